@@ -1,0 +1,14 @@
+"""SimpleFSDP: compiler-based Fully Sharded Data Parallel for PyTorch.
+
+Wrap once, compile, train::
+
+    model = simple_fsdp(model, mesh)
+    model = torch.compile(model, backend="simplefsdp")
+"""
+
+from simplefsdp.grad_norm import clip_grad_norm_
+from simplefsdp.initialize import init_weights
+from simplefsdp.wrap import simple_fsdp
+
+__all__ = ["clip_grad_norm_", "init_weights", "simple_fsdp"]
+__version__ = "0.1.0"

@@ -1,0 +1,5 @@
+"""``python -m simplefsdp``."""
+
+from simplefsdp.cli import main
+
+main()

@@ -1,0 +1,160 @@
+"""Every private part of PyTorch that this package touches, behind a name of our own.
+
+Each function here has a contract test in ``tests/test_torch_contract.py`` that fails first, and
+says what moved, when a new release of PyTorch moves it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+CompiledFunction = Callable[..., Any]
+GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
+
+
+def is_checkpoint_region(node: Node) -> bool:
+    """Whether a Dynamo node calls a body that the user checkpoints (``torch.utils.checkpoint``)."""
+    return node.target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """Why Dynamo ended a graph early, and where: frames outermost first."""
+
+    reason: str
+    stack: tuple[traceback.FrameSummary, ...]
+
+
+def graph_break_of(gm: GraphModule) -> GraphBreak | None:
+    """The graph break that ended this Dynamo graph, or None if it ran to the return."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return GraphBreak(reason.reason, tuple(reason.user_stack))
+
+
+def input_name(placeholder: Node) -> str | None:
+    """Python expression for a graph input (``L['self'].fc.weight``), or None if it has none."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return None
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def module_path(node: Node) -> str | None:
+    """FQN-like path and class of the innermost module that made ``node``, or None."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    path, cls = list(stack.values())[-1]
+    return f"{path} ({getattr(cls, '__name__', cls)})"
+
+
+def compile_with_inductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    observe: Callable[[GraphModule, bool], None],
+    joint_pass: Callable[[Graph], None],
+    uuid: str,
+) -> CompiledFunction:
+    """Compile ``gm`` with Inductor, its settings patched for this compilation only.
+
+    Args:
+        gm: the Dynamo graph; owned by the callee.
+        example_inputs: its (fake) inputs.
+        observe: called with each graph before it is lowered, and whether it is the backward;
+            called when the compiled code comes from a cache, too.
+        joint_pass: mutates the joint graph before it is partitioned.
+        uuid: identifies ``joint_pass`` and all it depends on, for the FX-graph cache.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        observe(graph, bool(kwargs.get("is_backward", False)))
+        return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
+
+    patches = {"joint_custom_post_pass": _graph_pass(joint_pass, uuid)}
+    # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
+    # is the one that saves the minutes of code generation.
+    with functorch_config.patch(enable_autograd_cache=False):
+        compiled: CompiledFunction = compile_fx(
+            gm, example_inputs, inner_compile=inner_compile, config_patches=patches
+        )
+    return compiled
+
+
+def _graph_pass(function: Callable[[Graph], None], uuid: str) -> Any:
+    """``function`` as a pass of Inductor's that its caches can key on."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class _Pass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> str:
+            return uuid
+
+    return _Pass()
+
+
+def compile_with_aot_eager(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    observe: Callable[[GraphModule, bool], None],
+    joint_pass: Callable[[Graph], None],
+) -> CompiledFunction:
+    """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
+
+    Arguments as for :func:`compile_with_inductor`.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def compiler(is_backward: bool) -> GraphCompiler:
+        def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> CompiledFunction:
+            observe(graph, is_backward)
+            return make_boxed_func(graph.forward)  # type: ignore[no-any-return]
+
+        return compile_graph
+
+    def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        joint_pass(joint.graph)
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    backend = aot_autograd(
+        fw_compiler=compiler(False),
+        bw_compiler=compiler(True),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+def hash_of_files(files: Sequence[str]) -> str:
+    """Hash of the contents of source files, to key a cache on the code that made its entries."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(tuple(files)).hex()
+
+
+def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` (any nesting of containers) with its floating-point tensors cast to ``dtype``."""
+    from torch.utils import _pytree as pytree
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return pytree.tree_map_only(torch.Tensor, cast, value)
+

@@ -1,0 +1,76 @@
+"""What a forward or backward graph communicates, counted by provenance, for the log line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from simplefsdp import provenance
+
+_ops = torch.ops._c10d_functional
+_GATHER_STARTS = {_ops.all_gather_into_tensor.default}
+_REDUCE_STARTS = {_ops.reduce_scatter_tensor.default, _ops.all_reduce.default}
+
+
+@dataclass(frozen=True)
+class Census:
+    """The data-parallel collectives of one graph.
+
+    Attributes:
+        gathers: FQN of each gather's parameter, in graph order.
+        resharded: how many of the gathers are recomputed in backward if it needs them.
+        reduces: FQN of each reduce's parameter, in graph order. A hybrid_shard gradient comes
+            twice: reduced within, then across the shard groups.
+        gather_nbytes: bytes of the gathered (full, padded) tensors.
+        reduce_nbytes: bytes of the tensors that go into the reduces.
+    """
+
+    gathers: tuple[str, ...]
+    resharded: int
+    reduces: tuple[str, ...]
+    gather_nbytes: int
+    reduce_nbytes: int
+
+
+def take_census(graph: Graph) -> Census:
+    """Count the gathers and reduces that SimpleFSDP put into ``graph``."""
+    gathers = [n for n in graph.nodes if n.target in _GATHER_STARTS and _gathered(n)]
+    reduces = [n for n in graph.nodes if n.target in _REDUCE_STARTS and _reduced(n)]
+    return Census(
+        gathers=tuple(_gathered(n) or "" for n in gathers),
+        resharded=sum(provenance.reshards_after_forward(n) for n in gathers),
+        reduces=tuple(_reduced(n) or "" for n in reduces),
+        gather_nbytes=sum(_nbytes(n) for n in gathers),
+        reduce_nbytes=sum(_nbytes(n.all_input_nodes[0]) for n in reduces),
+    )
+
+
+_gathered = provenance.gathered_fqn
+_reduced = provenance.reduced_fqn
+
+
+def _nbytes(node: Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.element_size())
+
+
+def describe(census: Census, *, is_backward: bool) -> str:
+    """The census as one line of a log."""
+    gathers = f"{len(census.gathers)} gathers ({format_nbytes(census.gather_nbytes)}"
+    if is_backward:
+        gathers += ", recomputed" if census.gathers else ""
+    elif census.gathers:
+        kept = len(census.gathers) - census.resharded
+        gathers += f"; for backward {census.resharded} recomputed, {kept} kept"
+    reduces = f"{len(census.reduces)} reduces ({format_nbytes(census.reduce_nbytes)})"
+    return f"{'backward' if is_backward else 'forward'}: {gathers}), {reduces}"
+
+
+def format_nbytes(nbytes: int) -> str:
+    """``nbytes`` in the largest binary unit that leaves at least 1."""
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.4g} {units[0]}"

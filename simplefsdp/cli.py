@@ -1,0 +1,65 @@
+"""The ``simplefsdp`` command: one subcommand per job.
+
+A subcommand is a module with a one-line ``SUMMARY`` and ``run(args) -> exit code``; it is imported
+only when it is called for, and reads its own options.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+COMMANDS = {
+    "train": "simplefsdp.train.command",
+    "export": "simplefsdp.train.export",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 1 failed, 2 bad input, 128 + n ended by signal n."""
+    from simplefsdp.train.errors import EXIT_BAD_INPUT, EXIT_FAILED, RunFailed, UserError
+
+    args = list(sys.argv[1:] if argv is None else argv)
+    code = 0
+    try:
+        code = _dispatch(args)
+    except (UserError, RunFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        _record(error)
+        code = EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        _record(error)
+        raise
+    sys.exit(code)
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if args[0] == "--version":
+        from simplefsdp import __version__
+
+        print(f"simplefsdp {__version__}")
+        return 0
+    if args[0] not in COMMANDS:
+        from simplefsdp.train.errors import UserError
+
+        raise UserError(f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}")
+    return int(importlib.import_module(COMMANDS[args[0]]).run(args[1:]))
+
+
+def _usage() -> str:
+    lines = ["usage: simplefsdp COMMAND [OPTIONS]", "", "commands:"]
+    for name, module in COMMANDS.items():
+        lines.append(f"  {name:10} {importlib.import_module(module).SUMMARY}")
+    lines += ["", "simplefsdp COMMAND --help describes the options of a command."]
+    return "\n".join(lines)
+
+
+def _record(error: Exception) -> None:
+    from simplefsdp.train.launch import record_failure
+
+    record_failure(error)

@@ -1,0 +1,141 @@
+"""The gather of one parameter and, as its backward, the reduce of its gradient.
+
+Tensor vocabulary, used by every file:
+
+- *shard*: the local tensor of the sharded DTensor, ``[rows_of_this_rank, ...]`` in the
+  parameter's own dtype; dim 0 is split as ``torch.chunk`` does, so late ranks may hold fewer
+  rows or none;
+- *full*: the gathered tensor, ``[rows, ...]`` in ``param_dtype``, that the model computes with;
+- *padded*: a shard or full gradient brought up to ``ranks * ceil(rows / ranks)`` rows, since a
+  collective moves the same number of bytes on every rank.
+
+Both directions call functional collectives on plain tensors, so the compiler sees cast, pad,
+start, wait and slice as nodes of its own and can move each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from simplefsdp import provenance
+
+_collectives = torch.ops._c10d_functional
+
+
+class GatherSpec(NamedTuple):
+    """How one parameter is gathered; constants only, so that it can stand in a traced graph.
+
+    Attributes:
+        fqn: fully qualified name of the parameter in the wrapped model.
+        rows: size of dim 0 of the full tensor; 0 if it is not sharded.
+        shard_group: name of the process group the shards are spread over; "" if not sharded.
+        shard_ranks: number of ranks in ``shard_group``; 1 if not sharded.
+        copy_groups: (name, ranks) of each process group that holds copies of the shard.
+        param_dtype: dtype on the wire and in compute; None keeps the shard's dtype.
+        reduce_dtype: dtype of the reduce; None keeps the gradient's dtype.
+        averages: the backend can average by itself (NCCL); otherwise we sum and divide.
+        reshard_after_forward: the compiler recomputes the gather in backward.
+    """
+
+    fqn: str
+    rows: int
+    shard_group: str
+    shard_ranks: int
+    copy_groups: tuple[tuple[str, int], ...]
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    averages: bool
+    reshard_after_forward: bool
+
+
+def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    missing = rows - tensor.shape[0]
+    if missing == 0:
+        return tensor
+    return torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing])
+
+
+def _rows_per_rank(spec: GatherSpec) -> int:
+    return -(-spec.rows // spec.shard_ranks)
+
+
+def _gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
+    if spec.param_dtype is not None and shard.is_floating_point():
+        shard = shard.to(spec.param_dtype)
+    if spec.shard_ranks == 1:
+        # A view, because autograd does not let a custom function return its input unchanged.
+        return shard.view_as(shard)
+    padded = _pad_rows(shard, _rows_per_rank(spec)).contiguous()
+    full = _collectives.wait_tensor(
+        _collectives.all_gather_into_tensor(padded, spec.shard_ranks, spec.shard_group)
+    )
+    return full if full.shape[0] == spec.rows else full[: spec.rows]
+
+
+def _reduce_grad(grad: Tensor, shard_rows: int, spec: GatherSpec) -> Tensor:
+    if spec.reduce_dtype is not None:
+        grad = grad.to(spec.reduce_dtype)
+    ranks = spec.shard_ranks * math.prod(ranks for _, ranks in spec.copy_groups)
+    if ranks == 1:
+        return grad
+    # float16 overflows when many gradients are summed, so it is divided before, at some loss of
+    # small values; the wider dtypes are divided after, on the shard, which is less work.
+    divide_first = not spec.averages and grad.dtype == torch.float16
+    if divide_first:
+        grad = grad / ranks
+    op = "avg" if spec.averages else "sum"
+    if spec.shard_ranks > 1:
+        padded = _pad_rows(grad, _rows_per_rank(spec) * spec.shard_ranks).contiguous()
+        grad = _collectives.wait_tensor(
+            _collectives.reduce_scatter_tensor(padded, op, spec.shard_ranks, spec.shard_group)
+        )
+    for group, _ in spec.copy_groups:
+        grad = _collectives.wait_tensor(_collectives.all_reduce(grad.contiguous(), op, group))
+    if spec.shard_ranks > 1 and grad.shape[0] != shard_rows:
+        grad = grad[:shard_rows]
+    return grad if spec.averages or divide_first else grad / ranks
+
+
+class _Gather(torch.autograd.Function):
+    """One function for both directions, because the reduce may run in another dtype.
+
+    Between two autograd nodes the engine casts a gradient to the dtype of the forward value
+    (``param_dtype``); only inside one function can it go straight to ``reduce_dtype``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, spec: GatherSpec) -> Tensor:
+        ctx.spec = spec
+        ctx.shard_rows = shard.shape[0] if shard.dim() else 0
+        ctx.shard_dtype = shard.dtype
+        return _gather_shard(shard, spec)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with provenance.reduce_of(ctx.spec.fqn):
+            return _reduce_grad(grad, ctx.shard_rows, ctx.spec).to(ctx.shard_dtype), None
+
+
+@torch.compiler.allow_in_graph
+def gather(param: DTensor, *spec: Any) -> Tensor:
+    """All-gather ``param`` and return the full plain tensor, ``[rows, ...]``.
+
+    The gradient that flows back is averaged over all data-parallel ranks and arrives as a
+    DTensor shard in the parameter's own dtype. Dynamo takes the call as one node, which keeps
+    its trace short; AOTAutograd traces through it.
+
+    Args:
+        param: the sharded parameter.
+        spec: the fields of a :class:`GatherSpec`, unpacked, so that in a graph two reads of one
+            parameter are two nodes with equal arguments.
+    """
+    fields = GatherSpec(*spec)
+    with provenance.gather_of(fields.fqn, reshard_after_forward=fields.reshard_after_forward):
+        return _Gather.apply(param.to_local(), fields)  # type: ignore[no-any-return]

@@ -1,0 +1,183 @@
+"""Where a parameter's shards live: the modes, and composition with tensor parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+_MESH_OF_MODE = {
+    "fully_shard": "a 1-D mesh: the ranks that share the shards",
+    "hybrid_shard": "a 2-D mesh: (ranks that hold copies, ranks that share the shards)",
+    "replicate": "a 1-D mesh: the ranks that hold copies",
+}
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The data-parallel mesh and what each of its dimensions is for.
+
+    Attributes:
+        mesh: 1-D, or 2-D for ``hybrid_shard``.
+        shard_dim: mesh dimension that parameters are sharded over, or None.
+        replicate_dim: mesh dimension that holds copies, or None.
+    """
+
+    mesh: DeviceMesh
+    shard_dim: int | None
+    replicate_dim: int | None
+
+    @property
+    def averages(self) -> bool:
+        """Whether every group can reduce with ``avg``: of torch's backends only NCCL can.
+
+        The fake backend on a CUDA mesh stands in for NCCL, so that a plan made without GPUs is
+        made for the graph that the GPUs will run.
+        """
+        device = self.mesh.device_type
+        can = {f"{device}:nccl", f"{device}:fake"} if device == "cuda" else set()
+        configs = [dist.get_backend_config(group) for group in self.mesh.get_all_groups()]
+        return all(can & set(config.split(",")) for config in configs)
+
+    def group_of(self, dim: int | None) -> tuple[str, int]:
+        """Name and size of the process group along ``dim``; ("", 1) where there is none."""
+        if dim is None:
+            return "", 1
+        return self.mesh.get_group(dim).group_name, self.mesh.size(dim)
+
+    def groups_of(self, *dims: int | None) -> tuple[tuple[str, int], ...]:
+        """Name and size of the group along each of ``dims`` that is a dimension of > 1 ranks."""
+        return tuple(group for group in map(self.group_of, dims) if group[1] > 1)
+
+    def placements(self, *, sharded: bool) -> tuple[Placement, ...]:
+        """Placements of a parameter on ``mesh``; all copies if it cannot be sharded."""
+        return tuple(
+            Shard(0) if sharded and dim == self.shard_dim else Replicate()
+            for dim in range(self.mesh.ndim)
+        )
+
+
+def data_parallel(mesh: DeviceMesh, mode: str) -> DataParallel:
+    """Check ``mesh`` against ``mode`` and say what its dimensions are for.
+
+    Raises:
+        TypeError: ``mesh`` is not a ``DeviceMesh``.
+        ValueError: unknown ``mode``, or a mesh of the wrong number of dimensions.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh: expected a torch.distributed.device_mesh.DeviceMesh, got "
+            f"{type(mesh).__name__}; make one with init_device_mesh(device_type, (ranks,))"
+        )
+    expected_ndim = 2 if mode == "hybrid_shard" else 1
+    if mesh.ndim != expected_ndim:
+        raise ValueError(
+            f"mesh: mode {mode!r} needs {_MESH_OF_MODE[mode]}; got a {mesh.ndim}-D mesh of shape "
+            f"{tuple(mesh.shape)}. Slice it by name (mesh['dp']) or choose another mode"
+        )
+    if mode == "replicate":
+        return DataParallel(mesh, shard_dim=None, replicate_dim=0)
+    if mode == "fully_shard":
+        return DataParallel(mesh, shard_dim=0, replicate_dim=None)
+    return DataParallel(mesh, shard_dim=1, replicate_dim=0)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """What a parameter was before the wrap, if tensor parallelism had made it a DTensor."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def __deepcopy__(self, memo: object) -> TensorParallel:
+        return self  # immutable, and process groups cannot be copied
+
+    def rewrap(self, full: Tensor) -> DTensor:
+        """The gathered local tensor as the tensor-parallel DTensor that the model expects."""
+        return DTensor.from_local(
+            full,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+
+def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
+    """The tensor-parallel layout of ``param``, or None for a plain tensor."""
+    if not isinstance(param, DTensor):
+        return None
+    return TensorParallel(param.device_mesh, param.placements, param.shape, param.stride())
+
+
+def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor:
+    """``param`` as a DTensor sharded over the data-parallel mesh.
+
+    Rank 0 of each data-parallel group speaks for all: its values are scattered (or broadcast),
+    so that ranks that were not seeded alike still hold one model. Meta tensors stay on meta and
+    cost no communication. A tensor-parallel parameter ends on the mesh (tensor, data), in which
+    plain left-to-right ``Shard`` placements describe exactly what was done: first split by tensor
+    parallelism, then each part by us, uneven sizes included.
+
+    Args:
+        param: ``[rows, ...]`` plain tensor, or a DTensor on a tensor-parallel mesh.
+        dp: the data-parallel mesh.
+        tp: layout of ``param`` if it is a DTensor.
+    """
+    local = param.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    placements = dp.placements(sharded=local.dim() > 0)
+    source = None if local.is_meta else 0
+    sharded = distribute_tensor(local, dp.mesh, placements, src_data_rank=source)
+    if tp is None:
+        return sharded
+    return DTensor.from_local(
+        sharded.to_local(),
+        _join(tp.mesh, dp.mesh),
+        (*tp.placements, *placements),
+        run_check=False,
+        shape=tp.shape,
+        stride=tp.stride,
+    )
+
+
+def _join(tp: DeviceMesh, dp: DeviceMesh) -> DeviceMesh:
+    """The mesh whose dimensions are those of ``tp`` followed by those of ``dp``.
+
+    It reuses their process groups. Both must be slices of one regular mesh, as
+    ``init_device_mesh`` makes them: then the rank at (t, d) is tp[t] + dp[d] - this rank.
+
+    Raises:
+        ValueError: the two meshes share more than this rank, or are not regular.
+    """
+    rank = dist.get_rank()
+    joint = tp.mesh.reshape(*tp.mesh.shape, *[1] * dp.ndim) + dp.mesh - rank
+    regular = joint.unique().numel() == joint.numel()
+    if not regular or int(joint.min()) < 0 or int(joint.max()) >= dist.get_world_size():
+        raise ValueError(
+            f"mesh: the data-parallel mesh {dp} and the tensor-parallel mesh {tp} of a parameter "
+            "must be different dimensions of one mesh; make both with "
+            "init_device_mesh(device_type, (data_ranks, tensor_ranks), mesh_dim_names=('dp', "
+            "'tp')) and pass mesh['tp'] to parallelize_module, mesh['dp'] to simple_fsdp"
+        )
+    names = (*_dim_names(tp, "tp"), *_dim_names(dp, "dp"))
+    groups = [*tp.get_all_groups(), *dp.get_all_groups()]
+    return DeviceMesh.from_group(groups, dp.device_type, mesh=joint, mesh_dim_names=names)
+
+
+def _dim_names(mesh: DeviceMesh, default: str) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or tuple(f"{default}_{dim}" for dim in range(mesh.ndim))

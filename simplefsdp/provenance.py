@@ -1,0 +1,55 @@
+"""Which parameter a graph node belongs to: written while tracing, read by every later stage.
+
+A gather of FSDP and a gather of tensor parallelism are the same op in a graph. The difference is
+recorded when the node is made (``torch.fx.traceback.annotate``) and travels in
+``node.meta["custom"]`` from the Dynamo graph to the joint, forward and backward graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+import torch.fx.traceback as fx_traceback
+from torch.fx import Node
+
+_GATHER = "simplefsdp_gather"
+_REDUCE = "simplefsdp_reduce"
+_RESHARD = "simplefsdp_reshard_after_forward"
+
+
+def gather_of(fqn: str, *, reshard_after_forward: bool) -> AbstractContextManager[object]:
+    """Mark the nodes traced inside as the gather chain of the parameter ``fqn``."""
+    return fx_traceback.annotate({_GATHER: fqn, _RESHARD: reshard_after_forward})
+
+
+def reduce_of(fqn: str) -> AbstractContextManager[object]:
+    """Mark the nodes traced inside as the reduce chain of the parameter ``fqn``."""
+    return fx_traceback.annotate({_REDUCE: fqn})
+
+
+def _marks(node: Node) -> Mapping[str, object]:
+    marks = node.meta.get("custom")
+    return marks if isinstance(marks, Mapping) else {}
+
+
+def reduced_fqn(node: Node) -> str | None:
+    """FQN of the parameter whose gradient ``node`` reduces, or None."""
+    fqn = _marks(node).get(_REDUCE)
+    return fqn if isinstance(fqn, str) else None
+
+
+def gathered_fqn(node: Node) -> str | None:
+    """FQN of the parameter that ``node`` gathers, or None.
+
+    Autograd copies the marks of a forward node to the backward nodes made for it, so a node of
+    a reduce chain may carry both marks: the reduce is then the true one.
+    """
+    marks = _marks(node)
+    fqn = marks.get(_GATHER)
+    return fqn if isinstance(fqn, str) and _REDUCE not in marks else None
+
+
+def reshards_after_forward(node: Node) -> bool:
+    """Whether the gather chain that ``node`` belongs to is recomputed in backward."""
+    return bool(_marks(node).get(_RESHARD))

@@ -1,0 +1,65 @@
+"""``reshard_after_forward``: which gathers the backward graph does again.
+
+A pass over the joint graph, before it is split into forward and backward. The full parameter and
+every view or cast of it form a *gather chain*; a chain is tagged for recomputation (so that the
+partitioner saves only the shard) or its wait is tagged to be saved. Chains are found by
+provenance, so collectives of tensor parallelism are never touched, and tagged alike whether or
+not the user checkpoints activations too.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from simplefsdp import provenance
+
+# The partitioner saves a recomputed node that feeds a checkpoint region of a *higher* id, taking
+# it for the boundary between two regions. No region of the user's has an id this high.
+_LAST_AC_GRAPH_ID = 1 << 30
+
+_CASTS = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    torch.ops.prims.convert_element_type.default,
+}
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def tag_gather_chains(graph: Graph) -> None:
+    """Tag the gather chains of a joint graph by their parameter's ``reshard_after_forward``."""
+    chain_reshards: dict[Node, bool] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if _starts_or_extends_gather(node, chain_reshards):
+            chain_reshards[node] = provenance.reshards_after_forward(node)
+        elif _is_view_or_cast(node) and node.all_input_nodes[0] in chain_reshards:
+            chain_reshards[node] = chain_reshards[node.all_input_nodes[0]]
+    for node, reshards in chain_reshards.items():
+        if reshards:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = _LAST_AC_GRAPH_ID
+        elif node.target is _WAIT:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _starts_or_extends_gather(node: Node, chain: dict[Node, bool]) -> bool:
+    """Backward nodes may carry a copied mark, but only a true chain begins at a graph input."""
+    return provenance.gathered_fqn(node) is not None and all(
+        source.op == "placeholder" or source in chain for source in node.all_input_nodes
+    )
+
+
+def _is_view_or_cast(node: Node) -> bool:
+    if len(node.all_input_nodes) != 1:
+        return False
+    if node.target is operator.getitem or node.target in _CASTS:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    aliases = [value.alias_info for value in node.target._schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)

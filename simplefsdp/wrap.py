@@ -1,0 +1,199 @@
+"""The wrap: parameters become shards, and reading one gathers it.
+
+Each module that owns parameters gets a subclass of its own class in which every parameter name is
+a property; the shards stay in ``_parameters`` under their own names. So ``named_parameters``,
+``state_dict``, optimizers and ``isinstance`` see the plain model with sharded parameters, and
+``module.weight`` in any method is an all-gather that the compiler can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from simplefsdp.gather import GatherSpec
+from simplefsdp.parametrization import LAYOUTS, Layout, cast_in_forward, is_wrapped, use_subclass
+from simplefsdp.placement import (
+    DataParallel,
+    TensorParallel,
+    data_parallel,
+    shard,
+    tensor_parallel_of,
+)
+
+_SHARDED_MARK = "_simple_fsdp_sharded"  # on every original parameter that was sharded
+
+
+def simple_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mode: str = "fully_shard",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Shard every parameter of ``model`` over ``mesh``, in place, and return it.
+
+    Rank 0's values are everybody's; a model built under ``torch.device("meta")`` stays there
+    until :func:`simplefsdp.init_weights`. A submodule may be wrapped before its parent, with
+    another mesh or policy: the parent then leaves it as it is. Parameters that tensor
+    parallelism made DTensors are sharded further.
+
+    Args:
+        model: the module; its parameters become DTensors of the true global shape.
+        mesh: 1-D, or 2-D ``(replicate, shard)`` for ``hybrid_shard``.
+        mode: ``"fully_shard"`` (ZeRO-3), ``"hybrid_shard"``, or ``"replicate"`` (DDP).
+        mp_policy: PyTorch's own. Parameters are cast to ``param_dtype`` before the gather and
+            gradients to ``reduce_dtype`` before the reduce; the model's floating-point inputs
+            are cast to ``param_dtype`` if ``cast_forward_inputs``, its outputs to
+            ``output_dtype``.
+        reshard_after_forward: free full parameters after forward and gather them again in
+            backward. Takes effect in ``torch.compile(model, backend="simplefsdp")``.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: wrong mode or mesh, a second wrap, or a parameter that cannot be sharded.
+    """
+    dp = data_parallel(mesh, mode)
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    _check_arguments(model, policy, reshard_after_forward)
+    own = {module: path for path, module in model.named_modules() if not is_wrapped(module)}
+    originals = _parameters_of(own)
+    _check_parameters(own, originals)
+    layouts = {
+        key: _layout(fqn, param, dp, policy, reshard_after_forward)
+        for key, (fqn, param) in originals.items()
+    }
+    shards = {
+        key: _shard_parameter(param, dp, layouts[key].tensor_parallel)
+        for key, (_, param) in originals.items()
+    }
+    # Nothing above changed the model, so an error there leaves it as it was.
+    for module in own:
+        _install(module, layouts, shards)
+    for _, param in originals.values():
+        setattr(param, _SHARDED_MARK, True)
+    cast_in_forward(model, policy)
+    _requalify(model)
+    return model
+
+
+def _check_arguments(model: object, policy: object, reshard_after_forward: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model: a ScriptModule cannot be wrapped; wrap the module it came from")
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(
+            "mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy or None, got "
+            f"{type(policy).__name__}"
+        )
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(
+            f"reshard_after_forward: expected True or False, got {reshard_after_forward!r}"
+        )
+    if is_wrapped(model):
+        raise ValueError(
+            f"model: this {type(model).__name__} is already wrapped by simple_fsdp, itself or as a "
+            "part of a model; wrap each module once, inner modules before the one around them"
+        )
+
+
+Originals = dict[int, tuple[str, nn.Parameter]]
+
+
+def _parameters_of(modules: Mapping[nn.Module, str]) -> Originals:
+    """Each distinct parameter under its first FQN, keyed by identity: a tied one comes once."""
+    found: Originals = {}
+    for module, path in modules.items():
+        for name, param in module._parameters.items():
+            if param is not None:
+                found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
+    return found
+
+
+def _check_parameters(modules: Mapping[nn.Module, str], originals: Originals) -> None:
+    for fqn, param in originals.values():
+        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+            raise ValueError(
+                f"{fqn}: is not initialized (a lazy module); run one forward before simple_fsdp"
+            )
+        if hasattr(param, _SHARDED_MARK):
+            raise ValueError(
+                f"{fqn}: is tied to a parameter that an earlier simple_fsdp call sharded, and "
+                "would come apart from it; wrap a module that holds both"
+            )
+    for module, path in modules.items():
+        for attribute, value in module.__dict__.items():
+            values = value.values() if isinstance(value, dict) else value
+            held = values if isinstance(value, (list, tuple, dict)) else [value]
+            stale = next((v for v in held if isinstance(v, Tensor) and id(v) in originals), None)
+            if attribute != "_parameters" and stale is not None:
+                raise ValueError(
+                    f"{originals[id(stale)][0]}: module {path or 'root'!r} "
+                    f"({type(module).__name__}) keeps a second reference to it in the attribute "
+                    f"{attribute!r}, which would go on holding the full, untrained tensor; read "
+                    "parameters by their registered name only"
+                )
+
+
+def _layout(
+    fqn: str,
+    param: nn.Parameter,
+    dp: DataParallel,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+) -> Layout:
+    tp = tensor_parallel_of(param)
+    local = param.to_local() if isinstance(param, DTensor) else param
+    shard_group, shard_ranks = dp.group_of(dp.shard_dim if local.dim() else None)
+    # A scalar cannot be split: every rank of the mesh holds a copy.
+    whole = dp.shard_dim if local.dim() == 0 else None
+    spec = GatherSpec(
+        fqn=fqn,
+        rows=local.shape[0] if shard_ranks > 1 else 0,
+        shard_group=shard_group,
+        shard_ranks=shard_ranks,
+        copy_groups=dp.groups_of(whole, dp.replicate_dim),
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype or policy.param_dtype,
+        averages=dp.averages,
+        reshard_after_forward=reshard_after_forward,
+    )
+    return Layout(spec, tp)
+
+
+def _shard_parameter(
+    param: nn.Parameter, dp: DataParallel, tp: TensorParallel | None
+) -> nn.Parameter:
+    sharded = nn.Parameter(shard(param, dp, tp), requires_grad=param.requires_grad)
+    sharded.__dict__.update(param.__dict__)  # a user's own marks, such as no_weight_decay
+    return sharded
+
+
+def _install(
+    module: nn.Module, layouts: Mapping[int, Layout], shards: Mapping[int, nn.Parameter]
+) -> None:
+    own = {name: id(p) for name, p in module._parameters.items() if p is not None}
+    module.__dict__[LAYOUTS] = {name: layouts[key] for name, key in own.items()}
+    if own:
+        use_subclass(module, own)
+    for name, key in own.items():
+        module._parameters[name] = shards[key]
+
+
+def _requalify(model: nn.Module) -> None:
+    """Name inner modules' parameters as seen from ``model``, the outermost wrap so far."""
+    names: dict[int, str] = {}
+    for path, module in model.named_modules():
+        layouts = module.__dict__[LAYOUTS]
+        for name, layout in layouts.items():
+            fqn = f"{path}.{name}" if path else name
+            fqn = names.setdefault(id(module._parameters[name]), fqn)
+            layouts[name] = replace(layout, spec=layout.spec._replace(fqn=fqn))

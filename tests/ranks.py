@@ -1,0 +1,87 @@
+"""Real ranks for tests: worker processes that are started once and run many test bodies.
+
+Starting a process and importing torch costs seconds; a pool pays it once per world size. A body
+is a module-level function that every rank calls with the same arguments; what it raises on any
+rank fails the test, with that rank's traceback, and a body that hangs is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+class RankPool:
+    """``world_size`` gloo ranks on this machine."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call ``body(*args)`` on every rank; returns what each rank returned."""
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            pipe.send((body, args))
+        deadline = time.monotonic() + timeout
+        answers = [self._receive(rank, deadline) for rank in range(self.world_size)]
+        failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            self.stop()  # collectives may be out of step: start afresh for the next test
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def _receive(self, rank: int, deadline: float) -> tuple[bool, Any]:
+        process, pipe = self._workers[rank]
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                return pipe.recv()
+        except (EOFError, OSError):
+            return False, f"died with exit code {process.exitcode}"
+        return False, "gave no answer in time"
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        store = tempfile.mktemp(prefix="simplefsdp-test-store-")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.world_size, store, list(sys.path), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+
+    def stop(self) -> None:
+        """Kill the workers; the next ``run`` starts new ones."""
+        for process, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _serve(rank: int, world_size: int, store: str, path: list[str], pipe: Connection) -> None:
+    sys.path[:] = path
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+    )
+    while True:
+        body, args = pipe.recv()
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        try:
+            pipe.send((True, body(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
