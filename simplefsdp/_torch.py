@@ -6,12 +6,16 @@ says what moved, when a new release of PyTorch moves it.
 
 from __future__ import annotations
 
+import hashlib
+import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -41,12 +45,13 @@ def graph_break_of(gm: GraphModule) -> GraphBreak | None:
 
 
 def input_name(placeholder: Node) -> str | None:
-    """Python expression for a graph input (``L['self'].fc.weight``), or None if it has none."""
+    """FQN of a graph input that is a parameter, else its Python expression, or None."""
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
         return None
-    name = source.name
-    return str(name() if callable(name) else name)
+    name = str(source.name() if callable(source.name) else source.name)
+    # L['self']._modules['fc']._parameters['weight'] is fc.weight to the user.
+    return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", name)) or name
 
 
 def module_path(node: Node) -> str | None:
@@ -81,7 +86,8 @@ def compile_with_inductor(
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         observe(graph, bool(kwargs.get("is_backward", False)))
-        return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
+        with _stable_mesh_hashes(inputs):
+            return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
 
     patches = {"joint_custom_post_pass": _graph_pass(joint_pass, uuid)}
     # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
@@ -91,6 +97,26 @@ def compile_with_inductor(
             gm, example_inputs, inner_compile=inner_compile, config_patches=patches
         )
     return compiled
+
+
+@contextmanager
+def _stable_mesh_hashes(inputs: Sequence[Any]) -> Iterator[None]:
+    """Keep the FX-graph cache warm across processes.
+
+    Since 2.12 the meshes of DTensors are inputs of a graph, and the cache's key is a pickle that
+    holds ``DeviceMesh._hash``: Python's hash of strings and None, another one in every process.
+    """
+    objects = [getattr(value, "real_obj", value) for value in inputs]
+    meshes = {id(mesh): mesh for mesh in objects if isinstance(mesh, DeviceMesh)}
+    before = {key: getattr(mesh, "_hash", None) for key, mesh in meshes.items()}
+    for mesh in meshes.values():
+        text = repr((mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names))
+        mesh._hash = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    try:
+        yield
+    finally:
+        for key, mesh in meshes.items():
+            mesh._hash = before[key]
 
 
 def _graph_pass(function: Callable[[Graph], None], uuid: str) -> Any:

@@ -17,7 +17,7 @@ from simplefsdp import _torch
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers
 from simplefsdp.options import Executor, parse_options
-from simplefsdp.recompute import tag_gather_chains
+from simplefsdp.recompute import tag_for_recompute
 
 log = logging.getLogger("simplefsdp")
 
@@ -41,8 +41,8 @@ def simplefsdp(
             ``BackendCompilerFailed``.
     """
     choice = parse_options(options)
-    _refuse_graph_break(gm)
     _refuse_unwrapped(gm)
+    _refuse_graph_break(gm)
     dedupe_gathers(gm)
     return _compile(gm, example_inputs, choice.executor)
 
@@ -52,10 +52,10 @@ def _compile(
 ) -> Callable[..., Any]:
     if executor == "aot_eager":
         return _torch.compile_with_aot_eager(
-            gm, example_inputs, observe=_log_census, joint_pass=tag_gather_chains
+            gm, example_inputs, observe=_log_census, joint_pass=tag_for_recompute
         )
     return _torch.compile_with_inductor(
-        gm, example_inputs, observe=_log_census, joint_pass=tag_gather_chains, uuid=_uuid()
+        gm, example_inputs, observe=_log_census, joint_pass=tag_for_recompute, uuid=_uuid()
     )
 
 
@@ -105,6 +105,8 @@ def _is_plain_parameter(placeholder: Node) -> bool:
 
 
 def _line_of(node: Node | None) -> str:
-    trace = node.meta.get("stack_trace", "") if node is not None else ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    return f" ({lines[-1]})" if lines else ""
+    """Where the user's code made ``node``: the innermost frame of its trace, if it has one."""
+    trace = node.stack_trace if node is not None else None
+    lines = [line.strip() for line in (trace or "").splitlines()]
+    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    return f" ({': '.join(lines[frames[-1] : frames[-1] + 2])})" if frames else ""

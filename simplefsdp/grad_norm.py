@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 
 @torch.no_grad()
@@ -27,18 +28,20 @@ def clip_grad_norm_(
     Args:
         model_or_params: a module, or parameters as an optimizer takes them.
         max_norm: the largest norm left as it is.
-        norm_type: the p of the p-norm; may be ``inf``.
+        norm_type: the p of the p-norm, > 0; may be ``inf``.
         error_if_nonfinite: raise if the norm is nan or inf, the gradients then untouched.
 
     Returns:
         The norm before clipping, a 0-d plain tensor, the same on every rank.
 
     Raises:
-        ValueError: ``max_norm`` is negative or nan.
+        ValueError: ``max_norm`` is negative or nan, or ``norm_type`` is not positive.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number >= 0, got {max_norm!r}")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: expected a number > 0, got {norm_type!r}")
     if isinstance(model_or_params, nn.Module):
         model_or_params = model_or_params.parameters()
     params = [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
@@ -51,18 +54,47 @@ def clip_grad_norm_(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grad in grads:
         local = grad.to_local() if isinstance(grad, DTensor) else grad
-        local.mul_(factor.to(device=local.device, dtype=local.dtype))
+        local.mul_(factor.to(local.device))
     return total
 
 
 def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    """Norm over all gradients: one norm per mesh and placement, then the norm of those norms."""
-    alike: dict[object, list[Tensor]] = {}
+    """Norm over all gradients: one all-reduce per mesh dimension that some are sharded over."""
+    sharded_alike: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for grad in grads:
-        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-        alike.setdefault(key, []).append(grad)
-    if not alike:
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        sharded_alike.setdefault(_shard_groups(grad), []).append(local)
+    norms = [_norm_over(*entry, norm_type) for entry in sharded_alike.items()]
+    return _norm_of_norms(norms, norm_type)
+
+
+def _shard_groups(grad: Tensor) -> tuple[ProcessGroup, ...]:
+    """The process groups over which parts of ``grad`` are spread."""
+    if not isinstance(grad, DTensor):
+        return ()
+    sharded = (dim for dim, p in enumerate(grad.placements) if p.is_shard())
+    return tuple(grad.device_mesh.get_group(dim) for dim in sharded)
+
+
+def _norm_over(
+    groups: tuple[ProcessGroup, ...], parts: list[Tensor], norm_type: float
+) -> Tensor:
+    # float32, since a norm in the gradients' own bfloat16 would be true to 3 digits only; the
+    # zero stands for empty shards, of which there is no inf-norm.
+    zero = torch.zeros((), device=parts[0].device)
+    norms = [torch.linalg.vector_norm(p, norm_type, dtype=torch.float32) for p in parts if p.numel()]
+    total = _norm_of_norms([zero, *norms], norm_type)
+    for group in groups:
+        if norm_type == float("inf"):
+            dist.all_reduce(total, dist.ReduceOp.MAX, group)
+        else:
+            power = total**norm_type
+            dist.all_reduce(power, dist.ReduceOp.SUM, group)
+            total = power ** (1.0 / norm_type)
+    return total
+
+
+def _norm_of_norms(norms: list[Tensor], norm_type: float) -> Tensor:
+    if not norms:
         return torch.tensor(0.0)
-    norms = [get_total_norm(group, norm_type) for group in alike.values()]
-    plain = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-    return torch.linalg.vector_norm(torch.stack([n.float() for n in plain]), norm_type)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)

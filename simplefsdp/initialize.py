@@ -196,7 +196,7 @@ def _fill(
     if local.dim() == 0:
         draw(local, _generator(local.device, key, 0))
         return
-    offsets = shard_offsets(target)
+    offsets = _shard_offsets(target)
     columns = tuple(slice(o, o + n) for o, n in zip(offsets[1:], local.shape[1:], strict=True))
     rows, row_shape = target.shape[0], target.shape[1:]
     block_rows = max(1, _BLOCK_NUMEL // max(1, row_shape.numel()))
@@ -215,7 +215,7 @@ def _generator(device: torch.device, key: tuple[object, ...], block: int) -> tor
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def shard_offsets(tensor: DTensor) -> list[int]:
+def _shard_offsets(tensor: DTensor) -> list[int]:
     """Index of the local shard's first element along each dimension of the global tensor.
 
     Follows ``torch.chunk``, as DTensor does: each mesh dimension from left to right splits what

@@ -29,13 +29,19 @@ _CASTS = {
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
+def tag_for_recompute(graph: Graph) -> None:
+    """The joint-graph pass: what of the forward the backward does again."""
+    save_cpu_random_ops(graph)
+    tag_gather_chains(graph)
+
+
 def tag_gather_chains(graph: Graph) -> None:
     """Tag the gather chains of a joint graph by their parameter's ``reshard_after_forward``."""
     chain_reshards: dict[Node, bool] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if _starts_or_extends_gather(node, chain_reshards):
+        if node.all_input_nodes and _starts_or_extends_gather(node, chain_reshards):
             chain_reshards[node] = provenance.reshards_after_forward(node)
         elif _is_view_or_cast(node) and node.all_input_nodes[0] in chain_reshards:
             chain_reshards[node] = chain_reshards[node.all_input_nodes[0]]
@@ -45,6 +51,32 @@ def tag_gather_chains(graph: Graph) -> None:
             node.meta["ac_graph_id"] = _LAST_AC_GRAPH_ID
         elif node.target is _WAIT:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def save_cpu_random_ops(graph: Graph) -> None:
+    """Keep, rather than recompute, the random CPU ops of regions that the user checkpoints.
+
+    To recompute one, torch 2.12 and 2.13 stash the state of the CPU's generator where the forward
+    graph's output order has the mesh of a DTensor, and fail ("expected all
+    tensors_saved_with_vc_check to be Tensors"). Attention counts as random there, for its
+    dropout; so every checkpointed transformer would fail.
+    """
+    for node in graph.nodes:
+        is_random = (
+            isinstance(node.target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded in node.target.tags
+        )
+        if is_random and "recompute" in node.meta and _is_on_cpu(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            for user in node.users:
+                if user.target is operator.getitem:
+                    user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_on_cpu(node: Node) -> bool:
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    return isinstance(first, torch.Tensor) and first.device.type == "cpu"
 
 
 def _starts_or_extends_gather(node: Node, chain: dict[Node, bool]) -> bool:

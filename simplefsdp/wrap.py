@@ -60,9 +60,9 @@ def simple_fsdp(
         TypeError: an argument of the wrong type.
         ValueError: wrong mode or mesh, a second wrap, or a parameter that cannot be sharded.
     """
-    dp = data_parallel(mesh, mode)
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_arguments(model, policy, reshard_after_forward)
+    dp = data_parallel(mesh, mode)
     own = {module: path for path, module in model.named_modules() if not is_wrapped(module)}
     originals = _parameters_of(own)
     _check_parameters(own, originals)

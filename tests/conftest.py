@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import (
+    _clear_fast_path_sharding_prop_cache,
+    _clear_sharding_prop_cache,
+)
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +47,20 @@ def fake_mesh() -> Iterator[Callable[..., DeviceMesh]]:
         return init_device_mesh(device, shape, mesh_dim_names=names)
 
     torch._dynamo.reset()
+    # DTensor caches by mesh, and two fake meshes that differ only in this rank are equal to it.
+    _clear_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()
     yield make
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need no ranks first, then by number of ranks, so that each pool starts once."""
+
+    def ranks_of(item: pytest.Item) -> int:
+        callspec = getattr(item, "callspec", None)
+        default = 4 if "pools" in getattr(item, "fixturenames", ()) else 0
+        return callspec.params.get("ranks", default) if callspec else default
+
+    items.sort(key=ranks_of)

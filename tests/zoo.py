@@ -36,7 +36,7 @@ class Zoo(nn.Module):
         self, *, scalars: bool = True, mixed: bool = True, recompute: bool = False
     ) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.mixed = recompute, mixed
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -56,7 +56,7 @@ class Zoo(nn.Module):
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         x = x + self.frozen(x) * self.named["gain"] + self.mix(x)
         for shift in self.listed:
-            x = x + shift
+            x = 0.5 * x + shift  # scaled, or both gradients are equal and CSE makes them one
         if self.scale is not None:
             x = x * self.scale
         return self.head(x * self.narrow.to(x.dtype))

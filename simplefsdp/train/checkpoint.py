@@ -1,0 +1,103 @@
+"""Saving: in the background, and so that a crash at any moment leaves the previous one usable.
+
+Every rank writes its shards into a temporary folder while training goes on; when all have, rank 0
+renames the folder. A checkpoint is therefore either complete under its name or not there.
+"""
+
+import shutil
+import time
+import warnings
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from simplefsdp.train import runs
+from simplefsdp.train.runs import TrainerState
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save ended: ``error`` is None if it is on disk, complete."""
+
+    path: Path
+    step: int
+    seconds: float
+    error: str | None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    future: Future[Any]
+    state: TrainerState
+    started: float
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run; every rank holds one and makes the same calls.
+
+    Saves use a process group of their own: they run beside training, and the order of collectives
+    in a group must be the same on all ranks.
+    """
+
+    def __init__(self, run: Path, keep: int) -> None:
+        self._run = run
+        self._keep = keep
+        self._group = dist.new_group(backend="gloo")
+        self._leads = dist.get_rank() == 0
+        self._pending: _Pending | None = None
+        if self._leads:
+            (run / runs.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            for leftover in runs.leftovers(run):
+                shutil.rmtree(leftover)
+
+    def save(self, tensors: dict[str, Any], state: TrainerState) -> SaveResult | None:
+        """Begin to save; returns once the tensors are copied to host memory.
+
+        Waits for the save before, if it still runs, and returns its result.
+        """
+        previous = self.wait()
+        folder = runs.temporary(runs.step_folder(self._run, state.step))
+        with warnings.catch_warnings():
+            # async_save is marked experimental by a warning in some releases.
+            warnings.simplefilter("ignore")
+            future: Any = async_save(tensors, checkpoint_id=str(folder), process_group=self._group)
+        self._pending = _Pending(future, state, time.monotonic())
+        return previous
+
+    def poll(self) -> SaveResult | None:
+        """The result of the running save if it has ended; never waits."""
+        if self._pending is None or not self._pending.future.done():
+            return None
+        return self.wait()
+
+    def wait(self) -> SaveResult | None:
+        """Wait for the running save, put it in place, and delete what ``keep`` does not cover."""
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        folder = runs.step_folder(self._run, pending.state.step)
+        error = None
+        try:
+            pending.future.result()
+            if self._leads:
+                self._publish(folder, pending.state)
+        except CheckpointException as failure:
+            rank, (cause, _) = next(iter(failure.failures.items()))
+            error = f"rank {rank}: {type(cause).__name__}: {cause}"
+        except OSError as failure:
+            error = f"rank 0: {type(failure).__name__}: {failure}"
+        return SaveResult(folder, pending.state.step, time.monotonic() - pending.started, error)
+
+    def _publish(self, folder: Path, state: TrainerState) -> None:
+        written = runs.temporary(folder)
+        runs.write_trainer_state(written, state)
+        written.rename(folder)
+        for old in runs.complete_checkpoints(self._run)[: -self._keep]:
+            doomed = runs.temporary(old)
+            old.rename(doomed)
+            shutil.rmtree(doomed)

@@ -1,0 +1,142 @@
+"""``simplefsdp train``: from the command line to ranks that train."""
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+
+from simplefsdp.train import launch, runs
+from simplefsdp.train.config import TrainConfig
+from simplefsdp.train.distributed import check_devices, default_ranks, join_ranks, on_rank_zero
+from simplefsdp.train.errors import UserError, user_errors
+from simplefsdp.train.preflight import RunPlan, make_layout, plan_run
+
+SUMMARY = "train a Llama 3 on text"
+_DRY_RUN_NODE_RANKS = 8
+
+_DESCRIPTION = """Train a Llama 3 under SimpleFSDP.
+
+Without a launcher it starts its own local ranks; under torchrun it joins the ranks it is given.
+
+examples:
+  simplefsdp train
+  simplefsdp train --data README.md --steps 30 --out runs/readme
+  simplefsdp train --resume
+  simplefsdp train --steps 40 --stop-after 20 --out runs/halves
+  simplefsdp train --resume runs/halves
+  simplefsdp train --ranks 4 --mode hybrid_shard --shard-size 2
+  simplefsdp train --config 8b --dry-run --world-size 64
+  torchrun --nproc-per-node 8 -m simplefsdp train --config 8b --seq-len 8192 \\
+      --activation-checkpointing selective --lr 3e-4 --steps 1000 --out runs/8b --resume auto
+"""
+
+
+def run(args: list[str]) -> int:
+    """Run ``simplefsdp train *args``; return the exit code."""
+    if launch.under_torchrun():
+        return _run_rank(args)
+    config = parse(args)
+    if config.plan.dry_run:
+        return _dry_run(config)
+    ranks = config.parallel.ranks or default_ranks()
+    with user_errors():
+        check_devices(ranks)
+    plan = plan_run(config, ranks, node_ranks=ranks)
+    if plan.finished:
+        return _say_finished(plan)
+    # The ranks are told what was settled here: by then a clock would name another folder.
+    resume = str(plan.checkpoint.path) if plan.checkpoint else "None"
+    return launch.start_local_ranks(
+        ["train", *args, "--out", str(plan.out), "--resume", resume],
+        ranks=ranks,
+        log_folder=plan.out / runs.LOGS,
+    )
+
+
+def parse(args: list[str]) -> TrainConfig:
+    """Read the options; those of a resumed run are the defaults of the rest.
+
+    In the result ``run.resume`` is the folder of one checkpoint, or None.
+
+    Raises:
+        UserError: ``--resume`` names nothing to resume from.
+        SystemExit: the options cannot be read (code 2), or ``--help`` was shown (0).
+    """
+    args = _complete_resume(args)
+    config = _read(args, TrainConfig())
+    with user_errors():
+        checkpoint = runs.find_checkpoint(config.run.resume, config.run.out)
+        trainer = runs.read_trainer_state(checkpoint) if checkpoint else None
+    if checkpoint and trainer:
+        saved = TrainConfig.from_json(trainer.config)
+        default = replace(saved, run=replace(saved.run, out=runs.run_of(checkpoint)))
+        config = _read(args, default)
+    resume = str(checkpoint) if checkpoint else None
+    return replace(config, run=replace(config.run, resume=resume))
+
+
+def _complete_resume(args: list[str]) -> list[str]:
+    """``--resume`` alone means ``--resume latest``."""
+    complete: list[str] = []
+    for this in [*args, "--"]:
+        if complete and complete[-1] == "--resume" and this.startswith("--"):
+            complete.append("latest")
+        complete.append(this)
+    return complete[:-1]
+
+
+def _read(args: list[str], default: TrainConfig) -> TrainConfig:
+    import tyro
+
+    return tyro.cli(
+        TrainConfig,
+        prog="simplefsdp train",
+        description=_DESCRIPTION,
+        args=args,
+        default=default,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def _run_rank(args: list[str]) -> int:
+    """Be one rank of a run: agree on the plan, then train."""
+    from simplefsdp.train.loop import train
+
+    launch.follow_launcher()
+    with user_errors(), ExitStack() as stack:
+        rank = stack.enter_context(join_ranks())
+
+        def decide() -> RunPlan:
+            config = parse(args)
+            if config.plan.dry_run:
+                raise UserError("--dry-run starts no ranks: run it without torchrun")
+            node_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+            plan = plan_run(config, rank.world_size, node_ranks)
+            if not plan.finished:
+                stack.enter_context(runs.lock(plan.out))
+            return plan
+
+        plan = on_rank_zero(rank, decide)
+        leave = stack.pop_all()
+    with leave:
+        if plan.finished:
+            return _say_finished(plan) if rank.rank == 0 else 0
+        return train(plan, rank)
+
+
+def _say_finished(plan: RunPlan) -> int:
+    print(
+        f"nothing to do: {plan.out} is at step {plan.first_step} of {plan.config.last_step}; "
+        "give more --steps to train on (which stretches the schedule, too)"
+    )
+    return 0
+
+
+def _dry_run(config: TrainConfig) -> int:
+    from simplefsdp.train.dry_run import plan_memory, print_plan
+
+    world_size = config.plan.world_size or config.parallel.ranks or default_ranks()
+    layout = make_layout(config, world_size, min(world_size, _DRY_RUN_NODE_RANKS))
+    with user_errors():
+        plan = plan_memory(config, layout)
+    print_plan(config, layout, plan)
+    return 0

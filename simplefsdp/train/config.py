@@ -1,0 +1,221 @@
+"""What a training run is: typed options, their defaults, and the checks that need nothing else.
+
+The field docstrings are the text of ``simplefsdp train --help`` and the groups are its sections,
+so a new option is one field here. Nothing in this file imports the command-line library.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
+from simplefsdp.options import Bucketing, Executor
+from simplefsdp.placement import Mode
+
+MixedPrecision = Literal["auto", "none", "bf16"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What is trained."""
+
+    config: str = "debug"
+    """Llama 3 configuration: debug, 160m, 1b, 8b, 70b or 405b."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """Recompute activations in backward: in no block, in part of each block, or whole blocks."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What it is trained on: text, read as bytes, so nothing is downloaded."""
+
+    data: Path | None = None
+    """Text file or folder. Default: the .py sources of Python's standard library."""
+    seq_len: int = 128
+    """Tokens (bytes) per sequence."""
+    global_batch_size: int = 16
+    """Sequences per step over all ranks together; must be a multiple of the data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    """AdamW with linear warm-up, then a cosine to a tenth of the peak."""
+
+    steps: int = 60
+    """Length of the whole run, in steps; the learning-rate schedule ends here."""
+    stop_after: int | None = None
+    """End this session at that step, with a checkpoint, leaving the schedule as it is."""
+    lr: float = 2e-3
+    """Peak learning rate."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up. Default: a tenth of --steps."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors and scalars (norms, biases) have none."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this."""
+    seed: int = 0
+    """Seed of the weights, the data order and the sampled text."""
+
+    @property
+    def warmup(self) -> int:
+        """Steps of linear warm-up, the default filled in."""
+        return self.steps // 10 if self.warmup_steps is None else self.warmup_steps
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How it is spread over the ranks."""
+
+    ranks: int | None = None
+    """Local ranks to start (not under torchrun). Default: 2 on CPU, every GPU on CUDA."""
+    mode: Mode = "fully_shard"
+    """Shard over all ranks; shard within groups and replicate across; or replicate (DDP)."""
+    shard_size: int | None = None
+    """Ranks per group for hybrid_shard. Default: the ranks of one node."""
+    tp: int = 1
+    """Tensor-parallel ranks (innermost)."""
+    reshard_after_forward: bool = True
+    """Drop gathered parameters after forward and gather them again in backward."""
+    mixed_precision: MixedPrecision = "auto"
+    """bf16: gather and compute in bfloat16, reduce in float32. auto: bf16 on CUDA, none on CPU."""
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What torch.compile(backend="simplefsdp") is told."""
+
+    compile: bool = True
+    """Compile the model; --no-compile runs it eagerly, with the same numerics."""
+    executor: Executor = "inductor"
+    """What runs the compiled graphs; aot_eager starts faster and computes slower."""
+    bucketing: Bucketing = "none"
+    """How gathers and reductions are merged into buckets."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where the run lives, and how often it reports."""
+
+    out: Path | None = None
+    """Run folder for checkpoints and metrics. Default: runs/<config>-<date>-<time>."""
+    resume: str | None = None
+    """Continue exactly where a run stopped: a run folder, a checkpoint, "latest" (the default
+    when --resume stands alone; in --out, or the newest under runs/), or "auto" (latest if there
+    is one, else start). Options are those of that run unless given again."""
+    checkpoint_every: int = 20
+    """Steps between checkpoints; the last step always saves one. 0: never save."""
+    keep: int = 2
+    """How many checkpoints to keep."""
+    eval_every: int = 0
+    """Steps between evaluations on the held-out split. 0: only at the start and at the end."""
+    eval_batches: int = 8
+    """Global batches per evaluation."""
+    log_every: int = 1
+    """Steps between reports (a report waits for the device)."""
+    sample_tokens: int = 64
+    """Bytes of text to sample at the end. 0: none."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Planning without training."""
+
+    dry_run: bool = False
+    """Print bytes per rank for parameters, gradients and optimizer; no rank is started."""
+    world_size: int | None = None
+    """Ranks to plan for. Default: those that would be started."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All options of one training run, grouped as ``--help`` shows them."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    compile: CompileOptions = field(default_factory=CompileOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+    @property
+    def last_step(self) -> int:
+        """The step this session ends at."""
+        stop = self.optim.stop_after
+        return self.optim.steps if stop is None else min(stop, self.optim.steps)
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """Nested dict of plain JSON values; :meth:`from_json` reads it back."""
+        groups: dict[str, dict[str, Any]] = dataclasses.asdict(self)
+        return {
+            name: {k: str(v) if isinstance(v, Path) else v for k, v in group.items()}
+            for name, group in groups.items()
+        }
+
+    @classmethod
+    def from_json(cls, saved: dict[str, dict[str, Any]]) -> Self:
+        """Read what :meth:`to_json` wrote; options unknown to this version are left out.
+
+        What belongs to one session only (``resume``, ``stop_after``, planning) is not taken over.
+        """
+        groups = {}
+        for spec in dataclasses.fields(cls):
+            options: Any = spec.default_factory
+            known = {f.name for f in dataclasses.fields(options)}
+            values = {k: v for k, v in saved.get(spec.name, {}).items() if k in known}
+            for path in ("data", "out"):
+                if values.get(path) is not None:
+                    values[path] = Path(values[path])
+            groups[spec.name] = options(**values)
+        config = cls(**groups)
+        return dataclasses.replace(
+            config,
+            optim=dataclasses.replace(config.optim, stop_after=None),
+            run=dataclasses.replace(config.run, resume=None),
+            plan=PlanOptions(),
+        )
+
+
+def check_options(config: TrainConfig) -> None:
+    """Raise ValueError, naming the flag, for values that no model, machine or data could allow."""
+    at_least = {
+        "--seq-len": (config.data.seq_len, 2),
+        "--global-batch-size": (config.data.global_batch_size, 1),
+        "--steps": (config.optim.steps, 1),
+        "--stop-after": (config.optim.stop_after, 1),
+        "--warmup-steps": (config.optim.warmup_steps, 0),
+        "--ranks": (config.parallel.ranks, 1),
+        "--shard-size": (config.parallel.shard_size, 1),
+        "--tp": (config.parallel.tp, 1),
+        "--checkpoint-every": (config.run.checkpoint_every, 0),
+        "--keep": (config.run.keep, 1),
+        "--eval-every": (config.run.eval_every, 0),
+        "--eval-batches": (config.run.eval_batches, 1),
+        "--log-every": (config.run.log_every, 1),
+        "--sample-tokens": (config.run.sample_tokens, 0),
+        "--world-size": (config.plan.world_size, 1),
+        "--weight-decay": (config.optim.weight_decay, 0.0),
+    }
+    for flag, (value, least) in at_least.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{flag} must be at least {least}, got {value}")
+    for flag, positive in (
+        ("--lr", config.optim.lr),
+        ("--max-grad-norm", config.optim.max_grad_norm),
+    ):
+        if not 0 < positive < float("inf"):
+            raise ValueError(f"{flag} must be a positive number, got {positive}")
+    if config.optim.warmup > config.optim.steps:
+        raise ValueError(
+            f"--warmup-steps {config.optim.warmup} is longer than the run "
+            f"(--steps {config.optim.steps})"
+        )
+    if config.parallel.shard_size is not None and config.parallel.mode != "hybrid_shard":
+        raise ValueError(
+            f"--shard-size belongs to --mode hybrid_shard, but --mode is {config.parallel.mode}"
+        )
+    if config.plan.world_size is not None and not config.plan.dry_run:
+        raise ValueError(
+            "--world-size belongs to --dry-run; to start ranks use --ranks or torchrun"
+        )

@@ -1,0 +1,279 @@
+"""Real text as bytes: the corpus, and the batches each data-parallel rank trains on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from simplefsdp.models.configs import DOCUMENT_SEPARATOR
+
+MAX_CORPUS_NBYTES = 64 * 2**20
+"""What `load_corpus` reads at most by default: about a quarter of a second from a warm disk."""
+
+_VALIDATION_FRACTION = 0.05
+_SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
+# Tests of the standard library hold non-text and generated tables; third-party code differs from
+# one machine to the next.
+_SKIPPED_STDLIB_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A byte-level corpus in memory.
+
+    Attributes:
+        train: uint8 `[n]`, documents separated by `DOCUMENT_SEPARATOR`.
+        validation: uint8 `[m]`, about one twentieth of the corpus; shares no document with
+            `train` unless one document is so large that it has to be cut.
+        name: Where it comes from and how much of it was read, for people.
+        fingerprint: Hash of the bytes: the same on every machine that reads the same documents.
+    """
+
+    train: Tensor
+    validation: Tensor
+    name: str
+    fingerprint: str
+
+
+def load_corpus(path: Path | None = None, *, max_nbytes: int = MAX_CORPUS_NBYTES) -> Corpus:
+    """Reads a corpus of bytes; any encoding will do, nothing is decoded.
+
+    A folder gives every regular file below it, a document each, without hidden files and folders
+    and without byte-identical copies. Documents are ordered by a hash of their relative path:
+    deterministic, and a fair sample where `max_nbytes` or the validation split cuts. The last
+    twentieth validates; the cut falls between documents where one ends near enough.
+
+    Args:
+        path: A file or folder; None means the `.py` sources of the standard library of the Python
+            that runs this, without its tests and without installed packages.
+        max_nbytes: Stop reading after this many bytes; `Corpus.name` says so.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        ValueError: The path does not exist, cannot be read, or holds no bytes.
+    """
+    files, source = _find_documents(path)
+    buffer, ends, complete = _read_documents(files, max_nbytes)
+    if len(buffer) < 2:
+        found = f"{len(files)} files, {len(buffer)} bytes" if len(files) != 1 else "an empty file"
+        raise ValueError(
+            f"no text in {source}: found {found}; pass a text file, or a folder with text files "
+            "(hidden ones are skipped)"
+        )
+    cut = _split_point(len(buffer), ends)
+    bytes_ = torch.frombuffer(buffer, dtype=torch.uint8)
+    return Corpus(
+        train=bytes_[:cut],
+        validation=bytes_[cut:],
+        name=f"{source} ({'' if complete else 'first '}{len(buffer) / 2**20:.1f} MiB)",
+        fingerprint=hashlib.sha256(buffer).hexdigest()[:16],
+    )
+
+
+def _find_documents(path: Path | None) -> tuple[list[Path], str]:
+    """The files of a corpus in the order in which they are read, and a name for it."""
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = (f for f in _walk(root, _SKIPPED_STDLIB_FOLDERS) if f.suffix == ".py")
+        return _in_hash_order(root, files), f"Python {platform.python_version()} library"
+    if not path.exists():
+        raise ValueError(
+            f"data path {path} does not exist (working directory {Path.cwd()}): pass an existing "
+            "file or folder, or leave it out to train on the Python standard library"
+        )
+    if path.is_dir():
+        return _in_hash_order(path, _walk(path, _SKIPPED_FOLDERS)), str(path)
+    if not path.is_file():
+        raise ValueError(f"data path {path} is neither a file nor a folder: pass one of these")
+    return [path], str(path)
+
+
+def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root, onerror=_refuse_unreadable):
+        subfolders[:] = [s for s in subfolders if s not in skipped and not s.startswith(".")]
+        for name in names:
+            file = Path(folder, name)
+            if not name.startswith(".") and file.is_file():
+                yield file
+
+
+def _refuse_unreadable(error: OSError) -> NoReturn:
+    # Skipping it would train on another corpus than the user believes, and than other ranks read.
+    raise ValueError(
+        f"cannot read {error.filename}: {error.strerror}; make it readable or move it elsewhere"
+    ) from error
+
+
+def _in_hash_order(root: Path, files: Iterable[Path]) -> list[Path]:
+    def key(file: Path) -> bytes:
+        return hashlib.sha256(os.fsencode(file.relative_to(root).as_posix())).digest()
+
+    return sorted(files, key=key)
+
+
+def _read_documents(files: list[Path], max_nbytes: int) -> tuple[bytearray, list[int], bool]:
+    """All documents, each followed by a separator; where each ends; whether all were read."""
+    buffer = bytearray()
+    ends: list[int] = []
+    seen: set[bytes] = set()
+    for file in files:
+        room = max_nbytes - len(buffer)
+        if room <= 1:
+            return buffer, ends, False
+        try:
+            with file.open("rb") as opened:
+                document = opened.read(room - 1)
+                cut_short = bool(opened.read(1))
+        except OSError as error:
+            _refuse_unreadable(error)
+        digest = hashlib.sha256(document).digest()
+        if document and digest not in seen:
+            seen.add(digest)
+            buffer += document
+            buffer.append(DOCUMENT_SEPARATOR)
+            ends.append(len(buffer))
+        if cut_short:
+            return buffer, ends, False
+    return buffer, ends, True
+
+
+def _split_point(nbytes: int, ends: list[int]) -> int:
+    """Where validation begins: the end of a document if one is near the wanted place."""
+    held_out = max(1, round(nbytes * _VALIDATION_FRACTION))
+    wanted = nbytes - held_out
+    nearest = min(ends, key=lambda end: abs(end - wanted))
+    return nearest if 2 * abs(nearest - wanted) <= held_out and nearest < nbytes else wanted
+
+
+class ShardedBatches:
+    """Batches of fixed-length sequences for one data-parallel rank, for ever.
+
+    Iterating yields `(inputs, targets)`, int64 `[global_batch_size / world_size, seq_len]` each;
+    targets are the inputs shifted by one. Every epoch visits the sequences in a new order that
+    depends on the seed alone; a remainder smaller than a global batch is left for another epoch.
+    The ranks' batches put together in rank order are the global batch, which is the same for any
+    number of ranks.
+
+    Args:
+        tokens: uint8 `[n]`, as in `Corpus`.
+        seq_len: Tokens per sequence.
+        global_batch_size: Sequences per step, all ranks together.
+        rank: This rank among the data-parallel ranks.
+        world_size: Number of data-parallel ranks.
+        seed: Seed of the order.
+        fingerprint: `Corpus.fingerprint`, by which a resumed run knows its corpus again.
+
+    Attributes:
+        epoch: The epoch of the latest batch, from 0.
+        batches_per_epoch: Global batches in one epoch that starts afresh.
+
+    Raises:
+        ValueError: A size does not fit, or the tokens are fewer than one global batch needs.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        *,
+        seq_len: int,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        fingerprint: str,
+    ) -> None:
+        _check_sizes(seq_len, global_batch_size, rank, world_size)
+        self._n_sequences = max(0, (tokens.numel() - 1) // seq_len)
+        if self._n_sequences < global_batch_size:
+            raise ValueError(
+                f"a global batch of {global_batch_size} sequences of {seq_len} tokens needs "
+                f"{global_batch_size * seq_len + 1:,} bytes of text, got {tokens.numel():,}: use "
+                "more data, a smaller batch or a shorter sequence"
+            )
+        self.batches_per_epoch = self._n_sequences // global_batch_size
+        self.epoch = 0
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._global_batch_size = global_batch_size
+        self._local = global_batch_size // world_size
+        self._first = rank * self._local
+        self._identity = {"fingerprint": fingerprint, "seq_len": seq_len, "seed": seed}
+        self._cursor = 0  # sequences of this epoch that are behind us, over all ranks
+        self._order = self._epoch_order()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        if self._cursor + self._global_batch_size > self._n_sequences:
+            self.epoch, self._cursor = self.epoch + 1, 0
+            self._order = self._epoch_order()
+        first = self._cursor + self._first
+        starts = self._order[first : first + self._local, None] * self._seq_len
+        self._cursor += self._global_batch_size
+        window = self._tokens[starts + torch.arange(self._seq_len + 1)].long()
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the latest batch: the same on every rank, ints and strings only."""
+        return {"epoch": self.epoch, "cursor": self._cursor, **self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken, on any number of ranks.
+
+        Raises:
+            ValueError: `state` comes from another corpus, sequence length or seed, or is damaged;
+                nothing is changed then.
+        """
+        for name, ours in self._identity.items():
+            if name not in state or state[name] != ours:
+                raise ValueError(
+                    f"cannot resume the data position: it was saved with {name} = "
+                    f"{state.get(name, 'nothing')}, this run has {ours}; resume with the same "
+                    "data, sequence length and seed, or start a new run"
+                )
+        epoch, cursor = state.get("epoch"), state.get("cursor")
+        if not (
+            isinstance(epoch, int)
+            and isinstance(cursor, int)
+            and epoch >= 0
+            and 0 <= cursor <= self._n_sequences
+        ):
+            raise ValueError(
+                f"damaged data position: epoch {epoch!r}, cursor {cursor!r} of "
+                f"{self._n_sequences} sequences; resume from another checkpoint"
+            )
+        self.epoch, self._cursor = epoch, cursor
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> Tensor:
+        # A hash, so that no seed's epoch 1 is another seed's epoch 0.
+        digest = hashlib.sha256(f"{self._identity['seed']} {self.epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+        return torch.randperm(self._n_sequences, generator=generator)
+
+
+def _check_sizes(seq_len: int, global_batch_size: int, rank: int, world_size: int) -> None:
+    for name, size in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in 0..{world_size - 1} for {world_size} ranks, got {rank}")
+    if global_batch_size % world_size:
+        lower = global_batch_size // world_size * world_size
+        nearest = f"{lower} or {lower + world_size}" if lower else f"{world_size}"
+        raise ValueError(
+            f"global batch of {global_batch_size} sequences does not divide among {world_size} "
+            f"data-parallel ranks: use {nearest}"
+        )

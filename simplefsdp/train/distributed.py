@@ -1,0 +1,165 @@
+"""Ranks, devices and meshes: what this process is, and how the ranks are laid out."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from simplefsdp.train.config import ParallelOptions
+from simplefsdp.train.errors import EXIT_BAD_INPUT, UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks replicate, shard and split tensors; their product is the world size."""
+
+    replicate: int
+    shard: int
+    tp: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.replicate * self.shard * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: how many different batches a step reads."""
+        return self.replicate * self.shard
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the ranks."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def device_type() -> str:
+    """``cuda`` where there is a CUDA device, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_ranks() -> int:
+    """Local ranks started when none are asked for: every GPU, or two on CPU."""
+    return torch.cuda.device_count() if device_type() == "cuda" else 2
+
+
+def plan_layout(options: ParallelOptions, world_size: int, node_ranks: int) -> Layout:
+    """Split ``world_size`` ranks by mode and tensor-parallel size.
+
+    ``node_ranks`` is the default group size of ``hybrid_shard``. Raises ValueError where the
+    numbers do not divide.
+    """
+    if world_size % options.tp:
+        raise ValueError(f"--tp {options.tp} does not divide {world_size} ranks")
+    dp = world_size // options.tp
+    if options.mode == "replicate":
+        return Layout(replicate=dp, shard=1, tp=options.tp)
+    if options.mode == "fully_shard":
+        return Layout(replicate=1, shard=dp, tp=options.tp)
+    shard = options.shard_size or max(1, node_ranks // options.tp)
+    if dp % shard or dp == shard:
+        raise ValueError(
+            f"--mode hybrid_shard needs several groups: {dp} data-parallel ranks cannot be split "
+            f"into groups of {shard}; give another --shard-size, or use --mode fully_shard"
+        )
+    return Layout(replicate=dp // shard, shard=shard, tp=options.tp)
+
+
+def make_mesh(layout: Layout, options: ParallelOptions, device: str) -> DeviceMesh:
+    """The mesh of all ranks, with a ``tp`` dimension (last) if there is tensor parallelism."""
+    if options.mode == "hybrid_shard":
+        shape, names = (layout.replicate, layout.shard), ("replicate", "shard")
+    else:
+        shape, names = (layout.dp,), ("dp",)  # type: ignore[assignment]
+    if layout.tp > 1:
+        shape, names = (*shape, layout.tp), (*names, "tp")  # type: ignore[assignment]
+    return init_device_mesh(device, shape, mesh_dim_names=names)
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of the mesh that ``simple_fsdp`` shards over: all but ``tp``."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+    return mesh if names == mesh.mesh_dim_names else mesh[names]
+
+
+def precision_policy(options: ParallelOptions, device: str) -> MixedPrecisionPolicy | None:
+    """bfloat16 gathers and compute with float32 reductions, or None for full precision."""
+    wanted = options.mixed_precision
+    if wanted == "bf16" or (wanted == "auto" and device == "cuda"):
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return None
+
+
+@contextmanager
+def join_ranks() -> Iterator[Rank]:
+    """Join the ranks that torchrun's environment variables describe; leave them at the end.
+
+    NCCL on CUDA, gloo on CPU. Raises ValueError if this node has fewer devices than ranks.
+    """
+    device = local_device()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(minutes=30),
+        device_id=device if device.type == "cuda" else None,
+    )
+    yield Rank(dist.get_rank(), dist.get_world_size(), device)
+    # Not after an error: then other ranks may be inside a collective, and leaving would wait.
+    dist.destroy_process_group()
+
+
+def on_rank_zero(rank: Rank, decide: Callable[[], T]) -> T:
+    """What rank 0 decides, on every rank: for what clocks or file systems could show differently.
+
+    If rank 0 refuses with a UserError, it raises it, and the other ranks exit without a word.
+    """
+    outcome: list[T | UserError | None] = [None]
+    if rank.rank == 0:
+        try:
+            outcome = [decide()]
+        except UserError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    (decided,) = outcome
+    if isinstance(decided, UserError):
+        raise decided if rank.rank == 0 else SystemExit(EXIT_BAD_INPUT)
+    return decided  # type: ignore[return-value]
+
+
+def local_device() -> torch.device:
+    """The device of this rank: the GPU numbered by LOCAL_RANK, or the CPU."""
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    check_devices(local_rank + 1)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_devices(local_ranks: int) -> None:
+    """Raise ValueError if this machine has fewer CUDA devices than ranks to run on it."""
+    if device_type() == "cuda" and local_ranks > torch.cuda.device_count():
+        raise ValueError(
+            f"{local_ranks} local ranks, but this machine has {torch.cuda.device_count()} CUDA "
+            "devices; start at most one rank per device (--ranks or torchrun --nproc-per-node)"
+        )
+
+
+def cpu_count() -> int:
+    """Cores this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -1,0 +1,113 @@
+"""Planning: what each rank would hold, from meta tensors and a process group that is not there."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from simplefsdp.train.build import wrapped_model
+from simplefsdp.train.config import TrainConfig
+from simplefsdp.train.distributed import Layout, make_mesh, precision_policy
+from simplefsdp.train.optim import allocate_state, make_optimizer
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of what stays in memory between steps on rank 0, which holds the most of all ranks.
+
+    Attributes:
+        n_parameters: parameters of the whole model.
+        parameters_nbytes: shards of the parameters.
+        gradients_nbytes: shards of their gradients.
+        optimizer_nbytes: AdamW's two moments and step counters.
+        largest_gather_nbytes: the largest parameter gathered, in the dtype it is computed in;
+            some of these come on top while a step runs, as do the activations.
+    """
+
+    n_parameters: int
+    parameters_nbytes: int
+    gradients_nbytes: int
+    optimizer_nbytes: int
+    largest_gather_nbytes: int
+
+    @property
+    def total_nbytes(self) -> int:
+        """Parameters, gradients and optimizer together."""
+        return self.parameters_nbytes + self.gradients_nbytes + self.optimizer_nbytes
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Be rank 0 of ``world_size`` ranks that do not exist; collectives return at once.
+
+    The one place that touches torch's private fake process group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def plan_memory(config: TrainConfig, layout: Layout) -> MemoryPlan:
+    """Build the wrapped model and its optimizer on meta, as rank 0 would, and add up the bytes."""
+    with fake_ranks(layout.world_size):
+        mesh = make_mesh(layout, config.parallel, "cpu")
+        model = wrapped_model(config.model, config.parallel, mesh)
+        optimizer = make_optimizer(model, config.optim)
+        allocate_state(optimizer)
+        parameters = list(model.parameters())
+        # What is planned here runs on GPUs, so "auto" means what it means there.
+        policy = precision_policy(config.parallel, "cuda")
+        compute_dtype = policy.param_dtype if policy else None
+        return MemoryPlan(
+            n_parameters=sum(p.numel() for p in parameters),
+            parameters_nbytes=_local_nbytes(parameters),
+            gradients_nbytes=_local_nbytes(p for p in parameters if p.requires_grad),
+            optimizer_nbytes=_local_nbytes(
+                value for state in optimizer.state.values() for value in state.values()
+            ),
+            largest_gather_nbytes=max(
+                p.numel() // layout.tp * (compute_dtype or p.dtype).itemsize for p in parameters
+            ),
+        )
+
+
+def _local_nbytes(tensors: Iterable[object]) -> int:
+    locals_ = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(t.numel() * t.element_size() for t in locals_ if isinstance(t, Tensor))
+
+
+def print_plan(config: TrainConfig, layout: Layout, plan: MemoryPlan) -> None:
+    """Print a :class:`MemoryPlan` as a table."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"--config {config.model.config}: {plan.n_parameters:,} parameters, "
+        f"--mode {config.parallel.mode} on {layout.world_size} ranks "
+        f"(replicate {layout.replicate} x shard {layout.shard} x tp {layout.tp})"
+    )
+    table = Table("per rank", "bytes", "GiB")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = {
+        "parameters": plan.parameters_nbytes,
+        "gradients": plan.gradients_nbytes,
+        "optimizer (AdamW)": plan.optimizer_nbytes,
+        "total": plan.total_nbytes,
+    }
+    for name, nbytes in rows.items():
+        if name == "total":
+            table.add_section()
+        table.add_row(name, f"{nbytes:,}", f"{nbytes / 2**30:.3f}")
+    console.print(table)
+    console.print(
+        "on top while a step runs: activations, and gathered parameters (the largest is "
+        f"{plan.largest_gather_nbytes / 2**30:.3f} GiB in its compute dtype)"
+    )

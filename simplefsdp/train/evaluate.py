@@ -1,0 +1,66 @@
+"""How good the model is: loss on held-out text, and a sample of what it writes.
+
+Both run the wrapped model without the compiler: they need no gradients, so compiling would mean
+one more graph of the whole model for a few forwards. Every rank calls them alike, because each
+forward gathers parameters from all ranks.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from simplefsdp.train.distributed import Rank
+from simplefsdp.train.metrics import EvalRecord
+
+PROMPT_NBYTES = 16
+_WINDOW = 128
+_TEMPERATURE = 0.8
+_BYTE_VALUES = 256
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in nats per token, in float32: ``[b, s, vocab]``, ``[b, s]`` -> 0-d."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    *,
+    n_batches: int,
+    step: int,
+    rank: Rank,
+) -> EvalRecord:
+    """Mean loss over the next ``n_batches`` global batches; the same on every rank."""
+    total = torch.zeros((), device=rank.device)
+    for inputs, targets in itertools.islice(batches, n_batches):
+        total += cross_entropy(model(inputs.to(rank.device)), targets.to(rank.device))
+    dist.all_reduce(total)
+    loss = total.item() / (n_batches * rank.world_size)
+    return EvalRecord(step, loss, loss / math.log(2))
+
+
+@torch.no_grad()
+def sample(model: nn.Module, prompt: Tensor, *, n_tokens: int, seed: int, rank: Rank) -> str:
+    """Continue ``prompt`` (uint8 ``[n]``) by ``n_tokens`` bytes; the same on every rank.
+
+    The model always sees a window of one length, the unused end of which causal attention hides.
+    Rank 0 chooses each byte, so that rounding cannot lead ranks to different texts.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = prompt.long()
+    for _ in range(n_tokens):
+        seen = text[-_WINDOW:]
+        window = F.pad(seen, (0, _WINDOW - len(seen)))[None].to(rank.device)
+        logits = model(window)[0, len(seen) - 1, :_BYTE_VALUES].float().cpu()
+        weights = torch.softmax(logits / _TEMPERATURE, dim=-1)
+        chosen = torch.multinomial(weights, 1, generator=generator).to(rank.device)
+        dist.broadcast(chosen, src=0)
+        text = torch.cat((text, chosen.cpu()))
+    return bytes(text.tolist()).decode(errors="replace")

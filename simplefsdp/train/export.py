@@ -1,0 +1,86 @@
+"""``simplefsdp export``: a checkpoint as a folder that ``transformers`` loads; needs no ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from simplefsdp.models.hf import write_hf_folder
+from simplefsdp.train import runs
+from simplefsdp.train.build import model_config, plain_model
+from simplefsdp.train.config import ModelOptions
+from simplefsdp.train.errors import UserError, user_errors
+from simplefsdp.train.restore import (
+    Checkpoint,
+    check_model,
+    load_alone,
+    model_keys,
+    open_checkpoint,
+)
+
+SUMMARY = "write a checkpoint as safetensors, for transformers"
+
+_DESCRIPTION = """Write a checkpoint's weights as safetensors with a config.json, the folder format
+of Hugging Face transformers. One tensor at a time is in memory, so any model fits.
+
+examples:
+  simplefsdp export --checkpoint runs/readme --out exported
+  simplefsdp export --checkpoint runs/halves/checkpoints/step-00000020 --out half --dtype bfloat16
+"""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to export."""
+
+    checkpoint: Path
+    """A checkpoint, or a run folder: then its latest one."""
+    out: Path
+    """Folder to write; must not exist."""
+    dtype: Literal["saved", "float32", "bfloat16"] = "saved"
+    """What to cast the weights to."""
+    config: str | None = None
+    """The Llama 3 configuration, for a checkpoint that no simplefsdp trainer wrote."""
+
+
+def run(args: list[str]) -> int:
+    """Run ``simplefsdp export *args``; return the exit code."""
+    import tyro
+
+    options = tyro.cli(ExportOptions, prog="simplefsdp export", description=_DESCRIPTION, args=args)
+    with user_errors():
+        export(options)
+    print(f"wrote {options.out}; load it with AutoModelForCausalLM.from_pretrained")
+    return 0
+
+
+def export(options: ExportOptions) -> None:
+    """Write the folder, complete or not at all.
+
+    Raises:
+        ValueError: the checkpoint is not usable, or ``out`` exists.
+    """
+    checkpoint = open_checkpoint(runs.checkpoint_at(options.checkpoint))
+    name = options.config
+    if checkpoint.trainer:
+        name = name or checkpoint.trainer.config["model"]["config"]
+    if name is None:
+        raise UserError(
+            f"{checkpoint.path} does not say which model it is of; name it with --config"
+        )
+    model = ModelOptions(config=name)
+    check_model(checkpoint, plain_model(model), name)
+    dtype = None if options.dtype == "saved" else getattr(torch, options.dtype)
+    write_hf_folder(options.out, model_config(model), _tensors(checkpoint, model), dtype=dtype)
+
+
+def _tensors(checkpoint: Checkpoint, options: ModelOptions) -> Iterator[tuple[str, Tensor]]:
+    parameters = dict(plain_model(options).named_parameters())
+    for fqn, key in model_keys(checkpoint, parameters).items():
+        saved = checkpoint.tensors[key]
+        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
+        load_alone(checkpoint, {key: tensor})
+        yield fqn, tensor

@@ -1,0 +1,236 @@
+"""The training loop of one rank: step, report, save; and at the end evaluate and sample."""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from simplefsdp import clip_grad_norm_
+from simplefsdp.models import flops_per_token
+from simplefsdp.train import preflight, runs
+from simplefsdp.train.build import model_config
+from simplefsdp.train.checkpoint import SaveResult
+from simplefsdp.train.distributed import Rank
+from simplefsdp.train.errors import RunFailed
+from simplefsdp.train.evaluate import PROMPT_NBYTES, evaluate, sample
+from simplefsdp.train.metrics import EvalRecord, StepRecord, peak_flops, peak_memory_nbytes
+from simplefsdp.train.optim import learning_rate, set_learning_rate
+from simplefsdp.train.preflight import RunPlan
+from simplefsdp.train.runs import TrainerState
+from simplefsdp.train.session import Session, open_session
+from simplefsdp.train.state import training_state
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What one update measured on this rank; tensors, so that the device need not be waited for."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+
+
+def train(plan: RunPlan, rank: Rank) -> int:
+    """Train on this rank, together with all others; return the exit code.
+
+    0 at the end of the run; 128 + signal if Ctrl-C or SIGTERM ended it early, which saves a
+    checkpoint first.
+
+    Raises:
+        RunFailed: the loss is no longer finite, or the last checkpoint could not be saved.
+    """
+    with open_session(plan, rank) as session:
+        before = _evaluate(session) if session.step == 0 else None
+        if before:
+            session.display.report_eval(before)
+        reports = _train_steps(session)
+        _note_save(session, session.checkpoints.wait())
+        if session.save_error:
+            raise RunFailed(f"the last checkpoint was not saved: {session.save_error}")
+        if session.stopped_by:
+            session.display.say(f"stopped at step {session.step}; {_how_to_go_on(session)}")
+            return 128 + session.stopped_by
+        after = _evaluate(session)
+        _summarise(session, reports, before, after)
+    return 0
+
+
+def _train_steps(session: Session) -> list[StepRecord]:
+    """Run to the last step, or to a stop request; return the first and the last report."""
+    config = session.plan.config
+    reports: list[StepRecord] = []
+    session.display.busy("compiling (first step)" if config.compile.compile else "first step")
+    clock, step_then = time.perf_counter(), session.step
+    while session.step < config.last_step and not session.stopped_by:
+        update = _update(session)
+        session.step += 1
+        if not _is_report_due(session):
+            continue
+        loss, session.stopped_by = _agree(update.loss, session.stop.received)
+        seconds = (time.perf_counter() - clock) / (session.step - step_then)
+        record = _record(session, update, loss, seconds)
+        reports = [*reports[:1], record]
+        _report(session, record)
+        _save_or_poll(session)
+        if _is_eval_due(session):
+            session.display.report_eval(_evaluate(session))
+        session.stop.listen()
+        clock, step_then = time.perf_counter(), session.step
+    return reports
+
+
+def _update(session: Session) -> _Update:
+    optim = session.plan.config.optim
+    device = session.rank.device
+    inputs, targets = (t.to(device, non_blocking=True) for t in next(session.batches))
+    lr = learning_rate(session.step, optim)
+    set_learning_rate(session.optimizer, lr)
+    loss = session.loss(session.compiled(inputs), targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    grad_norm = clip_grad_norm_(session.model, optim.max_grad_norm)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+    return _Update(loss.detach(), grad_norm, lr)
+
+
+def _is_save_due(session: Session) -> bool:
+    every = session.plan.config.run.checkpoint_every
+    at_end = session.step == session.plan.config.last_step or session.stopped_by != 0
+    return every > 0 and (at_end or session.step % every == 0)
+
+
+def _is_eval_due(session: Session) -> bool:
+    """At the last step, the end of the run evaluates anyway."""
+    every = session.plan.config.run.eval_every
+    at_end = session.step == session.plan.config.last_step
+    return every > 0 and session.step % every == 0 and not at_end
+
+
+def _is_report_due(session: Session) -> bool:
+    """The same on every rank: a report is a collective."""
+    run = session.plan.config.run
+    every = [n for n in (run.log_every, run.eval_every, run.checkpoint_every) if n]
+    return session.step == session.plan.config.last_step or any(
+        session.step % n == 0 for n in every
+    )
+
+
+def _agree(loss: Tensor, signal: int) -> tuple[float, int]:
+    """Mean loss over all ranks, and the signal any of them received, on every rank alike.
+
+    Tensor-parallel ranks count equally often, so the mean is that of the data-parallel ranks.
+    """
+    total = loss.clone()
+    dist.all_reduce(total)
+    signals = torch.tensor(signal, device=loss.device)
+    dist.all_reduce(signals, op=dist.ReduceOp.MAX)
+    return total.item() / dist.get_world_size(), int(signals.item())
+
+
+def _record(session: Session, update: _Update, loss: float, step_s: float) -> StepRecord:
+    config, rank = session.plan.config, session.rank
+    tokens_per_s = config.data.global_batch_size * config.data.seq_len / step_s
+    peak = peak_flops(rank.device)
+    flops = flops_per_token(model_config(config.model), config.data.seq_len)
+    return StepRecord(
+        step=session.step,
+        loss=loss,
+        lr=update.lr,
+        grad_norm=update.grad_norm.item(),
+        step_s=step_s,
+        tokens_per_s=tokens_per_s,
+        peak_memory_nbytes=peak_memory_nbytes(rank.device),
+        mfu=tokens_per_s * flops / (peak * rank.world_size) if peak else None,
+    )
+
+
+def _report(session: Session, record: StepRecord) -> None:
+    if not math.isfinite(record.loss) or not math.isfinite(record.grad_norm):
+        _note_save(session, session.checkpoints.wait())  # it is from before, and good
+        saved = runs.complete_checkpoints(session.plan.out)
+        raise RunFailed(
+            f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}. Lower --lr "
+            f"or lengthen --warmup-steps; last checkpoint: {saved[-1] if saved else 'none'}"
+        )
+    session.display.report(record)
+    if session.metrics:
+        session.metrics.write(record)
+
+
+def _save_or_poll(session: Session) -> None:
+    if not _is_save_due(session):
+        _note_save(session, session.checkpoints.poll())
+        return
+    state = TrainerState(
+        step=session.step,
+        world_size=session.rank.world_size,
+        config=session.plan.config.to_json(),
+        data=session.batches.state_dict(),
+    )
+    tensors = training_state(
+        session.model, session.optimizer, session.rank.rank, session.rank.device
+    )
+    _note_save(session, session.checkpoints.save(tensors, state))
+
+
+def _note_save(session: Session, result: SaveResult | None) -> None:
+    """A save that failed does not stop training: the next one may succeed."""
+    if result is None:
+        return
+    session.save_error = result.error
+    if result.error:
+        session.display.say(f"warning: checkpoint of step {result.step} failed: {result.error}")
+
+
+def _evaluate(session: Session) -> EvalRecord:
+    plan = session.plan
+    session.display.busy("evaluating")
+    batches = preflight.held_out_batches(plan.config, session.corpus, plan.layout, session.dp_rank)
+    record = evaluate(
+        session.model,
+        batches,
+        n_batches=min(plan.config.run.eval_batches, batches.batches_per_epoch),
+        step=session.step,
+        rank=session.rank,
+    )
+    if session.metrics:
+        session.metrics.write(record)
+    return record
+
+
+def _summarise(
+    session: Session, reports: list[StepRecord], before: EvalRecord | None, after: EvalRecord
+) -> None:
+    config, out, say = session.plan.config, session.plan.out, session.display.say
+    first, last = reports[0], reports[-1]
+    say(f"train loss {first.loss:.4f} (step {first.step}) -> {last.loss:.4f} (step {last.step})")
+    start = f"{before.validation_loss:.4f} -> " if before else ""
+    say(
+        f"validation loss {start}{after.validation_loss:.4f} nats/byte, "
+        f"{after.bits_per_byte:.4f} bits/byte"
+    )
+    if config.run.sample_tokens:
+        session.display.busy("sampling")
+        prompt = session.corpus.validation[:PROMPT_NBYTES]
+        text = sample(
+            session.model,
+            prompt,
+            n_tokens=config.run.sample_tokens,
+            seed=config.optim.seed,
+            rank=session.rank,
+        )
+        say(f"sample: {text!r}")
+    say(f"metrics: {out / runs.METRICS}; tensorboard --logdir {out / runs.TENSORBOARD}")
+    say(_how_to_go_on(session))
+
+
+def _how_to_go_on(session: Session) -> str:
+    saved = runs.complete_checkpoints(session.plan.out)
+    if not saved:
+        return "no checkpoint was saved (--checkpoint-every 0)"
+    if session.step < session.plan.config.optim.steps:
+        return f"continue with: simplefsdp train --resume {session.plan.out}"
+    return f"checkpoint: {saved[-1]}"

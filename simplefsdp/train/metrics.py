@@ -1,0 +1,116 @@
+"""What a run measures, and the files it goes to: JSON lines and TensorBoard."""
+
+import json
+import os
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from simplefsdp.train import runs
+
+# Dense bfloat16 peaks in FLOP/s, from NVIDIA's data sheets, by part of the device's name.
+_PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One report of the training loop.
+
+    Attributes:
+        step: updates done.
+        loss: mean cross entropy over all ranks' tokens, in nats per token, before the update.
+        lr: learning rate of the update.
+        grad_norm: global gradient norm before clipping.
+        step_s: seconds per step since the last report.
+        tokens_per_s: tokens per second, all ranks together.
+        peak_memory_nbytes: most memory in use on rank 0: of the GPU, or of the process on CPU.
+        mfu: model FLOPs utilisation, 0 to 1; None where the device's peak is not known.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    step_s: float
+    tokens_per_s: float
+    peak_memory_nbytes: int
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation on the held-out split: mean cross entropy per byte, in both units."""
+
+    step: int
+    validation_loss: float
+    bits_per_byte: float
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bfloat16 peak of ``device`` in FLOP/s, or None if it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_memory_nbytes(device: torch.device) -> int:
+    """Most bytes allocated on the GPU so far, or the process's largest resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class MetricsWriter:
+    """Appends records to ``metrics.jsonl`` and TensorBoard; use it on rank 0 only.
+
+    When a run resumes at ``step``, what was written beyond it is dropped first, so that the files
+    show one curve as if it had never stopped.
+    """
+
+    def __init__(self, run: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        run.mkdir(parents=True, exist_ok=True)
+        self.path = run / runs.METRICS
+        _truncate(self.path, step)
+        self._file = self.path.open("a")
+        self._tensorboard: Any = SummaryWriter(
+            str(run / runs.TENSORBOARD), purge_step=step + 1 if step else None
+        )
+
+    def write(self, record: StepRecord | EvalRecord) -> None:
+        """Append one record; it is on disk when this returns."""
+        values = {name: value for name, value in asdict(record).items() if value is not None}
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        group = "train" if isinstance(record, StepRecord) else "validation"
+        for name, value in values.items():
+            if name != "step":
+                self._tensorboard.add_scalar(f"{group}/{name}", value, record.step)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self._file.close()
+        self._tensorboard.close()
+
+
+def _truncate(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines() if _step_in(line) <= step]
+    shorter = path.with_suffix(".tmp")
+    shorter.write_text("".join(f"{line}\n" for line in kept))
+    os.replace(shorter, path)
+
+
+def _step_in(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # half a line, written as the run was killed

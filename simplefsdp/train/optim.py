@@ -1,0 +1,73 @@
+"""AdamW over DTensor parameters, and the learning-rate schedule."""
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from simplefsdp.train.config import OptimOptions
+
+FINAL_LR_FRACTION = 0.1
+
+
+def learning_rate(step: int, options: OptimOptions) -> float:
+    """Learning rate of update number ``step``, counted from 0.
+
+    Rises linearly to ``lr`` over ``warmup`` updates, then follows half a cosine down to
+    ``FINAL_LR_FRACTION * lr``, which update ``steps - 1`` gets. A function of the step alone, so
+    there is no schedule state to save.
+    """
+    warmup = options.warmup
+    if step < warmup:
+        return options.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, options.steps - 1 - warmup))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return options.lr * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
+
+
+def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; only matrices are decayed.
+
+    One parameter group per mesh as well, because a foreach update cannot mix DTensors of
+    different meshes (tensor-parallel parameters live on a larger one).
+    """
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": options.weight_decay if decayed else 0.0}
+            for (decayed, _), parameters in groups.items()
+        ],
+        lr=options.lr,
+        betas=(0.9, 0.95),
+        foreach=True,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every parameter group the same learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's state without training, as a target for loading a checkpoint.
+
+    One step with zero gradients and zero learning rate: AdamW then leaves the parameters as they
+    are, and what it allocates is by construction what it will use. Step counters must be loaded
+    or reset by the caller.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    set_learning_rate(optimizer, 0.0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -1,0 +1,127 @@
+"""Everything that can be refused before a rank is started, or before the others wait for it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from simplefsdp.models import LlamaConfig
+from simplefsdp.train import runs
+from simplefsdp.train.build import model_config, plain_model
+from simplefsdp.train.config import TrainConfig, check_options
+from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
+from simplefsdp.train.distributed import Layout, plan_layout
+from simplefsdp.train.errors import user_errors
+from simplefsdp.train.evaluate import PROMPT_NBYTES
+from simplefsdp.train.restore import Checkpoint, check_model, open_checkpoint
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What the checks settle; decided once, then the same on every rank.
+
+    Attributes:
+        config: the options, with nothing left to look up.
+        layout: how the ranks are laid out.
+        out: the run folder.
+        checkpoint: where to resume from, or None.
+        corpus_fingerprint: the text that was checked; every rank must read the same.
+    """
+
+    config: TrainConfig
+    layout: Layout
+    out: Path
+    checkpoint: Checkpoint | None
+    corpus_fingerprint: str
+
+    @property
+    def first_step(self) -> int:
+        """Updates done before this session."""
+        return self.checkpoint.trainer.step if self.checkpoint and self.checkpoint.trainer else 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is no step left to do."""
+        return self.first_step >= self.config.last_step
+
+
+def make_layout(config: TrainConfig, world_size: int, node_ranks: int) -> Layout:
+    """Check the options that need neither files nor ranks, and lay out the ranks.
+
+    ``node_ranks`` is how many ranks share a node: the default group of ``hybrid_shard``.
+
+    Raises:
+        UserError: an option is wrong or does not fit the model or the number of ranks.
+    """
+    with user_errors():
+        check_options(config)
+        model = model_config(config.model)
+        layout = plan_layout(config.parallel, world_size, node_ranks)
+        if model.n_kv_heads % layout.tp:
+            raise ValueError(
+                f"--tp {layout.tp} does not divide the {model.n_kv_heads} key/value heads of "
+                f"--config {config.model.config}"
+            )
+        return layout
+
+
+def plan_run(config: TrainConfig, world_size: int, node_ranks: int) -> RunPlan:
+    """Check a run against its model, its data and its run folder, and settle what was left open.
+
+    Raises:
+        UserError: something is wrong; nothing has been written or started.
+    """
+    layout = make_layout(config, world_size, node_ranks)
+    with user_errors():
+        _check_sequence(config, model_config(config.model))
+        corpus = load_corpus(config.data.data)
+        batches(config, corpus, layout, dp_rank=0)
+        try:
+            held_out_batches(config, corpus, layout, dp_rank=0)
+        except ValueError as error:
+            raise ValueError(f"held-out split: {error}") from error
+        out = config.run.out or runs.new_run_folder(config.model.config)
+        resumed = Path(config.run.resume) if config.run.resume else None
+        runs.check_out(out, resumed)
+        checkpoint = open_checkpoint(resumed) if resumed else None
+        if checkpoint:
+            check_model(checkpoint, plain_model(config.model), config.model.config)
+            if checkpoint.trainer:
+                batches(config, corpus, layout, dp_rank=0).load_state_dict(checkpoint.trainer.data)
+    return RunPlan(config, layout, out, checkpoint, corpus.fingerprint)
+
+
+def _check_sequence(config: TrainConfig, model: LlamaConfig) -> None:
+    if config.data.seq_len > model.max_seq_len:
+        raise ValueError(
+            f"--seq-len {config.data.seq_len} is beyond the {model.max_seq_len} positions of "
+            f"--config {config.model.config}"
+        )
+
+
+def batches(config: TrainConfig, corpus: Corpus, layout: Layout, dp_rank: int) -> ShardedBatches:
+    """The training batches of one data-parallel rank, from the beginning."""
+    return ShardedBatches(
+        corpus.train,
+        seq_len=config.data.seq_len,
+        global_batch_size=config.data.global_batch_size,
+        rank=dp_rank,
+        world_size=layout.dp,
+        seed=config.optim.seed,
+        fingerprint=corpus.fingerprint,
+    )
+
+
+def held_out_batches(
+    config: TrainConfig, corpus: Corpus, layout: Layout, dp_rank: int
+) -> ShardedBatches:
+    """The batches every evaluation uses: always the same ones, whatever the seed."""
+    if len(corpus.validation) < PROMPT_NBYTES:
+        raise ValueError(f"{len(corpus.validation)} bytes are too few: use more data")
+    return ShardedBatches(
+        corpus.validation,
+        seq_len=config.data.seq_len,
+        global_batch_size=config.data.global_batch_size,
+        rank=dp_rank,
+        world_size=layout.dp,
+        seed=0,
+        fingerprint=corpus.fingerprint,
+    )

@@ -1,0 +1,199 @@
+"""Loading: our checkpoints and FSDP2's, on any number of ranks, or into the plain model.
+
+A checkpoint is checked against the model and against its own files before anything is loaded,
+from its metadata alone, so bad ones are refused before a rank is started.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from simplefsdp.train import optim, runs
+from simplefsdp.train.runs import TrainerState
+from simplefsdp.train.state import MODEL, RNG, set_rng_state
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint, of which only the metadata has been read.
+
+    Attributes:
+        path: its folder.
+        tensors: global shape and dtype of every tensor in it, by key.
+        trainer: the trainer's state; None if another program (FSDP2, say) wrote it.
+    """
+
+    path: Path
+    tensors: dict[str, TensorStorageMetadata]
+    trainer: TrainerState | None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint's metadata and see that all the bytes it names are there.
+
+    Raises:
+        ValueError: it is not a checkpoint, or it is truncated.
+    """
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is not a checkpoint: it has no .metadata file") from error
+    except Exception as error:  # unpickling damaged bytes can raise anything
+        raise ValueError(
+            f"checkpoint {path} is damaged: its .metadata cannot be read ({error}); "
+            "remove that folder to resume from an earlier checkpoint"
+        ) from error
+    _check_files(path, metadata)
+    tensors = {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    return Checkpoint(path, tensors, runs.read_trainer_state(path))
+
+
+def _check_files(path: Path, metadata: Metadata) -> None:
+    needed: dict[str, int] = {}
+    for entry in (metadata.storage_data or {}).values():
+        end = entry.offset + entry.length
+        needed[entry.relative_path] = max(end, needed.get(entry.relative_path, 0))
+    for name, nbytes in sorted(needed.items()):
+        file = path / name
+        found = file.stat().st_size if file.is_file() else None
+        if found is None or found < nbytes:
+            has = "is missing" if found is None else f"has {found} bytes"
+            raise ValueError(
+                f"checkpoint {path} is truncated: {name} {has} where {nbytes} are expected; "
+                "remove that folder to resume from an earlier checkpoint"
+            )
+
+
+def check_model(checkpoint: Checkpoint, model: nn.Module, config_name: str) -> None:
+    """Raise ValueError unless the checkpoint holds exactly this model's parameters.
+
+    Args:
+        checkpoint: what to check.
+        model: may be on meta; only names and shapes are looked at.
+        config_name: how to call the model in messages.
+    """
+    trained = checkpoint.trainer.config["model"]["config"] if checkpoint.trainer else config_name
+    if trained != config_name:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} is of --config {trained}, not --config {config_name}"
+        )
+    expected = {fqn: tensor.shape for fqn, tensor in model.state_dict().items()}
+    keys = model_keys(checkpoint, expected)
+    for fqn, shape in expected.items():
+        entry = checkpoint.tensors.get(keys[fqn])
+        if entry is None or entry.size != shape:
+            has = "has no" if entry is None else f"has {list(entry.size)} for"
+            raise ValueError(
+                f"checkpoint {checkpoint.path} is of another model: it {has} {fqn}, which is "
+                f"{list(shape)} in --config {config_name}"
+            )
+    first_fqn, first_key = next(iter(keys.items()))
+    prefix = first_key.removesuffix(first_fqn)
+    # Without a prefix the model's tensors cannot be told from others.
+    beside = {k for k in checkpoint.tensors if prefix and k.startswith(prefix)} - {*keys.values()}
+    if beside:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} is of a larger model: {min(beside)}, for one, is not "
+            f"in --config {config_name}"
+        )
+
+
+def model_keys(checkpoint: Checkpoint, fqns: Iterable[str]) -> dict[str, str]:
+    """The checkpoint's key for each FQN; they differ by a prefix: ``model.`` in ours, in other
+    programs' checkpoints anything or nothing."""
+    fqns = list(fqns)
+    candidates = [k for k in checkpoint.tensors if k == fqns[0] or k.endswith(f".{fqns[0]}")]
+    prefix = min(candidates, key=len, default=f"{MODEL}.{fqns[0]}").removesuffix(fqns[0])
+    return {fqn: prefix + fqn for fqn in fqns}
+
+
+def _optimizer_prefix(checkpoint: Checkpoint, fqn: str) -> str | None:
+    """What stands before ``<fqn>.exp_avg``, or None if there is no optimizer state."""
+    moment = f"{fqn}.exp_avg"
+    keys = (k for k in checkpoint.tensors if k.endswith(f".state.{moment}"))
+    return next((key.removesuffix(moment) for key in keys), None)
+
+
+def load_training_state(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> bool:
+    """Load weights and, if the checkpoint has it, optimizer state, in place, on all ranks.
+
+    The model may be sharded in any way. Returns whether there was optimizer state.
+
+    Raises:
+        ValueError: something in the checkpoint is missing or cannot be read.
+    """
+    tensors = model.state_dict()
+    keys = model_keys(checkpoint, tensors)
+    targets: dict[str, Any] = {keys[fqn]: tensor for fqn, tensor in tensors.items()}
+    fqns: dict[Tensor, str] = {p: fqn for fqn, p in model.named_parameters() if p.requires_grad}
+    state_prefix = _optimizer_prefix(checkpoint, next(iter(fqns.values())))
+    if state_prefix is not None:
+        optim.allocate_state(optimizer)
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                targets[f"{state_prefix}{fqns[parameter]}.{name}"] = value
+    _load(checkpoint, targets)
+    return state_prefix is not None
+
+
+def load_rng_state(checkpoint: Checkpoint, rank: int, device: torch.device) -> None:
+    """Restore this rank's random states; only for as many ranks as saved them."""
+    prefix = f"{RNG}.{rank}."
+    state = {
+        key: torch.empty(entry.size, dtype=torch.uint8)
+        for key, entry in checkpoint.tensors.items()
+        if key.startswith(prefix)
+    }
+    _load(checkpoint, state)
+    set_rng_state({key.removeprefix(prefix): value for key, value in state.items()}, device)
+
+
+def load_plain(path: Path | str, model: nn.Module) -> nn.Module:
+    """Load a checkpoint's weights into the plain, unwrapped model, in one process.
+
+    ``model`` is the whole model, on any device; it is changed in place and returned. No process
+    group is needed.
+
+    Raises:
+        ValueError: not a checkpoint, a truncated one, or one of another model.
+    """
+    checkpoint = open_checkpoint(Path(path))
+    trained = checkpoint.trainer.config["model"]["config"] if checkpoint.trainer else "this model"
+    check_model(checkpoint, model, trained)
+    tensors: dict[str, Tensor] = model.state_dict()
+    keys = model_keys(checkpoint, tensors)
+    load_alone(checkpoint, {keys[fqn]: tensor for fqn, tensor in tensors.items()})
+    return model
+
+
+def load_alone(checkpoint: Checkpoint, targets: dict[str, Any]) -> None:
+    """Fill whole tensors, by key, in this process, with or without a process group."""
+    with warnings.catch_warnings():
+        # It says that torch.distributed is not initialised, which is how it should be here.
+        warnings.simplefilter("ignore")
+        _load(checkpoint, targets, no_dist=True)
+
+
+def _load(checkpoint: Checkpoint, targets: dict[str, Any], *, no_dist: bool = False) -> None:
+    try:
+        load(targets, checkpoint_id=str(checkpoint.path), no_dist=no_dist)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ValueError(
+            f"checkpoint {checkpoint.path} cannot be loaded: {cause} (on rank {rank})"
+        ) from error

@@ -1,0 +1,139 @@
+"""What one rank holds while it trains, and how it is set up: new, or from a checkpoint."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from simplefsdp import init_weights
+from simplefsdp.models import num_parameters
+from simplefsdp.train import preflight
+from simplefsdp.train.build import compiled_model, loss_function, model_config, wrapped_model
+from simplefsdp.train.checkpoint import CheckpointWriter
+from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
+from simplefsdp.train.display import Display
+from simplefsdp.train.distributed import Rank, make_mesh
+from simplefsdp.train.errors import UserError, user_errors
+from simplefsdp.train.launch import StopRequest
+from simplefsdp.train.metrics import MetricsWriter
+from simplefsdp.train.optim import make_optimizer
+from simplefsdp.train.preflight import RunPlan
+from simplefsdp.train.restore import Checkpoint, load_rng_state, load_training_state
+from simplefsdp.train.state import seed_rng
+
+
+@dataclass
+class Session:
+    """One rank's part of a run.
+
+    ``compiled`` is what training calls, and then ``loss`` on its logits and the targets; ``model``
+    is the same module for everything else.
+    ``step`` counts updates done; ``stopped_by`` is the signal that all ranks agreed to stop for,
+    or 0; ``save_error`` says why the latest checkpoint is missing.
+    """
+
+    plan: RunPlan
+    rank: Rank
+    corpus: Corpus
+    model: nn.Module
+    compiled: Any
+    loss: Any
+    optimizer: torch.optim.AdamW
+    batches: ShardedBatches
+    checkpoints: CheckpointWriter
+    display: Display
+    metrics: MetricsWriter | None
+    step: int
+    stop: StopRequest = field(default_factory=StopRequest)
+    stopped_by: int = 0
+    save_error: str | None = None
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of a global batch this rank reads; tensor-parallel ranks share one."""
+        return self.rank.rank // self.plan.layout.tp
+
+
+@contextmanager
+def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
+    """Build everything; at the end, close the files and the display."""
+    config = plan.config
+    leads = rank.rank == 0
+    with Display(first_step=plan.first_step, last_step=config.last_step, enabled=leads) as display:
+        _describe(plan, rank, display)
+        corpus = _load_corpus(plan)
+        mesh = make_mesh(plan.layout, config.parallel, rank.device.type)
+        with user_errors():
+            model = wrapped_model(config.model, config.parallel, mesh)
+        init_weights(model, device=rank.device, seed=config.optim.seed)
+        seed_rng(config.optim.seed, rank.rank)
+        metrics = MetricsWriter(plan.out, plan.first_step) if leads else None
+        session = Session(
+            plan=plan,
+            rank=rank,
+            corpus=corpus,
+            model=model,
+            compiled=compiled_model(model, config.compile),
+            loss=loss_function(config.compile, rank.device),
+            optimizer=make_optimizer(model, config.optim),
+            batches=preflight.batches(config, corpus, plan.layout, rank.rank // plan.layout.tp),
+            checkpoints=CheckpointWriter(plan.out, config.run.keep),
+            display=display,
+            metrics=metrics,
+            step=plan.first_step,
+        )
+        if plan.checkpoint:
+            _restore(session, plan.checkpoint)
+        try:
+            yield session
+        finally:
+            session.stop.close()
+            if metrics:
+                metrics.close()
+
+
+def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
+    config, layout = plan.config, plan.layout
+    n_parameters = num_parameters(model_config(config.model))
+    display.say(
+        f"{config.model.config}: {n_parameters / 1e6:,.1f} M parameters, "
+        f"{config.parallel.mode} on {rank.world_size} {rank.device.type} ranks "
+        f"(replicate {layout.replicate} x shard {layout.shard} x tp {layout.tp})"
+    )
+    display.say(f"run folder: {plan.out}")
+
+
+def _load_corpus(plan: RunPlan) -> Corpus:
+    with user_errors():
+        corpus = load_corpus(plan.config.data.data)
+    if corpus.fingerprint != plan.corpus_fingerprint:
+        raise UserError(
+            f"{corpus.name} is not the same text on this rank as on rank 0; give every node the "
+            "same --data (and, for the default text, the same Python release)"
+        )
+    return corpus
+
+
+def _restore(session: Session, checkpoint: Checkpoint) -> None:
+    with user_errors():
+        had_optimizer = load_training_state(checkpoint, session.model, session.optimizer)
+    say = session.display.say
+    trainer = checkpoint.trainer
+    if trainer is None:
+        say(
+            f"weights {'and optimizer state ' if had_optimizer else ''}from {checkpoint.path}, "
+            "which no simplefsdp trainer wrote: starting at step 0"
+        )
+        return
+    session.batches.load_state_dict(trainer.data)
+    if trainer.world_size == session.rank.world_size:
+        load_rng_state(checkpoint, session.rank.rank, session.rank.device)
+        say(f"resumed {checkpoint.path} exactly, at step {trainer.step}")
+    else:
+        say(
+            f"resumed {checkpoint.path} at step {trainer.step}; random states are seeded anew, "
+            f"because {trainer.world_size} ranks saved them and {session.rank.world_size} run now"
+        )

@@ -1,0 +1,59 @@
+"""Capture the forward and backward graphs that the backend compiles, and ask them questions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.fx import GraphModule, Node
+
+import simplefsdp.backend
+from simplefsdp import provenance
+
+_ops = torch.ops._c10d_functional
+STARTS = {
+    _ops.all_gather_into_tensor.default,
+    _ops.reduce_scatter_tensor.default,
+    _ops.all_reduce.default,
+}
+
+
+class Captured:
+    """The graphs, in the order they were compiled."""
+
+    def __init__(self) -> None:
+        self.forward: list[GraphModule] = []
+        self.backward: list[GraphModule] = []
+
+
+@contextmanager
+def capture() -> Iterator[Captured]:
+    captured, log_census = Captured(), simplefsdp.backend._log_census
+
+    def observe(gm: GraphModule, is_backward: bool) -> None:
+        (captured.backward if is_backward else captured.forward).append(copy.deepcopy(gm))
+        log_census(gm, is_backward)
+
+    simplefsdp.backend._log_census = observe
+    try:
+        yield captured
+    finally:
+        simplefsdp.backend._log_census = log_census
+
+
+def calls(gm: GraphModule, *targets: object) -> list[Node]:
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in targets]
+
+
+def gathers(gm: GraphModule) -> list[str]:
+    """FQNs of the parameters gathered, in graph order, duplicates included."""
+    found = [provenance.gathered_fqn(n) for n in calls(gm, _ops.all_gather_into_tensor.default)]
+    return [fqn for fqn in found if fqn is not None]
+
+
+def reduces(gm: GraphModule) -> list[str]:
+    targets = (_ops.reduce_scatter_tensor.default, _ops.all_reduce.default)
+    found = [provenance.reduced_fqn(n) for n in calls(gm, *targets)]
+    return [fqn for fqn in found if fqn is not None]

@@ -1,0 +1,159 @@
+"""The backend: options, early and clear errors, settings left alone, a warm cache, one log line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from zoo import Zoo, batch, loss_of
+
+from simplefsdp import simple_fsdp
+from simplefsdp.options import Options, parse_options
+
+EAGER = {"executor": "aot_eager"}
+
+
+def test_options():
+    assert parse_options(None) == parse_options({}) == Options()
+    assert parse_options({"executor": "aot_eager"}).executor == "aot_eager"
+    with pytest.raises(ValueError, match=r"unknown key 'bucket'; did you mean 'bucketing'\? \(valid"):
+        parse_options({"bucket": "none"})
+    with pytest.raises(ValueError, match=r"options\['executor'\]: expected one of 'inductor', "):
+        parse_options({"executor": "eager"})
+    with pytest.raises(TypeError, match="options: expected a dict, got str"):
+        parse_options("none")
+
+
+def test_backend_is_registered_without_import():
+    code = "import torch, sys; assert 'simplefsdp' in torch.compiler.list_backends(); " \
+        "assert 'simplefsdp' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_option_fails_the_compilation(fake_mesh):
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    compiled = torch.compile(model, backend="simplefsdp", options={"bucketing": "manuel"})
+    with pytest.raises(Exception, match=r"options\['bucketing'\]: expected one of 'none'"):
+        compiled(torch.ones(2, 4))
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.inner(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_graph_break_names_module_and_line(fake_mesh):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), Broken()), fake_mesh(2))
+    compiled = torch.compile(model, backend="simplefsdp", options=EAGER)
+    with pytest.raises(Exception) as caught:
+        compiled(torch.ones(2, 4))
+    message = str(caught.value)
+    assert "graph break: the simplefsdp backend needs the whole model in one graph" in message
+    assert "inner (Linear)" in message
+    assert "test_backend.py:" in message and "torch._dynamo.graph_break()" in message
+
+
+def test_unwrapped_model_is_named(fake_mesh):
+    fake_mesh(2)
+    compiled = torch.compile(nn.Sequential(Broken()), backend="simplefsdp", options=EAGER)
+    with pytest.raises(Exception) as caught:
+        compiled(torch.ones(2, 4))
+    # the break comes later: what is wrong first is said first
+    message = str(caught.value)
+    assert "parameter inner.weight of module " in message and ".inner (Linear)" in message
+    assert "test_backend.py" in message and "x = self.inner(x)" in message
+    assert "is not sharded: call simplefsdp.simple_fsdp(model, mesh) before" in message
+
+
+def test_parameter_registered_after_the_wrap_is_named(fake_mesh):
+    model = simple_fsdp(Broken(), fake_mesh(2))
+    model.late = nn.Parameter(torch.ones(4))
+    model.__class__.forward = lambda self, x: self.inner(x) * self.late
+    compiled = torch.compile(model, backend="simplefsdp", options=EAGER)
+    with pytest.raises(Exception, match="late.*is not sharded"):
+        compiled(torch.ones(2, 4))
+
+
+def test_a_function_without_parameters_compiles(fake_mesh):
+    fake_mesh(2)
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="simplefsdp", options=EAGER)
+    x = torch.ones(3)
+    assert torch.equal(compiled(x), x.sin() + 1)
+
+
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+def test_inductor_settings_are_patched_for_the_compilation_only(fake_mesh, executor):
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    before = (inductor_config.get_config_copy(), functorch_config.get_config_copy())
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    compiled = torch.compile(model, backend="simplefsdp", options={"executor": executor})
+    loss = compiled(torch.ones(2, 4)).sum()
+    between = (inductor_config.get_config_copy(), functorch_config.get_config_copy())
+    loss.backward()  # compiled lazily, now
+    after = (inductor_config.get_config_copy(), functorch_config.get_config_copy())
+    assert before == between == after
+
+
+def test_two_models_two_options_in_one_process(fake_mesh):
+    mesh = fake_mesh(2)
+    outputs = []
+    for executor in ("aot_eager", "inductor"):
+        torch.manual_seed(0)
+        model = simple_fsdp(nn.Linear(4, 4, bias=False), mesh, mode="replicate")
+        compiled = torch.compile(model, backend="simplefsdp", options={"executor": executor})
+        outputs.append(compiled(torch.ones(2, 4)))
+    torch.testing.assert_close(*outputs)
+
+
+def test_one_log_line_per_graph(fake_mesh, caplog):
+    model = simple_fsdp(Zoo(), fake_mesh(4))
+    compiled = torch.compile(model, backend="simplefsdp", options=EAGER)
+    with caplog.at_level(logging.INFO, logger="simplefsdp"):
+        loss_of(compiled, *batch(0, 1)).backward()
+    lines = [r.getMessage() for r in caplog.records if r.name == "simplefsdp"]
+    assert lines == [
+        "forward: 19 gathers (2.609 KiB; for backward 19 recomputed, 0 kept), 0 reduces (0 B)",
+        "backward: 13 gathers (2.297 KiB, recomputed), 18 reduces (2.332 KiB)",
+    ]
+
+
+CACHED_RUN = """
+import torch, torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from simplefsdp import simple_fsdp
+
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+model = simple_fsdp(torch.nn.Linear(8, 8), init_device_mesh("cpu", (4,)))
+compiled = torch.compile(model, backend="simplefsdp")
+compiled(torch.ones(2, 8, requires_grad=True)).sum().backward()
+found = counters["inductor"]
+print(found["fxgraph_cache_hit"], found["fxgraph_cache_miss"], found["fxgraph_cache_bypass"])
+"""
+
+
+def test_second_process_starts_warm(tmp_path: Path):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    answers = [
+        subprocess.run(
+            [sys.executable, "-c", CACHED_RUN],
+            env=environment, check=True, capture_output=True, text=True,
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert answers == [["0", "2", "0"], ["2", "0", "0"]]  # forward and backward

@@ -1,0 +1,314 @@
+"""Same losses and gradients as one process on the whole batch, and as FSDP2, on real ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphs import capture, gathers, reduces
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from zoo import Zoo, batch, loss_of
+
+from simplefsdp import clip_grad_norm_, simple_fsdp
+
+STEPS = 10
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+# fp32: summation order only. bf16: 8 bits of mantissa, over a few matmuls.
+TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
+
+
+def mesh_for(mode: str) -> DeviceMesh:
+    ranks = dist.get_world_size()
+    if mode == "hybrid_shard":
+        return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (ranks,))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.tensor_split(dist.get_world_size())[dist.get_rank()]
+
+
+def global_loss(loss: torch.Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-12) -> float:
+    """Norm of the difference over the norm of ``wanted``, or over ``floor`` if that is larger."""
+    scale = wanted.double().norm().clamp_min(floor)
+    return ((got.double() - wanted.double()).norm() / scale).item()
+
+
+def compile_for(model: nn.Module, executor: str) -> nn.Module:
+    if executor == "eager":
+        return model
+    return torch.compile(
+        model, backend="simplefsdp", fullgraph=True, options={"executor": executor}
+    )
+
+
+def compare_with_one_process(mode, precision, reshard, executor, **kind):
+    torch.manual_seed(1)
+    plain = Zoo(**{"mixed": False, **kind})
+    model = copy.deepcopy(plain)
+    policy = POLICIES[precision]
+    simple_fsdp(
+        model, mesh_for(mode), mode=mode, mp_policy=policy, reshard_after_forward=reshard
+    )
+    with capture() as captured:
+        run = compile_for(model, executor)
+        train_side_by_side(plain, model, run, 1e-2 if plain.mixed else TOLERANCE[precision])
+    if executor != "eager":  # what was compared really is what the passes made
+        (forward,), (backward,) = captured.forward, captured.backward
+        assert bool(gathers(forward)) == (mode != "replicate")
+        assert bool(gathers(backward)) == (reshard and mode != "replicate")
+        assert reduces(backward)
+
+
+def train_side_by_side(plain, model, run, tolerance):
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    for step in range(STEPS):
+        tokens, targets = batch(step, dist.get_world_size())
+        wanted = loss_of(plain, tokens, targets)
+        wanted.backward()
+        loss = loss_of(run, local(tokens), local(targets))
+        loss.backward()
+        assert global_loss(loss) == pytest.approx(wanted.item(), rel=tolerance)
+        if step == 0:
+            compare_gradients(plain, model, tolerance)
+        norms = [clip_grad_norm_(m, 0.5) for m in (plain, model)]
+        assert relative_error(norms[1], norms[0]) < tolerance, step
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def compare_gradients(plain, model, tolerance):
+    largest = max(p.grad.norm().item() for p in plain.parameters() if p.grad is not None)
+    for fqn, param in plain.named_parameters():
+        got = model.get_parameter(fqn).grad
+        if param.grad is None:
+            assert got is None, fqn
+        else:
+            assert isinstance(got, DTensor) and got.dtype == param.dtype, fqn
+            # a scalar's gradient is a sum of many terms that cancel: its error is the terms'
+            floor = largest if param.dim() == 0 else 1e-12
+            error = relative_error(got.full_tensor(), param.grad, floor)
+            assert error < tolerance, (fqn, error)
+
+
+MODES = ["fully_shard", "hybrid_shard", "replicate"]
+# hybrid_shard needs 4 ranks to be what it says; the others run on 2, and one of each on 4
+RANKS_MODE_PRECISION = [
+    (2, "fully_shard", "fp32"),
+    (2, "fully_shard", "bf16"),
+    (2, "replicate", "fp32"),
+    (2, "replicate", "bf16"),
+    (4, "fully_shard", "fp32"),
+    (4, "hybrid_shard", "fp32"),
+    (4, "hybrid_shard", "bf16"),
+    (4, "replicate", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "mode", "precision"), RANKS_MODE_PRECISION)
+def test_eager_equals_one_process(pools, ranks, mode, precision):
+    pools(ranks).run(compare_with_one_process, mode, precision, True, "eager")
+
+
+@pytest.mark.parametrize(("ranks", "mode", "precision"), RANKS_MODE_PRECISION)
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+def test_compiled_graphs_equal_one_process(pools, ranks, mode, precision, reshard):
+    if mode == "replicate" and not reshard:
+        pytest.skip("nothing to keep: parameters are always whole")
+    pools(ranks).run(compare_with_one_process, mode, precision, reshard, "aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "precision", "reshard"),
+    [
+        (2, "fully_shard", "fp32", True),
+        (2, "fully_shard", "bf16", False),
+        (4, "hybrid_shard", "bf16", True),
+    ],
+)
+def test_generated_code_equals_one_process(pools, ranks, mode, precision, reshard):
+    arguments = (mode, precision, reshard, "inductor")
+    pools(ranks).run(compare_with_one_process, *arguments, timeout=300)
+
+
+def compare_variant(executor, kind):
+    compare_with_one_process("fully_shard", "fp32", True, executor, **kind)
+
+
+@pytest.mark.parametrize(
+    "kind", [{"mixed": True}, {"recompute": True}], ids=["mixed_dtypes", "checkpointed"]
+)
+@pytest.mark.parametrize("ranks", [2])
+def test_variants_of_the_model(pools, kind, ranks):
+    pools(ranks).run(compare_variant, "aot_eager", kind)
+
+
+# --- against FSDP2 ------------------------------------------------------------------------------
+
+
+def compare_with_fsdp2(mode, precision, executor):
+    torch.manual_seed(1)
+    theirs = Zoo(scalars=False, mixed=False)  # FSDP2 shards no scalars, and groups by dtype
+    ours = copy.deepcopy(theirs)
+    mesh, policy = mesh_for(mode), POLICIES[precision]
+    # one group for all: FSDP2 cannot read a block's parameters from outside, as Zoo does
+    fully_shard(theirs, mesh=mesh, mp_policy=policy)
+    simple_fsdp(ours, mesh, mode=mode, mp_policy=policy)
+    run = compile_for(ours, executor)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (theirs, ours)]
+    tolerance = TOLERANCE[precision]
+    for step in range(STEPS):
+        tokens, targets = map(local, batch(step, dist.get_world_size()))
+        losses = [loss_of(m, tokens, targets) for m in (theirs, run)]
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=tolerance)
+        for loss in losses:
+            loss.backward()
+        for (fqn, a), (_, b) in zip(
+            theirs.named_parameters(), ours.named_parameters(), strict=True
+        ):
+            assert (a.grad is None) == (b.grad is None), fqn
+            if a.grad is not None and step == 0:
+                error = relative_error(b.grad.full_tensor(), a.grad.full_tensor())
+                assert error < tolerance, fqn
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "precision", "executor"),
+    [
+        (2, "fully_shard", "fp32", "aot_eager"),
+        (2, "fully_shard", "bf16", "aot_eager"),
+        (4, "hybrid_shard", "fp32", "eager"),
+        (4, "hybrid_shard", "bf16", "eager"),
+    ],
+)
+def test_equals_fsdp2(pools, ranks, mode, precision, executor):
+    pools(ranks).run(compare_with_fsdp2, mode, precision, executor)
+
+
+# --- with tensor parallelism --------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """``up`` has 5 rows on each tensor rank, ``out`` 5 and 4: uneven on 2 data ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 7)
+        self.norm = nn.LayerNorm(7)
+        self.out = nn.Linear(7, 9)
+
+    def forward(self, x):
+        return self.out(self.norm(self.down(torch.tanh(self.up(x)))))
+
+
+def compare_tensor_parallel(executor):
+    torch.manual_seed(1)
+    plain = Mlp()
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+        "out": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    simple_fsdp(model, mesh["dp"])
+    run = compile_for(model, executor)
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    plain(inputs).square().mean().backward()
+    mine = inputs.tensor_split(2)[mesh["dp"].get_local_rank()]
+    run(mine).square().mean().backward()
+    for fqn, param in plain.named_parameters():
+        got = model.get_parameter(fqn)
+        assert got.shape == param.shape and got.stride() == param.stride(), fqn
+        assert torch.equal(got.full_tensor(), param), fqn
+        assert relative_error(got.grad.full_tensor(), param.grad) < 1e-5, fqn
+    wanted = clip_grad_norm_(plain, 1e-3)
+    total = clip_grad_norm_(model, 1e-3)  # 2-D (up, down) and 1-D (norm) meshes in one norm
+    assert not isinstance(total, DTensor)
+    assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
+    grad = model.get_parameter("up.weight").grad.full_tensor()
+    assert relative_error(grad, plain.up.weight.grad) < 1e-5
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_tensor_parallel_2_by_data_parallel_2(pools, executor):
+    pools(4).run(compare_tensor_parallel, executor)
+
+
+# --- the gradient norm --------------------------------------------------------------------------
+
+
+def compare_norms():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1), nn.Linear(1, 7))
+    model = copy.deepcopy(plain)
+    simple_fsdp(model[0], mesh, mode="hybrid_shard")
+    simple_fsdp(model[1], mesh["shard"])
+    sharded = dict(model.named_parameters())
+    for fqn, param in plain.named_parameters():
+        param.grad = torch.randn_like(param)
+        ours = sharded[fqn]
+        if isinstance(ours, DTensor):
+            ours.grad = distribute_tensor(param.grad, ours.device_mesh, ours.placements)
+        else:  # model[2] is left plain
+            ours.grad = param.grad.clone()
+    for norm_type in (2.0, 1.0, float("inf")):
+        wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
+        total = clip_grad_norm_(model.parameters(), 1e9, norm_type)
+        assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert clip_grad_norm_(model, 0.1).item() == pytest.approx(wanted.item(), rel=1e-5)
+    for fqn, param in plain.named_parameters():
+        grad = sharded[fqn].grad
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        assert relative_error(grad, param.grad) < 1e-5, fqn
+    model[0].get_parameter("weight").grad.mul_(float("nan"))
+    with pytest.raises(RuntimeError, match="norm of order 2.0 is nan"):
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+
+
+def test_norm_over_several_meshes(pools):
+    pools(4).run(compare_norms)
+
+
+# --- the wrap makes one model of many -----------------------------------------------------------
+
+
+def check_rank_0_speaks_for_all(mode):
+    torch.manual_seed(dist.get_rank())  # every rank starts elsewhere
+    model = simple_fsdp(Zoo(), mesh_for(mode), mode=mode)
+    torch.manual_seed(0)
+    wanted = Zoo()
+    for fqn, param in wanted.named_parameters():
+        assert torch.equal(model.get_parameter(fqn).full_tensor(), param), fqn
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rank_0_speaks_for_all(pools, mode):
+    pools(4).run(check_rank_0_speaks_for_all, mode)

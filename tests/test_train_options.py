@@ -1,0 +1,170 @@
+"""Options, schedule and layout: what needs neither ranks nor files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from simplefsdp.train import runs
+from simplefsdp.train.config import (
+    DataOptions,
+    OptimOptions,
+    ParallelOptions,
+    PlanOptions,
+    RunOptions,
+    TrainConfig,
+    check_options,
+)
+from simplefsdp.train.distributed import Layout, check_devices, plan_layout
+from simplefsdp.train.optim import FINAL_LR_FRACTION, allocate_state, learning_rate, make_optimizer
+from simplefsdp.train.state import rng_state, set_rng_state
+
+
+def test_learning_rate_warms_up_linearly_then_falls_to_a_tenth() -> None:
+    options = OptimOptions(steps=100, warmup_steps=10, lr=2.0)
+    rates = [learning_rate(step, options) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)])
+    assert rates[10] == 2.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(2.0 * FINAL_LR_FRACTION)
+    halfway = 10 + (99 - 10) / 2
+    middle = (rates[int(halfway)] + rates[int(halfway) + 1]) / 2
+    assert middle == pytest.approx(2.0 * (1 + FINAL_LR_FRACTION) / 2)
+
+
+def test_learning_rate_does_not_depend_on_where_a_session_stops() -> None:
+    whole = OptimOptions(steps=40)
+    half = OptimOptions(steps=40, stop_after=20)
+    assert [learning_rate(s, half) for s in range(20)] == [
+        learning_rate(s, whole) for s in range(20)
+    ]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_learning_rate_of_the_shortest_runs_is_positive(steps: int) -> None:
+    options = OptimOptions(steps=steps)
+    assert all(0 < learning_rate(step, options) <= options.lr for step in range(steps))
+
+
+def test_config_survives_json_but_for_what_belongs_to_one_session() -> None:
+    config = TrainConfig(
+        data=DataOptions(data=Path("some/text"), seq_len=7),
+        optim=OptimOptions(steps=9, stop_after=3),
+        run=RunOptions(out=Path("here"), resume="latest", keep=5),
+        plan=PlanOptions(dry_run=True, world_size=4),
+    )
+    saved = json.loads(json.dumps(config.to_json()))
+    saved["run"]["option_of_a_later_version"] = 1
+    loaded = TrainConfig.from_json(saved)
+    assert loaded == dataclasses.replace(
+        config,
+        optim=OptimOptions(steps=9),
+        run=RunOptions(out=Path("here"), keep=5),
+        plan=PlanOptions(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (TrainConfig(optim=OptimOptions(steps=0)), "--steps"),
+        (TrainConfig(optim=OptimOptions(lr=float("nan"))), "--lr"),
+        (TrainConfig(optim=OptimOptions(steps=5, warmup_steps=6)), "--warmup-steps"),
+        (TrainConfig(data=DataOptions(seq_len=1)), "--seq-len"),
+        (TrainConfig(parallel=ParallelOptions(shard_size=2)), "--shard-size"),
+        (TrainConfig(plan=PlanOptions(world_size=2)), "--world-size"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(config: TrainConfig, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        check_options(config)
+
+
+def test_layout_splits_ranks_by_mode() -> None:
+    assert plan_layout(ParallelOptions(tp=2), 8, 8) == Layout(1, 4, 2)
+    assert plan_layout(ParallelOptions(mode="replicate"), 8, 8) == Layout(8, 1, 1)
+    hybrid = ParallelOptions(mode="hybrid_shard")
+    assert plan_layout(hybrid, 32, 8) == Layout(4, 8, 1)
+    assert plan_layout(dataclasses.replace(hybrid, tp=4), 32, 8) == Layout(4, 2, 4)
+    assert plan_layout(dataclasses.replace(hybrid, shard_size=16), 32, 8) == Layout(2, 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "named"),
+    [
+        (ParallelOptions(tp=3), 8, "--tp 3"),
+        (ParallelOptions(mode="hybrid_shard"), 8, "groups of 8"),
+        (ParallelOptions(mode="hybrid_shard", shard_size=3), 8, "groups of 3"),
+    ],
+)
+def test_layout_refuses_ranks_that_do_not_divide(
+    options: ParallelOptions, world_size: int, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        plan_layout(options, world_size, 8)
+
+
+def test_more_ranks_than_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices(2)
+    with pytest.raises(ValueError, match=r"3 local ranks.*2 CUDA devices"):
+        check_devices(3)
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    names = ("step-00000100", "step-00000020", "step-00000300", ".step-00000400.tmp", "other")
+    for name in names:
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / ".metadata").touch()
+        if "300" not in name:
+            (folder / "trainer.json").touch()
+    assert [runs.step_of(c) for c in runs.complete_checkpoints(tmp_path)] == [20, 100]
+    assert [p.name for p in runs.leftovers(tmp_path)] == [".step-00000400.tmp"]
+    assert runs.find_checkpoint("latest", tmp_path) == runs.step_folder(tmp_path, 100)
+
+
+def test_a_run_folder_has_one_writer(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    refused = pytest.raises(ValueError, match="another run is writing to")
+    with runs.lock(run), refused, runs.lock(run):
+        pass
+    with runs.lock(run):
+        pass
+
+
+def test_random_states_come_back() -> None:
+    cpu = torch.device("cpu")
+    random.gauss(0, 1)  # leaves a second number behind, which belongs to the state
+    saved = rng_state(cpu)
+    drawn = random.random(), random.gauss(0, 1), torch.rand(3)
+    set_rng_state(saved, cpu)
+    again = random.random(), random.gauss(0, 1), torch.rand(3)
+    assert drawn[:2] == again[:2]
+    assert torch.equal(drawn[2], again[2])
+
+
+def test_only_matrices_are_decayed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    model[0].weight.requires_grad_(True)
+    model[1].bias.requires_grad_(False)
+    optimizer = make_optimizer(model, OptimOptions(weight_decay=0.5))
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decay == {id(model[0].weight): 0.5, id(model[0].bias): 0.0, id(model[1].weight): 0.0}
+
+
+def test_allocating_optimizer_state_changes_no_parameter() -> None:
+    model = torch.nn.Linear(3, 3)
+    before = [p.clone() for p in model.parameters()]
+    optimizer = make_optimizer(model, OptimOptions(lr=0.5))
+    allocate_state(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(set(s) == {"step", "exp_avg", "exp_avg_sq"} for s in optimizer.state.values())
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5]
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,234 @@
+"""The wrapped module behaves as the plain one does, but for its sharded parameters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from zoo import Zoo, batch, loss_of
+
+from simplefsdp import simple_fsdp
+from simplefsdp.parametrization import LAYOUTS
+
+
+@pytest.fixture
+def no_collectives(monkeypatch):
+    """Any gather from here on fails the test."""
+
+    def refuse(*args):
+        raise AssertionError("gathered")
+
+    monkeypatch.setattr("simplefsdp.parametrization.gather", refuse)
+
+
+def test_names_shapes_and_classes_are_those_of_the_plain_model(fake_mesh):
+    plain = Zoo()
+    model = simple_fsdp(copy.deepcopy(plain), fake_mesh(4))
+    wanted, got = dict(plain.named_parameters()), dict(model.named_parameters())
+    assert list(got) == list(wanted)
+    for fqn, param in got.items():
+        assert isinstance(param, nn.Parameter) and isinstance(param, DTensor)
+        assert (param.shape, param.dtype) == (wanted[fqn].shape, wanted[fqn].dtype)
+        assert param.requires_grad == wanted[fqn].requires_grad
+        expected = Shard(0) if param.dim() else Replicate()
+        assert param.placements == (expected,)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert isinstance(model, Zoo) and isinstance(model.blocks[0].up, nn.Linear)
+    assert isinstance(model.listed, nn.ParameterList)
+    assert all(type(a) is type(b) for a, b in zip(plain.buffers(), model.buffers(), strict=True))
+
+
+def test_local_shards_follow_chunk(fake_mesh):
+    model = simple_fsdp(Zoo(), fake_mesh(4, rank=3))
+    params = dict(model.named_parameters())
+    assert params["blocks.0.up.weight"].to_local().shape == (1, 8)  # 10 rows: 3, 3, 3, 1
+    assert params["tiny"].to_local().shape == (0, 8)  # 3 rows: 1, 1, 1, 0
+    assert params["scale"].to_local().shape == ()
+
+
+def test_tied_parameters_stay_one_object(fake_mesh):
+    model = simple_fsdp(Zoo(), fake_mesh(4))
+    assert model.head._parameters["weight"] is model.embed._parameters["weight"]
+    assert model.head.__dict__[LAYOUTS]["weight"] == model.embed.__dict__[LAYOUTS]["weight"]
+
+
+def test_repr_is_the_plain_models_and_gathers_nothing(fake_mesh, no_collectives):
+    plain = Zoo()
+    text = repr(plain)
+    model = simple_fsdp(plain, fake_mesh(4))
+    lines = [line for line in text.splitlines() if "Parameter containing" not in line]
+    assert [x for x in repr(model).splitlines() if "Parameter containing" not in x] == lines
+
+
+def test_get_parameter_gives_the_shard(fake_mesh, no_collectives):
+    model = simple_fsdp(Zoo(), fake_mesh(4))
+    for fqn, param in model.named_parameters():
+        assert model.get_parameter(fqn) is param
+
+
+def test_deepcopy_is_independent_and_wrapped(fake_mesh):
+    model = simple_fsdp(Zoo(), fake_mesh(4))
+    twin = copy.deepcopy(model)
+    assert twin.head._parameters["weight"] is twin.embed._parameters["weight"]
+    for (fqn, a), (_, b) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert a is not b and isinstance(b, DTensor), fqn
+        assert torch.equal(a.to_local(), b.to_local())
+    with torch.no_grad():
+        twin.get_parameter("tiny").zero_()
+    assert model.get_parameter("tiny").to_local().abs().sum() > 0
+    loss_of(twin, *batch(0, 1)).backward()
+    assert twin.get_parameter("tiny").grad is not None
+    assert model.get_parameter("tiny").grad is None
+
+
+def test_one_subclass_per_class_and_state_on_the_instance(fake_mesh):
+    mesh = fake_mesh(4)
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    first = simple_fsdp(nn.Linear(8, 8), mesh, mp_policy=narrow)
+    second = simple_fsdp(nn.Linear(8, 8, bias=False), mesh)
+    assert type(first) is type(second) is not nn.Linear
+    assert first.weight.dtype == torch.bfloat16 and second.weight.dtype == torch.float32
+    assert second.bias is None
+    assert type(nn.Linear(8, 8)) is nn.Linear
+
+
+def test_a_name_that_is_a_parameter_on_one_instance_only(fake_mesh):
+    class Scale(nn.Module):
+        def __init__(self, learned: bool) -> None:
+            super().__init__()
+            if learned:
+                self.gain = nn.Parameter(torch.ones(4))
+            else:
+                self.register_buffer("gain", torch.full((4,), 2.0))
+            self.other = nn.Parameter(torch.ones(4))
+
+    mesh = fake_mesh(2)
+    simple_fsdp(Scale(True), mesh)
+    fixed = simple_fsdp(Scale(False), mesh)
+    assert torch.equal(fixed.gain, torch.full((4,), 2.0))
+    fixed.note = "free attributes still work"
+    assert fixed.note
+    fresh = type(fixed)(True)  # model code may make new instances of its own class
+    assert isinstance(fresh.gain, nn.Parameter) and not isinstance(fresh.gain, DTensor)
+    with pytest.raises(AttributeError, match="missing"):
+        _ = fixed.missing
+
+
+def test_mixed_precision_casts_inputs_and_outputs(fake_mesh):
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x, *, scale):
+            self.seen = (x["x"].dtype, x["ids"].dtype, scale.dtype, self.weight.dtype)
+            return {"y": x["x"] @ self.weight}
+
+    def run(**fields):
+        policy = MixedPrecisionPolicy(**fields)
+        model = simple_fsdp(Probe(), mesh, mp_policy=policy)
+        inputs = {"x": torch.ones(2, 4, dtype=model_input), "ids": torch.zeros(2).long()}
+        out = model(inputs, scale=torch.ones(()))
+        return (*model.seen, out["y"].dtype)
+
+    mesh, model_input = fake_mesh(2), torch.float32
+    half, full, ids = torch.bfloat16, torch.float32, torch.int64
+    assert run() == (full, ids, full, full, full)
+    assert run(param_dtype=half) == (half, ids, half, half, half)
+    assert run(param_dtype=half, output_dtype=full) == (half, ids, half, half, full)
+    model_input = half
+    assert run(param_dtype=half, cast_forward_inputs=False) == (half, ids, full, half, half)
+
+
+def test_load_state_dict_takes_sharded_and_plain_values(fake_mesh, no_collectives):
+    plain, mesh = Zoo(), fake_mesh(4, rank=2)
+    model = simple_fsdp(Zoo(), mesh)
+    result = model.load_state_dict(plain.state_dict())
+    assert not result.missing_keys and not result.unexpected_keys
+    up = model.get_parameter("blocks.0.up.weight").to_local()
+    assert torch.equal(up, plain.blocks[0].up.weight[6:9])
+    twin = simple_fsdp(Zoo(), mesh)
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin.get_parameter("blocks.0.up.weight").to_local(), up)
+    wrong = dict(plain.state_dict(), tiny=torch.zeros(4, 8))
+    with pytest.raises(RuntimeError, match="size mismatch for tiny"):
+        model.load_state_dict(wrong)
+
+
+def test_marks_that_users_put_on_parameters_survive(fake_mesh):
+    layer = nn.Linear(4, 4)
+    layer.bias.no_weight_decay = True
+    assert simple_fsdp(layer, fake_mesh(2)).get_parameter("bias").no_weight_decay
+
+
+def test_inner_wrap_keeps_its_own_mesh_and_policy(fake_mesh):
+    mesh = fake_mesh(2, 2, names=("replicate", "shard"))
+    model = Zoo()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    simple_fsdp(model.blocks[1], mesh, mode="hybrid_shard", mp_policy=policy)
+    simple_fsdp(model, mesh["shard"])
+    assert model.get_parameter("blocks.1.up.weight").device_mesh == mesh
+    assert model.get_parameter("blocks.0.up.weight").device_mesh == mesh["shard"]
+    assert model.blocks[1].up.weight.dtype == torch.bfloat16
+    assert model.blocks[1].up.__dict__[LAYOUTS]["weight"].spec.fqn == "blocks.1.up.weight"
+
+
+# --- errors: each names the thing, what was expected, what came, and the remedy -------------------
+
+
+def test_wrong_arguments(fake_mesh):
+    mesh, line = fake_mesh(2, 2), nn.Linear(4, 4)
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got str"):
+        simple_fsdp("model", mesh)
+    with pytest.raises(TypeError, match="mesh: expected .*DeviceMesh, got int; make one with"):
+        simple_fsdp(line, 4)
+    with pytest.raises(ValueError, match="mode: expected one of fully_shard, .* got 'zero3'"):
+        simple_fsdp(line, mesh, mode="zero3")
+    with pytest.raises(ValueError, match=r"'fully_shard' needs a 1-D mesh.* got a 2-D mesh"):
+        simple_fsdp(line, mesh)
+    with pytest.raises(TypeError, match="mp_policy: expected .*MixedPrecisionPolicy"):
+        simple_fsdp(line, mesh, mode="hybrid_shard", mp_policy=torch.bfloat16)
+    with pytest.raises(TypeError, match="reshard_after_forward: expected True or False, got 'auto'"):
+        simple_fsdp(line, mesh, mode="hybrid_shard", reshard_after_forward="auto")
+    assert type(line) is nn.Linear  # a refused wrap leaves the model as it was
+
+
+def test_hybrid_shard_needs_two_dimensions(fake_mesh):
+    with pytest.raises(ValueError, match="'hybrid_shard' needs a 2-D mesh"):
+        simple_fsdp(nn.Linear(4, 4), fake_mesh(4), mode="hybrid_shard")
+
+
+@pytest.mark.parametrize("part", ["", "blocks", "blocks.0", "blocks.0.up"])
+def test_second_wrap_is_refused(fake_mesh, part):
+    mesh = fake_mesh(2)
+    model = simple_fsdp(Zoo(), mesh)
+    with pytest.raises(ValueError, match="already wrapped by simple_fsdp"):
+        simple_fsdp(model.get_submodule(part), mesh)
+
+
+def test_parameter_tied_across_two_wraps_is_refused(fake_mesh):
+    mesh, model = fake_mesh(2), Zoo()
+    simple_fsdp(model.embed, mesh)
+    with pytest.raises(ValueError, match=r"head\.weight: is tied to a parameter that an earlier"):
+        simple_fsdp(model, mesh)
+
+
+def test_second_reference_to_a_parameter_is_refused(fake_mesh):
+    with pytest.raises(ValueError, match=r"weight_ih_l0: module 'root' \(LSTM\).*'_flat_weights'"):
+        simple_fsdp(nn.LSTM(4, 4), fake_mesh(2))
+
+
+def test_lazy_parameter_is_refused(fake_mesh):
+    with pytest.raises(ValueError, match="weight: is not initialized"):
+        simple_fsdp(nn.LazyLinear(4), fake_mesh(2))
+
+
+def test_replaced_parameter_is_named_when_read(fake_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    layer.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(TypeError, match="weight: expected the sharded DTensor, got Parameter"):
+        _ = layer.weight
