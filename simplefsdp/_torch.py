@@ -12,12 +12,25 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "GraphBreak",
+    "TorchDispatchMode",
+    "cast_floating_point",
+    "compile_with_aot_eager",
+    "compile_with_inductor",
+    "graph_break_of",
+    "hash_of_files",
+    "input_name",
+    "is_checkpoint_region",
+    "module_path",
+]
 
 CompiledFunction = Callable[..., Any]
 GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
@@ -93,10 +106,10 @@ def compile_with_inductor(
     # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
     # is the one that saves the minutes of code generation.
     with functorch_config.patch(enable_autograd_cache=False):
-        compiled: CompiledFunction = compile_fx(
+        compiled = compile_fx(
             gm, example_inputs, inner_compile=inner_compile, config_patches=patches
         )
-    return compiled
+    return cast(CompiledFunction, compiled)
 
 
 @contextmanager
@@ -144,8 +157,8 @@ def compile_with_aot_eager(
 
     Arguments as for :func:`compile_with_inductor`.
     """
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiler(is_backward: bool) -> GraphCompiler:
@@ -179,8 +192,7 @@ def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
     """``value`` (any nesting of containers) with its floating-point tensors cast to ``dtype``."""
     from torch.utils import _pytree as pytree
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
+    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return pytree.tree_map_only(torch.Tensor, cast, value)
-
+    return pytree.tree_map_only(torch.Tensor, cast_one, value)

@@ -76,13 +76,13 @@ def _shard_groups(grad: Tensor) -> tuple[ProcessGroup, ...]:
     return tuple(grad.device_mesh.get_group(dim) for dim in sharded)
 
 
-def _norm_over(
-    groups: tuple[ProcessGroup, ...], parts: list[Tensor], norm_type: float
-) -> Tensor:
+def _norm_over(groups: tuple[ProcessGroup, ...], parts: list[Tensor], norm_type: float) -> Tensor:
     # float32, since a norm in the gradients' own bfloat16 would be true to 3 digits only; the
     # zero stands for empty shards, of which there is no inf-norm.
     zero = torch.zeros((), device=parts[0].device)
-    norms = [torch.linalg.vector_norm(p, norm_type, dtype=torch.float32) for p in parts if p.numel()]
+    norms = [
+        torch.linalg.vector_norm(p, norm_type, dtype=torch.float32) for p in parts if p.numel()
+    ]
     total = _norm_of_norms([zero, *norms], norm_type)
     for group in groups:
         if norm_type == float("inf"):

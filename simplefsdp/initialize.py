@@ -225,7 +225,10 @@ def _shard_offsets(tensor: DTensor) -> list[int]:
     coordinate = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
-            dim, chunk = placement.dim, -(-sizes[placement.dim] // tensor.device_mesh.size(mesh_dim))
+            dim, chunk = (
+                placement.dim,
+                -(-sizes[placement.dim] // tensor.device_mesh.size(mesh_dim)),
+            )
             start = min(coordinate[mesh_dim] * chunk, sizes[dim])
             offsets[dim] += start
             sizes[dim] = min(chunk, sizes[dim] - start)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -52,7 +52,6 @@ def raw_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.__class__ = cls
 
 
-
 def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
     """Make ``module`` an instance of its class's one subclass, with a property per name.
 
@@ -60,7 +59,7 @@ def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
     instance's parameter may be another's buffer or None.
     """
     cls = type(module)
-    subclass = cls if hasattr(cls, _PLAIN_CLASS) else _subclass(cls)
+    subclass = cls if hasattr(cls, _PLAIN_CLASS) else _subclass(cls)  # type: ignore[arg-type]
     for name in names:
         if name not in vars(subclass):
             setattr(subclass, name, _gathering_property(name))
@@ -86,7 +85,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         _shard_plain_values(self, state_dict, prefix)
         cls._load_from_state_dict(self, state_dict, prefix, *args)
 
-    members = {
+    members: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
@@ -96,7 +95,8 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         "get_parameter": get_parameter,
         "_load_from_state_dict": _load_from_state_dict,
     }
-    return type(cls)(cls.__name__, (cls,), members)
+    metaclass: Any = type(cls)
+    return cast(type[nn.Module], metaclass(cls.__name__, (cls,), members))
 
 
 def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
@@ -110,7 +110,7 @@ def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
 
 def _gathering_property(name: str) -> property:
     def get(self: nn.Module) -> Any:
-        layout = self._simple_fsdp_layouts.get(name)
+        layout = getattr(self, LAYOUTS).get(name)
         if layout is None:
             return _plain_attribute(self, name)
         param = self._parameters[name]

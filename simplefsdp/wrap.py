@@ -120,7 +120,7 @@ def _parameters_of(modules: Mapping[nn.Module, str]) -> Originals:
 
 def _check_parameters(modules: Mapping[nn.Module, str], originals: Originals) -> None:
     for fqn, param in originals.values():
-        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        if isinstance(param, nn.UninitializedParameter):
             raise ValueError(
                 f"{fqn}: is not initialized (a lazy module); run one forward before simple_fsdp"
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from zoo import Zoo, batch, loss_of
 
 from simplefsdp import simple_fsdp
@@ -22,7 +23,9 @@ EAGER = {"executor": "aot_eager"}
 def test_options():
     assert parse_options(None) == parse_options({}) == Options()
     assert parse_options({"executor": "aot_eager"}).executor == "aot_eager"
-    with pytest.raises(ValueError, match=r"unknown key 'bucket'; did you mean 'bucketing'\? \(valid"):
+    with pytest.raises(
+        ValueError, match=r"unknown key 'bucket'; did you mean 'bucketing'\? \(valid"
+    ):
         parse_options({"bucket": "none"})
     with pytest.raises(ValueError, match=r"options\['executor'\]: expected one of 'inductor', "):
         parse_options({"executor": "eager"})
@@ -31,15 +34,19 @@ def test_options():
 
 
 def test_backend_is_registered_without_import():
-    code = "import torch, sys; assert 'simplefsdp' in torch.compiler.list_backends(); " \
+    code = (
+        "import torch, sys; assert 'simplefsdp' in torch.compiler.list_backends(); "
         "assert 'simplefsdp' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_unknown_option_fails_the_compilation(fake_mesh):
     model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
     compiled = torch.compile(model, backend="simplefsdp", options={"bucketing": "manuel"})
-    with pytest.raises(Exception, match=r"options\['bucketing'\]: expected one of 'none'"):
+    with pytest.raises(
+        BackendCompilerFailed, match=r"options\['bucketing'\]: expected one of 'none'"
+    ):
         compiled(torch.ones(2, 4))
 
 
@@ -57,7 +64,7 @@ class Broken(nn.Module):
 def test_graph_break_names_module_and_line(fake_mesh):
     model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), Broken()), fake_mesh(2))
     compiled = torch.compile(model, backend="simplefsdp", options=EAGER)
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(BackendCompilerFailed) as caught:
         compiled(torch.ones(2, 4))
     message = str(caught.value)
     assert "graph break: the simplefsdp backend needs the whole model in one graph" in message
@@ -68,7 +75,7 @@ def test_graph_break_names_module_and_line(fake_mesh):
 def test_unwrapped_model_is_named(fake_mesh):
     fake_mesh(2)
     compiled = torch.compile(nn.Sequential(Broken()), backend="simplefsdp", options=EAGER)
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(BackendCompilerFailed) as caught:
         compiled(torch.ones(2, 4))
     # the break comes later: what is wrong first is said first
     message = str(caught.value)
@@ -82,7 +89,7 @@ def test_parameter_registered_after_the_wrap_is_named(fake_mesh):
     model.late = nn.Parameter(torch.ones(4))
     model.__class__.forward = lambda self, x: self.inner(x) * self.late
     compiled = torch.compile(model, backend="simplefsdp", options=EAGER)
-    with pytest.raises(Exception, match="late.*is not sharded"):
+    with pytest.raises(BackendCompilerFailed, match=r"late.*is not sharded"):
         compiled(torch.ones(2, 4))
 
 
@@ -152,7 +159,10 @@ def test_second_process_starts_warm(tmp_path: Path):
     answers = [
         subprocess.run(
             [sys.executable, "-c", CACHED_RUN],
-            env=environment, check=True, capture_output=True, text=True,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.split()
         for _ in range(2)
     ]

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from graphs import Captured, calls, capture, gathers, reduces
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,

@@ -107,7 +107,9 @@ def test_init_fn_replaces_reset_parameters(fake_mesh):
             nn.init.ones_(p)
 
     init_weights(model, init_fn=ones)
-    assert all(torch.equal(p.to_local(), torch.ones(p.to_local().shape)) for p in model.parameters())
+    assert all(
+        torch.equal(p.to_local(), torch.ones(p.to_local().shape)) for p in model.parameters()
+    )
 
 
 class Bare(nn.Module):

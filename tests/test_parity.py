@@ -66,9 +66,7 @@ def compare_with_one_process(mode, precision, reshard, executor, **kind):
     plain = Zoo(**{"mixed": False, **kind})
     model = copy.deepcopy(plain)
     policy = POLICIES[precision]
-    simple_fsdp(
-        model, mesh_for(mode), mode=mode, mp_policy=policy, reshard_after_forward=reshard
-    )
+    simple_fsdp(model, mesh_for(mode), mode=mode, mp_policy=policy, reshard_after_forward=reshard)
     with capture() as captured:
         run = compile_for(model, executor)
         train_side_by_side(plain, model, run, 1e-2 if plain.mixed else TOLERANCE[precision])
@@ -289,7 +287,7 @@ def compare_norms():
         grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
         assert relative_error(grad, param.grad) < 1e-5, fqn
     model[0].get_parameter("weight").grad.mul_(float("nan"))
-    with pytest.raises(RuntimeError, match="norm of order 2.0 is nan"):
+    with pytest.raises(RuntimeError, match=r"norm of order 2\.0 is nan"):
         clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
 
 

@@ -184,15 +184,17 @@ def test_wrong_arguments(fake_mesh):
     mesh, line = fake_mesh(2, 2), nn.Linear(4, 4)
     with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got str"):
         simple_fsdp("model", mesh)
-    with pytest.raises(TypeError, match="mesh: expected .*DeviceMesh, got int; make one with"):
+    with pytest.raises(TypeError, match=r"mesh: expected .*DeviceMesh, got int; make one with"):
         simple_fsdp(line, 4)
-    with pytest.raises(ValueError, match="mode: expected one of fully_shard, .* got 'zero3'"):
+    with pytest.raises(ValueError, match=r"mode: expected one of fully_shard, .* got 'zero3'"):
         simple_fsdp(line, mesh, mode="zero3")
     with pytest.raises(ValueError, match=r"'fully_shard' needs a 1-D mesh.* got a 2-D mesh"):
         simple_fsdp(line, mesh)
-    with pytest.raises(TypeError, match="mp_policy: expected .*MixedPrecisionPolicy"):
+    with pytest.raises(TypeError, match=r"mp_policy: expected .*MixedPrecisionPolicy"):
         simple_fsdp(line, mesh, mode="hybrid_shard", mp_policy=torch.bfloat16)
-    with pytest.raises(TypeError, match="reshard_after_forward: expected True or False, got 'auto'"):
+    with pytest.raises(
+        TypeError, match="reshard_after_forward: expected True or False, got 'auto'"
+    ):
         simple_fsdp(line, mesh, mode="hybrid_shard", reshard_after_forward="auto")
     assert type(line) is nn.Linear  # a refused wrap leaves the model as it was
 

@@ -1,0 +1,168 @@
+"""The contract with PyTorch's private parts: when a release moves one, the test here says which."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+import torch.distributed as dist
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from simplefsdp import _torch
+
+
+def dynamo_graph(function, *args):
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(*args)
+    return graphs[0]
+
+
+def parameters_of(function):
+    return set(inspect.signature(function).parameters)
+
+
+def test_functional_collectives_keep_their_schemas():
+    ops = torch.ops._c10d_functional
+
+    def names(op):
+        return [argument.name for argument in op.default._schema.arguments]
+
+    assert names(ops.all_gather_into_tensor) == ["input", "group_size", "group_name"]
+    scatter = ["input", "reduce_op", "group_size", "group_name"]
+    assert names(ops.reduce_scatter_tensor) == scatter
+    assert names(ops.all_reduce) == ["input", "reduce_op", "group_name"]
+    assert names(ops.wait_tensor) == ["tensor"]
+
+
+def test_annotate_marks_forward_and_backward_nodes():
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            with fx_traceback.annotate({"probe_backward": 2}):
+                return grad.cos()
+
+    @torch.compiler.allow_in_graph
+    def marked(x):
+        with fx_traceback.annotate({"probe_forward": 1}):
+            return Mark.apply(x)
+
+    def marked_twice(x):
+        return marked(x) * 2
+
+    seen = {}
+
+    def observe(gm, is_backward):
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                seen[node.target] = dict(node.meta.get("custom") or {})
+
+    gm = dynamo_graph(marked_twice, torch.ones(2, requires_grad=True))
+    x = torch.ones(2, requires_grad=True)
+    compiled = _torch.compile_with_aot_eager(
+        gm, [x], observe=observe, joint_pass=lambda graph: None
+    )
+    compiled(x)[0].sum().backward()
+    assert seen[torch.ops.aten.sin.default]["probe_forward"] == 1
+    assert seen[torch.ops.aten.cos.default]["probe_backward"] == 2
+
+
+def test_dynamo_names_checkpointed_regions():
+    layer = nn.Linear(2, 2)
+    gm = dynamo_graph(lambda x: checkpoint(layer, x, use_reentrant=False), torch.ones(2, 2))
+    (region,) = [n for n in gm.graph.nodes if _torch.is_checkpoint_region(n)]
+    body = getattr(gm, str(region.args[0].target))
+    assert isinstance(body, torch.fx.GraphModule)  # its first argument names the body
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    assert len(placeholders) == len(region.args) - 1  # the others are the body's inputs
+
+
+def test_dynamo_says_why_a_graph_ended():
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    cut = _torch.graph_break_of(dynamo_graph(broken, torch.ones(2)))
+    assert cut is not None
+    assert cut.reason
+    assert cut.stack[-1].line == "torch._dynamo.graph_break()"
+    assert _torch.graph_break_of(dynamo_graph(lambda x: x + 1, torch.ones(2))) is None
+
+
+def test_dynamo_names_inputs_and_modules():
+    gm = dynamo_graph(nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2))
+    names = [_torch.input_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    assert "0.weight" in names
+    paths = [_torch.module_path(n) for n in gm.graph.nodes]
+    assert any(path and path.endswith("(Linear)") for path in paths)
+    weight = next(n for n in gm.graph.nodes if _torch.input_name(n) == "0.weight")
+    assert isinstance(weight.meta["example_value"], nn.Parameter)
+
+
+def test_the_partitioner_obeys_recompute_tags():
+    from torch._functorch import partitioners
+
+    assert parameters_of(partitioners.min_cut_rematerialization_partition) >= {"num_fwd_outputs"}
+    source = inspect.getsource(partitioners)
+    assert 'meta["recompute"]' in source or 'meta.get("recompute"' in source
+    assert "ac_graph_id" in source
+    assert {"MUST_SAVE", "MUST_RECOMPUTE"} <= set(CheckpointPolicy.__members__)
+
+
+def test_inductor_takes_our_pass_and_inner_compile():
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    assert "joint_custom_post_pass" in inductor_config.get_config_copy()
+    assert "enable_autograd_cache" in functorch_config.get_config_copy()
+    assert parameters_of(compile_fx) >= {"inner_compile", "config_patches"}
+    assert set(CustomGraphPass.__abstractmethods__) == {"__call__", "uuid"}
+    assert len(_torch.hash_of_files([__file__])) == 64
+
+
+def test_random_cpu_ops_are_tagged_as_such():
+    # `recompute.save_cpu_random_ops` looks for this tag
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.native_dropout.default.tags
+
+
+def test_dispatch_mode_sees_dtensors_before_they_are_taken_apart(fake_mesh):
+    class Spy(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.normal_.default:
+                seen.append(args[0])
+                return args[0]
+            return func(*args, **(kwargs or {}))
+
+    seen: list[torch.Tensor] = []
+    param = nn.Parameter(distribute_tensor(torch.ones(4), fake_mesh(2)))
+    with torch.no_grad(), Spy():
+        nn.init.normal_(param)
+    assert seen[0] is param
+
+
+def test_a_mesh_can_be_joined_from_groups(fake_mesh):
+    mesh = fake_mesh(2, 2, names=("dp", "tp"))
+    groups = [mesh.get_group("tp"), mesh.get_group("dp")]
+    ranks = torch.tensor([[0, 2], [1, 3]])
+    joined = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("tp", "dp"))
+    assert joined.get_group("dp") is mesh.get_group("dp")
+    assert list(joined.get_coordinate()) == [0, 0]
+    assert isinstance(mesh.get_group("tp").group_name, str)
+    assert "cpu:fake" in dist.get_backend_config(mesh.get_group("tp"))
+    assert isinstance(distribute_tensor(torch.ones(4), mesh["dp"], src_data_rank=None), DTensor)
