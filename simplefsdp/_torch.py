@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "GraphBreak",
     "TorchDispatchMode",
+    "annotate_backward",
     "cast_floating_point",
     "compile_with_aot_eager",
     "compile_with_inductor",
@@ -65,6 +67,27 @@ def input_name(placeholder: Node) -> str | None:
     name = str(source.name() if callable(source.name) else source.name)
     # L['self']._modules['fc']._parameters['weight'] is fc.weight to the user.
     return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", name)) or name
+
+
+@contextmanager
+def annotate_backward(marks: dict[str, object]) -> Iterator[None]:
+    """Mark the nodes that an autograd function's backward traces inside.
+
+    Before 2.13, AOTAutograd replaced the marks of a backward node by those of the forward node it
+    belongs to. It passes over nodes tagged as required in backward, which these are anyway.
+    """
+    meta = fx_traceback.current_meta
+    # torch.__version__ is a TorchVersion: it compares as a version, not as a string.
+    overwrites = torch.__version__ < "2.13" and "partitioner_tag" in meta
+    before = meta.get("partitioner_tag")
+    with fx_traceback.annotate(marks):
+        if overwrites:
+            meta["partitioner_tag"] = "must_be_in_backward"
+        try:
+            yield
+        finally:
+            if overwrites:
+                meta["partitioner_tag"] = before
 
 
 def module_path(node: Node) -> str | None:

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 import torch.fx.traceback as fx_traceback
 from torch.fx import Node
 
+from simplefsdp._torch import annotate_backward
+
 _GATHER = "simplefsdp_gather"
 _REDUCE = "simplefsdp_reduce"
 _RESHARD = "simplefsdp_reshard_after_forward"
@@ -25,7 +27,7 @@ def gather_of(fqn: str, *, reshard_after_forward: bool) -> AbstractContextManage
 
 def reduce_of(fqn: str) -> AbstractContextManager[object]:
     """Mark the nodes traced inside as the reduce chain of the parameter ``fqn``."""
-    return fx_traceback.annotate({_REDUCE: fqn})
+    return annotate_backward({_REDUCE: fqn})
 
 
 def _marks(node: Node) -> Mapping[str, object]:

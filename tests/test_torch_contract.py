@@ -52,7 +52,7 @@ def test_annotate_marks_forward_and_backward_nodes():
 
         @staticmethod
         def backward(ctx, grad):
-            with fx_traceback.annotate({"probe_backward": 2}):
+            with _torch.annotate_backward({"probe_backward": 2}):
                 return grad.cos()
 
     @torch.compiler.allow_in_graph
