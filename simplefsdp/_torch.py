@@ -31,7 +31,9 @@ __all__ = [
     "hash_of_files",
     "input_name",
     "is_checkpoint_region",
+    "line_of",
     "module_path",
+    "sets_grad_mode",
 ]
 
 CompiledFunction = Callable[..., Any]
@@ -41,6 +43,11 @@ GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
 def is_checkpoint_region(node: Node) -> bool:
     """Whether a Dynamo node calls a body that the user checkpoints (``torch.utils.checkpoint``)."""
     return node.target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+def sets_grad_mode(node: Node) -> bool:
+    """Whether a Dynamo node enters (``args == (False,)``) or leaves a ``no_grad`` block."""
+    return node.target is torch._C._set_grad_enabled
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,14 @@ def module_path(node: Node) -> str | None:
         return None
     path, cls = list(stack.values())[-1]
     return f"{path} ({getattr(cls, '__name__', cls)})"
+
+
+def line_of(node: Node | None) -> str:
+    """Where the user's code made ``node``: the innermost frame of its trace, if it has one."""
+    trace = node.stack_trace if node is not None else None
+    lines = [line.strip() for line in (trace or "").splitlines()]
+    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    return f" ({': '.join(lines[frames[-1] : frames[-1] + 2])})" if frames else ""
 
 
 def compile_with_inductor(

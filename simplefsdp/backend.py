@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from simplefsdp import _torch
 from simplefsdp.census import describe, take_census
-from simplefsdp.dedupe import dedupe_gathers
+from simplefsdp.dedupe import dedupe_gathers, refuse_writes
 from simplefsdp.options import Executor, parse_options
 from simplefsdp.recompute import tag_for_recompute
 
@@ -36,13 +36,14 @@ def simplefsdp(
         options: see :class:`simplefsdp.options.Options`.
 
     Raises:
-        ValueError: an unknown option, a graph that a graph break cut short, or a parameter that
-            :func:`simplefsdp.simple_fsdp` did not shard. Dynamo reports it as the cause of its
-            ``BackendCompilerFailed``.
+        ValueError: an unknown option, a graph that a graph break cut short, a parameter that
+            :func:`simplefsdp.simple_fsdp` did not shard, or one that is written to. Dynamo
+            reports it as the cause of its ``BackendCompilerFailed``.
     """
     choice = parse_options(options)
     _refuse_unwrapped(gm)
     _refuse_graph_break(gm)
+    refuse_writes(gm)
     dedupe_gathers(gm)
     return _compile(gm, example_inputs, choice.executor)
 
@@ -61,10 +62,9 @@ def _compile(
 
 @functools.cache
 def _uuid() -> str:
-    """The passes' identity for Inductor's cache: the sources of this package's compiler part."""
-    here = Path(__file__).parent
-    names = ("backend.py", "provenance.py", "recompute.py", "gather.py", "dedupe.py")
-    return _torch.hash_of_files([str(here / name) for name in names])
+    """The passes' identity for Inductor's cache: the sources of the frontend, all of them."""
+    sources = Path(__file__).parent.glob("*.py")
+    return _torch.hash_of_files(sorted(map(str, sources)))
 
 
 def _log_census(gm: GraphModule, is_backward: bool) -> None:
@@ -92,8 +92,9 @@ def _refuse_unwrapped(gm: GraphModule) -> None:
         if node.op == "placeholder" and _is_plain_parameter(node):
             user = next((u for u in node.users if _torch.module_path(u)), None)
             module = f" of module {_torch.module_path(user)}" if user is not None else ""
+            module += _torch.line_of(user)
             raise ValueError(
-                f"parameter {_torch.input_name(node) or node.name}{module}{_line_of(user)} is not "
+                f"parameter {_torch.input_name(node) or node.name}{module} is not "
                 "sharded: call simplefsdp.simple_fsdp(model, mesh) before "
                 'torch.compile(model, backend="simplefsdp"), and register no parameters after it'
             )
@@ -102,11 +103,3 @@ def _refuse_unwrapped(gm: GraphModule) -> None:
 def _is_plain_parameter(placeholder: Node) -> bool:
     value = placeholder.meta.get("example_value")
     return isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
-
-
-def _line_of(node: Node | None) -> str:
-    """Where the user's code made ``node``: the innermost frame of its trace, if it has one."""
-    trace = node.stack_trace if node is not None else None
-    lines = [line.strip() for line in (trace or "").splitlines()]
-    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    return f" ({': '.join(lines[frames[-1] : frames[-1] + 2])})" if frames else ""

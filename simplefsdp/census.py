@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -36,19 +37,22 @@ class Census:
 
 def take_census(graph: Graph) -> Census:
     """Count the gathers and reduces that SimpleFSDP put into ``graph``."""
-    gathers = [n for n in graph.nodes if n.target in _GATHER_STARTS and _gathered(n)]
-    reduces = [n for n in graph.nodes if n.target in _REDUCE_STARTS and _reduced(n)]
+    gathers = _starts(graph, _GATHER_STARTS, provenance.gathered_fqn)
+    reduces = _starts(graph, _REDUCE_STARTS, provenance.reduced_fqn)
     return Census(
-        gathers=tuple(_gathered(n) or "" for n in gathers),
+        gathers=tuple(gathers.values()),
         resharded=sum(provenance.reshards_after_forward(n) for n in gathers),
-        reduces=tuple(_reduced(n) or "" for n in reduces),
+        reduces=tuple(reduces.values()),
         gather_nbytes=sum(_nbytes(n) for n in gathers),
         reduce_nbytes=sum(_nbytes(n.all_input_nodes[0]) for n in reduces),
     )
 
 
-_gathered = provenance.gathered_fqn
-_reduced = provenance.reduced_fqn
+def _starts(
+    graph: Graph, targets: Collection[object], fqn_of: Callable[[Node], str | None]
+) -> dict[Node, str]:
+    found = {node: fqn_of(node) for node in graph.nodes if node.target in targets}
+    return {node: fqn for node, fqn in found.items() if fqn is not None}
 
 
 def _nbytes(node: Node) -> int:

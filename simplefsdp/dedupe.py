@@ -4,13 +4,15 @@ Runs on the Dynamo graph, before autograd: with one gather left, autograd itself
 gradients of all reads before the one reduce, as it would on a plain parameter. Gathers inside
 ``torch.utils.checkpoint`` regions are moved out in front of them; whether a gather is recomputed
 in backward is decided for all of them alike, later (``recompute.py``).
+
+A write to a gathered tensor is refused: it would change a temporary, not the parameter.
 """
 
 from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from simplefsdp._torch import is_checkpoint_region
+from simplefsdp._torch import is_checkpoint_region, line_of, sets_grad_mode
 from simplefsdp.gather import gather
 
 
@@ -19,6 +21,7 @@ def dedupe_gathers(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if is_checkpoint_region(node):
             _hoist_gathers(gm, node)
+    _lift_out_of_no_grad(gm)
     first: dict[tuple[object, ...], Node] = {}
     for node in _gathers(gm):
         kept = first.setdefault(node.args, node)
@@ -28,8 +31,36 @@ def dedupe_gathers(gm: GraphModule) -> None:
     gm.recompile()
 
 
+def refuse_writes(gm: GraphModule) -> None:
+    """Raise if the model writes to a parameter in place: only the gathered copy would change.
+
+    Raises:
+        ValueError: naming the parameter, the method and the line.
+    """
+    for node in _gathers(gm):
+        for user in node.users:
+            method = str(user.target) if user.op == "call_method" else ""
+            writes = method.endswith("_") and not method.endswith("__")
+            if writes and user.args[0] is node:
+                raise ValueError(
+                    f"{node.args[1]}: {method}() in forward{line_of(user)} would change the "
+                    "gathered copy, not the parameter; update parameters outside the model, "
+                    "through named_parameters()"
+                )
+
+
 def _gathers(gm: GraphModule) -> list[Node]:
     return [n for n in gm.graph.nodes if n.op == "call_function" and n.target is gather]
+
+
+def _lift_out_of_no_grad(gm: GraphModule) -> None:
+    """Gather before a no_grad block, not in it: the reads after it want the gradient."""
+    block: Node | None = None
+    for node in list(gm.graph.nodes):
+        if sets_grad_mode(node):
+            block = node if node.args == (False,) and block is None else None
+        elif block is not None and node.op == "call_function" and node.target is gather:
+            block.prepend(node)
 
 
 def _hoist_gathers(gm: GraphModule, region: Node) -> None:

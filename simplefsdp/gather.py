@@ -79,7 +79,7 @@ def _gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
 
 
 def _reduce_grad(grad: Tensor, shard_rows: int, spec: GatherSpec) -> Tensor:
-    if spec.reduce_dtype is not None:
+    if spec.reduce_dtype is not None and grad.is_floating_point():
         grad = grad.to(spec.reduce_dtype)
     ranks = spec.shard_ranks * math.prod(ranks for _, ranks in spec.copy_groups)
     if ranks == 1:
@@ -137,5 +137,10 @@ def gather(param: DTensor, *spec: Any) -> Tensor:
             parameter are two nodes with equal arguments.
     """
     fields = GatherSpec(*spec)
+    if not isinstance(param, DTensor):
+        raise TypeError(
+            f"{fields.fqn}: expected the sharded DTensor, got {type(param).__name__}: it is read "
+            "in a control-flow branch (torch.cond, say); read it before, and pass it in"
+        )
     with provenance.gather_of(fields.fqn, reshard_after_forward=fields.reshard_after_forward):
         return _Gather.apply(param.to_local(), fields)  # type: ignore[no-any-return]

@@ -46,7 +46,7 @@ def clip_grad_norm_(
         model_or_params = model_or_params.parameters()
     params = [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
     grads = [p.grad for p in params if p.grad is not None]
-    total = _total_norm(grads, float(norm_type))
+    total = _total_norm(params, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the gradients' norm of order {norm_type} is {float(total)}; they were not clipped"
@@ -58,32 +58,44 @@ def clip_grad_norm_(
     return total
 
 
-def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    """Norm over all gradients: one all-reduce per mesh dimension that some are sharded over."""
+def _total_norm(params: list[Tensor], norm_type: float) -> Tensor:
+    """Norm over all gradients: one all-reduce per mesh dimension that some are sharded over.
+
+    Grouped by parameter, not by gradient: which parameters got one may differ between ranks, and
+    all must take part in the same all-reduces.
+    """
+    device = params[0].device if params else torch.device("cpu")
     sharded_alike: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
-    for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        sharded_alike.setdefault(_shard_groups(grad), []).append(local)
-    norms = [_norm_over(*entry, norm_type) for entry in sharded_alike.items()]
+    for param in params:
+        parts = sharded_alike.setdefault(_shard_groups(param), [])
+        if param.grad is not None:
+            grad = param.grad
+            parts.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    norms = [_norm_over(*entry, norm_type, device) for entry in sharded_alike.items()]
     return _norm_of_norms(norms, norm_type)
 
 
-def _shard_groups(grad: Tensor) -> tuple[ProcessGroup, ...]:
-    """The process groups over which parts of ``grad`` are spread."""
-    if not isinstance(grad, DTensor):
+def _shard_groups(param: Tensor) -> tuple[ProcessGroup, ...]:
+    """The process groups over which parts of ``param`` are spread."""
+    if not isinstance(param, DTensor):
         return ()
-    sharded = (dim for dim, p in enumerate(grad.placements) if p.is_shard())
-    return tuple(grad.device_mesh.get_group(dim) for dim in sharded)
+    sharded = (dim for dim, p in enumerate(param.placements) if p.is_shard())
+    return tuple(param.device_mesh.get_group(dim) for dim in sharded)
 
 
-def _norm_over(groups: tuple[ProcessGroup, ...], parts: list[Tensor], norm_type: float) -> Tensor:
+def _norm_over(
+    groups: tuple[ProcessGroup, ...],
+    parts: list[Tensor],
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
     # float32, since a norm in the gradients' own bfloat16 would be true to 3 digits only; the
     # zero stands for empty shards, of which there is no inf-norm.
-    zero = torch.zeros((), device=parts[0].device)
+    zero = torch.zeros((), device=device)
     norms = [
         torch.linalg.vector_norm(p, norm_type, dtype=torch.float32) for p in parts if p.numel()
     ]
-    total = _norm_of_norms([zero, *norms], norm_type)
+    total = _norm_of_norms([zero, *(norm.to(device) for norm in norms)], norm_type)
     for group in groups:
         if norm_type == float("inf"):
             dist.all_reduce(total, dist.ReduceOp.MAX, group)

@@ -72,6 +72,7 @@ def init_weights(
             f"model: expected a module wrapped by simple_fsdp, got {type(model).__name__}"
         )
     owners = [m for m in reversed(list(model.modules())) if is_wrapped(m)]
+    paths = {module: path for path, module in model.named_modules()}
     with raw_parameters(owners):
         _materialize(model, device)
         fill = _ShardedInit(model, seed)
@@ -79,18 +80,37 @@ def init_weights(
         with torch.random.fork_rng(devices=cuda), fill:
             torch.manual_seed(seed)
             for module in owners:
+                fill.module = f"{paths[module] or 'root'} ({type(module).__name__})"
                 (init_fn or _reset_parameters)(module)
         fill.check_complete(model)
     return model
 
 
 def _reset_parameters(module: nn.Module) -> None:
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        _reset_embedding(module, module.padding_idx)
+        return
     # torch.nn.MultiheadAttention and Transformer spell it with an underscore.
     for name in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, name, None)
         if callable(reset):
             reset()
             return
+
+
+def _reset_embedding(module: nn.Embedding, padding_idx: int) -> None:
+    """As the module does, but its zero row is written to the shard: a DTensor's row is a copy."""
+    module.padding_idx = None
+    try:
+        module.reset_parameters()
+    finally:
+        module.padding_idx = padding_idx
+    weight = module.weight
+    if isinstance(weight, DTensor):
+        row = padding_idx - _shard_offsets(weight)[0]
+        local = weight.to_local()
+        if 0 <= row < local.shape[0]:
+            local[row].zero_()
 
 
 def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
@@ -138,6 +158,7 @@ class _ShardedInit(TorchDispatchMode):
     def __init__(self, model: nn.Module, seed: int) -> None:
         super().__init__()
         self.seed = seed
+        self.module = ""  # the one being initialised, for errors
         self.draws: dict[str, int] = {}
         self.unwritten: dict[int, str] = {
             _address(tensor): fqn
@@ -151,6 +172,7 @@ class _ShardedInit(TorchDispatchMode):
         kwargs = kwargs or {}
         alias = func._schema.arguments[0].alias_info if func._schema.arguments else None
         if alias is None or not alias.is_write or not isinstance(args[0], Tensor):
+            self._refuse_unseeded(func, args)
             return func(*args, **kwargs)
         target = args[0]
         fqn = self.fqns.get(_address(target))
@@ -159,15 +181,24 @@ class _ShardedInit(TorchDispatchMode):
             return func(*args, **kwargs)
         if fqn is None:
             raise ValueError(
-                f"init: {func} writes to a tensor that is not a parameter itself (a slice of a "
-                "sharded parameter is a copy, and what is written to it would be lost); "
-                "initialise the whole parameter in place, or pass init_fn"
+                f"init of {self.module}: {func} writes to a tensor that is not a parameter itself: "
+                "a new one, or a slice, which of a sharded parameter is a copy, so that what is "
+                "written would be lost; initialise the whole parameter in place (nn.init.normal_, "
+                "uniform_, ...), or pass init_fn"
             )
         if func not in _RANDOM_FILLS:
             return func(*args, **kwargs)
         draw = self.draws[fqn] = self.draws.get(fqn, -1) + 1
         _fill(target, (self.seed, fqn, draw), lambda t, g: func(t, *args[1:], generator=g))
         return target
+
+    def _refuse_unseeded(self, func: Any, args: tuple[Any, ...]) -> None:
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and any(isinstance(arg, DTensor) for arg in args):
+            raise ValueError(
+                f"init of {self.module}: {func} draws random numbers that would depend on the "
+                "number of ranks; draw into the parameter in place (nn.init.normal_, ...)"
+            )
 
     def check_complete(self, model: nn.Module) -> None:
         """Raise unless every parameter, and every buffer still in place, was written to."""

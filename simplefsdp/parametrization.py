@@ -71,7 +71,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``cls``, under the same name so that ``repr`` and errors read the same."""
 
     def __repr__(self: nn.Module) -> str:
-        with raw_parameters([self]):
+        with raw_parameters(self.modules()):
             return repr(self)
 
     def get_parameter(self: nn.Module, target: str) -> nn.Parameter:

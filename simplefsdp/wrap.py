@@ -43,7 +43,8 @@ def simple_fsdp(
     Rank 0's values are everybody's; a model built under ``torch.device("meta")`` stays there
     until :func:`simplefsdp.init_weights`. A submodule may be wrapped before its parent, with
     another mesh or policy: the parent then leaves it as it is. Parameters that tensor
-    parallelism made DTensors are sharded further.
+    parallelism made DTensors are sharded further. Make the optimizer, and register hooks on
+    parameters, after the wrap: the parameters are new objects, on the mesh's type of device.
 
     Args:
         model: the module; its parameters become DTensors of the true global shape.
@@ -77,6 +78,7 @@ def simple_fsdp(
     # Nothing above changed the model, so an error there leaves it as it was.
     for module in own:
         _install(module, layouts, shards)
+        _move_buffers(module, mesh.device_type)
     for _, param in originals.values():
         setattr(param, _SHARDED_MARK, True)
     cast_in_forward(model, policy)
@@ -123,6 +125,12 @@ def _check_parameters(modules: Mapping[nn.Module, str], originals: Originals) ->
         if isinstance(param, nn.UninitializedParameter):
             raise ValueError(
                 f"{fqn}: is not initialized (a lazy module); run one forward before simple_fsdp"
+            )
+        hooks = getattr(param, "_backward_hooks", None)
+        if hooks or getattr(param, "_post_accumulate_grad_hooks", None) or param.grad is not None:
+            raise ValueError(
+                f"{fqn}: has {'hooks' if param.grad is None else 'a gradient'}, which the "
+                "sharded parameter would not have; set them after simple_fsdp"
             )
         if hasattr(param, _SHARDED_MARK):
             raise ValueError(
@@ -186,6 +194,13 @@ def _install(
         use_subclass(module, own)
     for name, key in own.items():
         module._parameters[name] = shards[key]
+
+
+def _move_buffers(module: nn.Module, device_type: str) -> None:
+    """Bring buffers to where the shards went, as FSDP2 does; their values stay as they are."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not buffer.is_meta and buffer.device.type != device_type:
+            module._buffers[name] = buffer.to(device_type)
 
 
 def _requalify(model: nn.Module) -> None:

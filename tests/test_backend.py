@@ -93,6 +93,25 @@ def test_parameter_registered_after_the_wrap_is_named(fake_mesh):
         compiled(torch.ones(2, 4))
 
 
+def test_write_to_a_parameter_is_refused(fake_mesh):
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(max=0.5)
+            return x @ self.weight
+
+    model = simple_fsdp(Clamped(), fake_mesh(2))
+    compiled = torch.compile(model, backend="simplefsdp", options=EAGER)
+    with pytest.raises(
+        BackendCompilerFailed, match=r"weight: clamp_\(\) in forward .*test_backend"
+    ):
+        compiled(torch.ones(2, 4))
+
+
 def test_a_function_without_parameters_compiles(fake_mesh):
     fake_mesh(2)
     compiled = torch.compile(lambda x: x.sin() + 1, backend="simplefsdp", options=EAGER)

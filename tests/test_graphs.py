@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from graphs import Captured, calls, capture, gathers, reduces
+from graphs import STARTS, Captured, calls, capture, gathers, reduces
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import (
@@ -22,7 +24,8 @@ from torch.utils.checkpoint import (
 )
 from zoo import Zoo, batch, loss_of
 
-from simplefsdp import provenance, simple_fsdp
+from simplefsdp import init_weights, provenance, simple_fsdp
+from simplefsdp.models import CONFIGS, Llama
 
 _ops = torch.ops._c10d_functional
 
@@ -212,6 +215,70 @@ def test_gather_shared_by_two_checkpointed_regions(fake_mesh):
     assert sorted(reduces(captured.backward[0])) == ["layer.bias", "layer.weight"]
 
 
+class Target(nn.Module):
+    """Reads its encoder without gradients first, then with (BYOL, DPO, target networks)."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.encoder = nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.read(x)
+        return (self.read(x + 1) - target).square().mean()
+
+    def read(self, x):
+        return (
+            checkpoint(self.encoder, x, use_reentrant=False) if self.recompute else self.encoder(x)
+        )
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
+def test_a_read_without_gradients_takes_none_from_the_others(fake_mesh, recompute):
+    plain = Target(recompute)
+    x = torch.randn(2, 8)
+    plain(x).backward()
+    plain.zero_grad()
+    model = simple_fsdp(copy.deepcopy(plain), fake_mesh(1))
+    with capture() as captured:
+        compiled = torch.compile(
+            model, backend="simplefsdp", fullgraph=True, options={"executor": "aot_eager"}
+        )
+        compiled(x).backward()
+    assert len(captured.forward) == 1
+    plain(x).backward()
+    for fqn, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(fqn).grad.to_local(), param.grad)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
+def test_reads_with_and_without_gradients_share_one_gather(fake_mesh, recompute):
+    model = simple_fsdp(Target(recompute), fake_mesh(4))
+    with capture() as captured:
+        compiled = torch.compile(
+            model, backend="simplefsdp", fullgraph=True, options={"executor": "aot_eager"}
+        )
+        compiled(torch.randn(2, 8)).backward()
+    wanted = ["encoder.bias", "encoder.weight"]
+    assert sorted(gathers(captured.forward[0])) == wanted
+    assert sorted(reduces(captured.backward[0])) == wanted
+
+
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+def test_ranks_agree_on_the_order_of_collectives(fake_mesh, executor):
+    orders = set()
+    for rank in (0, 3):  # 3 holds smaller and empty shards
+        torch._dynamo.reset()
+        model = simple_fsdp(Zoo(), fake_mesh(4, rank=rank))
+        captured = compile_step(model, executor)
+        forward, backward = captured.forward[0], captured.backward[0]
+        order = [n for gm in (forward, backward) for n in calls(gm, *STARTS)]
+        orders.add(tuple(str(n.target) + str(n.meta["custom"]) for n in order))
+        dist.destroy_process_group()
+    assert len(orders) == 1
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -256,3 +323,24 @@ def test_no_grad_graph_has_gathers_only(fake_mesh):
         compiled(batch(0, 1)[0])
     assert sorted(gathers(captured.forward[0])) == sharded_fqns(model)
     assert captured.backward == []
+
+
+@pytest.mark.parametrize("activation_checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+def test_the_debug_llama(fake_mesh, reshard, activation_checkpointing):
+    with torch.device("meta"):
+        model = Llama(CONFIGS["debug"], activation_checkpointing=activation_checkpointing)
+    init_weights(simple_fsdp(model, fake_mesh(2), reshard_after_forward=reshard))
+    with capture() as captured:
+        compiled = torch.compile(
+            model, backend="simplefsdp", fullgraph=True, options={"executor": "aot_eager"}
+        )
+        compiled(torch.zeros(1, 16, dtype=torch.int64)).sum().backward()
+    parameters = sorted(fqn for fqn, _ in model.named_parameters())
+    assert len(parameters) == 57
+    assert sorted(gathers(captured.forward[0])) == parameters
+    assert sorted(reduces(captured.backward[0])) == parameters
+    again = gathers(captured.backward[0])
+    # the embedding's backward needs its gradient only
+    wanted = [fqn for fqn in parameters if fqn != "embed_tokens.weight"] if reshard else []
+    assert sorted(again) == wanted

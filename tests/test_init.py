@@ -124,11 +124,28 @@ def test_uninitialised_parameter_is_named(fake_mesh):
         init_weights(model)
 
 
-def test_write_to_a_copy_is_refused(fake_mesh):
-    # padding_idx zeroes a row: on a sharded parameter that row is a copy
-    model = simple_fsdp(meta(lambda: nn.Embedding(6, 4, padding_idx=2)), fake_mesh(2))
-    with pytest.raises(ValueError, match="would be lost"):
-        init_weights(model)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_padding_row_is_zero(fake_mesh, rank):
+    model = simple_fsdp(meta(lambda: nn.Embedding(6, 4, padding_idx=4)), fake_mesh(2, rank=rank))
+    init_weights(model)
+    zero_rows = (model.get_parameter("weight").to_local() == 0).all(1)
+    assert zero_rows.tolist() == [False, rank == 1, False]  # row 4 is row 1 of rank 1
+    assert model.padding_idx == 4
+
+
+@pytest.mark.parametrize(
+    ("init_fn", "message"),
+    [
+        (lambda m: m.weight[0].fill_(1), r"init of root \(Linear\): .* would be lost"),
+        (lambda m: nn.init.orthogonal_(m.weight), "writes to a tensor that is not a parameter"),
+        (lambda m: m.weight.copy_(torch.randn_like(m.weight)), "depend on the number of ranks"),
+    ],
+    ids=["slice", "new_tensor", "unseeded"],
+)
+def test_writes_that_would_be_lost_are_refused(fake_mesh, init_fn, message):
+    model = simple_fsdp(meta(lambda: nn.Linear(6, 4, bias=False)), fake_mesh(2))
+    with pytest.raises(ValueError, match=message):
+        init_weights(model, init_fn=init_fn)
 
 
 def test_unwrapped_model_is_refused():

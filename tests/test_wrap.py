@@ -235,3 +235,29 @@ def test_replaced_parameter_is_named_when_read(fake_mesh):
     layer.weight = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(TypeError, match="weight: expected the sharded DTensor, got Parameter"):
         _ = layer.weight
+
+
+def test_hooks_and_gradients_are_refused_rather_than_lost(fake_mesh):
+    mesh, layer = fake_mesh(2), nn.Linear(4, 4)
+    handle = layer.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(ValueError, match="weight: has hooks, which the sharded parameter would"):
+        simple_fsdp(layer, mesh)
+    handle.remove()
+    layer.bias.grad = torch.ones(4)
+    with pytest.raises(ValueError, match="bias: has a gradient, which"):
+        simple_fsdp(layer, mesh)
+
+
+def test_complex_gradient_keeps_its_imaginary_part(fake_mesh):
+    class Turn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.weight * x).imag.sum()
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = simple_fsdp(Turn(), fake_mesh(1), mp_policy=policy)
+    model(torch.ones(2)).backward()
+    assert model.get_parameter("weight").grad.to_local().imag.abs().min() == 1

@@ -121,6 +121,13 @@ def join_ranks() -> Iterator[Rank]:
     dist.destroy_process_group()
 
 
+def from_rank_zero(value: T) -> T:
+    """Rank 0's ``value``, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
 def on_rank_zero(rank: Rank, decide: Callable[[], T]) -> T:
     """What rank 0 decides, on every rank: for what clocks or file systems could show differently.
 
@@ -132,8 +139,7 @@ def on_rank_zero(rank: Rank, decide: Callable[[], T]) -> T:
             outcome = [decide()]
         except UserError as error:
             outcome = [error]
-    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
-    (decided,) = outcome
+    decided = from_rank_zero(outcome[0])
     if isinstance(decided, UserError):
         raise decided if rank.rank == 0 else SystemExit(EXIT_BAD_INPUT)
     return decided  # type: ignore[return-value]

@@ -13,7 +13,7 @@ from simplefsdp.models import flops_per_token
 from simplefsdp.train import preflight, runs
 from simplefsdp.train.build import model_config
 from simplefsdp.train.checkpoint import SaveResult
-from simplefsdp.train.distributed import Rank
+from simplefsdp.train.distributed import Rank, from_rank_zero
 from simplefsdp.train.errors import RunFailed
 from simplefsdp.train.evaluate import PROMPT_NBYTES, evaluate, sample
 from simplefsdp.train.metrics import EvalRecord, StepRecord, peak_flops, peak_memory_nbytes
@@ -48,8 +48,9 @@ def train(plan: RunPlan, rank: Rank) -> int:
             session.display.report_eval(before)
         reports = _train_steps(session)
         _note_save(session, session.checkpoints.wait())
-        if session.save_error:
-            raise RunFailed(f"the last checkpoint was not saved: {session.save_error}")
+        save_error = from_rank_zero(session.save_error)  # only rank 0 publishes checkpoints
+        if save_error:
+            raise RunFailed(f"the last checkpoint was not saved: {save_error}")
         if session.stopped_by:
             session.display.say(f"stopped at step {session.step}; {_how_to_go_on(session)}")
             return 128 + session.stopped_by

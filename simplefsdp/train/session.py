@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from simplefsdp import init_weights
@@ -16,7 +17,7 @@ from simplefsdp.train.checkpoint import CheckpointWriter
 from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
 from simplefsdp.train.display import Display
 from simplefsdp.train.distributed import Rank, make_mesh
-from simplefsdp.train.errors import UserError, user_errors
+from simplefsdp.train.errors import EXIT_BAD_INPUT, UserError, user_errors
 from simplefsdp.train.launch import StopRequest
 from simplefsdp.train.metrics import MetricsWriter
 from simplefsdp.train.optim import make_optimizer
@@ -64,7 +65,7 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
     leads = rank.rank == 0
     with Display(first_step=plan.first_step, last_step=config.last_step, enabled=leads) as display:
         _describe(plan, rank, display)
-        corpus = _load_corpus(plan)
+        corpus = _load_corpus(plan, rank)
         mesh = make_mesh(plan.layout, config.parallel, rank.device.type)
         with user_errors():
             model = wrapped_model(config.model, config.parallel, mesh)
@@ -106,14 +107,24 @@ def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
     display.say(f"run folder: {plan.out}")
 
 
-def _load_corpus(plan: RunPlan) -> Corpus:
-    with user_errors():
-        corpus = load_corpus(plan.config.data.data)
-    if corpus.fingerprint != plan.corpus_fingerprint:
-        raise UserError(
-            f"{corpus.name} is not the same text on this rank as on rank 0; give every node the "
-            "same --data (and, for the default text, the same Python release)"
+def _load_corpus(plan: RunPlan, rank: Rank) -> Corpus:
+    """The text, the same on every rank; if not on one, all ranks leave together."""
+    corpus, problem = None, None
+    try:
+        with user_errors():
+            corpus = load_corpus(plan.config.data.data)
+    except UserError as error:
+        problem = str(error)
+    if corpus is not None and corpus.fingerprint != plan.corpus_fingerprint:
+        problem = (
+            f"{corpus.name} is not the same text as on rank 0; give every node the same --data "
+            "(and, for the default text, the same Python release)"
         )
+    problems: list[str | None] = [None] * rank.world_size
+    dist.all_gather_object(problems, problem)
+    first = next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), None)
+    if first or corpus is None:
+        raise UserError(first or "no text") if rank.rank == 0 else SystemExit(EXIT_BAD_INPUT)
     return corpus
 
 
