@@ -103,6 +103,7 @@ def module_path(node: Node) -> str | None:
     if not stack:
         return None
     path, cls = list(stack.values())[-1]
+    path = re.sub(r"^L\['\w+'\]\.?", "", path) or "the model"
     return f"{path} ({getattr(cls, '__name__', cls)})"
 
 

@@ -82,8 +82,8 @@ def _refuse_graph_break(gm: GraphModule) -> None:
     raise ValueError(
         "graph break: the simplefsdp backend needs the whole model in one graph, but Dynamo "
         f"stopped{f' in or after module {last}' if last else ''}"
-        f"{f', at {where.filename}:{where.lineno} ({where.line})' if where else ''}: "
-        f"{cut.reason}. Change that line, or compile the part of the model without it"
+        f"{f', at {where.filename}:{where.lineno} ({where.line})' if where else ''}. Change that "
+        f"line, or compile the part of the model without it. Dynamo's reason: {cut.reason}"
     )
 
 

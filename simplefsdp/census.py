@@ -67,7 +67,7 @@ def describe(census: Census, *, is_backward: bool) -> str:
         gathers += ", recomputed" if census.gathers else ""
     elif census.gathers:
         kept = len(census.gathers) - census.resharded
-        gathers += f"; for backward {census.resharded} recomputed, {kept} kept"
+        gathers += f"; {census.resharded} freed after forward, {kept} kept"
     reduces = f"{len(census.reduces)} reduces ({format_nbytes(census.reduce_nbytes)})"
     return f"{'backward' if is_backward else 'forward'}: {gathers}), {reduces}"
 

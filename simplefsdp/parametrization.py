@@ -120,6 +120,11 @@ def _gathering_property(name: str) -> property:
                 "after simple_fsdp a parameter must not be replaced: load values into it with "
                 "load_state_dict"
             )
+        if param.device.type == "meta":
+            raise ValueError(
+                f"{layout.spec.fqn}: is on the meta device, without values; call "
+                "simplefsdp.init_weights(model) after simple_fsdp, or load a checkpoint"
+            )
         full = gather(param, *layout.spec)
         tp = layout.tensor_parallel
         return full if tp is None else tp.rewrap(full)
@@ -135,6 +140,11 @@ def _gathering_property(name: str) -> property:
 
 def _plain_attribute(module: nn.Module, name: str) -> Any:
     """What ``module.name`` is on an instance where ``name`` is not a sharded parameter."""
+    # Registries first: Dynamo of 2.11 takes __dict__[name] for module.name, and recurses.
+    if name in module._parameters:
+        return module._parameters[name]
+    if name in module._buffers:
+        return module._buffers[name]
     if name in module.__dict__:
         return module.__dict__[name]
     return nn.Module.__getattr__(module, name)

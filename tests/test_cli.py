@@ -68,6 +68,8 @@ def fake_checkpoint(run_folder: Path, step: int, config: TrainConfig | None = No
         ("--resume elsewhere", "elsewhere does not exist"),
         ("--resume text", "text exists but holds no complete checkpoint"),
         ("--out text", "--out text is a file"),
+        ("--out text/run", "--out text/run: cannot make the folder: Not a directory"),
+        ("--steps 40 --stop-after 100", "--stop-after 100 is past the end of the run"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -237,6 +237,16 @@ def test_replaced_parameter_is_named_when_read(fake_mesh):
         _ = layer.weight
 
 
+def test_reading_a_meta_parameter_says_what_is_missing(fake_mesh):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    simple_fsdp(model, fake_mesh(2))
+    compiled = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
+    for call in (model, compiled):
+        with pytest.raises(ValueError, match=r"0\.weight: is on the meta device.*init_weights"):
+            call(torch.ones(2, 4))
+
+
 def test_hooks_and_gradients_are_refused_rather_than_lost(fake_mesh):
     mesh, layer = fake_mesh(2), nn.Linear(4, 4)
     handle = layer.weight.register_hook(lambda grad: grad * 0)

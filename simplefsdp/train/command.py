@@ -43,6 +43,10 @@ def run(args: list[str]) -> int:
     plan = plan_run(config, ranks, node_ranks=ranks)
     if plan.finished:
         return _say_finished(plan)
+    try:
+        (plan.out / runs.LOGS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {plan.out}: cannot make the folder: {error.strerror}") from error
     # The ranks are told what was settled here: by then a clock would name another folder.
     resume = str(plan.checkpoint.path) if plan.checkpoint else "None"
     return launch.start_local_ranks(

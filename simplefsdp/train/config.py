@@ -206,11 +206,7 @@ def check_options(config: TrainConfig) -> None:
     ):
         if not 0 < positive < float("inf"):
             raise ValueError(f"{flag} must be a positive number, got {positive}")
-    if config.optim.warmup > config.optim.steps:
-        raise ValueError(
-            f"--warmup-steps {config.optim.warmup} is longer than the run "
-            f"(--steps {config.optim.steps})"
-        )
+    _check_schedule(config.optim)
     if config.parallel.shard_size is not None and config.parallel.mode != "hybrid_shard":
         raise ValueError(
             f"--shard-size belongs to --mode hybrid_shard, but --mode is {config.parallel.mode}"
@@ -218,4 +214,15 @@ def check_options(config: TrainConfig) -> None:
     if config.plan.world_size is not None and not config.plan.dry_run:
         raise ValueError(
             "--world-size belongs to --dry-run; to start ranks use --ranks or torchrun"
+        )
+
+
+def _check_schedule(optim: OptimOptions) -> None:
+    if optim.stop_after is not None and optim.stop_after > optim.steps:
+        raise ValueError(
+            f"--stop-after {optim.stop_after} is past the end of the run (--steps {optim.steps})"
+        )
+    if optim.warmup > optim.steps:
+        raise ValueError(
+            f"--warmup-steps {optim.warmup} is longer than the run (--steps {optim.steps})"
         )
