@@ -166,3 +166,12 @@ def test_a_mesh_can_be_joined_from_groups(fake_mesh):
     assert isinstance(mesh.get_group("tp").group_name, str)
     assert "cpu:fake" in dist.get_backend_config(mesh.get_group("tp"))
     assert isinstance(distribute_tensor(torch.ones(4), mesh["dp"], src_data_rank=None), DTensor)
+
+
+def test_inductor_keeps_the_order_of_collectives():
+    """Uneven shards give ranks different buffer sizes, and Inductor reorders by size: that it may
+    not reorder collectives is what keeps the ranks in step."""
+    from torch._inductor import comms, scheduler
+
+    assert "comms.decide_global_ordering_of_comms(" in inspect.getsource(scheduler.Scheduler)
+    assert "WeakDep(" in inspect.getsource(comms.decide_global_ordering_of_comms)
