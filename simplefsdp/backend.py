@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from simplefsdp import _torch
 from simplefsdp.census import describe, take_census
-from simplefsdp.dedupe import dedupe_gathers, refuse_writes
+from simplefsdp.dedupe import dedupe_gathers
 from simplefsdp.options import Executor, parse_options
 from simplefsdp.recompute import tag_for_recompute
 
@@ -43,7 +43,6 @@ def simplefsdp(
     choice = parse_options(options)
     _refuse_unwrapped(gm)
     _refuse_graph_break(gm)
-    refuse_writes(gm)
     dedupe_gathers(gm)
     return _compile(gm, example_inputs, choice.executor)
 

@@ -17,7 +17,12 @@ from simplefsdp.gather import gather
 
 
 def dedupe_gathers(gm: GraphModule) -> None:
-    """Leave one gather per distinct parameter in ``gm``, in place."""
+    """Leave one gather per distinct parameter in ``gm``, in place.
+
+    Raises:
+        ValueError: the model writes to a gathered tensor; names the parameter and the line.
+    """
+    _refuse_writes(gm)
     for node in list(gm.graph.nodes):
         if is_checkpoint_region(node):
             _hoist_gathers(gm, node)
@@ -31,12 +36,7 @@ def dedupe_gathers(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def refuse_writes(gm: GraphModule) -> None:
-    """Raise if the model writes to a parameter in place: only the gathered copy would change.
-
-    Raises:
-        ValueError: naming the parameter, the method and the line.
-    """
+def _refuse_writes(gm: GraphModule) -> None:
     for node in _gathers(gm):
         for user in node.users:
             method = str(user.target) if user.op == "call_method" else ""

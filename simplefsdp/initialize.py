@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import TorchDispatchMode
 from simplefsdp.parametrization import is_wrapped, raw_parameters
+from simplefsdp.placement import parameter_like
 
 # Elements per block. Part of the mapping from seed to weights: changing it changes them all.
 _BLOCK_NUMEL = 1 << 18
@@ -141,9 +142,7 @@ def _allocate(param: DTensor, device: torch.device | str | None) -> nn.Parameter
         shape=param.shape,
         stride=param.stride(),
     )
-    allocated = nn.Parameter(filled, requires_grad=param.requires_grad)
-    allocated.__dict__.update(param.__dict__)
-    return allocated
+    return parameter_like(param, filled)
 
 
 def _default(model: nn.Module) -> str:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -114,6 +114,13 @@ class TensorParallel:
             shape=self.shape,
             stride=self.stride,
         )
+
+
+def parameter_like(param: Tensor, value: Tensor) -> nn.Parameter:
+    """``value`` in the place of ``param``: as trainable, with the marks a user put on it."""
+    made = nn.Parameter(value, requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)  # such as no_weight_decay
+    return made
 
 
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:

@@ -21,8 +21,8 @@ from simplefsdp.gather import GatherSpec
 from simplefsdp.parametrization import LAYOUTS, Layout, cast_in_forward, is_wrapped, use_subclass
 from simplefsdp.placement import (
     DataParallel,
-    TensorParallel,
     data_parallel,
+    parameter_like,
     shard,
     tensor_parallel_of,
 )
@@ -72,7 +72,7 @@ def simple_fsdp(
         for key, (fqn, param) in originals.items()
     }
     shards = {
-        key: _shard_parameter(param, dp, layouts[key].tensor_parallel)
+        key: parameter_like(param, shard(param, dp, layouts[key].tensor_parallel))
         for key, (_, param) in originals.items()
     }
     # Nothing above changed the model, so an error there leaves it as it was.
@@ -175,14 +175,6 @@ def _layout(
         reshard_after_forward=reshard_after_forward,
     )
     return Layout(spec, tp)
-
-
-def _shard_parameter(
-    param: nn.Parameter, dp: DataParallel, tp: TensorParallel | None
-) -> nn.Parameter:
-    sharded = nn.Parameter(shard(param, dp, tp), requires_grad=param.requires_grad)
-    sharded.__dict__.update(param.__dict__)  # a user's own marks, such as no_weight_decay
-    return sharded
 
 
 def _install(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import checkpoint
 from zoo import Zoo, batch, loss_of
 
 from simplefsdp import simple_fsdp
@@ -93,13 +94,17 @@ def test_parameter_registered_after_the_wrap_is_named(fake_mesh):
         compiled(torch.ones(2, 4))
 
 
-def test_write_to_a_parameter_is_refused(fake_mesh):
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
+def test_write_to_a_parameter_is_refused(fake_mesh, recompute):
     class Clamped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4, 4))
 
         def forward(self, x):
+            return checkpoint(self.clamp, x, use_reentrant=False) if recompute else self.clamp(x)
+
+        def clamp(self, x):
             with torch.no_grad():
                 self.weight.clamp_(max=0.5)
             return x @ self.weight
