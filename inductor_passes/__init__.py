@@ -1,5 +1,8 @@
 """Passes over TorchInductor's IR that bucket and reorder collectives.
 
-There are none yet. This package will know nothing of ``simplefsdp``, which imports it, and its core
-will not import torch.
+The core works on :class:`~inductor_passes.program.Program` and does not import torch: ``program``,
+``text``, ``cost``, ``simulate``, ``buckets``, ``merge``, ``order``. The adapters read and write
+torch's graphs: ``fx``, ``scheduler``, and ``passes``, which holds what the compiler calls.
+
+This package knows nothing of ``simplefsdp``, which imports it.
 """

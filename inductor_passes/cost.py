@@ -1,0 +1,60 @@
+"""What an op costs. A cost is not a field of an op: a merged collective costs less than its parts.
+
+Costs are times in microseconds (``_us``). They order nothing by themselves: whatever a pass
+decides must come out alike on every rank, so a cost model is data that all ranks share, never a
+benchmark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from inductor_passes.program import Collective, Op, Program
+
+
+class CostModel(Protocol):
+    """Anything that can price the ops of a program."""
+
+    def compute_us(self, program: Program, op: Op) -> float:
+        """Time of a compute op on the compute lane."""
+        ...
+
+    def collective_us(self, collective: Collective) -> float:
+        """Time of a collective on its communication lane, from launch to arrival if it is idle."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """Latency plus bytes over bandwidth, for collectives and, if nothing better is known, compute.
+
+    A collective takes ``latency_us + nbytes / link_gb_s``, ``nbytes`` being those of the full
+    tensors (the alpha-beta model, fitted to gathered bytes as in nccl-tests' tables). The
+    defaults are of one node of 8 H100: 30 us and 394 GB/s (meta-pytorch/autoparallel), HBM at
+    3,350 GB/s, 5 us to launch a kernel (estimated).
+
+    Attributes:
+        latency_us: per collective.
+        link_gb_s: 1e9 bytes per second of gathered (or not yet scattered) tensors.
+        memory_gb_s: of the bytes that a compute op reads and writes.
+        launch_us: per compute op.
+        op_us: known times of compute ops by name, which replace the model's.
+    """
+
+    latency_us: float = 30.0
+    link_gb_s: float = 394.0
+    memory_gb_s: float = 3350.0
+    launch_us: float = 5.0
+    op_us: Mapping[str, float] = field(default_factory=dict)
+
+    def compute_us(self, program: Program, op: Op) -> float:
+        known = self.op_us.get(op.name)
+        if known is not None:
+            return known
+        nbytes = sum(program.buffers[name].nbytes for name in {*op.reads, *op.writes})
+        return self.launch_us + nbytes / (self.memory_gb_s * 1e3)
+
+    def collective_us(self, collective: Collective) -> float:
+        return self.latency_us + collective.nbytes / (self.link_gb_s * 1e3)

@@ -1,0 +1,102 @@
+"""Write the buckets of a plan into a program."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from inductor_passes.program import Bucket, Collective, Op, Program, ProgramError
+
+
+def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
+    """Launch the collectives of each bucket as one, under the first member's name.
+
+    The merged start reads and writes what its members did; each wait stays and waits for its own
+    buffer. Ops keep their order, as far as the merged starts allow.
+
+    Raises:
+        ProgramError: a bucket's members differ in what must agree, or depend on each other.
+    """
+    label_of: dict[str, str] = {}
+    merged: dict[str, Op] = {}
+    members: dict[str, str] = {}
+    for bucket in buckets:
+        starts = [program.ops[program.index[name]] for name in bucket.starts]
+        first = merge_starts(bucket, starts)
+        merged[first.name] = first
+        label_of[first.name] = bucket.label
+        for op in starts:
+            if members.setdefault(op.name, first.name) != first.name:
+                raise ProgramError(f"bucket {bucket.label}: {op.name} is in another bucket, too")
+    kept = [op for op in program.ops if members.get(op.name, op.name) == op.name]
+    ops = [merged.get(op.name, op) for op in kept]
+    return _topological(program, ops, members, label_of)
+
+
+def merge_starts(bucket: Bucket, ops: Sequence[Op]) -> Op:
+    """The one start that stands for the members of a bucket."""
+    collectives = [op.collective for op in ops if op.collective is not None]
+    agree = {(c.kind, c.group, c.ranks, c.reduce_op) for c in collectives}
+    if len(agree) != 1 or len(collectives) != len(ops):
+        raise ProgramError(
+            f"bucket {bucket.label}: its members must be collectives of one kind, group and reduce "
+            f"op; they are {sorted(map(str, agree))}"
+        )
+    return replace(
+        ops[0],
+        reads=tuple(name for op in ops for name in op.reads),
+        writes=tuple(name for op in ops for name in op.writes),
+        collective=merge_collectives(collectives, bucket.label),
+    )
+
+
+def merge_collectives(members: Sequence[Collective], label: str) -> Collective:
+    """What a bucket of ``members`` sends."""
+    return replace(
+        members[0],
+        nbytes=sum(c.nbytes for c in members),
+        dtype="+".join(dict.fromkeys(d for c in members for d in c.dtype.split("+"))),
+        fqns=tuple(fqn for c in members for fqn in c.fqns),
+        bucket=label,
+    )
+
+
+def _topological(
+    before: Program, ops: Sequence[Op], members: Mapping[str, str], label_of: Mapping[str, str]
+) -> Program:
+    """``ops`` in the order nearest to the one of ``before``, in which they still were apart."""
+    place = {op.name: at for at, op in enumerate(ops)}
+    at_of = [place[members.get(op.name, op.name)] for op in before.ops]
+    needs: list[set[int]] = [set() for _ in ops]
+    for i, at in enumerate(at_of):
+        needs[at].update(at_of[j] for j in before.predecessors[i])
+    order = _nearest_order(needs)
+    if len(order) < len(ops):
+        placed = set(order)
+        stuck = next(
+            op.name for at, op in enumerate(ops) if at not in placed and op.name in label_of
+        )
+        raise ProgramError(
+            f"bucket {label_of[stuck]}: one member's result is needed to make another member, so "
+            "they cannot be launched together; put them into different buckets"
+        )
+    return replace(before, ops=tuple(ops[at] for at in order))
+
+
+def _nearest_order(needs: Sequence[set[int]]) -> list[int]:
+    """Each index after those it needs, and otherwise in growing order; stuck ones are left out."""
+    followers: list[list[int]] = [[] for _ in needs]
+    for at, found in enumerate(needs):
+        for j in found:
+            followers[j].append(at)
+    missing = [len(found) for found in needs]
+    ready = [at for at, n in enumerate(missing) if n == 0]
+    order: list[int] = []
+    while ready:
+        order.append(at := heapq.heappop(ready))
+        for follower in followers[at]:
+            missing[follower] -= 1
+            if missing[follower] == 0:
+                heapq.heappush(ready, follower)
+    return order

@@ -1,0 +1,282 @@
+"""``Program``: the one representation that planning, ordering, simulation and inspection share.
+
+A program is a list of ops over buffers, for one forward or backward graph. It says what depends
+on what and what communicates; what an op costs is the business of a cost model, how it is
+executed that of the backend it was read from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+Kind = Literal["compute", "view", "start", "wait"]
+CollectiveKind = Literal["gather", "reduce", "all_reduce", "other"]
+KINDS: tuple[Kind, ...] = ("compute", "view", "start", "wait")
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce", "all_reduce", "other")
+
+
+class ProgramError(ValueError):
+    """A program, or a change of one, that breaks a rule; the message names the op."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor.
+
+    Attributes:
+        name: unique in its program.
+        nbytes: bytes of its storage if it is the first buffer on it.
+        storage: name of the buffer whose memory this one is a view of; its own name if none.
+    """
+
+    name: str
+    nbytes: int
+    storage: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.storage:
+            object.__setattr__(self, "storage", self.name)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a start op sends.
+
+    Attributes:
+        kind: ``"gather"``, ``"reduce"`` (a reduce-scatter) and ``"all_reduce"`` are data
+            parallelism's; ``"other"`` is anybody else's, and is never merged.
+        group: name of the process group, which is also its communication lane. Names may differ
+            between ranks: compare them, print them, but never sort by them.
+        ranks: size of the group.
+        nbytes: bytes of the full (gathered, or not yet scattered) tensors, the same on all ranks.
+        dtype: of the tensors on the wire; several, if they differ, joined by ``+``.
+        reduce_op: ``"sum"`` or ``"avg"``; empty for a gather.
+        fqns: the parameters whose shards or gradients it carries, in their order on the wire.
+        bucket: label that members of one bucket share; empty if the planner made none.
+    """
+
+    kind: CollectiveKind
+    group: str
+    ranks: int
+    nbytes: int
+    dtype: str
+    reduce_op: str = ""
+    fqns: tuple[str, ...] = ()
+    bucket: str = ""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One step of a program.
+
+    Attributes:
+        name: unique in its program.
+        kind: ``"view"`` takes no time and moves no bytes; ``"start"`` launches a collective, and
+            ``"wait"`` blocks until the buffers it reads have arrived.
+        reads: names of buffers.
+        writes: names of buffers. One that was written before, or is an input, is mutated in place.
+        collective: of a start.
+    """
+
+    name: str
+    kind: Kind
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    collective: Collective | None = None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Collectives that are to be launched as one.
+
+    Attributes:
+        label: what the user calls it, a module FQN mostly.
+        starts: names of the start ops, in their order on the wire.
+    """
+
+    label: str
+    starts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Ops in the order in which they run.
+
+    Attributes:
+        ops: see :class:`Op`.
+        buffers: by name; each is read or written by an op, or is an input or output.
+        inputs: buffers that exist before the first op.
+        resident: those inputs that the caller keeps (parameter shards), so never freed.
+        outputs: buffers that must exist after the last op.
+    """
+
+    ops: tuple[Op, ...]
+    buffers: dict[str, Buffer] = field(hash=False)
+    inputs: tuple[str, ...] = ()
+    resident: frozenset[str] = frozenset()
+    outputs: tuple[str, ...] = ()
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each op."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
+    def writer(self) -> dict[str, int]:
+        """Position of the op that first writes each buffer; inputs have none."""
+        writers: dict[str, int] = {}
+        known = set(self.inputs)
+        for i, op in enumerate(self.ops):
+            for name in op.writes:
+                if name not in known:
+                    known.add(name)
+                    writers[name] = i
+        return writers
+
+    @cached_property
+    def start_of(self) -> dict[int, tuple[int, ...]]:
+        """The starts whose buffers each wait waits for, by position."""
+        pending = {b: i for i, op in enumerate(self.ops) if op.kind == "start" for b in op.writes}
+        return {
+            i: tuple(dict.fromkeys(pending[b] for b in op.reads if b in pending))
+            for i, op in enumerate(self.ops)
+            if op.kind == "wait"
+        }
+
+    @cached_property
+    def waits_of(self) -> dict[int, tuple[int, ...]]:
+        """The waits of each start, by position."""
+        waits: dict[int, list[int]] = {i: [] for i, op in self.starts()}
+        for wait, starts in self.start_of.items():
+            for start in starts:
+                waits[start].append(wait)
+        return {start: tuple(found) for start, found in waits.items()}
+
+    def starts(self) -> Iterator[tuple[int, Op]]:
+        """Position and op of each start."""
+        return ((i, op) for i, op in enumerate(self.ops) if op.kind == "start")
+
+    def touched(self, i: int) -> Iterator[str]:
+        """Storages that op ``i`` needs alive.
+
+        A collective reads its inputs until it is waited for, so a wait touches them, too.
+        """
+        ops = [self.ops[i], *(self.ops[s] for s in self.start_of.get(i, ()))]
+        names = (name for op in ops for name in (*op.reads, *op.writes))
+        return (self.buffers[name].storage for name in names)
+
+    def mutated(self, i: int) -> Iterator[str]:
+        """Storages that op ``i`` writes in place."""
+        op = self.ops[i]
+        return (self.buffers[n].storage for n in op.writes if self.writer.get(n) != i)
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """For each op, positions of the ops that must come before it.
+
+        The writer of what it reads; and, for storages that are mutated in place, the mutation
+        and everything that touches the storage keep their order.
+        """
+        before: list[tuple[int, ...]] = []
+        writes_in_place = {s for i in range(len(self.ops)) for s in self.mutated(i)}
+        mutation: dict[str, int] = {}
+        since: dict[str, list[int]] = {s: [] for s in writes_in_place}
+        for i, op in enumerate(self.ops):
+            found = dict.fromkeys(self.writer[n] for n in op.reads if n in self.writer)
+            found.update(dict.fromkeys(self.writer[n] for n in op.writes if n in self.writer))
+            mutates = set(self.mutated(i))
+            for storage in dict.fromkeys(self.touched(i)) if writes_in_place else ():
+                if storage not in writes_in_place:
+                    continue
+                if storage in mutation:
+                    found[mutation[storage]] = None
+                if storage in mutates:
+                    found.update(dict.fromkeys(since[storage]))
+                    mutation[storage], since[storage] = i, []
+                else:
+                    since[storage].append(i)
+            found.pop(i, None)
+            before.append(tuple(found))
+        return tuple(before)
+
+    def reorder(self, order: Sequence[str]) -> Program:
+        """The same program with its ops in another order.
+
+        Raises:
+            ProgramError: not a permutation, or an op comes before what it needs.
+        """
+        if len(order) != len(self.ops) or set(order) != set(self.index):
+            counts = Counter(order)
+            odd = [n for n in self.index if counts[n] != 1] or [n for n in order if counts[n] != 1]
+            raise ProgramError(f"the new order must name every op once; it does not for {odd[:5]}")
+        place = {name: i for i, name in enumerate(order)}
+        for i, op in enumerate(self.ops):
+            for j in self.predecessors[i]:
+                if place[self.ops[j].name] > place[op.name]:
+                    raise ProgramError(
+                        f"{op.name} is placed before {self.ops[j].name}, which it needs"
+                    )
+        return replace(self, ops=tuple(self.ops[self.index[name]] for name in order))
+
+    def verify(self) -> Program:
+        """Check every rule of the representation, and return the program itself.
+
+        Raises:
+            ProgramError: with the op or buffer and the rule it breaks.
+        """
+        _unique("op", [op.name for op in self.ops])
+        _unique("input", self.inputs)
+        for buffer in self.buffers.values():
+            if buffer.nbytes < 0:
+                raise ProgramError(f"buffer {buffer.name}: negative size {buffer.nbytes}")
+            if buffer.storage not in self.buffers:
+                raise ProgramError(f"buffer {buffer.name}: unknown storage {buffer.storage}")
+        self._verify_ops()
+        _known(self.outputs, set(self.inputs) | set(self.writer), "output")
+        _known(sorted(self.resident), set(self.inputs), "resident buffer")
+        return self
+
+    def _verify_ops(self) -> None:
+        available, pending = set(self.inputs), dict[str, str]()
+        _known(self.inputs, self.buffers, "input")
+        for op in self.ops:
+            if (op.kind == "start") != (op.collective is not None):
+                raise ProgramError(f"{op.name}: a start, and only a start, has a collective")
+            _known(op.writes, self.buffers, f"{op.name}: buffer")
+            _known(op.reads, available | set(pending), f"{op.name}: buffer to read")
+            if op.kind == "wait":
+                self._verify_wait(op, pending)
+            elif early := next((n for n in (*op.reads, *op.writes) if n in pending), None):
+                raise ProgramError(f"{op.name} uses {early} before the wait for {pending[early]}")
+            if op.kind == "start":
+                pending.update(dict.fromkeys(op.writes, op.name))
+            available.update(op.writes)
+        if pending:
+            name, start = next(iter(pending.items()))
+            raise ProgramError(f"{start}: its buffer {name} is never waited for")
+
+    def _verify_wait(self, op: Op, pending: dict[str, str]) -> None:
+        for name in op.reads:
+            if pending.pop(name, None) is None:
+                raise ProgramError(f"{op.name} waits for {name}, which no collective is filling")
+        if any(self.buffers[n].storage not in self._storages(op.reads) for n in op.writes):
+            raise ProgramError(f"{op.name}: the result of a wait shares its input's storage")
+
+    def _storages(self, names: Iterable[str]) -> set[str]:
+        return {self.buffers[name].storage for name in names}
+
+
+def _unique(what: str, names: Sequence[str]) -> None:
+    twice = [name for name, n in Counter(names).items() if n > 1]
+    if twice:
+        raise ProgramError(f"{what} {twice[0]} appears more than once")
+
+
+def _known(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    missing = next((name for name in names if name not in known), None)
+    if missing is not None:
+        raise ProgramError(f"{what} {missing} does not exist there")

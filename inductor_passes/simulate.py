@@ -1,0 +1,121 @@
+"""Run a program on paper: one compute lane, one communication lane per group; and its memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from inductor_passes.cost import CostModel
+from inductor_passes.program import Program
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an op ran. A collective's span is that of its transfer on the lane.
+
+    Attributes:
+        op: name.
+        lane: ``"compute"`` or the group of the collective.
+        begin_us: from the start of the program.
+        end_us: likewise.
+    """
+
+    op: str
+    lane: str
+    begin_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulated run took.
+
+    Attributes:
+        spans: of compute ops and collectives, in program order.
+        exposed_us: per start op, how long the compute lane stood still in its waits. They add up
+            to ``total_us - compute_us``.
+        total_us: end of the last op on the compute lane.
+        compute_us: sum over compute ops.
+        wire_us: sum over collectives.
+    """
+
+    spans: tuple[Span, ...]
+    exposed_us: dict[str, float]
+    total_us: float
+    compute_us: float
+    wire_us: float
+
+
+def simulate(program: Program, cost: CostModel) -> Timeline:
+    """Execute ``program`` in its order: launches cost nothing, lanes run one transfer at a time."""
+    now, compute, wire = 0.0, 0.0, 0.0
+    lane_free: defaultdict[str, float] = defaultdict(float)
+    done: dict[int, float] = {}
+    exposed: dict[str, float] = {op.name: 0.0 for _, op in program.starts()}
+    spans: list[Span] = []
+    for i, op in enumerate(program.ops):
+        if op.kind == "compute":
+            duration = cost.compute_us(program, op)
+            spans.append(Span(op.name, "compute", now, now + duration))
+            now, compute = now + duration, compute + duration
+        elif op.collective is not None:
+            begin = max(now, lane_free[op.collective.group])
+            done[i] = lane_free[op.collective.group] = begin + cost.collective_us(op.collective)
+            wire += done[i] - begin
+            spans.append(Span(op.name, op.collective.group, begin, done[i]))
+        elif op.kind == "wait":
+            for start in program.start_of[i]:
+                stall = max(0.0, done[start] - now)
+                exposed[program.ops[start].name] += stall
+                now += stall
+    return Timeline(tuple(spans), exposed, now, compute, wire)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Live bytes during each op, and what is resident throughout.
+
+    Attributes:
+        live_nbytes: per op, inputs that may be freed included, resident inputs not.
+        resident_nbytes: of inputs that the caller keeps.
+        peak_nbytes: largest of ``live_nbytes``, plus the resident bytes.
+        peak_op: name of the op at the peak; empty for a program without ops.
+    """
+
+    live_nbytes: tuple[int, ...]
+    resident_nbytes: int
+    peak_nbytes: int
+    peak_op: str
+
+
+def memory(program: Program) -> Memory:
+    """Live bytes over ``program``, if a storage is freed after the last op that touches it.
+
+    The output of a gather lives from its start to the last use of any view of it; the input of a
+    collective lives until the wait.
+    """
+    resident = {program.buffers[n].storage for n in program.resident}
+    size: dict[str, int] = {}
+    for buffer in program.buffers.values():
+        size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
+    last: dict[str, int] = {}
+    for i in range(len(program.ops)):
+        last.update(dict.fromkeys(program.touched(i), i))
+    kept = {program.buffers[n].storage for n in program.outputs} | resident
+    alive = {program.buffers[n].storage for n in program.inputs} - resident
+    total = sum(size[s] for s in alive)
+    seen = alive | resident
+    live = []
+    for i in range(len(program.ops)):
+        touched = dict.fromkeys(program.touched(i))
+        for storage in touched:
+            if storage not in seen:
+                seen.add(storage)
+                total += size[storage]
+        live.append(total)
+        total -= sum(size[s] for s in touched if last[s] == i and s not in kept)
+    at_rest = sum(size[s] for s in resident)
+    peak = max(range(len(live)), key=live.__getitem__, default=None)
+    if peak is None:
+        return Memory((), at_rest, at_rest + total, "")
+    return Memory(tuple(live), at_rest, at_rest + live[peak], program.ops[peak].name)
