@@ -121,6 +121,8 @@ def compile_with_inductor(
     *,
     observe: Callable[[GraphModule, bool], None],
     joint_pass: Callable[[Graph], None],
+    graph_pass: Callable[[Graph], None] | None,
+    scheduler_pass: Callable[[list[Any]], list[Any]] | None,
     uuid: str,
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
@@ -131,7 +133,10 @@ def compile_with_inductor(
         observe: called with each graph before it is lowered, and whether it is the backward;
             called when the compiled code comes from a cache, too.
         joint_pass: mutates the joint graph before it is partitioned.
-        uuid: identifies ``joint_pass`` and all it depends on, for the FX-graph cache.
+        graph_pass: mutates the forward and the backward graph just before they are lowered.
+        scheduler_pass: permutes Inductor's scheduler nodes, last of all. Its pickle becomes part
+            of the FX-graph cache's key.
+        uuid: identifies the other passes and all they depend on, for that key.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -141,7 +146,12 @@ def compile_with_inductor(
         with _stable_mesh_hashes(inputs):
             return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
 
-    patches = {"joint_custom_post_pass": _graph_pass(joint_pass, uuid)}
+    patches: dict[str, Any] = {"joint_custom_post_pass": _graph_pass(joint_pass, uuid)}
+    if graph_pass is not None:
+        patches["post_grad_custom_post_pass"] = _graph_pass(graph_pass, uuid)
+    if scheduler_pass is not None:
+        patches["reorder_for_compute_comm_overlap"] = True
+        patches["reorder_for_compute_comm_overlap_passes"] = [scheduler_pass]
     # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
     # is the one that saves the minutes of code generation.
     with functorch_config.patch(enable_autograd_cache=False):
@@ -191,6 +201,7 @@ def compile_with_aot_eager(
     *,
     observe: Callable[[GraphModule, bool], None],
     joint_pass: Callable[[Graph], None],
+    graph_pass: Callable[[Graph], None] | None,
 ) -> CompiledFunction:
     """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
 
@@ -203,6 +214,9 @@ def compile_with_aot_eager(
     def compiler(is_backward: bool) -> GraphCompiler:
         def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> CompiledFunction:
             observe(graph, is_backward)
+            if graph_pass is not None:
+                graph_pass(graph.graph)
+                graph.recompile()
             return make_boxed_func(graph.forward)  # type: ignore[no-any-return]
 
         return compile_graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from simplefsdp import _torch
+import inductor_passes
+from inductor_passes.buckets import assign_by_module
+from inductor_passes.order import OverlapPolicy
+from inductor_passes.passes import ImposeOrder, Settings, bucket_and_reorder, predict
+from simplefsdp import _torch, provenance
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers
-from simplefsdp.options import Executor, parse_options
+from simplefsdp.gather import GatherSpec
+from simplefsdp.options import Options, parse_options
 from simplefsdp.recompute import tag_for_recompute
 
 log = logging.getLogger("simplefsdp")
@@ -43,33 +49,100 @@ def simplefsdp(
     choice = parse_options(options)
     _refuse_unwrapped(gm)
     _refuse_graph_break(gm)
-    dedupe_gathers(gm)
-    return _compile(gm, example_inputs, choice.executor)
+    specs = dedupe_gathers(gm)
+    return _compile(gm, example_inputs, choice, pass_settings(choice, specs))
 
 
 def _compile(
-    gm: GraphModule, example_inputs: Sequence[Any], executor: Executor
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, settings: Settings | None
 ) -> Callable[..., Any]:
-    if executor == "aot_eager":
+    graph_pass = scheduler_pass = None
+    uuid = _uuid(settings)
+    if settings is not None:
+        graph_pass = functools.partial(bucket_and_reorder, settings=settings, fqn_of=fqn_of)
+        if settings.reorder:
+            scheduler_pass = ImposeOrder(settings.policy, settings.on_error, uuid)
+    observe = functools.partial(_log_graph, settings=settings)
+    if options.executor == "aot_eager":
         return _torch.compile_with_aot_eager(
-            gm, example_inputs, observe=_log_census, joint_pass=tag_for_recompute
+            gm,
+            example_inputs,
+            observe=observe,
+            joint_pass=tag_for_recompute,
+            graph_pass=graph_pass,
         )
     return _torch.compile_with_inductor(
-        gm, example_inputs, observe=_log_census, joint_pass=tag_for_recompute, uuid=_uuid()
+        gm,
+        example_inputs,
+        observe=observe,
+        joint_pass=tag_for_recompute,
+        graph_pass=graph_pass,
+        scheduler_pass=scheduler_pass,
+        uuid=uuid,
     )
 
 
+def pass_settings(options: Options, specs: Sequence[GatherSpec]) -> Settings | None:
+    """What the passes are to do for a model with these gathers; None if nothing.
+
+    Raises:
+        ValueError: ``options.buckets`` names a module that does not exist, or one twice.
+    """
+    merges = options.bucketing != "none"
+    if not merges and not options.reorders:
+        return None
+    return Settings(
+        assign_by_module([spec.fqn for spec in specs], options.buckets),
+        merge=merges,
+        reorder=options.reorders,
+        layout=options.layout,
+        policy=OverlapPolicy(options.max_inflight_gathers, options.max_pending_reduces),
+        on_error=options.on_error,
+    )
+
+
+def fqn_of(node: Node) -> str | None:
+    """FQN of the parameter that a collective's start gathers or reduces, or None."""
+    return provenance.reduced_fqn(node) or provenance.gathered_fqn(node)
+
+
+def _uuid(settings: Settings | None) -> str:
+    """The passes' identity for Inductor's cache: their sources, all of them, and settings."""
+    return hashlib.sha256(f"{_sources()}{settings!r}".encode()).hexdigest()
+
+
 @functools.cache
-def _uuid() -> str:
-    """The passes' identity for Inductor's cache: the sources of the frontend, all of them."""
-    sources = Path(__file__).parent.glob("*.py")
-    return _torch.hash_of_files(sorted(map(str, sources)))
+def _sources() -> str:
+    packages = [Path(__file__).parent, Path(inductor_passes.__file__).parent]
+    return _torch.hash_of_files(sorted(str(f) for path in packages for f in path.glob("*.py")))
 
 
-def _log_census(gm: GraphModule, is_backward: bool) -> None:
+def _log_graph(gm: GraphModule, is_backward: bool, *, settings: Settings | None) -> None:
+    """The log line. Made before the code is, so that it is there if a cache has the code, too."""
     speaks = not dist.is_initialized() or dist.get_rank() == 0
     level = logging.INFO if speaks else logging.DEBUG
-    log.log(level, describe(take_census(gm.graph), is_backward=is_backward))
+    if not log.isEnabledFor(level):
+        return
+    line = describe(take_census(gm.graph), is_backward=is_backward)
+    if settings is not None:
+        line += describe_passes(gm, settings)
+    log.log(level, line)
+
+
+def describe_passes(gm: GraphModule, settings: Settings) -> str:
+    """What the passes will make of a graph, for the log line."""
+    try:
+        found = predict(gm, settings, fqn_of)
+    except ValueError as error:
+        return f"; not planned: {error}"  # the pass itself will raise, or fall back
+    verb = "->" if settings.merge else "moved as"
+    parts = [
+        f"{n} {kind}s {verb} {found.buckets[kind]} buckets"
+        for kind, n in found.collectives.items()
+        if n
+    ]
+    exposed = f"{found.exposed_before_us / 1e3:.3g} -> {found.exposed_after_us / 1e3:.3g} ms"
+    return "; ".join(["", *parts, f"predicted exposed {exposed} on {found.device}"])
 
 
 def _refuse_graph_break(gm: GraphModule) -> None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from simplefsdp._torch import is_checkpoint_region, line_of, sets_grad_mode
-from simplefsdp.gather import gather
+from simplefsdp.gather import GatherSpec, gather
 
 
-def dedupe_gathers(gm: GraphModule) -> None:
-    """Leave one gather per distinct parameter in ``gm``, in place.
+def dedupe_gathers(gm: GraphModule) -> list[GatherSpec]:
+    """Leave one gather per distinct parameter in ``gm``, in place, and return them in order.
 
     Raises:
         ValueError: the model writes to a gathered tensor; names the parameter and the line.
@@ -34,6 +34,7 @@ def dedupe_gathers(gm: GraphModule) -> None:
             node.replace_all_uses_with(kept)
             gm.graph.erase_node(node)
     gm.recompile()
+    return [GatherSpec(*node.args[1:]) for node in _gathers(gm)]  # type: ignore[arg-type]
 
 
 def _refuse_writes(gm: GraphModule) -> None:

@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal, get_args
 
-Bucketing = Literal["none"]
+from inductor_passes.layouts import Layout
+
+Bucketing = Literal["none", "manual"]
 Executor = Literal["inductor", "aot_eager"]
+OnError = Literal["raise", "fallback"]
+
+# Says what it expected of a value, or None if the value is fine.
+Check = Callable[[object], str | None]
 
 
-def _one_of(*choices: str) -> Mapping[str, tuple[str, ...]]:
-    return {"choices": choices}
+def _one_of(literal: Any) -> Mapping[str, Check]:
+    choices = get_args(literal)
+    expected = f"one of {', '.join(map(repr, choices))}"
+    return {"check": lambda value: None if value in choices else expected}
+
+
+def _flag(optional: bool = False) -> Mapping[str, Check]:
+    allowed = (True, False, None) if optional else (True, False)
+    expected = f"one of {', '.join(map(str, allowed))}"
+    return {"check": lambda v: None if any(v is a for a in allowed) else expected}
+
+
+def _check_count(value: object) -> str | None:
+    fine = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return None if fine else "a whole number of buckets, 1 or more"
+
+
+def _check_seconds(value: object) -> str | None:
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return None if fine else "a number of seconds above 0"
+
+
+def _check_buckets(value: object) -> str | None:
+    fine = value is None or (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(entry, (str, Sequence)) and entry for entry in value)
+        and all(isinstance(glob, str) for entry in value for glob in entry)
+    )
+    return None if fine else "a list of module FQNs (globs) and of lists of them, or None"
 
 
 @dataclass(frozen=True)
@@ -20,13 +54,47 @@ class Options:
     """What the user may choose of a compilation.
 
     Attributes:
-        bucketing: ``"none"``: every parameter is gathered and reduced by itself.
+        bucketing: ``"manual"``: the gathers of a module go out as one, and so do the reduces of
+            its gradients. ``"none"``: every parameter is gathered and reduced by itself.
+        buckets: the modules, as globs on FQNs in which ``*`` stays within one component; each
+            module that a glob matches is a bucket, and those that a nested list matches share
+            one. Parameters that nothing matches get buckets of their own. None: one bucket per
+            element of the model's repeated lists, and one per run of parameters around them.
+        reorder: move collectives to where compute hides them. None: unless bucketing is "none".
+            With ``bucketing="none"`` the collectives of a bucket move together, unmerged.
+        layout: how the members of a bucket travel, see :mod:`inductor_passes.layouts`.
+        max_inflight_gathers: buckets being gathered at a time, the one that compute waits for
+            included. More hides more, and holds more full parameters.
+        max_pending_reduces: buckets of full gradients that wait for their reduce at a time.
+        separate_reduce_group: reduce on a second communicator, so that gathers and reduces run
+            side by side. With NCCL it costs GPU memory, and the two share the links.
         executor: ``"inductor"`` generates code; ``"aot_eager"`` runs the forward and backward
             graphs op by op, which compiles in seconds and serves debugging.
+        on_error: what to do if a pass fails: ``"raise"``, or ``"fallback"``, which compiles the
+            graph without it and warns.
+        rank_guard: compare, before a graph is compiled, what the ranks are about to communicate,
+            through the process group's store, and raise on a difference instead of hanging.
+        rank_guard_timeout_s: how long a rank waits for the others to get there.
     """
 
-    bucketing: Bucketing = field(default="none", metadata=_one_of("none"))
-    executor: Executor = field(default="inductor", metadata=_one_of("inductor", "aot_eager"))
+    bucketing: Bucketing = field(default="none", metadata=_one_of(Bucketing))
+    buckets: Sequence[str | Sequence[str]] | None = field(
+        default=None, metadata={"check": _check_buckets}
+    )
+    reorder: bool | None = field(default=None, metadata=_flag(optional=True))
+    layout: Layout = field(default="coalesced", metadata=_one_of(Layout))
+    max_inflight_gathers: int = field(default=2, metadata={"check": _check_count})
+    max_pending_reduces: int = field(default=2, metadata={"check": _check_count})
+    separate_reduce_group: bool = field(default=False, metadata=_flag())
+    executor: Executor = field(default="inductor", metadata=_one_of(Executor))
+    on_error: OnError = field(default="raise", metadata=_one_of(OnError))
+    rank_guard: bool = field(default=True, metadata=_flag())
+    rank_guard_timeout_s: float = field(default=300.0, metadata={"check": _check_seconds})
+
+    @property
+    def reorders(self) -> bool:
+        """``reorder``, its default filled in."""
+        return self.bucketing != "none" if self.reorder is None else self.reorder
 
 
 def parse_options(options: Mapping[str, object] | None) -> Options:
@@ -40,17 +108,15 @@ def parse_options(options: Mapping[str, object] | None) -> Options:
         return Options()
     if not isinstance(options, Mapping):
         raise TypeError(f"options: expected a dict, got {type(options).__name__}")
-    known = {f.name: f.metadata["choices"] for f in fields(Options)}
+    checks = {f.name: f.metadata["check"] for f in fields(Options)}
     for key, value in options.items():
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
+        if key not in checks:
+            close = difflib.get_close_matches(str(key), checks, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(
-                f"options: unknown key {key!r}{hint} (valid keys: {', '.join(sorted(known))})"
+                f"options: unknown key {key!r}{hint} (valid keys: {', '.join(sorted(checks))})"
             )
-        if value not in known[key]:
-            raise ValueError(
-                f"options[{key!r}]: expected one of {', '.join(map(repr, known[key]))}, "
-                f"got {value!r}"
-            )
+        expected = checks[key](value)
+        if expected is not None:
+            raise ValueError(f"options[{key!r}]: expected {expected}, got {value!r}")
     return Options(**options)  # type: ignore[arg-type]

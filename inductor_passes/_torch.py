@@ -1,0 +1,125 @@
+"""Every private part of PyTorch that the passes touch, behind a name of our own.
+
+Each has a contract test in ``tests/test_torch_contract.py`` that says what moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+_COLLECTIVE_NAMESPACES = {"_c10d_functional", "_dtensor"}
+_OF_NUMBERS = {getattr(torch, name) for name in dir(torch) if name.startswith("sym_")}
+
+
+def is_op(node: Node) -> bool:
+    """Whether a node calls an operator that has a schema."""
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def is_collective_start(node: Node) -> bool:
+    """Whether a node launches a functional collective, data parallelism's or another."""
+    return (
+        is_op(node) and node.target is not WAIT and node.target.namespace in _COLLECTIVE_NAMESPACES  # type: ignore[union-attr]
+    )
+
+
+def is_pure_python(node: Node) -> bool:
+    """Whether a node calls a function of numbers or containers: ``getitem``, ``sym_max``."""
+    module = getattr(node.target, "__module__", None)
+    return module in ("_operator", "math", "builtins") or node.target in _OF_NUMBERS
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws from a generator, so that its place among such nodes matters."""
+    return is_op(node) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's one result is a view of its first tensor argument."""
+    if not is_op(node):
+        return False
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    alias = returns[0].alias_info if len(returns) == 1 else None
+    return alias is not None and not alias.is_write
+
+
+def mutated_arguments(node: Node) -> Iterable[Node]:
+    """Nodes whose tensors ``node`` writes in place.
+
+    Of a call without a schema (a higher-order op, a user's Triton kernel) they may be any.
+    """
+    if is_pure_python(node):
+        return ()
+    if not is_op(node):
+        return node.all_input_nodes
+    found = []
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            found += [v for v in values if isinstance(v, Node)]
+    return found
+
+
+def size_hint(value: Any) -> int:
+    """``value`` if it is a number; what it was when traced if it is symbolic, 0 if unknown."""
+    node = getattr(value, "node", None)
+    if node is None:
+        return int(value)
+    hint = getattr(node, "hint", None)
+    return int(hint) if hint is not None else 0
+
+
+def fake_mode_of(value: Any) -> Any:
+    """The mode of a traced (fake) tensor, or list of them; operators run in it cost nothing."""
+    tensor = value[0] if isinstance(value, (list, tuple)) else value
+    return tensor.fake_mode
+
+
+# Inductor's scheduler
+
+
+def is_scheduled_start(snode: Any) -> bool:
+    """Whether a scheduler node is one collective's launch."""
+    from torch._inductor.utils import is_collective
+
+    return bool(is_collective(snode.node))
+
+
+def is_scheduled_wait(snode: Any) -> bool:
+    """Whether a scheduler node is a wait."""
+    from torch._inductor.utils import is_wait
+
+    return bool(is_wait(snode.node))
+
+
+def is_scheduled_item(snode: Any) -> bool:
+    """Whether a scheduler node only names one of several results of another."""
+    from torch._inductor import ir
+
+    return isinstance(snode.node, ir.MultiOutput)
+
+
+def scheduled_reads(snode: Any) -> tuple[str, ...]:
+    """Names of the buffers whose writers must run before a scheduler node.
+
+    Inductor chains the launches of collectives by dependencies that it marks as fake; they stand
+    for a sequence, not for data, and are left out.
+    """
+    deps = [dep for dep in snode.unmet_dependencies if not getattr(dep, "is_fake", False)]
+    return tuple(sorted({str(dep.name) for dep in deps}))
+
+
+def scheduled_writes(snode: Any) -> tuple[str, ...]:
+    """Names of the buffers that a scheduler node makes or writes to."""
+    return tuple(sorted(map(str, snode.get_buffer_names())))
+
+
+def origins_of(snode: Any) -> list[Node]:
+    """The FX nodes that a scheduler node was lowered from."""
+    return list(getattr(snode.node, "origins", ()))

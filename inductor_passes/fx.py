@@ -1,0 +1,227 @@
+"""A torch.fx graph <-> a :class:`Program`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from inductor_passes import _torch
+from inductor_passes.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
+
+FqnOf = Callable[[Node], str | None]
+
+_ops = torch.ops._c10d_functional
+KIND_OF: dict[object, CollectiveKind] = {
+    _ops.all_gather_into_tensor.default: "gather",
+    _ops.all_gather_into_tensor_coalesced.default: "gather",
+    _ops.reduce_scatter_tensor.default: "reduce",
+    _ops.reduce_scatter_tensor_coalesced.default: "reduce",
+    _ops.all_reduce.default: "all_reduce",
+    _ops.all_reduce_coalesced.default: "all_reduce",
+}
+_MARK = "inductor_passes_bucket"
+# Ops that draw random numbers or have unknown effects keep their order: they write these.
+_RANDOM, _EFFECTS = "random state", "effects"
+
+
+class BucketMark(NamedTuple):
+    """What the passes note on the start of a bucket, for whoever reads the graph later."""
+
+    label: str
+    fqns: tuple[str, ...]
+
+
+def mark(start: Node, label: str, fqns: tuple[str, ...]) -> None:
+    """Note on a start node which bucket it is, or is part of."""
+    start.meta[_MARK] = BucketMark(label, fqns)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A program and where it came from.
+
+    Attributes:
+        program: the graph's ops; placeholders and constants are inputs.
+        nodes: the nodes of each op, by its name. A start that returns a list has several: itself
+            and the ``getitem`` of each result.
+    """
+
+    program: Program
+    nodes: dict[str, tuple[Node, ...]]
+
+
+def read(graph: Graph, fqn_of: FqnOf) -> Reading:
+    """Read a graph as a program.
+
+    Args:
+        graph: with the values of nodes in ``meta["val"]``; dead code eliminated.
+        fqn_of: FQN of the parameter that a start node gathers or reduces, or None for a
+            collective that is not data parallelism's.
+
+    Raises:
+        ProgramError: the graph breaks a rule, as by using a result before its wait.
+    """
+    reader = _Reader(fqn_of)
+    for node in graph.nodes:
+        reader.read(node)
+    return reader.result()
+
+
+class _Reader:
+    def __init__(self, fqn_of: FqnOf) -> None:
+        self.fqn_of = fqn_of
+        self.ops: list[Op] = []
+        self.nodes: dict[str, tuple[Node, ...]] = {}
+        self.buffers: dict[str, Buffer] = {}
+        self.inputs: list[str] = []
+        self.resident: set[str] = set()
+        self.outputs: list[str] = []
+        self.pending: set[str] = set()
+        self.absorbed: set[Node] = set()
+
+    def result(self) -> Reading:
+        program = Program(
+            tuple(self.ops),
+            self.buffers,
+            tuple(self.inputs),
+            frozenset(self.resident),
+            tuple(self.outputs),
+        )
+        return Reading(program.verify(), self.nodes)
+
+    def read(self, node: Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            self._buffer(node.name, _nbytes(node))
+            self.inputs.append(node.name)
+        elif node.op == "output":
+            self.outputs = list(dict.fromkeys(n.name for n in node.all_input_nodes))
+        elif node not in self.absorbed:
+            self._op(node)
+
+    def _op(self, node: Node) -> None:
+        reads = tuple(n.name for n in node.all_input_nodes)
+        if _torch.is_collective_start(node) and (results := _results_to_wait_for(node)):
+            self._start(node, reads, results)
+        elif node.target is _torch.WAIT:
+            kind: Kind = "wait" if reads[0] in self.pending else "view"
+            self._add(node, kind, reads, self._alias(node))
+        elif _torch.is_view(node) or _torch.is_pure_python(node):
+            self._add(node, "view", reads, self._alias(node))
+        else:
+            self._buffer(node.name, _nbytes(node))
+            self._add(node, "compute", reads, (node.name, *self._side_effects(node)))
+
+    def _start(self, node: Node, reads: tuple[str, ...], results: tuple[Node, ...]) -> None:
+        for result in results:
+            self._buffer(result.name, _nbytes(result))
+        self.pending.update(result.name for result in results)
+        items = tuple(n for n in results if n is not node)
+        self.absorbed.update(items)
+        collective = collective_of(node, self.fqn_of)
+        self._add(node, "start", reads, tuple(n.name for n in results), collective, items)
+        if collective.kind == "gather":
+            self._keep_shards(node)
+
+    def _add(
+        self,
+        node: Node,
+        kind: Kind,
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+        collective: Collective | None = None,
+        items: tuple[Node, ...] = (),
+    ) -> None:
+        self.ops.append(Op(node.name, kind, reads, writes, collective))
+        self.nodes[node.name] = (node, *items)
+
+    def _keep_shards(self, start: Node) -> None:
+        """Inputs that are gathered are parameters, which the caller keeps."""
+        stack = list(start.all_input_nodes)
+        while stack:
+            node = stack.pop()
+            if node.op == "placeholder":
+                self.resident.add(node.name)
+            stack += node.all_input_nodes
+
+    def _alias(self, node: Node) -> tuple[str, ...]:
+        first = next(iter(node.all_input_nodes), None)
+        storage = self.buffers[first.name].storage if first is not None else ""
+        self.buffers[node.name] = Buffer(node.name, _nbytes(node), storage)
+        return (node.name,)
+
+    def _side_effects(self, node: Node) -> tuple[str, ...]:
+        state = [_RANDOM] if _torch.is_random(node) else []
+        if not _torch.is_op(node) or _torch.is_collective_start(node):
+            state.append(_EFFECTS)
+        for name in state:
+            if name not in self.buffers:
+                self._buffer(name, 0)
+                self.inputs.append(name)
+        return (*dict.fromkeys(n.name for n in _torch.mutated_arguments(node)), *state)
+
+    def _buffer(self, name: str, nbytes: int) -> None:
+        self.buffers[name] = Buffer(name, nbytes)
+
+
+def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
+    """What a start node sends; from its mark if it has one, else for the FQN that is told."""
+    found = start.meta.get(_MARK)
+    fqn = None if found else fqn_of(start)
+    bucket, fqns = found or BucketMark("", (fqn,) if fqn else ())
+    kind = KIND_OF.get(start.target, "other") if fqns else "other"
+    sent = [start] if kind == "gather" else start.all_input_nodes
+    dtypes = dict.fromkeys(str(t.dtype) for node in sent for t in _tensors(node))
+    arguments = _arguments(start)
+    return Collective(
+        kind,
+        str(arguments.get("group_name", "")),
+        int(arguments.get("group_size", 0)),
+        sum(map(_nbytes, sent)),
+        "+".join(dtype.removeprefix("torch.") for dtype in dtypes),
+        str(arguments.get("reduce_op", "")),
+        fqns,
+        bucket,
+    )
+
+
+def _results_to_wait_for(start: Node) -> tuple[Node, ...]:
+    """The tensors that a start fills, if each is waited for and used in no other way; else none."""
+    returns_list = isinstance(start.meta.get("val"), (list, tuple))
+    results = tuple(start.users) if returns_list else (start,)
+    if returns_list and any(user.target is not operator.getitem for user in results):
+        return ()
+    users = [list(node.users) for node in results]
+    waited = all(len(found) == 1 and found[0].target is _torch.WAIT for found in users)
+    return results if waited else ()
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _nbytes(node: Node) -> int:
+    return sum(_torch.size_hint(v.numel()) * v.element_size() for v in _tensors(node))
+
+
+def write_order(graph: Graph, reading: Reading, order: Sequence[str]) -> None:
+    """Put the nodes of ``graph`` in the order of the named ops."""
+    place(graph, [node for name in order for node in reading.nodes[name]])
+
+
+def place(graph: Graph, nodes: Sequence[Node]) -> None:
+    """Move ``nodes``, which are all but the inputs and the output, into the given order."""
+    output = next(iter(reversed(graph.nodes)))
+    for node in nodes:
+        output.prepend(node)

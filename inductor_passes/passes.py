@@ -1,0 +1,177 @@
+"""The passes as the compiler calls them: plan, write, verify."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch.fx import Graph, GraphModule
+
+from inductor_passes import fx, scheduler
+from inductor_passes.buckets import Assignment, plan_buckets
+from inductor_passes.layouts import Layout, write_buckets
+from inductor_passes.merge import merge
+from inductor_passes.order import OverlapPolicy, overlap
+from inductor_passes.program import Bucket, Collective, Op, Program
+from inductor_passes.roofline import cost_of, device_of
+from inductor_passes.simulate import simulate
+from inductor_passes.verify import verify_unchanged
+
+log = logging.getLogger("simplefsdp")
+
+
+class PassError(RuntimeError):
+    """A pass could not do its work, or what it made failed verification; names pass and op."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the passes are to do; data that is the same on all ranks.
+
+    Attributes:
+        assignment: bucket label of each parameter.
+        merge: launch each bucket as one collective; else its members, one after the other.
+        reorder: move collectives to where they are hidden; else they stay near their places.
+        layout: how the members of a bucket travel.
+        policy: limits of the reordering.
+        on_error: ``"raise"``, or ``"fallback"``: leave the graph as it was and warn.
+    """
+
+    assignment: Assignment
+    merge: bool = True
+    reorder: bool = True
+    layout: Layout = "coalesced"
+    policy: OverlapPolicy = field(default_factory=OverlapPolicy)
+    on_error: Literal["raise", "fallback"] = "raise"
+
+
+def plan(program: Program, settings: Settings) -> tuple[tuple[Bucket, ...], Program]:
+    """Buckets to launch, and the program with them written but not yet reordered."""
+    mixed = settings.layout == "coalesced"
+    buckets = plan_buckets(program, settings.assignment, mixed_dtypes=mixed)
+    if not settings.merge:
+        buckets = tuple(Bucket(b.label, (start,)) for b in buckets for start in b.starts)
+    return buckets, merge(program, buckets)
+
+
+def bucket_and_reorder(graph: Graph, settings: Settings, fqn_of: fx.FqnOf) -> None:
+    """The post-grad pass: merge the collectives of each bucket and order the graph, in place.
+
+    Raises:
+        PassError: unless ``settings.on_error`` is ``"fallback"``.
+    """
+    try:
+        if settings.on_error == "fallback":
+            _transform(_copy(graph), settings, fqn_of)  # a rehearsal: the graph is not touched
+        _transform(graph, settings, fqn_of)
+    except Exception as error:
+        if settings.on_error == "raise":
+            raise PassError(f"bucket_and_reorder: {error}") from error
+        _warn("bucket_and_reorder", error)
+
+
+def _transform(graph: Graph, settings: Settings, fqn_of: fx.FqnOf) -> None:
+    before = fx.read(graph, fqn_of)
+    buckets, merged = plan(before.program, settings)
+    write_buckets(graph, before, merged, buckets, settings.layout)
+    if settings.reorder:
+        reading = fx.read(graph, fqn_of)
+        fx.write_order(graph, reading, overlap(reading.program, settings.policy))
+    verify_unchanged(before.program, fx.read(graph, fqn_of).program)
+    graph.lint()
+
+
+@dataclass(frozen=True)
+class ImposeOrder:
+    """The scheduler pass: the planned order again, after Inductor moved its nodes.
+
+    An instance can be pickled, and its pickle is part of the key of Inductor's cache.
+
+    Attributes:
+        policy: as in :class:`Settings`.
+        on_error: likewise.
+        uuid: of the sources and settings.
+    """
+
+    policy: OverlapPolicy
+    on_error: Literal["raise", "fallback"]
+    uuid: str
+
+    def __call__(self, snodes: list[Any]) -> list[Any]:
+        """The same scheduler nodes, in order.
+
+        Raises:
+            PassError: unless ``on_error`` is ``"fallback"``.
+        """
+        try:
+            reading = scheduler.read(snodes, _no_fqn)
+            if not any(
+                op.collective and op.collective.bucket for _, op in reading.program.starts()
+            ):
+                return snodes  # a graph without buckets, or one that fell back
+            order = overlap(reading.program, self.policy, keep_starts=True)
+            reading.program.reorder(order).verify()
+            return scheduler.write(reading, order, len(snodes))
+        except Exception as error:
+            if self.on_error == "raise":
+                raise PassError(f"impose_order: {error}") from error
+            _warn("impose_order", error)
+            return snodes
+
+
+def _no_fqn(node: object) -> None:
+    """At the scheduler all that we planned is marked."""
+
+
+def _warn(name: str, error: Exception) -> None:
+    log.warning("%s failed, the graph is compiled without it: %s", name, error)
+
+
+def _copy(graph: Graph) -> Graph:
+    copied = Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the passes make of a graph, by :mod:`inductor_passes.roofline`.
+
+    Attributes:
+        collectives: number of gathers, reduces and all-reduces before.
+        buckets: likewise, of buckets (merged or only moved together).
+        exposed_before_us: time the compute lane stands still, before.
+        exposed_after_us: likewise, after.
+        device: what the roofline assumes.
+    """
+
+    collectives: dict[str, int]
+    buckets: dict[str, int]
+    exposed_before_us: float
+    exposed_after_us: float
+    device: str
+
+
+def predict(gm: GraphModule, settings: Settings, fqn_of: fx.FqnOf) -> Prediction:
+    """Plan on paper; the graph stays as it is. For the log, whether or not a cache has the code."""
+    reading = fx.read(gm.graph, fqn_of)
+    before = reading.program
+    _, after = plan(before, settings)
+    if settings.reorder:
+        after = after.reorder(overlap(after, settings.policy))
+    device = device_of(reading)
+    cost = cost_of(reading, device)
+    was, now = (sum(simulate(p, cost).exposed_us.values()) for p in (before, after))
+    return Prediction(_count(before), _count(after), was, now, device.name)
+
+
+def _count(program: Program) -> dict[str, int]:
+    """Number of buckets per kind; a collective that is in none is one by itself."""
+    found = {(c.kind, c.group, c.bucket or op.name) for op, c in _collectives(program)}
+    return {kind: sum(k == kind for k, *_ in found) for kind in ("gather", "reduce", "all_reduce")}
+
+
+def _collectives(program: Program) -> Iterator[tuple[Op, Collective]]:
+    return ((op, op.collective) for _, op in program.starts() if op.collective is not None)
