@@ -130,19 +130,17 @@ def _runs(fqns: Sequence[str], label_of: Mapping[str, str]) -> dict[str, str]:
     return labels
 
 
-def plan_buckets(
-    program: Program, assignment: Assignment, *, mixed_dtypes: bool = False
-) -> tuple[Bucket, ...]:
+def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]:
     """The buckets of one graph, in the order of their first members.
 
-    Members share label, kind, group and reduce op, and the dtype too unless ``mixed_dtypes``.
-    Collectives that are not data parallelism's stay out.
+    Members share label, kind, group, reduce op and dtype. (Gloo reads the tensors of a coalesced
+    reduce as if all had the dtype of the first.) Collectives that are not data parallelism's
+    stay out.
     """
     groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for _, op in program.starts():
         c = op.collective
         if c is not None and c.kind != "other" and c.fqns:
             label = assignment.label_of.get(c.fqns[0], c.fqns[0])
-            dtype = "" if mixed_dtypes else c.dtype
-            groups[label, c.kind, c.group, c.ranks, c.reduce_op, dtype].append(op.name)
+            groups[label, c.kind, c.group, c.ranks, c.reduce_op, c.dtype].append(op.name)
     return tuple(Bucket(str(key[0]), tuple(starts)) for key, starts in groups.items())

@@ -1,10 +1,10 @@
 """How the members of a bucket travel together: the nodes that a merge writes into an FX graph.
 
 *coalesced*: one call that takes and returns lists. Nothing is copied; the backend sends the
-tensors back to back. Members may differ in dtype.
+tensors back to back.
 
 *flat*: one buffer. Members are copied in (a cast before is fused with the copy), sent in one
-piece and copied out; reduced shards are views of the result. Members share a dtype.
+piece and copied out; reduced shards are views of the result.
 
 Each rank's part of a gathered or scattered tensor lies together on the wire, so the flat buffer
 is ``[ranks, elements of all members per rank]``.

@@ -37,11 +37,11 @@ def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
 def merge_starts(bucket: Bucket, ops: Sequence[Op]) -> Op:
     """The one start that stands for the members of a bucket."""
     collectives = [op.collective for op in ops if op.collective is not None]
-    agree = {(c.kind, c.group, c.ranks, c.reduce_op) for c in collectives}
+    agree = {(c.kind, c.group, c.ranks, c.reduce_op, c.dtype) for c in collectives}
     if len(agree) != 1 or len(collectives) != len(ops):
         raise ProgramError(
-            f"bucket {bucket.label}: its members must be collectives of one kind, group and reduce "
-            f"op; they are {sorted(map(str, agree))}"
+            f"bucket {bucket.label}: its members must be collectives of one kind, group, reduce "
+            f"op and dtype; they are {sorted(map(str, agree))}"
         )
     return replace(
         ops[0],
@@ -56,7 +56,6 @@ def merge_collectives(members: Sequence[Collective], label: str) -> Collective:
     return replace(
         members[0],
         nbytes=sum(c.nbytes for c in members),
-        dtype="+".join(dict.fromkeys(d for c in members for d in c.dtype.split("+"))),
         fqns=tuple(fqn for c in members for fqn in c.fqns),
         bucket=label,
     )

@@ -49,8 +49,7 @@ class Settings:
 
 def plan(program: Program, settings: Settings) -> tuple[tuple[Bucket, ...], Program]:
     """Buckets to launch, and the program with them written but not yet reordered."""
-    mixed = settings.layout == "coalesced"
-    buckets = plan_buckets(program, settings.assignment, mixed_dtypes=mixed)
+    buckets = plan_buckets(program, settings.assignment)
     if not settings.merge:
         buckets = tuple(Bucket(b.label, (start,)) for b in buckets for start in b.starts)
     return buckets, merge(program, buckets)
@@ -169,7 +168,7 @@ def predict(gm: GraphModule, settings: Settings, fqn_of: fx.FqnOf) -> Prediction
 
 def _count(program: Program) -> dict[str, int]:
     """Number of buckets per kind; a collective that is in none is one by itself."""
-    found = {(c.kind, c.group, c.bucket or op.name) for op, c in _collectives(program)}
+    found = {(c.kind, c.group, c.bucket or op.name, c.dtype) for op, c in _collectives(program)}
     return {kind: sum(k == kind for k, *_ in found) for kind in ("gather", "reduce", "all_reduce")}
 
 

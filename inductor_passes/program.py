@@ -53,7 +53,7 @@ class Collective:
             between ranks: compare them, print them, but never sort by them.
         ranks: size of the group.
         nbytes: bytes of the full (gathered, or not yet scattered) tensors, the same on all ranks.
-        dtype: of the tensors on the wire; several, if they differ, joined by ``+``.
+        dtype: of the tensors on the wire.
         reduce_op: ``"sum"`` or ``"avg"``; empty for a gather.
         fqns: the parameters whose shards or gradients it carries, in their order on the wire.
         bucket: label that members of one bucket share; empty if the planner made none.

@@ -34,6 +34,7 @@ __all__ = [
     "line_of",
     "module_path",
     "sets_grad_mode",
+    "shared_store",
 ]
 
 CompiledFunction = Callable[..., Any]
@@ -232,6 +233,13 @@ def compile_with_aot_eager(
         keep_inference_input_mutations=True,
     )
     return backend(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+def shared_store(prefix: str) -> Any:
+    """The key-value store that all ranks of the default process group share, under ``prefix``."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
 
 
 def hash_of_files(files: Sequence[str]) -> str:

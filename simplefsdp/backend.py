@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,7 @@ import inductor_passes
 from inductor_passes.buckets import assign_by_module
 from inductor_passes.order import OverlapPolicy
 from inductor_passes.passes import ImposeOrder, Settings, bucket_and_reorder, predict
-from simplefsdp import _torch, provenance
+from simplefsdp import _torch, provenance, rank_guard
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers
 from simplefsdp.gather import GatherSpec
@@ -44,13 +45,35 @@ def simplefsdp(
     Raises:
         ValueError: an unknown option, a graph that a graph break cut short, a parameter that
             :func:`simplefsdp.simple_fsdp` did not shard, or one that is written to. Dynamo
-            reports it as the cause of its ``BackendCompilerFailed``.
+            reports it as the cause of its ``BackendCompilerFailed``, and so the others:
+        RankMismatchError: the ranks are about to communicate differently.
+        PassError: a pass failed, and ``on_error`` is ``"raise"``.
     """
     choice = parse_options(options)
     _refuse_unwrapped(gm)
     _refuse_graph_break(gm)
     specs = dedupe_gathers(gm)
-    return _compile(gm, example_inputs, choice, pass_settings(choice, specs))
+    settings = pass_settings(choice, specs)
+    if choice.rank_guard:
+        _agree_with_other_ranks(gm, choice, specs)
+    return _compile(gm, example_inputs, choice, settings)
+
+
+def _agree_with_other_ranks(gm: GraphModule, options: Options, specs: Sequence[GatherSpec]) -> None:
+    """Compare, across ranks, all that the collectives of the compiled graph depend on."""
+    values = (n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder")
+    params = [v for v in values if isinstance(v, DTensor)]
+    ranks = rank_guard.ranks_of([param.device_mesh for param in params])
+    grad = "with" if torch.is_grad_enabled() else "without"
+    lines = [f"torch {torch.__version__}, sources {_sources()[:16]}, {options}, {grad} gradients"]
+    # The names of groups differ between ranks; their sizes do not.
+    lines += [
+        str(spec._replace(shard_group="", copy_groups=tuple(("", n) for _, n in spec.copy_groups)))
+        for spec in specs
+    ]
+    lines += sorted(f"{tuple(p.shape)} {p.dtype} {p.placements} {p.requires_grad}" for p in params)
+    timeout_s = options.rank_guard_timeout_s
+    rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
 
 
 def _compile(

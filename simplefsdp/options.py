@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from inductor_passes.layouts import Layout
+from simplefsdp.rank_guard import TIMEOUT_S
 
 Bucketing = Literal["none", "manual"]
 Executor = Literal["inductor", "aot_eager"]
@@ -89,7 +90,7 @@ class Options:
     executor: Executor = field(default="inductor", metadata=_one_of(Executor))
     on_error: OnError = field(default="raise", metadata=_one_of(OnError))
     rank_guard: bool = field(default=True, metadata=_flag())
-    rank_guard_timeout_s: float = field(default=300.0, metadata={"check": _check_seconds})
+    rank_guard_timeout_s: float = field(default=TIMEOUT_S, metadata={"check": _check_seconds})
 
     @property
     def reorders(self) -> bool:

@@ -26,6 +26,7 @@ from simplefsdp.placement import (
     shard,
     tensor_parallel_of,
 )
+from simplefsdp.rank_guard import agree, ranks_of
 
 _SHARDED_MARK = "_simple_fsdp_sharded"  # on every original parameter that was sharded
 
@@ -60,6 +61,7 @@ def simple_fsdp(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: wrong mode or mesh, a second wrap, or a parameter that cannot be sharded.
+        RankMismatchError: the ranks of ``mesh`` gave different models or arguments.
     """
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_arguments(model, policy, reshard_after_forward)
@@ -67,6 +69,12 @@ def simple_fsdp(
     own = {module: path for path, module in model.named_modules() if not is_wrapped(module)}
     originals = _parameters_of(own)
     _check_parameters(own, originals)
+    agree(
+        "the model given to simple_fsdp",
+        [f"mode={mode} {policy} reshard_after_forward={reshard_after_forward}"]
+        + [_signature(fqn, param) for fqn, param in originals.values()],
+        ranks_of([mesh]),
+    )
     layouts = {
         key: _layout(fqn, param, dp, policy, reshard_after_forward)
         for key, (fqn, param) in originals.items()
@@ -108,6 +116,10 @@ def _check_arguments(model: object, policy: object, reshard_after_forward: objec
 
 
 Originals = dict[int, tuple[str, nn.Parameter]]
+
+
+def _signature(fqn: str, param: Tensor) -> str:
+    return f"{fqn}: {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}"
 
 
 def _parameters_of(modules: Mapping[nn.Module, str]) -> Originals:

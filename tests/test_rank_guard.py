@@ -1,0 +1,107 @@
+"""Ranks that differ raise, all of them, within seconds, and say in what."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.device_mesh import init_device_mesh
+
+from simplefsdp import simple_fsdp
+from simplefsdp.rank_guard import RankMismatchError, agree
+
+OPTIONS = {"executor": "aot_eager", "bucketing": "manual", "rank_guard_timeout_s": 5}
+
+
+class Branching(nn.Module):
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        self.branch = branch
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        return self.layers[0](x) if self.branch else self.layers[1](self.layers[0](x))
+
+
+def error_of(function) -> str:
+    began = time.monotonic()
+    with pytest.raises((RankMismatchError, BackendCompilerFailed)) as caught:
+        function()
+    assert time.monotonic() - began < 30
+    return str(caught.value)
+
+
+def mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def another_shape():
+    width = 4 + dist.get_rank()
+    return error_of(lambda: simple_fsdp(nn.Linear(4, width), mesh()))
+
+
+def another_branch():
+    torch._dynamo.reset()
+    model = simple_fsdp(Branching(dist.get_rank() == 1), mesh())
+    return error_of(
+        lambda: torch.compile(model, backend="simplefsdp", options=OPTIONS)(torch.ones(2, 4))
+    )
+
+
+def another_option():
+    torch._dynamo.reset()
+    model = simple_fsdp(Branching(False), mesh())
+    options = {**OPTIONS, "max_pending_reduces": 1 + dist.get_rank()}
+    return error_of(
+        lambda: torch.compile(model, backend="simplefsdp", options=options)(torch.ones(2, 4))
+    )
+
+
+def one_rank_does_not_come():
+    if dist.get_rank() == 0:
+        return error_of(lambda: agree("the graph to compile", ["alone"], [0, 1], timeout_s=1))
+    return ""
+
+
+def same_but_another_batch():
+    """A recompilation that communicates the same waits for nobody."""
+    torch._dynamo.reset()
+    model = simple_fsdp(Branching(False), mesh())
+    compiled = torch.compile(model, backend="simplefsdp", dynamic=False, options=OPTIONS)
+    rows = []
+    for step in range(3):
+        x = torch.ones(2 + step * dist.get_rank(), 4)
+        loss = compiled(x).sum()
+        loss.backward()
+        rows.append(len(x))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            another_shape,
+            "weight: (4, 4) torch.float32 requires_grad=True', rank 1 has 'weight: (5,",
+        ),
+        (another_branch, "rank 0 has \"GatherSpec(fqn='layers.1.weight'"),
+        (another_option, "max_pending_reduces=1"),
+    ],
+)
+def test_ranks_that_differ_raise(pools, body, says):
+    for text in pools(2).run(body):
+        assert "is not the same on all ranks" in text
+        assert "The first difference, in line" in text and says in text
+
+
+def test_a_rank_that_waits_in_vain_says_for_whom(pools):
+    text, _ = pools(2).run(one_rank_does_not_come)
+    assert "after 1 s, ranks 1 have not got to what rank 0 is about to do" in text
+
+
+def test_another_batch_size_on_one_rank_is_fine(pools):
+    assert pools(2).run(same_but_another_batch) == [[2, 2, 2], [2, 3, 4]]
