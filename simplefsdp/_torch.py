@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -33,6 +34,7 @@ __all__ = [
     "is_checkpoint_region",
     "line_of",
     "module_path",
+    "second_group",
     "sets_grad_mode",
     "shared_store",
 ]
@@ -240,6 +242,24 @@ def shared_store(prefix: str) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
+
+
+_second_groups: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def second_group(name: str) -> str:
+    """Name of another process group, and so another communicator, of the ranks of group ``name``.
+
+    The first call for a group is collective among its ranks, and only those.
+    """
+    from torch.distributed import distributed_c10d
+
+    group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
+    if group not in _second_groups:
+        ranks = distributed_c10d.get_process_group_ranks(group)
+        second = distributed_c10d.new_group(ranks, use_local_synchronization=True)
+        _second_groups[group] = second.group_name
+    return _second_groups[group]
 
 
 def hash_of_files(files: Sequence[str]) -> str:

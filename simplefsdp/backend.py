@@ -21,7 +21,7 @@ from inductor_passes.order import OverlapPolicy
 from inductor_passes.passes import ImposeOrder, Settings, bucket_and_reorder, predict
 from simplefsdp import _torch, provenance, rank_guard
 from simplefsdp.census import describe, take_census
-from simplefsdp.dedupe import dedupe_gathers
+from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
 from simplefsdp.gather import GatherSpec
 from simplefsdp.options import Options, parse_options
 from simplefsdp.recompute import tag_for_recompute
@@ -56,6 +56,8 @@ def simplefsdp(
     settings = pass_settings(choice, specs)
     if choice.rank_guard:
         _agree_with_other_ranks(gm, choice, specs)
+    if choice.separate_reduce_group:
+        reduce_in_second_group(gm)
     return _compile(gm, example_inputs, choice, settings)
 
 
@@ -68,7 +70,13 @@ def _agree_with_other_ranks(gm: GraphModule, options: Options, specs: Sequence[G
     lines = [f"torch {torch.__version__}, sources {_sources()[:16]}, {options}, {grad} gradients"]
     # The names of groups differ between ranks; their sizes do not.
     lines += [
-        str(spec._replace(shard_group="", copy_groups=tuple(("", n) for _, n in spec.copy_groups)))
+        str(
+            spec._replace(
+                shard_group="",
+                reduce_group="",
+                copy_groups=tuple(("", ranks) for _, ranks in spec.copy_groups),
+            )
+        )
         for spec in specs
     ]
     lines += sorted(f"{tuple(p.shape)} {p.dtype} {p.placements} {p.requires_grad}" for p in params)

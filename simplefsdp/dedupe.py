@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from simplefsdp._torch import is_checkpoint_region, line_of, sets_grad_mode
+from simplefsdp._torch import is_checkpoint_region, line_of, second_group, sets_grad_mode
 from simplefsdp.gather import GatherSpec, gather
 
 
@@ -35,6 +35,19 @@ def dedupe_gathers(gm: GraphModule) -> list[GatherSpec]:
             gm.graph.erase_node(node)
     gm.recompile()
     return [GatherSpec(*node.args[1:]) for node in _gathers(gm)]  # type: ignore[arg-type]
+
+
+def reduce_in_second_group(gm: GraphModule) -> None:
+    """Let the gradients travel on communicators of their own, beside the gathers.
+
+    Each is made when it is first needed, by the ranks of its group together.
+    """
+    for node in _gathers(gm):
+        spec = GatherSpec(*node.args[1:])  # type: ignore[arg-type]
+        if spec.shard_group:
+            spec = spec._replace(reduce_group=second_group(spec.shard_group))
+            node.args = (node.args[0], *spec)
+    gm.recompile()
 
 
 def _refuse_writes(gm: GraphModule) -> None:

@@ -36,6 +36,7 @@ class GatherSpec(NamedTuple):
         rows: size of dim 0 of the full tensor; 0 if it is not sharded.
         shard_group: name of the process group the shards are spread over; "" if not sharded.
         shard_ranks: number of ranks in ``shard_group``; 1 if not sharded.
+        reduce_group: name of the process group, of the same ranks, that gradients are reduced in.
         copy_groups: (name, ranks) of each process group that holds copies of the shard.
         param_dtype: dtype on the wire and in compute; None keeps the shard's dtype.
         reduce_dtype: dtype of the reduce; None keeps the gradient's dtype.
@@ -47,6 +48,7 @@ class GatherSpec(NamedTuple):
     rows: int
     shard_group: str
     shard_ranks: int
+    reduce_group: str
     copy_groups: tuple[tuple[str, int], ...]
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -93,7 +95,7 @@ def _reduce_grad(grad: Tensor, shard_rows: int, spec: GatherSpec) -> Tensor:
     if spec.shard_ranks > 1:
         padded = _pad_rows(grad, _rows_per_rank(spec) * spec.shard_ranks).contiguous()
         grad = _collectives.wait_tensor(
-            _collectives.reduce_scatter_tensor(padded, op, spec.shard_ranks, spec.shard_group)
+            _collectives.reduce_scatter_tensor(padded, op, spec.shard_ranks, spec.reduce_group)
         )
     for group, _ in spec.copy_groups:
         grad = _collectives.wait_tensor(_collectives.all_reduce(grad.contiguous(), op, group))

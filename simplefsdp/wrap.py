@@ -180,6 +180,7 @@ def _layout(
         rows=local.shape[0] if shard_ranks > 1 else 0,
         shard_group=shard_group,
         shard_ranks=shard_ranks,
+        reduce_group=shard_group,
         copy_groups=dp.groups_of(whole, dp.replicate_dim),
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype or policy.param_dtype,

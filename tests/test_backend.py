@@ -24,10 +24,8 @@ EAGER = {"executor": "aot_eager"}
 def test_options():
     assert parse_options(None) == parse_options({}) == Options()
     assert parse_options({"executor": "aot_eager"}).executor == "aot_eager"
-    with pytest.raises(
-        ValueError, match=r"unknown key 'bucket'; did you mean 'bucketing'\? \(valid"
-    ):
-        parse_options({"bucket": "none"})
+    with pytest.raises(ValueError, match=r"unknown key 'layuot'; did you mean 'layout'\? \(valid"):
+        parse_options({"layuot": "flat"})
     with pytest.raises(ValueError, match=r"options\['executor'\]: expected one of 'inductor', "):
         parse_options({"executor": "eager"})
     with pytest.raises(TypeError, match="options: expected a dict, got str"):
@@ -46,7 +44,7 @@ def test_unknown_option_fails_the_compilation(fake_mesh):
     model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
     compiled = torch.compile(model, backend="simplefsdp", options={"bucketing": "manuel"})
     with pytest.raises(
-        BackendCompilerFailed, match=r"options\['bucketing'\]: expected one of 'none'"
+        BackendCompilerFailed, match=r"options\['bucketing'\]: expected one of 'none', 'manual'"
     ):
         compiled(torch.ones(2, 4))
 

@@ -75,6 +75,7 @@ VARIANTS = [
     {**MANUAL, "max_inflight_gathers": 1, "max_pending_reduces": 1},
     {**MANUAL, "buckets": ["blocks.1", ["embed", "frozen"]], "max_inflight_gathers": 5},
     {"bucketing": "none", "reorder": True},
+    {**MANUAL, "separate_reduce_group": True},
 ]
 
 

@@ -89,8 +89,9 @@ class CompileOptions:
     """Compile the model; --no-compile runs it eagerly, with the same numerics."""
     executor: Executor = "inductor"
     """What runs the compiled graphs; aot_eager starts faster and computes slower."""
-    bucketing: Bucketing = "none"
-    """How gathers and reductions are merged into buckets."""
+    bucketing: Bucketing = "manual"
+    """manual: gathers and reductions of a block are merged, and overlap with compute. none: one
+    collective per parameter, where it is needed."""
 
 
 @dataclass(frozen=True)
