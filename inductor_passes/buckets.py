@@ -47,7 +47,7 @@ def assign_by_module(fqns: Sequence[str], patterns: Patterns | None = None) -> A
         TypeError: ``patterns`` is not a list of strings and lists of strings.
     """
     if patterns is None:
-        labels = {fqn: _list_element(fqn, fqns) for fqn in fqns}
+        labels = {fqn: _list_element(fqn) for fqn in fqns}
         label_of = {fqn: label for fqn, label in labels.items() if label}
         return Assignment({**label_of, **_runs(fqns, label_of)})
     bucket_of = _expand(patterns, fqns)
@@ -64,13 +64,8 @@ def _expand(patterns: Patterns, fqns: Sequence[str]) -> dict[str, str]:
     """Bucket label by the path of each module (or parameter) that the patterns match."""
     paths = list(dict.fromkeys(path for fqn in fqns for path in _prefixes(fqn)))
     bucket_of: dict[str, str] = {}
-    for entry in patterns:
-        globs = [entry] if isinstance(entry, str) else list(entry)
-        if not globs or not all(isinstance(glob, str) for glob in globs):
-            raise TypeError(
-                "buckets: expected module FQNs (globs) and lists of them that share a bucket, "
-                f"got {entry!r}"
-            )
+    for entry in _checked(patterns):
+        globs = [entry] if isinstance(entry, str) else entry
         found = list(dict.fromkeys(path for glob in globs for path in _matching(glob, paths)))
         for path in found:
             label = path if isinstance(entry, str) else "+".join(found)
@@ -80,6 +75,22 @@ def _expand(patterns: Patterns, fqns: Sequence[str]) -> dict[str, str]:
                     f"{label!r}; name it once"
                 )
     return bucket_of
+
+
+def _checked(patterns: Patterns) -> Patterns:
+    entries = patterns if isinstance(patterns, (list, tuple)) else [None]
+    for entry in entries:
+        globs = [entry] if isinstance(entry, str) else entry
+        if (
+            not isinstance(globs, (list, tuple))
+            or not globs
+            or not all(isinstance(g, str) for g in globs)
+        ):
+            raise TypeError(
+                "buckets: expected module FQNs (globs) and lists of them that share a bucket, "
+                f"got {patterns!r}"
+            )
+    return patterns
 
 
 def _matching(glob: str, paths: Sequence[str]) -> list[str]:
@@ -105,7 +116,7 @@ def _matches(path: str, pattern: str) -> bool:
     return len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
 
 
-def _list_element(fqn: str, fqns: Sequence[str]) -> str:
+def _list_element(fqn: str) -> str:
     """The list element that a parameter belongs to: its path up to the first number, or ''."""
     parts = fqn.split(".")
     number = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)

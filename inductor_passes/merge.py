@@ -22,23 +22,34 @@ def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
     merged: dict[str, Op] = {}
     members: dict[str, str] = {}
     for bucket in buckets:
-        starts = [program.ops[program.index[name]] for name in bucket.starts]
+        starts = _members(program, bucket)
         first = merge_starts(bucket, starts)
         merged[first.name] = first
         label_of[first.name] = bucket.label
         for op in starts:
-            if members.setdefault(op.name, first.name) != first.name:
+            if op.name in members:
                 raise ProgramError(f"bucket {bucket.label}: {op.name} is in another bucket, too")
+            members[op.name] = first.name
     kept = [op for op in program.ops if members.get(op.name, op.name) == op.name]
     ops = [merged.get(op.name, op) for op in kept]
     return _topological(program, ops, members, label_of)
+
+
+def _members(program: Program, bucket: Bucket) -> list[Op]:
+    missing = [name for name in bucket.starts if name not in program.index]
+    if missing:
+        raise ProgramError(f"bucket {bucket.label}: no op is called {missing[0]}")
+    if len(set(bucket.starts)) < len(bucket.starts):
+        raise ProgramError(f"bucket {bucket.label}: {bucket.starts} names an op twice")
+    return [program.ops[program.index[name]] for name in bucket.starts]
 
 
 def merge_starts(bucket: Bucket, ops: Sequence[Op]) -> Op:
     """The one start that stands for the members of a bucket."""
     collectives = [op.collective for op in ops if op.collective is not None]
     agree = {(c.kind, c.group, c.ranks, c.reduce_op, c.dtype) for c in collectives}
-    if len(agree) != 1 or len(collectives) != len(ops):
+    theirs = len(ops) > 1 and any(c.kind == "other" for c in collectives)
+    if len(agree) != 1 or len(collectives) != len(ops) or theirs:
         raise ProgramError(
             f"bucket {bucket.label}: its members must be collectives of one kind, group, reduce "
             f"op and dtype; they are {sorted(map(str, agree))}"

@@ -17,7 +17,7 @@ from inductor_passes.program import CollectiveKind, Program
 
 # (position in the old order, what goes first there, which of those): compared left to right.
 Key = tuple[float, float, float]
-_START_GATHER, _WAIT_GATHER, _IN_PLACE, _WAIT_REDUCE, _START_REDUCE = range(5)
+_GATHER, _IN_PLACE, _REDUCE = range(3)
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ def _first_uses(program: Program, followers: list[list[int]]) -> list[float]:
 
 def _buckets(program: Program, kind: CollectiveKind) -> list[list[int]]:
     """Positions of the starts of each bucket."""
-    groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     for i, op in program.starts():
         c = op.collective
         if c is not None and c.kind == kind:
-            groups[c.group, c.bucket or op.name].append(i)
+            groups[c.group, c.bucket, "" if c.bucket else op.name].append(i)
     return list(groups.values())
 
 
@@ -103,12 +103,12 @@ def _place_gathers(
     used.sort()
     for k, (use, starts) in enumerate(used):
         ahead = k - policy.max_inflight_gathers + 1
-        # Within a place: gathers that go ahead of a wait, then the wait.
-        where: Key = (used[ahead][0], _START_GATHER, k) if ahead >= 0 else (-1, _START_GATHER, k)
+        # The bucket's turn is just before the wait of the one that it goes ahead of.
+        where: Key = (used[ahead][0] if ahead >= 0 else -1, _GATHER, ahead)
         for i in starts:
             keys[i] = where
             for wait in program.waits_of[i]:
-                keys[wait] = (use, _WAIT_GATHER, k)
+                keys[wait] = (use, _GATHER, k + 0.5)
 
 
 def _place_reduces(
@@ -122,16 +122,16 @@ def _place_reduces(
     made = _made_at(program, keys)
     for starts in _buckets(program, kind):
         at = max((made[j] for i in starts for j in program.predecessors[i]), default=keys[0])
-        ready.append(((at[0], _START_REDUCE, at[2]), starts))
+        ready.append(((at[0], _REDUCE, at[2]), starts))
     ready.sort()
     for k, (where, starts) in enumerate(ready):
         due = k + policy.max_pending_reduces
         # One reduce more would be one too many: wait for the oldest just before it starts.
         until = ready[due][0][0] if due < len(ready) else float(len(program.ops))
         for i in starts:
-            keys[i] = (where[0], _START_REDUCE, k)
+            keys[i] = (where[0], _REDUCE, k)
             for wait in program.waits_of[i]:
-                keys[wait] = (max(until, where[0] + 0.5), _WAIT_REDUCE, k)
+                keys[wait] = (until, _REDUCE, due - 0.5)
                 late.add(wait)
 
 
@@ -159,7 +159,7 @@ def _keep_starts(program: Program, keys: list[Key], first_use: list[float]) -> N
     for i, op in program.starts():
         latest: Key = (inf, 0, 0)
         if op.collective is not None and op.collective.kind == "gather":
-            latest = (first_use[i], _START_GATHER, inf)
+            latest = (first_use[i], _GATHER, inf)
         keys[i] = previous = min(max(keys[i], previous), latest)
 
 

@@ -171,8 +171,13 @@ class Program:
 
     def mutated(self, i: int) -> Iterator[str]:
         """Storages that op ``i`` writes in place."""
-        op = self.ops[i]
-        return (self.buffers[n].storage for n in op.writes if self.writer.get(n) != i)
+        ops = [i, *self.start_of.get(i, ())]
+        return (
+            self.buffers[n].storage
+            for j in ops
+            for n in self.ops[j].writes
+            if self.writer.get(n) != j
+        )
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
@@ -185,9 +190,13 @@ class Program:
         writes_in_place = {s for i in range(len(self.ops)) for s in self.mutated(i)}
         mutation: dict[str, int] = {}
         since: dict[str, list[int]] = {s: [] for s in writes_in_place}
+        arrival: dict[str, int] = {}
         for i, op in enumerate(self.ops):
             found = dict.fromkeys(self.writer[n] for n in op.reads if n in self.writer)
             found.update(dict.fromkeys(self.writer[n] for n in op.writes if n in self.writer))
+            found.update(dict.fromkeys(arrival[n] for n in (*op.reads, *op.writes) if n in arrival))
+            if op.kind == "wait":
+                arrival.update(dict.fromkeys(op.reads, i))
             mutates = set(self.mutated(i))
             for storage in dict.fromkeys(self.touched(i)) if writes_in_place else ():
                 if storage not in writes_in_place:
@@ -247,7 +256,7 @@ class Program:
             if (op.kind == "start") != (op.collective is not None):
                 raise ProgramError(f"{op.name}: a start, and only a start, has a collective")
             _known(op.writes, self.buffers, f"{op.name}: buffer")
-            _known(op.reads, available | set(pending), f"{op.name}: buffer to read")
+            _known(op.reads, available, f"{op.name}: buffer to read")
             if op.kind == "wait":
                 self._verify_wait(op, pending)
             elif early := next((n for n in (*op.reads, *op.writes) if n in pending), None):

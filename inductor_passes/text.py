@@ -161,6 +161,9 @@ class _Reader:
                 fields[key] = self._name()
             else:
                 raise ProgramError(f"unknown field {key!r} of a collective")
+        missing = [key for key in ("ranks", "nbytes") if key not in fields]
+        if missing:
+            raise ProgramError(f"a collective needs {missing[0]}=, a number")
         group, ranks, nbytes, dtype = (fields.get(k, "") for k in list(_FIELDS)[:4])
         op, bucket = fields.get("op", ""), fields.get("bucket", "")
         return Collective(kind, group, int(ranks), int(nbytes), dtype, op, fqns, bucket)
@@ -171,7 +174,9 @@ class _Reader:
             if name in self.buffers:
                 raise ProgramError(f"buffer {name} has its size already")
             nbytes = int(self._take())
-            self.buffers[name] = Buffer(name, nbytes, self._name() if self._skip("@") else name)
+            shared = self._name() if self._skip("@") else name
+            storage = self.buffers[shared].storage if shared in self.buffers else shared
+            self.buffers[name] = Buffer(name, nbytes, storage)
         elif name not in self.buffers:
             raise ProgramError(f"buffer {name} needs its bytes here, as in '{name}: 64'")
         return name
