@@ -1,0 +1,151 @@
+"""What went over the modelled wire: each transfer, what it costs, and waiting for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SPIN_S = 2e-4  # sleep() is late by up to this much; the rest is spun away
+
+
+@dataclass
+class Transfer:
+    """One collective as the wire saw it; times are ``time.perf_counter`` seconds.
+
+    Attributes:
+        kind: ``gather``, ``reduce`` (reduce-scatter), ``all_reduce`` or ``other``.
+        nbytes: bytes of the full tensors.
+        group: name of the process group, which is the lane.
+        issued_s: when it was issued.
+        modelled_s: what the wire takes for it, queueing left out.
+        done_s: when the wire is done with it, queueing included.
+        copy_s: what the calling thread spent on the copies.
+        slept_s: what its waiter slept: the exposed time.
+        by_future: it was waited for through a future, where sleeping cannot be seen.
+        events: CUDA only: (before, after) the wait, on the waiting stream.
+    """
+
+    kind: str
+    nbytes: int
+    group: str
+    issued_s: float
+    modelled_s: float
+    done_s: float
+    copy_s: float = 0.0
+    slept_s: float = 0.0
+    by_future: bool = False
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+
+@dataclass
+class Link:
+    """What all lanes share: the cost of a transfer, and the record of transfers."""
+
+    latency_s: float = 0.0
+    bandwidth: float = float("inf")  # bytes per second
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def seconds(self, kind: str, nbytes: int) -> float:
+        """What the wire takes to move ``nbytes``."""
+        once = self.latency_s + nbytes / self.bandwidth
+        return 2 * once if kind == "all_reduce" else once
+
+    def take(self) -> list[Transfer]:
+        """The transfers recorded since the last call."""
+        taken, self.transfers = self.transfers, []
+        return taken
+
+
+link = Link()
+
+
+def exposed_s(transfers: Sequence[Transfer]) -> float:
+    """Seconds that waiters stood still.
+
+    A future's waiter is C++ code that cannot be watched. DDP, the one who uses futures, waits for
+    all of them right after it issued the last, so what it waits for is the end of the last one.
+    """
+    for transfer in transfers:
+        if transfer.events is not None:
+            before, after = transfer.events
+            after.synchronize()
+            transfer.slept_s = before.elapsed_time(after) / 1e3
+    slept = sum(t.slept_s for t in transfers if not t.by_future)
+    futures = [t for t in transfers if t.by_future]
+    if futures:
+        slept += max(0.0, max(t.done_s for t in futures) - max(t.issued_s for t in futures))
+    return slept
+
+
+class WireWork(dist.Work):
+    """The handle of one transfer."""
+
+    def __init__(
+        self, transfer: Transfer, inputs: object, outputs: object, done: torch.cuda.Event | None
+    ) -> None:
+        super().__init__()
+        self._transfer, self._done = transfer, done
+        # A real transfer reads its inputs until it is done: they are memory in use until the wait.
+        self._inputs, self._outputs = inputs, outputs
+
+    def is_completed(self) -> bool:
+        if self._done is not None:
+            return bool(self._done.query())
+        return time.perf_counter() >= self._transfer.done_s
+
+    def is_success(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Sleep (CPU) or hold up the current stream (CUDA) until the transfer is done."""
+        if self._done is not None:
+            self._hold_up_stream(self._done)
+        else:
+            self._transfer.slept_s += _sleep_until(self._transfer.done_s)
+        self._inputs = self._outputs = None
+        return True
+
+    def _hold_up_stream(self, done: torch.cuda.Event) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream()
+        before.record(stream)
+        stream.wait_event(done)
+        after.record(stream)
+        if self._transfer.events is None:
+            self._transfer.events = (before, after)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that a thread completes in time: asleep till then, it takes nothing."""
+        if self._done is not None:
+            future = torch.futures.Future(devices=[torch.cuda.current_device()])
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.current_stream().wait_event(self._done)
+                future.set_result(self._outputs)
+            return future
+        future = torch.futures.Future()
+        self._transfer.by_future = True
+        held = (self._inputs, self._outputs)
+
+        def complete() -> None:
+            _sleep_until(self._transfer.done_s, spin=False)
+            future.set_result(held[1])
+
+        threading.Thread(target=complete, daemon=True).start()
+        return future
+
+
+def _sleep_until(moment_s: float, *, spin: bool = True) -> float:
+    start = time.perf_counter()
+    if start >= moment_s:
+        return 0.0
+    time.sleep(max(0.0, moment_s - start - (_SPIN_S if spin else 0.0)))
+    while time.perf_counter() < moment_s:
+        pass
+    return time.perf_counter() - start

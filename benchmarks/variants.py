@@ -1,0 +1,185 @@
+"""The variants that are compared: one model, one batch, and each way to distribute it."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from rows import Row
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch_passes import auto_backend, manual_backend
+
+from simplefsdp import simple_fsdp
+from simplefsdp.models import Llama
+
+
+class LlamaLoss(Llama):
+    """The Llama with its loss, so that a compiled model is a whole forward and backward."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of `targets [batch, seq]` given `tokens [batch, seq]`."""
+        return cross_entropy(super().forward(tokens), targets)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in fp32: `logits [batch, seq, vocab]`, `targets [batch, seq]`."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class LlamaCompiledLoss(Llama):
+    """For FSDP2 with compiled blocks: what is outside the blocks is eager, the loss compiled."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """As :class:`LlamaLoss`."""
+        return _compiled_cross_entropy()(super().forward(tokens), targets)
+
+
+@functools.cache
+def _compiled_cross_entropy() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(cross_entropy)
+
+
+def _with_own_code(cls: type[Llama]) -> type[Llama]:
+    """A subclass whose forward is a code object of its own.
+
+    Dynamo caches by code object: DDP's model would be served the graph that the floor compiled,
+    which is not split at DDP's buckets, and would overlap nothing.
+    """
+    shared = cls.forward
+    own = types.FunctionType(
+        shared.__code__.replace(), shared.__globals__, "forward", closure=shared.__closure__
+    )
+    return type(cls.__name__, (cls,), {"forward": own})
+
+
+@dataclass
+class Workload:
+    """What every variant runs: same weights, same batch."""
+
+    row: Row
+    mesh: DeviceMesh
+    device: torch.device
+    weights: dict[str, Tensor]
+    tokens: Tensor
+    targets: Tensor
+
+    def model(self, cls: type[Llama] = LlamaLoss) -> Llama:
+        """A fresh model with the weights, fp32, on the device."""
+        model = _with_own_code(cls)(self.row.config())
+        model.load_state_dict(self.weights)
+        return model.to(self.device)
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """The one mixed-precision policy of all sharded variants."""
+        if self.row.dtype == "fp32":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclass
+class Variant:
+    """One way to run a step.
+
+    Attributes:
+        name: as on the command line.
+        step: forward of the loss; `.backward()` is the caller's.
+        params: what the optimizer steps.
+        optimizer: AdamW over `params`.
+        extra_nbytes: held through the run, and neither parameter, gradient nor optimizer state.
+    """
+
+    name: str
+    step: Callable[[Tensor, Tensor], Tensor]
+    params: dict[str, nn.Parameter]
+    extra_nbytes: int = 0
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.params.values(), lr=1e-4)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether its parameters are DTensor shards."""
+        return any(isinstance(p, DTensor) for p in self.params.values())
+
+
+def _floor(load: Workload) -> Variant:
+    """No communication: the plain model, compiled; its parameters are in the compute dtype."""
+    model = load.model().to(load.row.param_dtype)
+    return Variant("floor", torch.compile(model), dict(model.named_parameters()))
+
+
+def _ddp(load: Workload) -> Variant:
+    """DDP, compiled; gradients travel in the compute dtype."""
+    model = load.model().to(load.row.param_dtype)
+    params = dict(model.named_parameters())
+    # Its gradient buckets are a second copy of all gradients, made once.
+    extra = sum(p.numel() * p.element_size() for p in params.values())
+    # The only buffers are the rotary tables; nobody would broadcast them in every step.
+    ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    return Variant("ddp", torch.compile(ddp), params, extra)
+
+
+def _fsdp2(load: Workload, *, compiled: bool) -> Variant:
+    """FSDP2, a unit per block and one for the rest; compiled block by block, as torchtitan does."""
+    model = load.model(LlamaCompiledLoss if compiled else LlamaLoss)
+    if compiled:
+        for layer in model.layers:
+            layer.compile()
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=load.mesh, mp_policy=load.policy(), reshard_after_forward=True)
+    name = "fsdp2_compiled" if compiled else "fsdp2_eager"
+    return Variant(name, model, dict(model.named_parameters()))
+
+
+def _wrapped(load: Workload) -> nn.Module:
+    return simple_fsdp(load.model(), load.mesh, mp_policy=load.policy(), reshard_after_forward=True)
+
+
+def _simplefsdp(load: Workload, *, name: str, options: dict[str, object]) -> Variant:
+    model = _wrapped(load)
+    compiled = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
+    return Variant(name, compiled, dict(model.named_parameters()))
+
+
+def _torch_manual(load: Workload) -> Variant:
+    """PyTorch's manual pass on the wrapped model, buckets as for FSDP2."""
+    model = _wrapped(load)
+    plan = ["embed_tokens", *(f"layers.{i}" for i in range(load.row.layers)), ["norm", "lm_head"]]
+    compiled = torch.compile(model, backend=manual_backend(plan), fullgraph=True)
+    return Variant("torch_manual", compiled, dict(model.named_parameters()))
+
+
+def _torch_auto(load: Workload) -> Variant:
+    """PyTorch's automatic pass on the wrapped model."""
+    model = _wrapped(load)
+    compiled = torch.compile(model, backend=auto_backend(), fullgraph=True)
+    return Variant("torch_auto", compiled, dict(model.named_parameters()))
+
+
+def _options(name: str, **options: object) -> Callable[[Workload], Variant]:
+    return functools.partial(_simplefsdp, name=name, options=options)
+
+
+BUILDERS: dict[str, Callable[[Workload], Variant]] = {
+    "floor": _floor,
+    "ddp": _ddp,
+    "fsdp2_eager": functools.partial(_fsdp2, compiled=False),
+    "fsdp2_compiled": functools.partial(_fsdp2, compiled=True),
+    "none": _options("none", bucketing="none"),
+    "manual": _options("manual", bucketing="manual"),
+    "torch_manual": _torch_manual,
+    "torch_auto": _torch_auto,
+    # Not in the default list: for choosing the defaults.
+    "none_reorder": _options("none_reorder", bucketing="none", reorder=True),
+    "manual_flat": _options("manual_flat", bucketing="manual", layout="flat"),
+    "manual_coalesced": _options("manual_coalesced", bucketing="manual", layout="coalesced"),
+}
+DEFAULT = tuple(BUILDERS)[:8]
