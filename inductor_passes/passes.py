@@ -75,10 +75,13 @@ def _transform(graph: Graph, settings: Settings, fqn_of: fx.FqnOf) -> None:
     before = fx.read(graph, fqn_of)
     buckets, merged = plan(before.program, settings)
     write_buckets(graph, before, merged, buckets, settings.layout)
+    reading = fx.read(graph, fqn_of)
+    after = reading.program
     if settings.reorder:
-        reading = fx.read(graph, fqn_of)
-        fx.write_order(graph, reading, overlap(reading.program, settings.policy))
-    verify_unchanged(before.program, fx.read(graph, fqn_of).program)
+        order = overlap(after, settings.policy)
+        after = after.reorder(order)
+        fx.write_order(graph, reading, order)
+    verify_unchanged(before.program, after)
     graph.lint()
 
 
