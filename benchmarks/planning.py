@@ -2,7 +2,7 @@
 
 The depth is the real one, and so is the number of nodes in the graphs; the width is small, since
 no pass looks at data and the machine may have little memory. Traced on a fake process group. The
-time of each pass is its own, without tracing, partitioning or lowering.
+time of each pass is its own, in CPU seconds, without tracing, partitioning or lowering.
 
 The growth exponent is the slope of log(seconds) over log(nodes), by least squares.
 """
@@ -47,9 +47,9 @@ class Stopwatch:
         self.nodes = 0
 
     def time(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
+        began = time.process_time()
         result = function(*args, **kwargs)
-        self.seconds[name] += time.perf_counter() - began
+        self.seconds[name] += time.process_time() - began
         return result
 
 

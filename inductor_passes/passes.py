@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -55,6 +57,21 @@ def plan(program: Program, settings: Settings) -> tuple[tuple[Bucket, ...], Prog
     return buckets, merge(program, buckets)
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A pass makes many small objects that live; to look for garbage among them, the collector
+    would walk the compiler's whole heap time and again, and the time of a pass would grow with
+    the square of the model."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_garbage_collection()
 def bucket_and_reorder(graph: Graph, settings: Settings, fqn_of: fx.FqnOf) -> None:
     """The post-grad pass: merge the collectives of each bucket and order the graph, in place.
 
@@ -101,6 +118,7 @@ class ImposeOrder:
     on_error: Literal["raise", "fallback"]
     uuid: str
 
+    @_no_garbage_collection()
     def __call__(self, snodes: list[Any]) -> list[Any]:
         """The same scheduler nodes, in order.
 
@@ -156,6 +174,7 @@ class Prediction:
     device: str
 
 
+@_no_garbage_collection()
 def predict(gm: GraphModule, settings: Settings, fqn_of: fx.FqnOf) -> Prediction:
     """Plan on paper; the graph stays as it is. For the log, whether or not a cache has the code."""
     reading = fx.read(gm.graph, fqn_of)

@@ -68,10 +68,11 @@ def _agree_with_other_ranks(gm: GraphModule, options: Options, specs: Sequence[G
     ranks = rank_guard.ranks_of([param.device_mesh for param in params])
     grad = "with" if torch.is_grad_enabled() else "without"
     lines = [f"torch {torch.__version__}, sources {_sources()[:16]}, {options}, {grad} gradients"]
-    # The names of groups differ between ranks; their sizes do not.
+    # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
     lines += [
         str(
             spec._replace(
+                rows=0,
                 shard_group="",
                 reduce_group="",
                 copy_groups=tuple(("", ranks) for _, ranks in spec.copy_groups),

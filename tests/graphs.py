@@ -30,17 +30,17 @@ class Captured:
 
 @contextmanager
 def capture() -> Iterator[Captured]:
-    captured, log_census = Captured(), simplefsdp.backend._log_census
+    captured, log_graph = Captured(), simplefsdp.backend._log_graph
 
-    def observe(gm: GraphModule, is_backward: bool) -> None:
+    def observe(gm: GraphModule, is_backward: bool, **kwargs: object) -> None:
         (captured.backward if is_backward else captured.forward).append(copy.deepcopy(gm))
-        log_census(gm, is_backward)
+        log_graph(gm, is_backward, **kwargs)
 
-    simplefsdp.backend._log_census = observe
+    simplefsdp.backend._log_graph = observe
     try:
         yield captured
     finally:
-        simplefsdp.backend._log_census = log_census
+        simplefsdp.backend._log_graph = log_graph
 
 
 def calls(gm: GraphModule, *targets: object) -> list[Node]:

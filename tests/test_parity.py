@@ -56,9 +56,8 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-12
 def compile_for(model: nn.Module, executor: str) -> nn.Module:
     if executor == "eager":
         return model
-    return torch.compile(
-        model, backend="simplefsdp", fullgraph=True, options={"executor": executor}
-    )
+    options = {"executor": executor, "bucketing": "manual"}
+    return torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
 
 
 def compare_with_one_process(mode, precision, reshard, executor, **kind):
