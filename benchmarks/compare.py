@@ -12,7 +12,7 @@ from transfers import link
 
 @dataclass(frozen=True)
 class Limit:
-    """The time that no schedule on this wire beats: see :func:`limit_of`. Seconds."""
+    """The yardstick of the schedules on this wire: see :func:`limit_of`. Seconds."""
 
     compute_s: float
     wire_s: float
@@ -31,7 +31,8 @@ def limit_of(row: Row, results: dict[str, Result]) -> Limit:
 
     compute is the floor's median; wire what all transfers of ``manual`` take (of ``none`` where
     that did not run); the first gather and the last reduce are those of the embedding alone: the
-    model cannot start without it, and its gradient is the last to be known.
+    model cannot start without it, and its gradient is the last to be known. Where the wire is the
+    longer one, these two are counted in it already, and the limit is that much too high.
     """
     source = next((n for n in ("manual", "none") if n in results and results[n].ok), None)
     if source is None or not results["floor"].ok:

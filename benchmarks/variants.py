@@ -128,12 +128,13 @@ def _ddp(load: Workload) -> Variant:
 
 
 def _fsdp2(load: Workload, *, compiled: bool) -> Variant:
-    """FSDP2, a unit per block and one for the rest; compiled block by block, as torchtitan does."""
+    """FSDP2, a unit each for the embedding, the blocks, and norm with head; compiled by block."""
     model = load.model(LlamaCompiledLoss if compiled else LlamaLoss)
     if compiled:
         for layer in model.layers:
             layer.compile()
-    for unit in (*model.layers, model):
+    units = (model.embed_tokens, *model.layers, [model.norm, model.lm_head], model)
+    for unit in units:
         fully_shard(unit, mesh=load.mesh, mp_policy=load.policy(), reshard_after_forward=True)
     name = "fsdp2_compiled" if compiled else "fsdp2_eager"
     return Variant(name, model, dict(model.named_parameters()))
@@ -177,9 +178,15 @@ BUILDERS: dict[str, Callable[[Workload], Variant]] = {
     "manual": _options("manual", bucketing="manual"),
     "torch_manual": _torch_manual,
     "torch_auto": _torch_auto,
+    # Buckets by name: a smaller first gather and last reduce, as the exposed ones.
+    "manual_split": _options(
+        "manual_split",
+        bucketing="manual",
+        buckets=["layers.0.self_attn", "layers.0", "layers.*"],
+    ),
     # Not in the default list: for choosing the defaults.
     "none_reorder": _options("none_reorder", bucketing="none", reorder=True),
     "manual_flat": _options("manual_flat", bucketing="manual", layout="flat"),
     "manual_coalesced": _options("manual_coalesced", bucketing="manual", layout="coalesced"),
 }
-DEFAULT = tuple(BUILDERS)[:8]
+DEFAULT = tuple(BUILDERS)[:9]

@@ -1,11 +1,11 @@
 """Every private part of PyTorch that the passes touch, behind a name of our own.
 
-Each has a contract test in ``tests/test_torch_contract.py`` that says what moved.
+Each has a contract test in ``tests/test_passes_contract.py`` that says what moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -105,13 +105,20 @@ def is_scheduled_item(snode: Any) -> bool:
     return isinstance(snode.node, ir.MultiOutput)
 
 
-def scheduled_reads(snode: Any) -> tuple[str, ...]:
+def scheduled_reads(snode: Any, launched: Container[str] = ()) -> tuple[str, ...]:
     """Names of the buffers whose writers must run before a scheduler node.
 
-    Inductor chains the launches of collectives by dependencies that it marks as fake; they stand
-    for a sequence, not for data, and are left out.
+    Inductor chains the launches of collectives by dependencies of a start on the buffers
+    ``launched`` by the one before it, marked as fake; they stand for a sequence, not for data, and
+    are left out. Those of a write in place on the reads before it are marked so, too, and kept.
     """
-    deps = [dep for dep in snode.unmet_dependencies if not getattr(dep, "is_fake", False)]
+
+    def is_chain(dep: Any) -> bool:
+        return getattr(dep, "is_fake", False) and dep.name in launched
+
+    deps = snode.unmet_dependencies
+    if is_scheduled_start(snode):
+        deps = [dep for dep in deps if not is_chain(dep)]
     return tuple(sorted({str(dep.name) for dep in deps}))
 
 

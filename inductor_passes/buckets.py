@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from inductor_passes.program import Bucket, Program
 
@@ -26,45 +27,42 @@ class Assignment:
     uncovered: tuple[str, ...] = ()
 
 
-def assign_alone(fqns: Sequence[str]) -> Assignment:
-    """Every parameter by itself."""
-    return Assignment({fqn: fqn for fqn in fqns})
-
-
-def assign_by_module(fqns: Sequence[str], patterns: Patterns | None = None) -> Assignment:
+def assign_by_module(
+    fqns: Sequence[str], patterns: Patterns | None = None, *, known: Iterable[str] = ()
+) -> Assignment:
     """One bucket per module.
 
     Args:
-        fqns: of all parameters, in model order.
+        fqns: of the parameters of a graph, in an order that all ranks share.
         patterns: globs on module (or parameter) FQNs, where ``*`` stays within one component.
             Each module that a pattern matches gets a bucket; those that a nested list matches
-            share one. A parameter goes to the innermost module that covers it. None: one bucket
-            per element of the model's repeated lists (the outermost numbered component of the
-            FQNs), and one per run of the parameters before, between and after them.
+            share one. A parameter goes to the innermost module that covers it. Parameters that
+            no pattern covers, or all if it is None, are assigned by default: one bucket per
+            element of the model's repeated lists, and one per run of the parameters before,
+            between and after them (of a model without lists: one per top-level module).
+        known: further parameters that exist, but not in this graph; a pattern may match those.
 
     Raises:
         ValueError: a pattern matches nothing, or a module is named for two buckets.
         TypeError: ``patterns`` is not a list of strings and lists of strings.
     """
-    if patterns is None:
-        labels = {fqn: _list_element(fqn) for fqn in fqns}
-        label_of = {fqn: label for fqn, label in labels.items() if label}
-        return Assignment({**label_of, **_runs(fqns, label_of)})
-    bucket_of = _expand(patterns, fqns)
-    label_of = {}
+    paths = list(dict.fromkeys(path for fqn in (*fqns, *known) for path in _prefixes(fqn)))
+    bucket_of = _expand(check_patterns(patterns), paths) if patterns is not None else {}
+    covered: dict[str, str] = {}
     for fqn in fqns:
         covering = [bucket_of[path] for path in _prefixes(fqn) if path in bucket_of]
         if covering:
-            label_of[fqn] = covering[-1]
-    uncovered = tuple(fqn for fqn in fqns if fqn not in label_of)
-    return Assignment({**label_of, **_runs(fqns, label_of)}, uncovered)
+            covered[fqn] = covering[-1]
+    rest = tuple(fqn for fqn in fqns if fqn not in covered)
+    label_of = {**covered, **_by_default(fqns, rest)}
+    uncovered = rest if patterns is not None else ()
+    return Assignment({fqn: label_of[fqn] for fqn in fqns}, uncovered)
 
 
-def _expand(patterns: Patterns, fqns: Sequence[str]) -> dict[str, str]:
+def _expand(patterns: Patterns, paths: Sequence[str]) -> dict[str, str]:
     """Bucket label by the path of each module (or parameter) that the patterns match."""
-    paths = list(dict.fromkeys(path for fqn in fqns for path in _prefixes(fqn)))
     bucket_of: dict[str, str] = {}
-    for entry in _checked(patterns):
+    for entry in patterns:
         globs = [entry] if isinstance(entry, str) else entry
         found = list(dict.fromkeys(path for glob in globs for path in _matching(glob, paths)))
         for path in found:
@@ -77,20 +75,25 @@ def _expand(patterns: Patterns, fqns: Sequence[str]) -> dict[str, str]:
     return bucket_of
 
 
-def _checked(patterns: Patterns) -> Patterns:
-    entries = patterns if isinstance(patterns, (list, tuple)) else [None]
-    for entry in entries:
+def check_patterns(patterns: object) -> Patterns:
+    """``patterns`` themselves, if they are some.
+
+    Raises:
+        TypeError: not a list of strings and lists of strings, or an empty one.
+    """
+    entries: list[Any] = list(patterns) if isinstance(patterns, (list, tuple)) else []
+    for entry in entries or [None]:
         globs = [entry] if isinstance(entry, str) else entry
-        if (
-            not isinstance(globs, (list, tuple))
-            or not globs
-            or not all(isinstance(g, str) for g in globs)
-        ):
+        if not (isinstance(globs, (list, tuple)) and globs and all(map(_is_string, globs))):
             raise TypeError(
                 "buckets: expected module FQNs (globs) and lists of them that share a bucket, "
                 f"got {patterns!r}"
             )
-    return patterns
+    return entries
+
+
+def _is_string(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _matching(glob: str, paths: Sequence[str]) -> list[str]:
@@ -116,42 +119,67 @@ def _matches(path: str, pattern: str) -> bool:
     return len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
 
 
-def _list_element(fqn: str) -> str:
-    """The list element that a parameter belongs to: its path up to the first number, or ''."""
-    parts = fqn.split(".")
-    number = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
-
-
-def _runs(fqns: Sequence[str], label_of: Mapping[str, str]) -> dict[str, str]:
-    """Labels for the parameters that have none: one per run of them, from its modules' names."""
+def _by_default(fqns: Sequence[str], rest: Sequence[str]) -> dict[str, str]:
+    """Labels for the parameters in ``rest``, which keep the order of ``fqns``."""
+    elements = _list_elements(fqns)
     runs: list[list[str]] = []
-    previous_covered = True
+    previous = ""
     for fqn in fqns:
-        covered = fqn in label_of
-        if not covered:
-            if previous_covered:
-                runs.append([])
+        # A run ends where the parameters between its members have a bucket of their own.
+        place = "" if fqn in elements or fqn not in rest else "run"
+        if place == "run" and not elements:
+            place = fqn.split(".")[0]
+        if place and place != previous:
+            runs.append([])
+        if place:
             runs[-1].append(fqn)
-        previous_covered = covered
-    labels = {}
+        previous = place
+    labels = {fqn: elements[fqn] for fqn in rest if fqn in elements}
     for run in runs:
         label = "+".join(dict.fromkeys(fqn.rpartition(".")[0] or fqn for fqn in run))
+        while label in labels.values():
+            label += "'"
         labels.update(dict.fromkeys(run, label))
     return labels
+
+
+def _list_elements(fqns: Sequence[str]) -> dict[str, str]:
+    """The list element that each parameter belongs to, if it belongs to one.
+
+    That of the outermost list of 3 or more elements (layers, not the experts within them; the
+    layers of an encoder and a decoder, not these two); else that of the longest list.
+    """
+    prefixes = {fqn: [p for p in _prefixes(fqn)[:-1] if p.split(".")[-1].isdigit()] for fqn in fqns}
+    length = Counter(
+        p.rpartition(".")[0] for p in {p for found in prefixes.values() for p in found}
+    )
+    elements = {}
+    for fqn, found in prefixes.items():
+        if found:
+            lengths = [length[p.rpartition(".")[0]] for p in found]
+            long = next((i for i, n in enumerate(lengths) if n >= 3), lengths.index(max(lengths)))
+            elements[fqn] = found[long]
+    return elements
 
 
 def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]:
     """The buckets of one graph, in the order of their first members.
 
-    Members share label, kind, group, reduce op and dtype. (Gloo reads the tensors of a coalesced
+    Members share label, kind, group, reduce op and dtype, and travel in the order of
+    the assignment, so that all ranks lay them out alike. (Gloo reads the tensors of a coalesced
     reduce as if all had the dtype of the first.) Collectives that are not data parallelism's
     stay out.
     """
-    groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[tuple[int, str]]] = defaultdict(list)
+    place = {fqn: i for i, fqn in enumerate(assignment.label_of)}
     for _, op in program.starts():
         c = op.collective
         if c is not None and c.kind != "other" and c.fqns:
             label = assignment.label_of.get(c.fqns[0], c.fqns[0])
-            groups[label, c.kind, c.group, c.ranks, c.reduce_op, c.dtype].append(op.name)
-    return tuple(Bucket(str(key[0]), tuple(starts)) for key, starts in groups.items())
+            groups[label, c.kind, c.group, c.ranks, c.reduce_op, c.dtype].append(
+                (place.get(c.fqns[0], len(place)), op.name)
+            )
+    return tuple(
+        Bucket(str(key[0]), tuple(name for _, name in sorted(found, key=lambda pair: pair[0])))
+        for key, found in groups.items()
+    )

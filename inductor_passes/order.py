@@ -2,14 +2,14 @@
 
 A policy gives every op a *key*, a place in the program that it would like. Keys are then made to
 grow along every dependency, and the program is sorted by them: an order that is legal because of
-how it is made, in one sort. Compute keeps its order; only collectives, what feeds them and what
-follows them move.
+how it is made, in one sort. Compute keeps its order, except what feeds a collective that starts
+earlier or follows one that is waited for later.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -184,7 +184,7 @@ def _pull_predecessors(program: Program, keys: list[Key], *, keep_starts: bool) 
             keys[j] = min(keys[j], keys[i])
 
 
-def starts_in(program: Program, order: Sequence[str]) -> list[str]:
-    """The start ops among ``order``: the sequence in which a rank launches collectives."""
+def starts_in(program: Program, order: Iterable[str]) -> list[str]:
+    """The starts among ``order``: the sequence in which a rank launches collectives."""
     starts = {op.name for _, op in program.starts()}
     return [name for name in order if name in starts]

@@ -15,8 +15,8 @@ from inductor_passes import fx, scheduler
 from inductor_passes.buckets import Assignment, plan_buckets
 from inductor_passes.layouts import Layout, write_buckets
 from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, overlap
-from inductor_passes.program import Bucket, Collective, Op, Program
+from inductor_passes.order import OverlapPolicy, overlap, starts_in
+from inductor_passes.program import Bucket, Collective, Op, Program, ProgramError
 from inductor_passes.roofline import cost_of, device_of
 from inductor_passes.simulate import simulate
 from inductor_passes.verify import verify_unchanged
@@ -133,6 +133,10 @@ class ImposeOrder:
                 return snodes  # a graph without buckets, or one that fell back
             order = overlap(reading.program, self.policy, keep_starts=True)
             reading.program.reorder(order).verify()
+            if starts_in(reading.program, order) != starts_in(reading.program, reading.snodes):
+                raise ProgramError(
+                    "the sequence of launches changed, and may differ on other ranks"
+                )
             return scheduler.write(reading, order, len(snodes))
         except Exception as error:
             if self.on_error == "raise":
@@ -172,6 +176,27 @@ class Prediction:
     exposed_before_us: float
     exposed_after_us: float
     device: str
+
+
+@_no_garbage_collection()
+def launches(gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf) -> list[str]:
+    """What a graph will launch, in sequence, in words that are the same on all ranks.
+
+    If the passes cannot plan it, what they will say, so that a rank that raises or falls back is
+    not alone.
+    """
+    try:
+        program = fx.read(gm.graph, fqn_of).program
+        if settings is not None:
+            _, program = plan(program, settings)
+        if settings is not None and settings.reorder:
+            program = program.reorder(overlap(program, settings.policy))
+    except Exception as error:
+        return [f"cannot be planned: {type(error).__name__}"]
+    return [
+        f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks, bucket {c.bucket!r}: {c.fqns}"
+        for _, c in _collectives(program)
+    ]
 
 
 @_no_garbage_collection()

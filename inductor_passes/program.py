@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 Kind = Literal["compute", "view", "start", "wait"]
@@ -184,19 +185,23 @@ class Program:
         """For each op, positions of the ops that must come before it.
 
         The writer of what it reads; and, for storages that are mutated in place, the mutation
-        and everything that touches the storage keep their order.
+        and everything that touches the storage keep their order. So do the starts of collectives
+        that are not data parallelism's: whoever made them chose their sequence.
         """
         before: list[tuple[int, ...]] = []
         writes_in_place = {s for i in range(len(self.ops)) for s in self.mutated(i)}
         mutation: dict[str, int] = {}
         since: dict[str, list[int]] = {s: [] for s in writes_in_place}
         arrival: dict[str, int] = {}
+        others = [i for i, op in self.starts() if op.collective and op.collective.kind == "other"]
+        previous_other = {i: [j] for j, i in pairwise(others)}
         for i, op in enumerate(self.ops):
             found = dict.fromkeys(self.writer[n] for n in op.reads if n in self.writer)
             found.update(dict.fromkeys(self.writer[n] for n in op.writes if n in self.writer))
             found.update(dict.fromkeys(arrival[n] for n in (*op.reads, *op.writes) if n in arrival))
             if op.kind == "wait":
                 arrival.update(dict.fromkeys(op.reads, i))
+            found.update(dict.fromkeys(previous_other.get(i, ())))
             mutates = set(self.mutated(i))
             for storage in dict.fromkeys(self.touched(i)) if writes_in_place else ():
                 if storage not in writes_in_place:

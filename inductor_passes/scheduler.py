@@ -6,6 +6,7 @@ which undoes what was ordered before. So the planned order is imposed here once 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +36,16 @@ def read(snodes: Sequence[Any], fqn_of: FqnOf) -> Reading:
     Raises:
         ProgramError: the nodes break a rule, as by using a result before its wait.
     """
-    reader = _Reader(_results_of_starts(snodes))
-    for snode in snodes:
-        reader.read(snode, fqn_of)
+    launched = {
+        name
+        for snode in snodes
+        if _torch.is_scheduled_start(snode)
+        for name in _torch.scheduled_writes(snode)
+    }
+    reads = [_torch.scheduled_reads(snode, launched) for snode in snodes]
+    reader = _Reader(_results_of_starts(snodes, reads))
+    for snode, names in zip(snodes, reads, strict=True):
+        reader.read(snode, names, fqn_of)
     program = Program(tuple(reader.ops), reader.buffers, tuple(reader.inputs))
     return Reading(program.verify(), {name: tuple(found) for name, found in reader.snodes.items()})
 
@@ -54,13 +62,14 @@ def write(reading: Reading, order: Sequence[str], count: int) -> list[Any]:
     return permuted
 
 
-def _results_of_starts(snodes: Sequence[Any]) -> dict[str, str]:
+def _results_of_starts(
+    snodes: Sequence[Any], reads_of: Sequence[tuple[str, ...]]
+) -> dict[str, str]:
     """Start that fills each buffer somebody waits for. A start nobody waits for is not here."""
     owner: dict[str, str] = {}
     used: set[str] = set()
     waited: set[str] = set()
-    for snode in snodes:
-        reads = _torch.scheduled_reads(snode)
+    for snode, reads in zip(snodes, reads_of, strict=True):
         if _torch.is_scheduled_start(snode):
             owner.update(dict.fromkeys(_torch.scheduled_writes(snode), str(snode.get_name())))
         elif _torch.is_scheduled_item(snode) and reads[0] in owner:
@@ -74,24 +83,25 @@ def _results_of_starts(snodes: Sequence[Any]) -> dict[str, str]:
 class _Reader:
     def __init__(self, results: dict[str, str]) -> None:
         self.start_of = results
-        self.starts = set(results.values())
+        self.results_of: defaultdict[str, list[str]] = defaultdict(list)
+        for result, start in results.items():
+            self.results_of[start].append(result)
         self.ops: list[Op] = []
         self.snodes: dict[str, list[Any]] = {}
         self.buffers: dict[str, Buffer] = {}
         self.inputs: list[str] = []
         self.owner: dict[str, str] = {}  # of the list that a start returns
 
-    def read(self, snode: Any, fqn_of: FqnOf) -> None:
-        name = str(snode.get_name())
-        reads, writes = _torch.scheduled_reads(snode), _torch.scheduled_writes(snode)
+    def read(self, snode: Any, reads: tuple[str, ...], fqn_of: FqnOf) -> None:
+        name, writes = str(snode.get_name()), _torch.scheduled_writes(snode)
         if _torch.is_scheduled_item(snode) and reads[0] in self.owner:
             self.snodes[self.owner[reads[0]]].append(snode)
             return
         self.snodes[name] = [snode]
-        if name in self.starts:
+        if name in self.results_of:
             self.owner.update(dict.fromkeys(writes, name))
-            results = [n for n, start in self.start_of.items() if start == name]
-            self._add(Op(name, "start", reads, tuple(results), _collective(snode, fqn_of)))
+            results = tuple(self.results_of[name])
+            self._add(Op(name, "start", reads, results, _collective(snode, fqn_of)))
         elif pending := tuple(n for n in reads if n in self.start_of):
             # A wait also lists the inputs of its collective, which must live as long.
             storage = self.buffers[pending[0]].storage

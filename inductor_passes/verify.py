@@ -31,7 +31,8 @@ def verify_unchanged(before: Program, after: Program) -> None:
 
 def _differing(one: object, other: object) -> object:
     if isinstance(one, Counter) and isinstance(other, Counter):
-        return dict(list((one - other).items())[:5])
+        differ = {key: n for key, n in one.items() if n != other[key]}
+        return dict(list(differ.items())[:5])
     return one
 
 

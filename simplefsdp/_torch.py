@@ -153,8 +153,7 @@ def compile_with_inductor(
     if graph_pass is not None:
         patches["post_grad_custom_post_pass"] = _graph_pass(graph_pass, uuid)
     if scheduler_pass is not None:
-        patches["reorder_for_compute_comm_overlap"] = True
-        patches["reorder_for_compute_comm_overlap_passes"] = [scheduler_pass]
+        patches |= _scheduler_patches(scheduler_pass)
     # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
     # is the one that saves the minutes of code generation.
     with functorch_config.patch(enable_autograd_cache=False):
@@ -162,6 +161,25 @@ def compile_with_inductor(
             gm, example_inputs, inner_compile=inner_compile, config_patches=patches
         )
     return cast(CompiledFunction, compiled)
+
+
+def _scheduler_patches(scheduler_pass: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
+    from torch._inductor import config
+
+    patches = {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": [scheduler_pass],
+        # Torch's own overlap pass would bucket again what is bucketed. And 2.12 compares the
+        # graphs of all ranks by a collective while it compiles, if a pass like ours is set: a rank
+        # that finds its code in the cache would never come to it.
+        "aten_distributed_optimizations.enable_overlap_scheduling": False,
+        "aten_distributed_optimizations.spmd_check": False,
+    }
+    if config.deterministic:
+        # The scheduler then skips our pass; the order of the FX graph must stand.
+        patches["reorder_for_peak_memory"] = False
+    known = config.get_config_copy()
+    return {key: value for key, value in patches.items() if key in known}
 
 
 @contextmanager
@@ -257,7 +275,11 @@ def second_group(name: str) -> str:
     group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
     if group not in _second_groups:
         ranks = distributed_c10d.get_process_group_ranks(group)
-        second = distributed_c10d.new_group(ranks, use_local_synchronization=True)
+        second = distributed_c10d.new_group(
+            ranks,
+            backend=distributed_c10d.get_backend_config(group),
+            use_local_synchronization=True,
+        )
         _second_groups[group] = second.group_name
     return _second_groups[group]
 

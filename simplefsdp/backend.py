@@ -18,13 +18,14 @@ from torch.fx import GraphModule, Node
 import inductor_passes
 from inductor_passes.buckets import assign_by_module
 from inductor_passes.order import OverlapPolicy
-from inductor_passes.passes import ImposeOrder, Settings, bucket_and_reorder, predict
+from inductor_passes.passes import ImposeOrder, Settings, bucket_and_reorder, launches, predict
 from simplefsdp import _torch, provenance, rank_guard
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
 from simplefsdp.gather import GatherSpec
 from simplefsdp.options import Options, parse_options
 from simplefsdp.recompute import tag_for_recompute
+from simplefsdp.wrap import known_fqns
 
 log = logging.getLogger("simplefsdp")
 
@@ -54,18 +55,30 @@ def simplefsdp(
     _refuse_graph_break(gm)
     specs = dedupe_gathers(gm)
     settings = pass_settings(choice, specs)
-    if choice.rank_guard:
-        _agree_with_other_ranks(gm, choice, specs)
+    if settings is not None and settings.assignment.uncovered:
+        _say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
+    ranks = _ranks(gm) if choice.rank_guard else ()
+    _agree_on_model(gm, choice, specs, ranks)
     if choice.separate_reduce_group:
         reduce_in_second_group(gm)
-    return _compile(gm, example_inputs, choice, settings)
+    return _compile(gm, example_inputs, choice, settings, ranks)
 
 
-def _agree_with_other_ranks(gm: GraphModule, options: Options, specs: Sequence[GatherSpec]) -> None:
-    """Compare, across ranks, all that the collectives of the compiled graph depend on."""
+def _sharded_inputs(gm: GraphModule) -> list[DTensor]:
     values = (n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder")
-    params = [v for v in values if isinstance(v, DTensor)]
-    ranks = rank_guard.ranks_of([param.device_mesh for param in params])
+    return [value for value in values if isinstance(value, DTensor)]
+
+
+def _ranks(gm: GraphModule) -> tuple[int, ...]:
+    """The ranks that compile this graph together."""
+    return rank_guard.ranks_of([param.device_mesh for param in _sharded_inputs(gm)])
+
+
+def _agree_on_model(
+    gm: GraphModule, options: Options, specs: Sequence[GatherSpec], ranks: Sequence[int]
+) -> None:
+    """Compare across ranks what is communicated, before autograd: a difference is told by name."""
+    params = _sharded_inputs(gm)
     grad = "with" if torch.is_grad_enabled() else "without"
     lines = [f"torch {torch.__version__}, sources {_sources()[:16]}, {options}, {grad} gradients"]
     # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
@@ -86,7 +99,11 @@ def _agree_with_other_ranks(gm: GraphModule, options: Options, specs: Sequence[G
 
 
 def _compile(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, settings: Settings | None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    settings: Settings | None,
+    ranks: Sequence[int],
 ) -> Callable[..., Any]:
     graph_pass = scheduler_pass = None
     uuid = _uuid(settings)
@@ -94,7 +111,11 @@ def _compile(
         graph_pass = functools.partial(bucket_and_reorder, settings=settings, fqn_of=fqn_of)
         if settings.reorder:
             scheduler_pass = ImposeOrder(settings.policy, settings.on_error, uuid)
-    observe = functools.partial(_log_graph, settings=settings)
+
+    def observe(graph: GraphModule, is_backward: bool) -> None:
+        _log_graph(graph, is_backward, settings=settings)
+        _agree_on_launches(graph, is_backward, settings, ranks, options.rank_guard_timeout_s)
+
     if options.executor == "aot_eager":
         return _torch.compile_with_aot_eager(
             gm,
@@ -114,6 +135,22 @@ def _compile(
     )
 
 
+def _agree_on_launches(
+    gm: GraphModule,
+    is_backward: bool,
+    settings: Settings | None,
+    ranks: Sequence[int],
+    timeout_s: float,
+) -> None:
+    """Compare across ranks the sequence of collectives that a graph will launch.
+
+    Called whether or not a cache has the code, with the graph that the passes will get.
+    """
+    if len(ranks) > 1:
+        what = f"the {'backward' if is_backward else 'forward'} graph to compile"
+        rank_guard.agree(what, launches(gm, settings, fqn_of), ranks, timeout_s)
+
+
 def pass_settings(options: Options, specs: Sequence[GatherSpec]) -> Settings | None:
     """What the passes are to do for a model with these gathers; None if nothing.
 
@@ -124,7 +161,7 @@ def pass_settings(options: Options, specs: Sequence[GatherSpec]) -> Settings | N
     if not merges and not options.reorders:
         return None
     return Settings(
-        assign_by_module([spec.fqn for spec in specs], options.buckets),
+        assign_by_module([spec.fqn for spec in specs], options.buckets, known=known_fqns),
         merge=merges,
         reorder=options.reorders,
         layout=options.layout,
@@ -151,21 +188,28 @@ def _sources() -> str:
 
 def _log_graph(gm: GraphModule, is_backward: bool, *, settings: Settings | None) -> None:
     """The log line. Made before the code is, so that it is there if a cache has the code, too."""
-    speaks = not dist.is_initialized() or dist.get_rank() == 0
-    level = logging.INFO if speaks else logging.DEBUG
-    if not log.isEnabledFor(level):
+    if not log.isEnabledFor(_level()):
         return
     line = describe(take_census(gm.graph), is_backward=is_backward)
     if settings is not None:
         line += describe_passes(gm, settings)
-    log.log(level, line)
+    _say("%s", line)
+
+
+def _say(message: str, *args: object) -> None:
+    log.log(_level(), message, *args)
+
+
+def _level() -> int:
+    """Rank 0 speaks for all."""
+    return logging.INFO if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG
 
 
 def describe_passes(gm: GraphModule, settings: Settings) -> str:
     """What the passes will make of a graph, for the log line."""
     try:
         found = predict(gm, settings, fqn_of)
-    except ValueError as error:
+    except Exception as error:  # a line in the log of one rank must not stop that rank alone
         return f"; not planned: {error}"  # the pass itself will raise, or fall back
     verb = "->" if settings.merge else "moved as"
     parts = [

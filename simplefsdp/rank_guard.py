@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +25,8 @@ from simplefsdp import _torch
 log = logging.getLogger("simplefsdp")
 TIMEOUT_S = 300.0
 _PATIENCE_S = 10.0  # then say who is missing
-_agreed: set[tuple[tuple[int, ...], str]] = set()
+# What was agreed on, in the default process group that it was agreed in.
+_agreed: WeakKeyDictionary[Any, set[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
 
 
 class RankMismatchError(RuntimeError):
@@ -34,9 +36,7 @@ class RankMismatchError(RuntimeError):
 def ranks_of(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
     """Global ranks of the largest of ``meshes``; empty if its processes are not all real."""
     largest = max(meshes, key=DeviceMesh.size, default=None)
-    if largest is None or not dist.is_initialized():
-        return ()
-    if any("fake" in dist.get_backend_config(group) for group in largest.get_all_groups()):
+    if largest is None or not dist.is_initialized() or "fake" in dist.get_backend_config():
         return ()
     ranks: Tensor = largest.mesh
     return tuple(sorted(ranks.flatten().tolist()))
@@ -61,7 +61,10 @@ def agree(
             vain, with the ranks that did not come.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(ranks) < 2 or (tuple(ranks), digest) in _agreed:
+    if len(ranks) < 2:
+        return
+    agreed = _agreed.setdefault(dist.group.WORLD, set())
+    if (tuple(ranks), digest) in agreed:
         return
     scope = hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]
     store = _torch.shared_store(f"simplefsdp/{scope}")
@@ -73,9 +76,11 @@ def agree(
     try:
         _wait(what, store, {rank: f"{turn}/digest/{rank}" for rank in ranks}, timeout_s)
     except RankMismatchError:
-        store.delete_key(f"{turn}/digest/{me}")  # as if we had not come, for who comes later
-        store.add(f"turns/{me}", -1)
+        store.set(f"{turn}/gave_up", str(me))  # whoever comes later must not go on alone
         raise
+    if store.check([f"{turn}/gave_up"]):
+        late = store.get(f"{turn}/gave_up").decode()
+        raise RankMismatchError(f"{what}: rank {late} had given up waiting for rank {me}")
     digests = [d.decode() for d in store.multi_get([f"{turn}/digest/{rank}" for rank in ranks])]
     if len(set(digests)) > 1:
         store.set(f"{turn}/lines/{me}", "\n".join(lines))
@@ -84,7 +89,7 @@ def agree(
         _wait(what, store, {rank: f"{turn}/lines/{rank}" for rank in pair}, timeout_s)
         texts = [store.get(f"{turn}/lines/{rank}").decode().split("\n") for rank in pair]
         raise RankMismatchError(_difference(what, pair, texts))
-    _agreed.add((tuple(ranks), digest))
+    agreed.add((tuple(ranks), digest))
 
 
 def _wait(what: str, store: Any, keys: dict[int, str], timeout_s: float) -> None:

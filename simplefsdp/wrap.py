@@ -30,6 +30,9 @@ from simplefsdp.rank_guard import agree, ranks_of
 
 _SHARDED_MARK = "_simple_fsdp_sharded"  # on every original parameter that was sharded
 
+# Of every parameter that was wrapped in this process, for messages about those that were not.
+known_fqns: dict[str, None] = {}
+
 
 def simple_fsdp(
     model: nn.Module,
@@ -87,8 +90,9 @@ def simple_fsdp(
     for module in own:
         _install(module, layouts, shards)
         _move_buffers(module, mesh.device_type)
-    for _, param in originals.values():
+    for fqn, param in originals.values():
         setattr(param, _SHARDED_MARK, True)
+        known_fqns[fqn] = None
     cast_in_forward(model, policy)
     _requalify(model)
     return model

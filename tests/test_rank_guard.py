@@ -61,17 +61,40 @@ def another_option():
     )
 
 
-def one_rank_does_not_come():
-    if dist.get_rank() == 0:
-        return error_of(lambda: agree("the graph to compile", ["alone"], [0, 1], timeout_s=1))
-    return ""
+def one_rank_comes_late():
+    time.sleep(3 * dist.get_rank())
+    return error_of(lambda: agree("the graph to compile", ["equal"], [0, 1], timeout_s=1))
 
 
-def same_but_another_batch():
+class Swapped(nn.Module):
+    """Reads its parameters in one order and uses them in an order that may differ."""
+
+    def __init__(self, swapped: bool) -> None:
+        super().__init__()
+        self.swapped = swapped
+        self.one = nn.Parameter(torch.ones(4, 4))
+        self.other = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        one, other = self.one, self.other
+        return x @ other @ one if self.swapped else x @ one @ other
+
+
+def another_order_of_use():
+    torch._dynamo.reset()
+    model = simple_fsdp(Swapped(dist.get_rank() == 1), mesh())
+    options = {**OPTIONS, "bucketing": "none", "reorder": True}
+    options["buckets"] = ["one", "other"]
+    compiled = torch.compile(model, backend="simplefsdp", options=options)
+    return error_of(lambda: compiled(torch.ones(2, 4)).sum().backward())
+
+
+def same_but_another_batch(executor):
     """A recompilation that communicates the same waits for nobody."""
     torch._dynamo.reset()
+    options = {**OPTIONS, "executor": executor}
     model = simple_fsdp(Branching(False), mesh())
-    compiled = torch.compile(model, backend="simplefsdp", dynamic=False, options=OPTIONS)
+    compiled = torch.compile(model, backend="simplefsdp", dynamic=False, options=options)
     rows = []
     for step in range(3):
         x = torch.ones(2 + step * dist.get_rank(), 4)
@@ -90,18 +113,21 @@ def same_but_another_batch():
         ),
         (another_branch, "rank 0 has \"GatherSpec(fqn='layers.1.weight'"),
         (another_option, "max_pending_reduces=1"),
+        (another_order_of_use, "bucket 'o"),
     ],
 )
 def test_ranks_that_differ_raise(pools, body, says):
     for text in pools(2).run(body):
-        assert "is not the same on all ranks" in text
+        assert "is not the same on all ranks" in text, text
         assert "The first difference, in line" in text and says in text
 
 
-def test_a_rank_that_waits_in_vain_says_for_whom(pools):
-    text, _ = pools(2).run(one_rank_does_not_come)
-    assert "after 1 s, ranks 1 have not got to what rank 0 is about to do" in text
+def test_a_rank_that_waits_in_vain_says_for_whom_and_nobody_goes_on_alone(pools):
+    waited, late = pools(2).run(one_rank_comes_late)
+    assert "after 1 s, ranks 1 have not got to what rank 0 is about to do" in waited
+    assert "rank 0 had given up waiting for rank 1" in late
 
 
-def test_another_batch_size_on_one_rank_is_fine(pools):
-    assert pools(2).run(same_but_another_batch) == [[2, 2, 2], [2, 3, 4]]
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+def test_another_batch_size_on_one_rank_is_fine(pools, executor):
+    assert pools(2).run(same_but_another_batch, executor) == [[2, 2, 2], [2, 3, 4]]

@@ -8,7 +8,7 @@ import random
 import pytest
 from programs import layers, random_program
 
-from inductor_passes.buckets import Assignment, assign_alone, assign_by_module, plan_buckets
+from inductor_passes.buckets import Assignment, assign_by_module, plan_buckets
 from inductor_passes.program import Bucket
 from inductor_passes.text import parse
 
@@ -59,10 +59,14 @@ def test_default_of_nested_lists_is_the_outermost():
     assert by_label(assign_by_module(fqns)) == {"stages.0": fqns[:2], "stages.1": fqns[2:]}
 
 
-def test_default_without_lists_is_one_bucket():
-    fqns = ["fc1.weight", "fc1.bias", "fc2.weight", "scale"]
+def test_default_without_lists_is_one_bucket_per_top_level_module():
+    fqns = ["fc1.weight", "fc1.bias", "fc2.up.weight", "fc2.down.weight", "scale"]
     found = assign_by_module(fqns)
-    assert by_label(found) == {"fc1+fc2+scale": sorted(fqns)}
+    assert by_label(found) == {
+        "fc1": ["fc1.bias", "fc1.weight"],
+        "fc2.up+fc2.down": ["fc2.down.weight", "fc2.up.weight"],
+        "scale": ["scale"],
+    }
     assert found.uncovered == ()
 
 
@@ -74,11 +78,7 @@ def test_default_of_a_parameter_list_is_not_a_module_list():
 
 
 def test_no_parameters():
-    assert assign_by_module([]) == assign_alone([]) == Assignment({}, ())
-
-
-def test_alone():
-    assert assign_alone(LLAMA) == Assignment({fqn: fqn for fqn in LLAMA})
+    assert assign_by_module([]) == Assignment({}, ())
 
 
 def test_globs_give_each_module_they_match_a_bucket():
@@ -132,14 +132,37 @@ def test_the_innermost_module_wins_whatever_the_order_of_patterns():
     }
 
 
-def test_no_patterns_cover_nothing():
-    found = assign_by_module(LLAMA, [])
-    assert found.uncovered == tuple(LLAMA)
-    assert set(found.label_of) == set(LLAMA)
+def test_what_no_pattern_covers_is_assigned_by_default_and_reported():
+    found = assign_by_module(LLAMA, ["embed"])
+    assert found.uncovered == tuple(fqn for fqn in LLAMA if fqn != "embed.weight")
+    assert by_label(found) == by_label(assign_by_module(LLAMA))
+
+
+def test_the_assignment_keeps_the_order_of_the_parameters():
+    for patterns in (None, ["layers.1"], [["head", "embed"]]):
+        assert list(assign_by_module(LLAMA, patterns).label_of) == LLAMA
+
+
+def test_two_runs_of_one_module_are_two_buckets():
+    fqns = ["dec.pos", "dec.layers.0.w", "dec.layers.1.w", "dec.layers.2.w", "dec.cls"]
+    label_of = assign_by_module(fqns).label_of
+    assert label_of["dec.pos"] != label_of["dec.cls"]
+
+
+def test_the_list_is_the_one_of_the_layers():
+    coders = [f"{i}.layers.{k}.w" for i in range(2) for k in range(4)]
+    assert len(set(assign_by_module(coders).label_of.values())) == 8
+    experts = [f"layers.{k}.experts.{i}.w" for k in range(4) for i in range(8)]
+    assert len(set(assign_by_module(experts).label_of.values())) == 4
+
+
+def test_a_pattern_may_match_what_is_in_another_graph():
+    found = assign_by_module(LLAMA, ["layers.*", "aux"], known=["aux.weight"])
+    assert found.label_of == assign_by_module(LLAMA, ["layers.*"]).label_of
 
 
 def test_every_parameter_has_a_label():
-    for patterns in (None, [], ["layers.0"], [["head", "embed"]], ["*"], ["*.*", "layers.*.*.*"]):
+    for patterns in (None, ["layers.0"], [["head", "embed"]], ["*"], ["*.*", "layers.*.*.*"]):
         assert set(assign_by_module(LLAMA, patterns).label_of) == set(LLAMA), patterns
 
 
@@ -247,8 +270,8 @@ def test_every_collective_of_data_parallelism_is_in_one_bucket():
         starts = [name for bucket in buckets for name in bucket.starts]
         assert sorted(starts) == sorted(op.name for op in ours), seed
         for bucket in buckets:
-            places = [program.index[name] for name in bucket.starts]
-            members = [program.ops[i].collective for i in places]
+            members = [program.ops[program.index[name]].collective for name in bucket.starts]
+            places = [list(labels).index(c.fqns[0]) for c in members]
             assert places == sorted(places), seed
             assert len({(c.kind, c.group, c.ranks, c.reduce_op, c.dtype) for c in members}) == 1
             assert {labels[c.fqns[0]] for c in members} == {bucket.label}, seed

@@ -213,8 +213,8 @@ def test_layers_in_pairs():
     fqns = [f"layers.{k}.weight" for k in range(4)]
     assignment = assign_by_module(fqns, [["layers.0", "layers.1"], ["layers.2", "layers.3"]])
     merged = merge(program, plan_buckets(program, assignment)).verify()
-    assert [op.name for _, op in merged.starts()] == ["g3", "r3", "g1", "r1"]
-    assert merged.ops[merged.index["r3"]].collective.fqns == ("layers.3.weight", "layers.2.weight")
+    assert [op.name for _, op in merged.starts()] == ["g2", "r2", "g0", "r0"]
+    assert merged.ops[merged.index["r2"]].collective.fqns == ("layers.2.weight", "layers.3.weight")
     assert [op.name for op in merged.ops if op.kind == "compute"][:5] == [
         "dgrad3",
         "wgrad3",

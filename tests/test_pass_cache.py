@@ -1,0 +1,126 @@
+"""The FX-graph cache and the passes: what hits, what misses, and ranks of which only some hit."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from inductor_passes.order import OverlapPolicy
+from inductor_passes.passes import ImposeOrder
+from simplefsdp import backend, simple_fsdp
+from simplefsdp.options import parse_options
+
+WIDTH = 8
+MANUAL = {"bucketing": "manual"}
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def compile_and_run(mesh: DeviceMesh, options: dict[str, object], *, grad: bool = True):
+    """Loss of the first step, as a new process would make it, and hits and misses of the cache."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = simple_fsdp(Two(), mesh)
+    run = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
+    x = torch.arange(2.0 * WIDTH).view(2, WIDTH) / WIDTH
+    with torch.set_grad_enabled(grad):
+        loss = run(x).square().mean()
+    if grad:
+        loss.backward()
+    found = counters["inductor"]
+    assert found["fxgraph_cache_bypass"] == 0, "the passes keep Inductor from caching"
+    return loss.item(), (found["fxgraph_cache_hit"], found["fxgraph_cache_miss"])
+
+
+def test_the_second_compilation_hits(fake_mesh):
+    mesh = fake_mesh(4)
+    with fresh_cache():
+        found = [compile_and_run(mesh, MANUAL)[1] for _ in range(2)]
+    assert found == [(0, 2), (2, 0)]  # forward and backward
+
+
+OTHERS = [
+    {"layout": "flat"},
+    {"max_inflight_gathers": 1},
+    {"max_pending_reduces": 3},
+    {"buckets": ["layers"]},
+    {"reorder": False},
+    {"on_error": "fallback"},
+    {"bucketing": "none"},
+    {"bucketing": "none", "reorder": True},
+]
+
+
+def test_a_changed_option_misses(fake_mesh):
+    mesh = fake_mesh(4)
+    with fresh_cache():
+        for options in [MANUAL, *({**MANUAL, **other} for other in OTHERS)]:
+            assert compile_and_run(mesh, options, grad=False)[1] == (0, 1), options
+        for same in [MANUAL, {**MANUAL, "rank_guard": False}]:
+            assert compile_and_run(mesh, same, grad=False)[1] == (1, 0), same
+
+
+def test_options_have_ids_of_their_own():
+    specs = backend.pass_settings(parse_options(MANUAL), [])
+    uuids = {
+        backend._uuid(backend.pass_settings(parse_options({**MANUAL, **other}), []))
+        for other in OTHERS
+        if "buckets" not in other
+    }
+    assert len(uuids) == len(OTHERS) - 1 and backend._uuid(specs) not in uuids
+
+
+def test_sources_are_part_of_the_id(monkeypatch):
+    settings = backend.pass_settings(parse_options(MANUAL), [])
+    before = backend._uuid(settings)
+    monkeypatch.setattr(backend, "_sources", lambda: "others")
+    assert backend._uuid(settings) != before
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+def test_the_scheduler_pass_can_be_pickled(protocol):
+    impose_order = ImposeOrder(OverlapPolicy(3, 5), "fallback", "0123456789abcdef")
+    pickled = pickle.dumps(impose_order, protocol)
+    assert pickle.loads(pickled) == impose_order
+    held = [argument for _, argument, _ in pickletools.genops(pickled)]
+    assert "0123456789abcdef" in held and 5 in held
+    other = ImposeOrder(OverlapPolicy(3, 5), "fallback", "another")
+    assert pickle.dumps(other, protocol) != pickled
+
+
+def one_warm_one_cold():
+    """Both ranks compile; then rank 1 loses its cache, and both compile again."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with fresh_cache():
+        first, cold = compile_and_run(mesh, MANUAL)
+        if dist.get_rank() == 0:
+            second, found = compile_and_run(mesh, MANUAL)
+        else:
+            with fresh_cache():
+                second, found = compile_and_run(mesh, MANUAL)
+    return first, second, cold, found
+
+
+def test_a_warm_and_a_cold_rank(pools):
+    warm, cold = pools(2).run(one_warm_one_cold, timeout=200)
+    assert warm[2] == cold[2] == (0, 2)
+    assert warm[3] == (2, 0) and cold[3] == (0, 2)
+    assert warm[0] == warm[1] == cold[0] == cold[1]  # equal batches, equal losses

@@ -1,0 +1,341 @@
+"""What the passes take for granted of PyTorch's private parts, one test per function of ours."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from inductor_passes import _torch
+from simplefsdp import _torch as simplefsdp_torch
+
+_ops, _aten = torch.ops._c10d_functional, torch.ops.aten
+
+
+def trace(function, *inputs, mode: str = "fake") -> Graph:
+    return make_fx(function, tracing_mode=mode)(*inputs).graph
+
+
+def node_of(graph: Graph, target: object) -> Node:
+    found = [n for n in graph.nodes if n.target is target]
+    assert found, f"{target} is no longer what make_fx traces; the graph has {list(graph.nodes)}"
+    return found[0]
+
+
+def of_every_sort() -> Graph:
+    def function(x):
+        full = _ops.wait_tensor(_ops.all_gather_into_tensor(x, 4, "dp"))
+        halves = x.split(1)
+        x.copy_(halves[0] + torch.rand_like(x))
+        return full.t(), x * 2, halves[1]
+
+    return trace(function, torch.ones(2, 3))
+
+
+def test_is_op():
+    graph = of_every_sort()
+    ops = {n.target: _torch.is_op(n) for n in graph.nodes if n.op == "call_function"}
+    assert ops.pop(operator.getitem) is False
+    assert all(ops.values()), f"traced nodes no longer call torch._ops.OpOverload: {ops}"
+    assert all(hasattr(op, "_schema") and hasattr(op, "tags") for op in ops if op), (
+        "torch._ops.OpOverload lost _schema or tags"
+    )
+
+
+def test_is_collective_start():
+    graph = of_every_sort()
+    starts = [n for n in graph.nodes if n.op == "call_function" and _torch.is_collective_start(n)]
+    assert starts == [node_of(graph, _ops.all_gather_into_tensor.default)], (
+        "functional collectives left the namespace _c10d_functional, or OpOverload.namespace moved"
+    )
+    assert node_of(graph, _torch.WAIT).args == (starts[0],), (
+        "wait_tensor no longer takes the start's result as its one argument"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("all_gather_into_tensor_coalesced", ["inputs", "group_size", "group_name"]),
+        (
+            "reduce_scatter_tensor_coalesced",
+            ["inputs", "reduce_op", "group_size", "group_name"],
+        ),
+        ("all_reduce_coalesced", ["inputs", "reduce_op", "group_name"]),
+    ],
+)
+def test_coalesced_collectives_keep_their_schemas(name, arguments):
+    schema = getattr(_ops, name).default._schema
+    assert [a.name for a in schema.arguments] == arguments, f"_c10d_functional.{name}: {schema}"
+    assert [str(r.type) for r in schema.returns] == ["List[Tensor]"], (
+        f"_c10d_functional.{name} no longer returns a list, whose getitems are waited for: {schema}"
+    )
+
+
+def test_is_pure_python():
+    graph = trace(lambda x: (x.split(1)[0], torch.sym_max(x.shape[0], 7)), torch.ones(2, 3))
+    assert _torch.is_pure_python(node_of(graph, operator.getitem)), (
+        "operator.getitem.__module__ is no longer '_operator'"
+    )
+    graph = Graph()
+    x = graph.placeholder("x")
+    for function in (operator.add, torch.sym_max, torch.sym_int, max):
+        assert _torch.is_pure_python(graph.call_function(function, (x, 2))), (
+            f"{function} is no longer taken for a function of numbers: __module__ is "
+            f"{function.__module__!r}, and torch.sym_* are {sorted(map(str, _torch._OF_NUMBERS))}"
+        )
+    assert not _torch.is_pure_python(graph.call_function(_aten.add.Tensor, (x, x)))
+
+
+def test_is_random():
+    tag = torch.Tag.nondeterministic_seeded
+    for op in (_aten.rand_like, _aten.bernoulli, _aten.native_dropout, _aten.rand, _aten.randperm):
+        assert tag in op.default.tags, f"{op} lost torch.Tag.nondeterministic_seeded"
+    graph = of_every_sort()
+    drawn = [n.target for n in graph.nodes if _torch.is_random(n)]
+    assert drawn == [_aten.rand_like.default], "torch.Tag.nondeterministic_seeded moved"
+
+
+def test_is_view():
+    graph = of_every_sort()
+    views = {n.target for n in graph.nodes if _torch.is_view(n)}
+    assert views == {_aten.t.default, _aten.split.Tensor}, (
+        "a schema's returns[0].alias_info no longer tells a view from a copy and from a write"
+    )
+    written = _aten.copy_.default._schema.returns[0].alias_info
+    assert written.is_write, "the result of aten.copy_ is no longer an alias that is_write"
+
+
+def test_mutated_arguments():
+    graph = of_every_sort()
+    copy = node_of(graph, _aten.copy_.default)
+    (x,) = [n for n in graph.nodes if n.op == "placeholder"]
+    assert list(_torch.mutated_arguments(copy)) == [x], (
+        "a schema's arguments[i].alias_info.is_write no longer marks what an op writes"
+    )
+    assert list(_torch.mutated_arguments(node_of(graph, _aten.mul.Tensor))) == []
+    assert list(_torch.mutated_arguments(node_of(graph, operator.getitem))) == []
+    listed = Graph()
+    a, b = listed.placeholder("a"), listed.placeholder("b")
+    foreach = listed.call_function(_aten._foreach_add_.List, ([a, b], [b, a]))
+    assert list(_torch.mutated_arguments(foreach)) == [a, b], "alias_info of a list moved"
+
+
+def test_size_hint():
+    shapes = {}
+
+    def function(x):
+        shapes["traced"] = x.shape[0]
+        shapes["unknown"] = x.nonzero().shape[0]
+        return x * 2
+
+    trace(function, torch.ones(6), mode="symbolic")
+    assert _torch.size_hint(5) == 5
+    assert _torch.size_hint(shapes["traced"] * 3) == 18, "SymInt.node.hint is no longer the size"
+    assert _torch.size_hint(shapes["unknown"]) == 0, "SymInt.node.hint of an unknown size moved"
+
+
+def test_fake_mode_of():
+    graph = of_every_sort()
+    gather = node_of(graph, _ops.all_gather_into_tensor.default)
+    split = node_of(graph, _aten.split.Tensor)
+    for node in (gather, split):
+        mode = _torch.fake_mode_of(node.meta["val"])
+        assert isinstance(mode, torch._subclasses.FakeTensorMode), "FakeTensor.fake_mode moved"
+    with mode:
+        made = gather.target(gather.args[0].meta["val"], 4, "a group that does not exist")
+    assert made.shape == gather.meta["val"].shape, "a fake collective looks up its group"
+
+
+# Inductor's scheduler
+
+
+@pytest.fixture(scope="module")
+def snodes() -> dict[str, list[Any]]:
+    """Scheduler nodes of a graph with two coalesced gathers and a reduce, as a pass gets them."""
+    from torch._inductor import config
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    seen: list[Any] = []
+    origins: list[Any] = []
+
+    def graph_pass(graph: Graph) -> None:
+        for node in graph.nodes:
+            node.meta["passes contract"] = node.name
+
+    def scheduler_pass(given: list[Any]) -> list[Any]:
+        seen.extend(given)
+        # Names and dependencies are gone when the compilation is over.
+        starts = [snode for snode in given if _torch.is_scheduled_start(snode)]
+        launched = {name for snode in starts for name in _torch.scheduled_writes(snode)}
+        for snode in given:
+            reads = _torch.scheduled_reads(snode, launched)
+            origins.append((snode, reads, _torch.scheduled_writes(snode)))
+        return given
+
+    def function(x, a, b):
+        group = dist.group.WORLD.group_name
+        full = _ops.all_gather_into_tensor_coalesced([a, b], 4, group)
+        full = [_ops.wait_tensor(tensor) for tensor in full]
+        part = _ops.reduce_scatter_tensor(torch.mm(x, full[0]), "sum", 4, group)
+        return torch.mm(_ops.wait_tensor(part), full[1])
+
+    patches = {
+        "post_grad_custom_post_pass": graph_pass,
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": [scheduler_pass],
+        "fx_graph_cache": False,
+    }
+    torch._dynamo.reset()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        with config.patch(patches):
+            torch.compile(function, fullgraph=True)(
+                torch.ones(8, 8), torch.ones(2, 8), torch.ones(2, 8)
+            )
+    finally:
+        dist.destroy_process_group()
+    assert seen, "Inductor no longer calls config.reorder_for_compute_comm_overlap_passes"
+    kinds = (_torch.is_scheduled_start, _torch.is_scheduled_wait, _torch.is_scheduled_item)
+    sorts = ("start", "wait", "item")
+    found: dict[str, list[Any]] = {"start": [], "wait": [], "item": [], "other": []}
+    for snode, *names in origins:
+        of = [sort for sort, is_kind in zip(sorts, kinds, strict=True) if is_kind(snode)]
+        assert len(of) < 2, f"{snode} is at once {of}"
+        found[of[0] if of else "other"].append((snode, *names))
+    return found
+
+
+def test_config_names():
+    from torch._inductor import config, scheduler
+
+    for name, default in (
+        ("post_grad_custom_post_pass", None),
+        ("joint_custom_post_pass", None),
+        ("reorder_for_compute_comm_overlap", False),
+        ("reorder_for_compute_comm_overlap_passes", ...),
+    ):
+        values = config.get_config_copy()
+        assert name in values, f"torch._inductor.config.{name} is gone"
+        assert default is ... or values[name] == default, f"config.{name} is now {values[name]}"
+    source = inspect.getsource(scheduler)
+    assert "reorder_compute_and_comm_for_overlap(" in source, (
+        "the scheduler no longer runs the passes of reorder_for_compute_comm_overlap"
+    )
+
+
+def test_is_scheduled_start(snodes):
+    assert len(snodes["start"]) == 2, (
+        "torch._inductor.utils.is_collective no longer finds a coalesced gather and a reduce"
+    )
+
+
+def test_is_scheduled_wait(snodes):
+    assert len(snodes["wait"]) == 3, "torch._inductor.utils.is_wait no longer finds each wait"
+
+
+def test_is_scheduled_item(snodes):
+    assert len(snodes["item"]) == 2, (
+        "the results of a coalesced gather are no longer ir.MultiOutput nodes of their own"
+    )
+    (gather, _, written), _ = snodes["start"]
+    for _, reads, _ in snodes["item"]:
+        assert reads and set(reads) <= set(written), (
+            f"an ir.MultiOutput no longer reads the list of its start {gather.get_name()}: {reads}"
+        )
+
+
+def test_scheduled_reads(snodes):
+    (_, reads_of_gather, _), (_, reads_of_reduce, _) = snodes["start"]
+    gathered = {name for _, _, writes in snodes["start"][:1] for name in writes}
+    assert reads_of_gather == (), f"a gather of two inputs needs {reads_of_gather}"
+    assert not gathered & set(reads_of_reduce), (
+        "the chain of collectives is no longer marked by WeakDep.is_fake, and counts as data"
+    )
+    made = {name for _, _, writes in snodes["other"] for name in writes}
+    assert set(reads_of_reduce) <= made and reads_of_reduce, (
+        "snode.unmet_dependencies no longer names the matmul that the reduce sends"
+    )
+    items = {name for _, _, writes in snodes["item"] for name in writes}
+    waited = {name for _, reads, _ in snodes["wait"] for name in reads}
+    assert items <= waited, "a wait no longer depends on the ir.MultiOutput it waits for"
+
+
+def test_weak_dependencies_say_that_they_are_fake():
+    from torch._inductor import comms
+    from torch._inductor.dependencies import WeakDep
+
+    assert "is_fake" in inspect.signature(WeakDep).parameters, "WeakDep.is_fake is gone"
+    source = inspect.getsource(comms.decide_global_ordering_of_comms)
+    assert "is_fake=True" in source, (
+        "decide_global_ordering_of_comms no longer marks its dependencies is_fake: the scheduler "
+        "pass would take the old sequence of collectives for data"
+    )
+
+
+def test_scheduled_writes(snodes):
+    for sort, found in snodes.items():
+        for snode, _, writes in found:
+            assert writes, f"snode.get_buffer_names() of the {sort} {snode} is empty"
+    every = [name for found in snodes.values() for _, _, writes in found for name in writes]
+    assert len(every) == len(set(every)), "two scheduler nodes write a buffer of one name"
+
+
+def test_origins_of(snodes):
+    for snode, *_ in snodes["start"]:
+        starts = [n for n in _torch.origins_of(snode) if _torch.is_collective_start(n)]
+        assert len(starts) == 1, (
+            f"snode.node.origins of a start holds {len(starts)} collectives: the marks of the "
+            "bucket cannot be found any more"
+        )
+        assert starts[0].meta.get("passes contract") == starts[0].name, (
+            "snode.node.origins are no longer the nodes that post_grad_custom_post_pass was given"
+        )
+
+
+# The process groups
+
+
+def test_distributed_c10d_names(fake_mesh):
+    from torch.distributed import distributed_c10d as c10d
+
+    mesh = fake_mesh(2, 2, names=("replicate", "shard"))
+    group = mesh.get_group("shard")
+    assert hasattr(c10d, "_get_default_store"), "distributed_c10d._get_default_store is gone"
+    assert c10d._resolve_process_group(group.group_name) is group, (
+        "distributed_c10d._resolve_process_group no longer finds a group by its name"
+    )
+    assert c10d.get_process_group_ranks(group) == [0, 1]
+    assert "use_local_synchronization" in inspect.signature(c10d.new_group).parameters, (
+        "distributed_c10d.new_group lost use_local_synchronization: a second group would need "
+        "the ranks outside it, too"
+    )
+    name = simplefsdp_torch.second_group(group.group_name)
+    second = c10d._resolve_process_group(name)
+    assert second is not group and c10d.get_process_group_ranks(second) == [0, 1]
+    assert simplefsdp_torch.second_group(group.group_name) == name  # one, however often
+
+
+def shared_store_on_ranks():
+    store = simplefsdp_torch.shared_store("passes contract")
+    me = dist.get_rank()
+    count = store.add(f"count/{me}", 1)
+    store.set(f"{count}/{me}", f"from {me}")
+    found = store.multi_get([f"{count}/{rank}" for rank in range(dist.get_world_size())])
+    dist.barrier()
+    deleted = store.delete_key(f"{count}/{me}")
+    store.add(f"count/{me}", -1)
+    return [value.decode() for value in found], deleted
+
+
+def test_shared_store(pools):
+    answers = pools(2).run(shared_store_on_ranks)
+    assert answers == [(["from 0", "from 1"], True)] * 2, (
+        "the default store lost one of add, set, multi_get and delete_key, or is not shared"
+    )
