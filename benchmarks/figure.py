@@ -25,6 +25,7 @@ LABELS = {
     "fsdp2_compiled": "FSDP2 compiled",
     "none": "simplefsdp none",
     "manual": "simplefsdp manual",
+    "manual_split": "manual, finer ends",
     "torch_manual": "torch manual",
     "torch_auto": "torch auto",
 }

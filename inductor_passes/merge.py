@@ -30,8 +30,9 @@ def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
             if op.name in members:
                 raise ProgramError(f"bucket {bucket.label}: {op.name} is in another bucket, too")
             members[op.name] = first.name
-    kept = [op for op in program.ops if members.get(op.name, op.name) == op.name]
-    ops = [merged.get(op.name, op) for op in kept]
+    # A merged start stands where the earliest of its members stood.
+    kept = dict.fromkeys(members.get(op.name, op.name) for op in program.ops)
+    ops = [merged[name] if name in merged else program.ops[program.index[name]] for name in kept]
     return _topological(program, ops, members, label_of)
 
 
