@@ -26,7 +26,7 @@ from report import environment
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, GraphModule
 
-from inductor_passes.passes import ImposeOrder, bucket_and_reorder
+from inductor_passes.passes import ImposeOrder, bucket_and_reorder, rehearse
 from simplefsdp import _torch, simple_fsdp
 from simplefsdp.backend import describe_passes, fqn_of, pass_settings
 from simplefsdp.dedupe import dedupe_gathers
@@ -75,7 +75,8 @@ def backend(stopwatch: Stopwatch, options: Options) -> Callable[..., Any]:
             stopwatch.time("tag_for_recompute", tag_for_recompute, graph)
 
         def observe(graph: GraphModule, is_backward: bool) -> None:
-            stopwatch.time("log line", describe_passes, graph, settings)
+            found = stopwatch.time("rehearse", rehearse, graph, settings, fqn_of)
+            stopwatch.time("log line", describe_passes, found, settings)
 
         def graph_pass(graph: Graph) -> None:
             stopwatch.nodes += len(graph.nodes)

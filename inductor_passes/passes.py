@@ -160,6 +160,43 @@ def _copy(graph: Graph) -> Graph:
 
 
 @dataclass(frozen=True)
+class Rehearsal:
+    """What the passes will make of a graph, on paper; the graph stays as it is.
+
+    Attributes:
+        reading: the graph as it is.
+        after: its program with the collectives merged and in order.
+    """
+
+    reading: fx.Reading
+    after: Program
+
+
+@_no_garbage_collection()
+def rehearse(gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf) -> Rehearsal:
+    """Plan ``gm``; with no settings, nothing changes.
+
+    Raises:
+        ProgramError: the graph breaks a rule, or cannot be planned.
+    """
+    reading = fx.read(gm.graph, fqn_of)
+    after = reading.program
+    if settings is not None:
+        _, after = plan(after, settings)
+        if settings.reorder:
+            after = after.reorder(overlap(after, settings.policy))
+    return Rehearsal(reading, after)
+
+
+def launches(rehearsal: Rehearsal) -> list[str]:
+    """What a graph will launch, in sequence, in words that are the same on all ranks."""
+    return [
+        f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks, bucket {c.bucket!r}: {c.fqns}"
+        for _, c in _collectives(rehearsal.after)
+    ]
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What the passes make of a graph, by :mod:`inductor_passes.roofline`.
 
@@ -179,36 +216,11 @@ class Prediction:
 
 
 @_no_garbage_collection()
-def launches(gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf) -> list[str]:
-    """What a graph will launch, in sequence, in words that are the same on all ranks.
-
-    If the passes cannot plan it, what they will say, so that a rank that raises or falls back is
-    not alone.
-    """
-    try:
-        program = fx.read(gm.graph, fqn_of).program
-        if settings is not None:
-            _, program = plan(program, settings)
-        if settings is not None and settings.reorder:
-            program = program.reorder(overlap(program, settings.policy))
-    except Exception as error:
-        return [f"cannot be planned: {type(error).__name__}"]
-    return [
-        f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks, bucket {c.bucket!r}: {c.fqns}"
-        for _, c in _collectives(program)
-    ]
-
-
-@_no_garbage_collection()
-def predict(gm: GraphModule, settings: Settings, fqn_of: fx.FqnOf) -> Prediction:
-    """Plan on paper; the graph stays as it is. For the log, whether or not a cache has the code."""
-    reading = fx.read(gm.graph, fqn_of)
-    before = reading.program
-    _, after = plan(before, settings)
-    if settings.reorder:
-        after = after.reorder(overlap(after, settings.policy))
-    device = device_of(reading)
-    cost = cost_of(reading, device)
+def predict(rehearsal: Rehearsal) -> Prediction:
+    """Simulate the graph before and after the passes."""
+    before, after = rehearsal.reading.program, rehearsal.after
+    device = device_of(rehearsal.reading)
+    cost = cost_of(rehearsal.reading, device)
     was, now = (sum(simulate(p, cost).exposed_us.values()) for p in (before, after))
     return Prediction(_count(before), _count(after), was, now, device.name)
 

@@ -18,7 +18,16 @@ from torch.fx import GraphModule, Node
 import inductor_passes
 from inductor_passes.buckets import assign_by_module
 from inductor_passes.order import OverlapPolicy
-from inductor_passes.passes import ImposeOrder, Settings, bucket_and_reorder, launches, predict
+from inductor_passes.passes import (
+    ImposeOrder,
+    Rehearsal,
+    Settings,
+    bucket_and_reorder,
+    launches,
+    predict,
+    rehearse,
+)
+from inductor_passes.program import ProgramError
 from simplefsdp import _torch, provenance, rank_guard
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
@@ -112,10 +121,9 @@ def _compile(
         if settings.reorder:
             scheduler_pass = ImposeOrder(settings.policy, settings.on_error, uuid)
 
-    def observe(graph: GraphModule, is_backward: bool) -> None:
-        _log_graph(graph, is_backward, settings=settings)
-        _agree_on_launches(graph, is_backward, settings, ranks, options.rank_guard_timeout_s)
-
+    observe = functools.partial(
+        _observe, settings=settings, ranks=ranks, timeout_s=options.rank_guard_timeout_s
+    )
     if options.executor == "aot_eager":
         return _torch.compile_with_aot_eager(
             gm,
@@ -135,20 +143,29 @@ def _compile(
     )
 
 
-def _agree_on_launches(
+def _observe(
     gm: GraphModule,
     is_backward: bool,
+    *,
     settings: Settings | None,
     ranks: Sequence[int],
     timeout_s: float,
 ) -> None:
-    """Compare across ranks the sequence of collectives that a graph will launch.
+    """Log, and compare with the other ranks, what a graph will launch.
 
     Called whether or not a cache has the code, with the graph that the passes will get.
     """
-    if len(ranks) > 1:
-        what = f"the {'backward' if is_backward else 'forward'} graph to compile"
-        rank_guard.agree(what, launches(gm, settings, fqn_of), ranks, timeout_s)
+    line = describe(take_census(gm.graph), is_backward=is_backward)
+    try:
+        rehearsal = rehearse(gm, settings, fqn_of)
+        lines = launches(rehearsal)
+        line += describe_passes(rehearsal, settings)
+    except ProgramError as error:  # the pass itself will raise it, or fall back
+        lines = [f"cannot be planned: {error}"]
+        line += f"; {lines[0]}"
+    _say("%s", line)
+    what = f"the {'backward' if is_backward else 'forward'} graph to compile"
+    rank_guard.agree(what, lines, ranks, timeout_s)
 
 
 def pass_settings(options: Options, specs: Sequence[GatherSpec]) -> Settings | None:
@@ -186,16 +203,6 @@ def _sources() -> str:
     return _torch.hash_of_files(sorted(str(f) for path in packages for f in path.glob("*.py")))
 
 
-def _log_graph(gm: GraphModule, is_backward: bool, *, settings: Settings | None) -> None:
-    """The log line. Made before the code is, so that it is there if a cache has the code, too."""
-    if not log.isEnabledFor(_level()):
-        return
-    line = describe(take_census(gm.graph), is_backward=is_backward)
-    if settings is not None:
-        line += describe_passes(gm, settings)
-    _say("%s", line)
-
-
 def _say(message: str, *args: object) -> None:
     log.log(_level(), message, *args)
 
@@ -205,12 +212,11 @@ def _level() -> int:
     return logging.INFO if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG
 
 
-def describe_passes(gm: GraphModule, settings: Settings) -> str:
-    """What the passes will make of a graph, for the log line."""
-    try:
-        found = predict(gm, settings, fqn_of)
-    except Exception as error:  # a line in the log of one rank must not stop that rank alone
-        return f"; not planned: {error}"  # the pass itself will raise, or fall back
+def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
+    """What the passes will make of a graph, for the log line; nothing if there are none."""
+    if settings is None:
+        return ""
+    found = predict(rehearsal)
     verb = "->" if settings.merge else "moved as"
     parts = [
         f"{n} {kind}s {verb} {found.buckets[kind]} buckets"

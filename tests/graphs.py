@@ -30,17 +30,17 @@ class Captured:
 
 @contextmanager
 def capture() -> Iterator[Captured]:
-    captured, log_graph = Captured(), simplefsdp.backend._log_graph
+    captured, original = Captured(), simplefsdp.backend._observe
 
     def observe(gm: GraphModule, is_backward: bool, **kwargs: object) -> None:
         (captured.backward if is_backward else captured.forward).append(copy.deepcopy(gm))
-        log_graph(gm, is_backward, **kwargs)
+        original(gm, is_backward, **kwargs)
 
-    simplefsdp.backend._log_graph = observe
+    simplefsdp.backend._observe = observe
     try:
         yield captured
     finally:
-        simplefsdp.backend._log_graph = log_graph
+        simplefsdp.backend._observe = original
 
 
 def calls(gm: GraphModule, *targets: object) -> list[Node]:
