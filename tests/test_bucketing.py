@@ -71,11 +71,9 @@ FLAT = {**MANUAL, "layout": "flat"}
 VARIANTS = [
     MANUAL,
     FLAT,
-    {**MANUAL, "reorder": False},
-    {**MANUAL, "max_inflight_gathers": 1, "max_pending_reduces": 1},
-    {**MANUAL, "buckets": ["blocks.1", ["embed", "frozen"]], "max_inflight_gathers": 5},
-    {"bucketing": "none", "reorder": True},
-    {**MANUAL, "separate_reduce_group": True},
+    {**MANUAL, "reorder": False, "buckets": ["blocks.1", ["embed", "frozen"]]},
+    {**MANUAL, "max_inflight_gathers": 1, "max_pending_reduces": 1, "separate_reduce_group": True},
+    {"bucketing": "none", "reorder": True, "max_inflight_gathers": 5},
 ]
 
 
@@ -87,7 +85,3 @@ def test_every_option_gives_the_same_numbers(pools):
 def test_uneven_shards_on_four_ranks(pools, mode, precision):
     kind = {"recompute": mode == "fully_shard"}
     pools(4).run(compare_with_none, mode, precision, [MANUAL, FLAT], kind)
-
-
-def test_replicate(pools):
-    pools(2).run(compare_with_none, "replicate", "bf16", [MANUAL, FLAT], {})
