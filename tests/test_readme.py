@@ -12,7 +12,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_python_of_the_readme_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 5  # wrap, compile, train, checkpoint, resume
+    assert len(blocks) == 6  # wrap, compile, train, checkpoint, resume
     script = tmp_path / "readme.py"
     tail = "dist.destroy_process_group()\n"
     script.write_text("\n".join(blocks).replace('"inductor"', '"aot_eager"') + tail)

@@ -73,7 +73,7 @@ def test_annotate_marks_forward_and_backward_nodes():
     gm = dynamo_graph(marked_twice, torch.ones(2, requires_grad=True))
     x = torch.ones(2, requires_grad=True)
     compiled = _torch.compile_with_aot_eager(
-        gm, [x], observe=observe, joint_pass=lambda graph: None
+        gm, [x], observe=observe, joint_pass=lambda graph: None, graph_pass=None
     )
     compiled(x)[0].sum().backward()
     assert seen[torch.ops.aten.sin.default]["probe_forward"] == 1
