@@ -74,19 +74,26 @@ def backend(stopwatch: Stopwatch, options: Options) -> Callable[..., Any]:
         def joint_pass(graph: Graph) -> None:
             stopwatch.time("tag_for_recompute", tag_for_recompute, graph)
 
+        planned: list[Any] = [None]
+
         def observe(graph: GraphModule, is_backward: bool) -> None:
             found = stopwatch.time("rehearse", rehearse, graph, settings, fqn_of)
+            planned[0] = found.planned
             stopwatch.time("log line", describe_passes, found, settings)
 
         def graph_pass(graph: Graph) -> None:
             stopwatch.nodes += len(graph.nodes)
-            stopwatch.time("bucket_and_reorder", bucket_and_reorder, graph, settings, fqn_of)
+            stopwatch.time(
+                "bucket_and_reorder", bucket_and_reorder, graph, settings, fqn_of, planned[0]
+            )
 
         passes = {"observe": observe, "joint_pass": joint_pass, "graph_pass": graph_pass}
         if options.executor == "aot_eager":
             return _torch.compile_with_aot_eager(gm, inputs, **passes)
         order = Timed(ImposeOrder(settings.policy, settings.on_error, ""), stopwatch)
-        return _torch.compile_with_inductor(gm, inputs, **passes, scheduler_pass=order, uuid="none")
+        return _torch.compile_with_inductor(
+            gm, inputs, **passes, scheduler_pass=order, uuid=lambda: "none"
+        )
 
     return compile_graph
 

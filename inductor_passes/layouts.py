@@ -13,7 +13,7 @@ is ``[ranks, elements of all members per rank]``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,6 @@ from inductor_passes.fx import Reading, mark, place
 from inductor_passes.program import Bucket, Program
 
 Layout = Literal["coalesced", "flat"]
-LAYOUTS: tuple[Layout, ...] = ("coalesced", "flat")
 
 _aten, _ops = torch.ops.aten, torch.ops._c10d_functional
 _COALESCED = {
@@ -32,7 +31,6 @@ _COALESCED = {
     _ops.reduce_scatter_tensor.default: _ops.reduce_scatter_tensor_coalesced.default,
     _ops.all_reduce.default: _ops.all_reduce_coalesced.default,
 }
-Writer = Callable[[Graph, "list[Node]", "list[Node]"], tuple["list[Node]", "list[Node]"]]
 
 
 def write_buckets(
@@ -54,8 +52,6 @@ def write_buckets(
     instead: dict[str, list[Node]] = {}
     for bucket in buckets:
         starts = [reading.nodes[name][0] for name in bucket.starts]
-        fqns = merged.ops[merged.index[bucket.starts[0]]].collective
-        assert fqns is not None
         if len(starts) > 1:
             waits = [
                 reading.nodes[program.ops[w].name][0]
@@ -69,8 +65,9 @@ def write_buckets(
             instead[bucket.starts[0]] = launch
             instead.update(_spread(wait_names, arrive, merged))
             starts = [n for n in launch if n.target is not operator.getitem][-1:]
+        collective = merged.ops[merged.index[bucket.starts[0]]].collective
         for start in starts:
-            mark(start, bucket.label, fqns.fqns)
+            mark(start, bucket.label, collective.fqns if collective else ())
     place(graph, [n for op in merged.ops for n in instead.get(op.name, reading.nodes[op.name])])
 
 

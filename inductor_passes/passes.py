@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from inductor_passes.buckets import Assignment, plan_buckets
 from inductor_passes.layouts import Layout, write_buckets
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap, starts_in
+from inductor_passes.planned import PlannedBucket, in_names, in_program
 from inductor_passes.program import Bucket, Collective, Op, Program, ProgramError
 from inductor_passes.roofline import cost_of, device_of
 from inductor_passes.simulate import simulate
@@ -49,12 +50,12 @@ class Settings:
     on_error: Literal["raise", "fallback"] = "raise"
 
 
-def plan(program: Program, settings: Settings) -> tuple[tuple[Bucket, ...], Program]:
-    """Buckets to launch, and the program with them written but not yet reordered."""
-    buckets = plan_buckets(program, settings.assignment)
+def choose(reading: fx.Reading, settings: Settings) -> tuple[Bucket, ...]:
+    """The buckets of a graph, by the planner that the settings name."""
+    buckets = plan_buckets(reading.program, settings.assignment)
     if not settings.merge:
         buckets = tuple(Bucket(b.label, (start,)) for b in buckets for start in b.starts)
-    return buckets, merge(program, buckets)
+    return buckets
 
 
 @contextmanager
@@ -72,26 +73,42 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 @_no_garbage_collection()
-def bucket_and_reorder(graph: Graph, settings: Settings, fqn_of: fx.FqnOf) -> None:
+def bucket_and_reorder(
+    graph: Graph,
+    settings: Settings,
+    fqn_of: fx.FqnOf,
+    planned: Sequence[PlannedBucket] | None = None,
+) -> None:
     """The post-grad pass: merge the collectives of each bucket and order the graph, in place.
+
+    Args:
+        graph: changed in place.
+        settings: what to do.
+        fqn_of: as for :func:`inductor_passes.fx.read`.
+        planned: the buckets, if :func:`rehearse` chose them; else they are chosen here.
 
     Raises:
         PassError: unless ``settings.on_error`` is ``"fallback"``.
     """
     try:
         if settings.on_error == "fallback":
-            _transform(_copy(graph), settings, fqn_of)  # a rehearsal: the graph is not touched
-        _transform(graph, settings, fqn_of)
+            _try_on_copy(graph, settings, fqn_of, planned)
+        _transform(graph, settings, fqn_of, planned)
     except Exception as error:
         if settings.on_error == "raise":
             raise PassError(f"bucket_and_reorder: {error}") from error
         _warn("bucket_and_reorder", error)
 
 
-def _transform(graph: Graph, settings: Settings, fqn_of: fx.FqnOf) -> None:
+def _transform(
+    graph: Graph,
+    settings: Settings,
+    fqn_of: fx.FqnOf,
+    planned: Sequence[PlannedBucket] | None,
+) -> None:
     before = fx.read(graph, fqn_of)
-    buckets, merged = plan(before.program, settings)
-    write_buckets(graph, before, merged, buckets, settings.layout)
+    buckets = choose(before, settings) if planned is None else in_program(before.program, planned)
+    write_buckets(graph, before, merge(before.program, buckets), buckets, settings.layout)
     reading = fx.read(graph, fqn_of)
     after = reading.program
     if settings.reorder:
@@ -153,10 +170,16 @@ def _warn(name: str, error: Exception) -> None:
     log.warning("%s failed, the graph is compiled without it: %s", name, error)
 
 
-def _copy(graph: Graph) -> Graph:
+def _try_on_copy(
+    graph: Graph,
+    settings: Settings,
+    fqn_of: fx.FqnOf,
+    planned: Sequence[PlannedBucket] | None,
+) -> None:
+    """Fail, if the passes will, while the graph is whole."""
     copied = Graph()
     copied.output(copied.graph_copy(graph, {}))
-    return copied
+    _transform(copied, settings, fqn_of, planned)
 
 
 @dataclass(frozen=True)
@@ -165,10 +188,12 @@ class Rehearsal:
 
     Attributes:
         reading: the graph as it is.
-        after: its program with the collectives merged and in order.
+        planned: the buckets that were chosen.
+        after: the graph's program with the collectives merged and in order.
     """
 
     reading: fx.Reading
+    planned: tuple[PlannedBucket, ...]
     after: Program
 
 
@@ -176,16 +201,26 @@ class Rehearsal:
 def rehearse(gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf) -> Rehearsal:
     """Plan ``gm``; with no settings, nothing changes.
 
+    If a failure is to lead to a fallback, the whole pass is tried: its callers compare the outcome
+    across ranks, so that all fall back or none.
+
     Raises:
-        ProgramError: the graph breaks a rule, or cannot be planned.
+        ProgramError: the graph breaks a rule, or cannot be planned (or written).
     """
     reading = fx.read(gm.graph, fqn_of)
-    after = reading.program
-    if settings is not None:
-        _, after = plan(after, settings)
-        if settings.reorder:
-            after = after.reorder(overlap(after, settings.policy))
-    return Rehearsal(reading, after)
+    if settings is None:
+        return Rehearsal(reading, (), reading.program)
+    buckets = choose(reading, settings)
+    planned = in_names(reading.program, buckets)
+    after = merge(reading.program, buckets)
+    if settings.reorder:
+        after = after.reorder(overlap(after, settings.policy))
+    if settings.on_error == "fallback":
+        try:
+            _try_on_copy(gm.graph, settings, fqn_of, planned)
+        except Exception as error:
+            raise ProgramError(str(error)) from error
+    return Rehearsal(reading, planned, after)
 
 
 def launches(rehearsal: Rehearsal) -> list[str]:

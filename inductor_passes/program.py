@@ -97,10 +97,12 @@ class Bucket:
     Attributes:
         label: what the user calls it, a module FQN mostly.
         starts: names of the start ops, in their order on the wire.
+        window: how far it overlaps, see :class:`Collective`; 0 for the policy's.
     """
 
     label: str
     starts: tuple[str, ...]
+    window: int = 0
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def compile_with_inductor(
     joint_pass: Callable[[Graph], None],
     graph_pass: Callable[[Graph], None] | None,
     scheduler_pass: Callable[[list[Any]], list[Any]] | None,
-    uuid: str,
+    uuid: Callable[[], str],
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
 
@@ -139,7 +139,8 @@ def compile_with_inductor(
         graph_pass: mutates the forward and the backward graph just before they are lowered.
         scheduler_pass: permutes Inductor's scheduler nodes, last of all. Its pickle becomes part
             of the FX-graph cache's key.
-        uuid: identifies the other passes and all they depend on, for that key.
+        uuid: identifies the other passes and all they depend on, for that key; asked for when
+            a graph has been observed.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -202,7 +203,7 @@ def _stable_mesh_hashes(inputs: Sequence[Any]) -> Iterator[None]:
             mesh._hash = before[key]
 
 
-def _graph_pass(function: Callable[[Graph], None], uuid: str) -> Any:
+def _graph_pass(function: Callable[[Graph], None], identity: Callable[[], str]) -> Any:
     """``function`` as a pass of Inductor's that its caches can key on."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -211,7 +212,7 @@ def _graph_pass(function: Callable[[Graph], None], uuid: str) -> Any:
             function(graph)
 
         def uuid(self) -> str:
-            return uuid
+            return identity()
 
     return _Pass()
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 import inductor_passes
 from inductor_passes.buckets import assign_by_module
@@ -27,6 +27,7 @@ from inductor_passes.passes import (
     predict,
     rehearse,
 )
+from inductor_passes.planned import PlannedBucket
 from inductor_passes.program import ProgramError
 from simplefsdp import _torch, provenance, rank_guard
 from simplefsdp.census import describe, take_census
@@ -114,30 +115,41 @@ def _compile(
     settings: Settings | None,
     ranks: Sequence[int],
 ) -> Callable[..., Any]:
-    graph_pass = scheduler_pass = None
-    uuid = _uuid(settings)
-    if settings is not None:
-        graph_pass = functools.partial(bucket_and_reorder, settings=settings, fqn_of=fqn_of)
-        if settings.reorder:
-            scheduler_pass = ImposeOrder(settings.policy, settings.on_error, uuid)
+    # The buckets of the graph that is being compiled, forward or backward: chosen when it is
+    # observed, and agreed on with the other ranks, then written by the pass.
+    current: list[tuple[PlannedBucket, ...] | None] = [None]
+    base = _uuid(settings)
+    timeout_s = options.rank_guard_timeout_s
 
-    observe = functools.partial(
-        _observe, settings=settings, ranks=ranks, timeout_s=options.rank_guard_timeout_s
-    )
+    def uuid() -> str:
+        return hashlib.sha256(f"{base}{current[0]}".encode()).hexdigest()
+
+    def observe(graph: GraphModule, is_backward: bool) -> None:
+        current[0] = _observe(
+            graph, is_backward, settings=settings, ranks=ranks, timeout_s=timeout_s
+        )
+
+    def graph_pass(graph: Graph) -> None:
+        if settings is not None:
+            bucket_and_reorder(graph, settings, fqn_of, current[0])
+
+    scheduler_pass = None
+    if settings is not None and settings.reorder:
+        scheduler_pass = ImposeOrder(settings.policy, settings.on_error, base)
     if options.executor == "aot_eager":
         return _torch.compile_with_aot_eager(
             gm,
             example_inputs,
             observe=observe,
             joint_pass=tag_for_recompute,
-            graph_pass=graph_pass,
+            graph_pass=graph_pass if settings is not None else None,
         )
     return _torch.compile_with_inductor(
         gm,
         example_inputs,
         observe=observe,
         joint_pass=tag_for_recompute,
-        graph_pass=graph_pass,
+        graph_pass=graph_pass if settings is not None else None,
         scheduler_pass=scheduler_pass,
         uuid=uuid,
     )
@@ -150,22 +162,26 @@ def _observe(
     settings: Settings | None,
     ranks: Sequence[int],
     timeout_s: float,
-) -> None:
-    """Log, and compare with the other ranks, what a graph will launch.
+) -> tuple[PlannedBucket, ...] | None:
+    """Choose the buckets of a graph; log, and compare with the other ranks, what it will launch.
 
-    Called whether or not a cache has the code, with the graph that the passes will get.
+    Called whether or not a cache has the code, with the graph that the passes will get. None if
+    there is nothing to write, or no plan: then the pass itself raises why, or falls back.
     """
     line = describe(take_census(gm.graph), is_backward=is_backward)
+    planned = None
     try:
         rehearsal = rehearse(gm, settings, fqn_of)
+        planned = rehearsal.planned
         lines = launches(rehearsal)
         line += describe_passes(rehearsal, settings)
-    except ProgramError as error:  # the pass itself will raise it, or fall back
+    except ProgramError as error:
         lines = [f"cannot be planned: {error}"]
         line += f"; {lines[0]}"
     _say("%s", line)
     what = f"the {'backward' if is_backward else 'forward'} graph to compile"
     rank_guard.agree(what, lines, ranks, timeout_s)
+    return planned
 
 
 def pass_settings(options: Options, specs: Sequence[GatherSpec]) -> Settings | None:

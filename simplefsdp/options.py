@@ -74,8 +74,8 @@ class Options:
         executor: ``"inductor"`` generates code; ``"aot_eager"`` runs the forward and backward
             graphs op by op, which compiles in seconds and serves debugging.
         on_error: what to do if a pass fails: ``"raise"``, or ``"fallback"``, which compiles the
-            graph without it and warns. Whether to fall back is decided from what all ranks
-            share, before each compilation, and the rank guard makes sure that they agree.
+            graph without it and warns. The passes are tried on a copy before each compilation,
+            and the rank guard makes sure that they fail on all ranks or on none.
         rank_guard: compare, before a graph is compiled, what the ranks are about to communicate,
             through the process group's store, and raise on a difference instead of hanging.
         rank_guard_timeout_s: how long a rank waits for the others to get there.

@@ -32,9 +32,9 @@ class Captured:
 def capture() -> Iterator[Captured]:
     captured, original = Captured(), simplefsdp.backend._observe
 
-    def observe(gm: GraphModule, is_backward: bool, **kwargs: object) -> None:
+    def observe(gm: GraphModule, is_backward: bool, **kwargs: object) -> object:
         (captured.backward if is_backward else captured.forward).append(copy.deepcopy(gm))
-        original(gm, is_backward, **kwargs)
+        return original(gm, is_backward, **kwargs)
 
     simplefsdp.backend._observe = observe
     try:

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch.fx import Graph
 
 import simplefsdp.backend
 from inductor_passes import fx, passes, scheduler
-from inductor_passes.layouts import LAYOUTS
+from inductor_passes.layouts import Layout
 from inductor_passes.order import OverlapPolicy
 from inductor_passes.program import Program
 from simplefsdp import simple_fsdp
@@ -112,9 +112,9 @@ class Recorder:
 
         patch.setattr(passes.ImposeOrder, "__call__", order)
 
-    def graph_pass(self, graph, settings, fqn_of) -> None:
+    def graph_pass(self, graph, settings, fqn_of, planned) -> None:
         self.before.append((copied(graph), settings))
-        passes.bucket_and_reorder(graph, settings, fqn_of)
+        passes.bucket_and_reorder(graph, settings, fqn_of, planned)
         self.graphs.append(events_of(fx.read(graph, fqn_of).program))
 
     def order(self, impose_order, snodes):
@@ -261,7 +261,7 @@ def test_log_lines(compiled):
         assert exposed and float(exposed[1]) > float(exposed[2]) > 0, line
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", get_args(Layout))
 @pytest.mark.parametrize(("gathers", "reduces"), [(1, 1), (3, 4), (1, 3), (20, 20)])
 def test_other_limits(fake_mesh, layout, gathers, reduces):
     if "aot_eager" not in _done:

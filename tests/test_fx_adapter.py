@@ -8,7 +8,7 @@ import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from zoo import Zoo, batch, loss_of
 import simplefsdp.backend
 from inductor_passes import _torch, fx, passes
 from inductor_passes.buckets import Assignment, plan_buckets
-from inductor_passes.layouts import LAYOUTS, write_buckets
+from inductor_passes.layouts import Layout, write_buckets
 from inductor_passes.merge import merge
 from inductor_passes.passes import PassError, Settings, bucket_and_reorder
 from inductor_passes.program import Program, ProgramError
@@ -99,9 +99,9 @@ class Recorder:
         self.after: list[Graph] = []
         monkeypatch.setattr(simplefsdp.backend, "bucket_and_reorder", self)
 
-    def __call__(self, graph: Graph, settings: Settings, fqn_of: fx.FqnOf) -> None:
+    def __call__(self, graph: Graph, settings: Settings, *args: Any) -> None:
         self.before.append(copied(graph))
-        bucket_and_reorder(graph, settings, fqn_of)
+        bucket_and_reorder(graph, settings, *args)
         self.after.append(copied(graph))
 
 
@@ -453,7 +453,7 @@ def test_flat_buckets_carry_the_same_bytes(graph):
     assert same_numbers(before, graph)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", get_args(Layout))
 @pytest.mark.parametrize("merges", [True, False], ids=["merge", "move"])
 def test_the_whole_pass_keeps_the_numbers(graph, layout, merges):
     graph, fqn_of = graph
@@ -468,7 +468,7 @@ def test_the_whole_pass_keeps_the_numbers(graph, layout, merges):
 
 
 @pytest.mark.parametrize("function", [forward, backward])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", get_args(Layout))
 def test_collectives_of_tensor_parallelism_stay(function, layout):
     graph = trace(function)
     theirs = [n for n in graph.nodes if _torch.is_collective_start(n) and ours(n) is None]

@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 
+from inductor_passes import passes
 from simplefsdp import simple_fsdp
 from simplefsdp.rank_guard import RankMismatchError, agree
 
@@ -89,6 +90,21 @@ def another_order_of_use():
     return error_of(lambda: compiled(torch.ones(2, 4)).sum().backward())
 
 
+def a_pass_fails_on_one_rank():
+    torch._dynamo.reset()
+    model = simple_fsdp(Swapped(False), mesh())
+    options = {**OPTIONS, "bucketing": "manual", "on_error": "fallback"}
+    compiled = torch.compile(model, backend="simplefsdp", options=options)
+
+    def fail(*args):
+        raise KeyError("no such node")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(passes, "write_buckets", fail)
+        return error_of(lambda: compiled(torch.ones(2, 4)))
+
+
 def same_but_another_batch(executor):
     """A recompilation that communicates the same waits for nobody."""
     torch._dynamo.reset()
@@ -114,6 +130,7 @@ def same_but_another_batch(executor):
         (another_branch, "rank 0 has \"GatherSpec(fqn='layers.1.weight'"),
         (another_option, "max_pending_reduces=1"),
         (another_order_of_use, "bucket 'o"),
+        (a_pass_fails_on_one_rank, "rank 1 has \"cannot be planned: 'no such node'\""),
     ],
 )
 def test_ranks_that_differ_raise(pools, body, says):
