@@ -41,6 +41,7 @@ __all__ = [
 
 CompiledFunction = Callable[..., Any]
 GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
+GraphPass = Callable[[Graph], None]
 
 
 def is_checkpoint_region(node: Node) -> bool:
@@ -123,8 +124,8 @@ def compile_with_inductor(
     example_inputs: Sequence[Any],
     *,
     observe: Callable[[GraphModule, bool], None],
-    joint_pass: Callable[[Graph], None],
-    graph_pass: Callable[[Graph], None] | None,
+    joint_pass: GraphPass,
+    graph_pass: GraphPass | None,
     scheduler_pass: Callable[[list[Any]], list[Any]] | None,
     uuid: Callable[[], str],
 ) -> CompiledFunction:
@@ -143,6 +144,7 @@ def compile_with_inductor(
             a graph has been observed.
     """
     from torch._functorch import config as functorch_config
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -150,11 +152,14 @@ def compile_with_inductor(
         with _stable_mesh_hashes(inputs):
             return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
 
-    patches: dict[str, Any] = {"joint_custom_post_pass": _graph_pass(joint_pass, uuid)}
+    patches = _after_the_users("joint_custom_post_pass", joint_pass, uuid)
     if graph_pass is not None:
-        patches["post_grad_custom_post_pass"] = _graph_pass(graph_pass, uuid)
+        patches |= _after_the_users("post_grad_custom_post_pass", graph_pass, uuid)
+        patches |= _TORCH_BUCKETING_OFF
     if scheduler_pass is not None:
         patches |= _scheduler_patches(scheduler_pass)
+    known = config.get_config_copy()
+    patches = {key: value for key, value in patches.items() if key in known}
     # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
     # is the one that saves the minutes of code generation.
     with functorch_config.patch(enable_autograd_cache=False):
@@ -164,23 +169,29 @@ def compile_with_inductor(
     return cast(CompiledFunction, compiled)
 
 
+# Torch's own passes come after ours, and would bucket again what is bucketed.
+_TORCH_BUCKETING_OFF = {
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+}
+
+
 def _scheduler_patches(scheduler_pass: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
     from torch._inductor import config
 
     patches = {
         "reorder_for_compute_comm_overlap": True,
         "reorder_for_compute_comm_overlap_passes": [scheduler_pass],
-        # Torch's own overlap pass would bucket again what is bucketed. And 2.12 compares the
-        # graphs of all ranks by a collective while it compiles, if a pass like ours is set: a rank
-        # that finds its code in the cache would never come to it.
-        "aten_distributed_optimizations.enable_overlap_scheduling": False,
+        # 2.12 compares the graphs of all ranks by a collective while it compiles, if a pass like
+        # this is set: a rank that finds its code in the cache would never come to it.
         "aten_distributed_optimizations.spmd_check": False,
     }
     if config.deterministic:
         # The scheduler then skips our pass; the order of the FX graph must stand.
         patches["reorder_for_peak_memory"] = False
-    known = config.get_config_copy()
-    return {key: value for key, value in patches.items() if key in known}
+    return patches
 
 
 @contextmanager
@@ -203,18 +214,30 @@ def _stable_mesh_hashes(inputs: Sequence[Any]) -> Iterator[None]:
             mesh._hash = before[key]
 
 
-def _graph_pass(function: Callable[[Graph], None], identity: Callable[[], str]) -> Any:
-    """``function`` as a pass of Inductor's that its caches can key on."""
+def _after_the_users(name: str, function: GraphPass, identity: Callable[[], str]) -> dict[str, Any]:
+    """The setting that makes ``function`` a pass of Inductor's, which its caches can key on.
+
+    It runs after the pass that the user has set under the same name, if there is one.
+    """
+    from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    users = getattr(config, name)
 
     class _Pass(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
+            if users is not None:
+                users(graph)
             function(graph)
 
-        def uuid(self) -> str:
-            return identity()
+        def uuid(self) -> Any:
+            if users is None:
+                return identity()
+            theirs = users.uuid() if isinstance(users, CustomGraphPass) else None
+            # None: a pass that no cache can know goes past the cache, as it does without us.
+            return None if theirs is None else (theirs, identity())
 
-    return _Pass()
+    return {name: _Pass()}
 
 
 def compile_with_aot_eager(
@@ -222,8 +245,8 @@ def compile_with_aot_eager(
     example_inputs: Sequence[Any],
     *,
     observe: Callable[[GraphModule, bool], None],
-    joint_pass: Callable[[Graph], None],
-    graph_pass: Callable[[Graph], None] | None,
+    joint_pass: GraphPass,
+    graph_pass: GraphPass | None,
 ) -> CompiledFunction:
     """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
 

@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 from zoo import Zoo, batch, loss_of
 
@@ -135,6 +138,38 @@ def test_inductor_settings_are_patched_for_the_compilation_only(fake_mesh, execu
     loss.backward()  # compiled lazily, now
     after = (inductor_config.get_config_copy(), functorch_config.get_config_copy())
     assert before == between == after
+
+
+class UsersPass(CustomGraphPass):
+    """A pass that the user has set for Inductor, which ours must not displace."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def __call__(self, graph):
+        starts = [n for n in graph.nodes if "all_gather" in str(n.target)]
+        self.seen.append(len(starts))
+
+    def uuid(self):
+        return "the user's"
+
+
+def test_the_users_own_passes_run_and_torchs_bucketing_does_not(fake_mesh):
+    model = simple_fsdp(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), fake_mesh(2))
+    options = {"bucketing": "manual", "buckets": ["*"]}
+    joint, post_grad = UsersPass(), UsersPass()
+    with inductor_config.patch(
+        joint_custom_post_pass=joint,
+        post_grad_custom_post_pass=post_grad,
+        bucket_all_gathers_fx="all",
+        fx_graph_cache=False,
+    ):
+        compiled = torch.compile(model, backend="simplefsdp", options=options)
+        _, code = run_and_get_code(compiled, torch.ones(2, 4))
+    assert joint.seen == [8]
+    assert post_grad.seen == [8]  # before ours, which makes buckets of them
+    assert code[0].count("= torch.ops._c10d_functional.all_gather_into_tensor_coalesced") == 4
+    assert "all_gather_into_tensor_out" not in code[0]  # what torch's bucketing would write
 
 
 def test_two_models_two_options_in_one_process(fake_mesh):
