@@ -34,11 +34,12 @@ class BucketMark(NamedTuple):
 
     label: str
     fqns: tuple[str, ...]
+    window: int = 0
 
 
-def mark(start: Node, label: str, fqns: tuple[str, ...]) -> None:
+def mark(start: Node, label: str, fqns: tuple[str, ...], window: int = 0) -> None:
     """Note on a start node which bucket it is, or is part of."""
-    start.meta[_MARK] = BucketMark(label, fqns)
+    start.meta[_MARK] = BucketMark(label, fqns, window)
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
     """What a start node sends; from its mark if it has one, else for the FQN that is told."""
     found = start.meta.get(_MARK)
     fqn = None if found else fqn_of(start)
-    bucket, fqns = found or BucketMark("", (fqn,) if fqn else ())
+    bucket, fqns, window = found or BucketMark("", (fqn,) if fqn else ())
     kind = KIND_OF.get(start.target, "other") if fqns else "other"
     sent = [start] if kind == "gather" else start.all_input_nodes
     dtypes = dict.fromkeys(str(t.dtype) for node in sent for t in _tensors(node))
@@ -186,6 +187,7 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
         str(arguments.get("reduce_op", "")),
         fqns,
         bucket,
+        window,
     )
 
 

@@ -67,7 +67,7 @@ def write_buckets(
             starts = [n for n in launch if n.target is not operator.getitem][-1:]
         collective = merged.ops[merged.index[bucket.starts[0]]].collective
         for start in starts:
-            mark(start, bucket.label, collective.fqns if collective else ())
+            mark(start, bucket.label, collective.fqns if collective else (), bucket.window)
     place(graph, [n for op in merged.ops for n in instead.get(op.name, reading.nodes[op.name])])
 
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from inductor_passes.program import Bucket, Collective, Op, Program, ProgramError
+from inductor_passes.program import Bucket, Op, Program, ProgramError
 
 
 def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
@@ -59,17 +59,13 @@ def merge_starts(bucket: Bucket, ops: Sequence[Op]) -> Op:
         ops[0],
         reads=tuple(name for op in ops for name in op.reads),
         writes=tuple(name for op in ops for name in op.writes),
-        collective=merge_collectives(collectives, bucket.label),
-    )
-
-
-def merge_collectives(members: Sequence[Collective], label: str) -> Collective:
-    """What a bucket of ``members`` sends."""
-    return replace(
-        members[0],
-        nbytes=sum(c.nbytes for c in members),
-        fqns=tuple(fqn for c in members for fqn in c.fqns),
-        bucket=label,
+        collective=replace(
+            collectives[0],
+            nbytes=sum(c.nbytes for c in collectives),
+            fqns=tuple(fqn for c in collectives for fqn in c.fqns),
+            bucket=bucket.label,
+            window=bucket.window,
+        ),
     )
 
 

@@ -50,7 +50,7 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
     """
     keys: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
     followers = _followers(program)
-    first_use = _first_uses(program, followers)
+    first_use = first_uses(program)
     _place_gathers(program, policy, keys, first_use)
     late: set[int] = set()
     for kind in ("reduce", "all_reduce"):
@@ -72,8 +72,12 @@ def _followers(program: Program) -> list[list[int]]:
     return followers
 
 
-def _first_uses(program: Program, followers: list[list[int]]) -> list[float]:
-    """Position of the first compute that needs each op's result, seen through views and waits."""
+def first_uses(program: Program) -> list[float]:
+    """Position of the first compute that needs each op's result, seen through views and waits.
+
+    Infinity if there is none.
+    """
+    followers = _followers(program)
     found = [inf] * len(program.ops)
     for i in range(len(program.ops) - 1, -1, -1):
         for j in followers[i]:
@@ -92,6 +96,11 @@ def _buckets(program: Program, kind: CollectiveKind) -> list[list[int]]:
     return list(groups.values())
 
 
+def _window(program: Program, starts: list[int]) -> int:
+    collective = program.ops[starts[0]].collective
+    return collective.window if collective is not None else 0
+
+
 def _place_gathers(
     program: Program, policy: OverlapPolicy, keys: list[Key], first_use: list[float]
 ) -> None:
@@ -102,7 +111,7 @@ def _place_gathers(
     ]
     used.sort()
     for k, (use, starts) in enumerate(used):
-        ahead = k - policy.max_inflight_gathers + 1
+        ahead = k + 1 - (_window(program, starts) or policy.max_inflight_gathers)
         # The bucket's turn is just before the wait of the one that it goes ahead of.
         where: Key = (used[ahead][0] if ahead >= 0 else -1, _GATHER, ahead)
         for i in starts:
@@ -125,7 +134,7 @@ def _place_reduces(
         ready.append(((at[0], _REDUCE, at[2]), starts))
     ready.sort()
     for k, (where, starts) in enumerate(ready):
-        due = k + policy.max_pending_reduces
+        due = k + (_window(program, starts) or policy.max_pending_reduces)
         # One reduce more would be one too many: wait for the oldest just before it starts.
         until = ready[due][0][0] if due < len(ready) else float(len(program.ops))
         for i in starts:
@@ -164,10 +173,9 @@ def _keep_starts(program: Program, keys: list[Key], first_use: list[float]) -> N
 
 
 def _float_views(
-    program: Program, keys: list[Key], followers: list[list[int]], late: Iterable[int]
+    program: Program, keys: list[Key], followers: list[list[int]], late: set[int]
 ) -> None:
     """A view costs nothing and pins what it reads: it belongs to its first user."""
-    late = set(late)
     for i, op in enumerate(program.ops):
         if op.kind == "view" and followers[i] and i not in late:
             keys[i] = (inf, 0, 0)

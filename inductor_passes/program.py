@@ -58,6 +58,9 @@ class Collective:
         reduce_op: ``"sum"`` or ``"avg"``; empty for a gather.
         fqns: the parameters whose shards or gradients it carries, in their order on the wire.
         bucket: label that members of one bucket share; empty if the planner made none.
+        window: how far its bucket overlaps. Of a gather, how many gathers may be under way when
+            it starts, itself included; of a reduce, how many more may start before it is waited
+            for. 0: what the policy of the order says.
     """
 
     kind: CollectiveKind
@@ -68,6 +71,7 @@ class Collective:
     reduce_op: str = ""
     fqns: tuple[str, ...] = ()
     bucket: str = ""
+    window: int = 0
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from inductor_passes.program import (
 _PLAIN = re.compile(r"[\w.\-/:*+]*[\w.\-/*+]")
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _TOKEN = re.compile(rf"\s*(->|{_STRING}|[\w.\-/:*+]*[\w.\-/*+]|[(),:@|=])|\s*(#.*)?$")
-_FIELDS = {"group": str, "ranks": int, "nbytes": int, "dtype": str, "op": str, "bucket": str}
+_FIELDS = ("group", "ranks", "nbytes", "dtype", "op", "bucket", "window")
 
 
 def to_text(program: Program) -> str:
@@ -66,7 +66,7 @@ def _quote(name: str) -> str:
 
 
 def _collective_text(c: Collective) -> str:
-    values = (c.group, c.ranks, c.nbytes, c.dtype, c.reduce_op, c.bucket)
+    values = (c.group, c.ranks, c.nbytes, c.dtype, c.reduce_op, c.bucket, c.window or "")
     fields = [f"{key}={_quote(str(v))}" for key, v in zip(_FIELDS, values, strict=True) if v != ""]
     fqns = [f"fqns={', '.join(map(_quote, c.fqns))}"] if c.fqns else []
     return " | " + " ".join([c.kind, *fields, *fqns])
@@ -164,9 +164,11 @@ class _Reader:
         missing = [key for key in ("ranks", "nbytes") if key not in fields]
         if missing:
             raise ProgramError(f"a collective needs {missing[0]}=, a number")
-        group, ranks, nbytes, dtype = (fields.get(k, "") for k in list(_FIELDS)[:4])
-        op, bucket = fields.get("op", ""), fields.get("bucket", "")
-        return Collective(kind, group, int(ranks), int(nbytes), dtype, op, fqns, bucket)
+        group, ranks, nbytes, dtype = (fields.get(k, "") for k in _FIELDS[:4])
+        op, bucket, window = (fields.get(k, "") for k in _FIELDS[4:])
+        return Collective(
+            kind, group, int(ranks), int(nbytes), dtype, op, fqns, bucket, int(window or 0)
+        )
 
     def _declare(self) -> str:
         name = self._name()

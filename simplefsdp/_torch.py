@@ -247,10 +247,12 @@ def compile_with_aot_eager(
     observe: Callable[[GraphModule, bool], None],
     joint_pass: GraphPass,
     graph_pass: GraphPass | None,
+    decompose: bool = False,
 ) -> CompiledFunction:
     """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
 
-    Arguments as for :func:`compile_with_inductor`.
+    Arguments as for :func:`compile_with_inductor`. With ``decompose`` the graphs are made of the
+    ops that Inductor would get.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -270,10 +272,16 @@ def compile_with_aot_eager(
         joint_pass(joint.graph)
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
+    decompositions: dict[Any, Any] = {}
+    if decompose:
+        from torch._inductor.decomposition import select_decomp_table
+
+        decompositions = select_decomp_table()
     backend = aot_autograd(
         fw_compiler=compiler(False),
         bw_compiler=compiler(True),
         partition_fn=partition,
+        decompositions=decompositions,
         keep_inference_input_mutations=True,
     )
     return backend(gm, example_inputs)  # type: ignore[no-any-return]

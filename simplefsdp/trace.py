@@ -1,0 +1,72 @@
+"""The graphs of a training step without running it: for planning a cluster that is not at hand.
+
+Inside a ``FakeTensorMode`` and a fake process group no tensor has memory and no collective a peer,
+so that the largest model, as any rank count sees it, is traced on a laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from simplefsdp import _torch
+from simplefsdp.dedupe import dedupe_gathers
+from simplefsdp.recompute import tag_for_recompute
+
+
+class TracedStep(NamedTuple):
+    """The graphs of one step, as the passes get them.
+
+    Attributes:
+        forward: from inputs and shards to the outputs and what backward needs.
+        backward: from those and the outputs' gradients to the shards' gradients.
+        fqns: of the parameters that are gathered, in the order of the forward's first reads.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    fqns: tuple[str, ...]
+
+
+def trace(model: nn.Module, *inputs: object) -> TracedStep:
+    """Trace forward and backward of a wrapped model.
+
+    Args:
+        model: wrapped by :func:`simplefsdp.simple_fsdp`. Its forward returns a tensor, whose sum
+            is differentiated. If its parameters are fake tensors, nothing is computed; call this
+            inside their mode.
+        inputs: of the model, fake likewise.
+
+    Raises:
+        ValueError: nothing of the model is sharded, or nothing is differentiable.
+    """
+    graphs: dict[bool, GraphModule] = {}
+    fqns: list[str] = []
+
+    def observe(graph: GraphModule, is_backward: bool) -> None:
+        graphs[is_backward] = graph
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        fqns.extend(spec.fqn for spec in dedupe_gathers(gm))
+        return _torch.compile_with_aot_eager(
+            gm,
+            example_inputs,
+            observe=observe,
+            joint_pass=tag_for_recompute,
+            graph_pass=None,
+            decompose=True,
+        )
+
+    torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs).sum().backward()
+    if not fqns:
+        raise ValueError(
+            f"model: no parameter of this {type(model).__name__} is sharded; wrap it by "
+            "simplefsdp.simple_fsdp(model, mesh) first"
+        )
+    if True not in graphs:
+        raise ValueError("model: its output needs no gradient; there is no backward to trace")
+    return TracedStep(graphs[False], graphs[True], tuple(fqns))
