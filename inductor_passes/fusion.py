@@ -1,0 +1,183 @@
+"""Which bytes reach memory once a compiler has fused a program's loops.
+
+The rule, which stands for Inductor's without repeating it:
+
+- A *kernel* (matmul, attention, sort, collective) reads its inputs from memory and writes its
+  results there. A *loop* (pointwise, copy, indexing, reduction) may share a kernel with others.
+- Loops share one if one reads the other's result, no kernel has to run between them, and their
+  iterations fit: a pointwise result goes into any loop that reads it; a reduction's goes into
+  loops over its result, and, if it reduces the last dimension, into loops over its input
+  (norms, softmax). Reductions of the last dimension and of others never share one.
+- A loop runs as late as its readers allow: what backward recomputes from saved tensors is
+  computed in the kernel that uses it.
+- Within a shared kernel, a result that nobody else reads takes no bytes, and a buffer is read
+  once. A result that anybody else reads, or that is returned, is written once.
+- Views are free, and a view reads no more than its own bytes, nor more than its storage has.
+  Indexing reads as much of its table as it returns; writing by index touches what it writes, or
+  copies the whole if the old value is still needed.
+
+Known to be off: Inductor duplicates a pointwise op into several kernels where we let them share
+one (we count its reads once); it fuses loops that only read the same input (we count it twice);
+it refuses fusions over sizes and strides that we accept; and a buffer that is still in a cache is
+paid for as if it were not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from inductor_passes.program import Op, Program
+
+_UNLIMITED = sys.maxsize
+Reduces = Literal["", "inner", "outer"]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An op that can share a kernel with others.
+
+    Attributes:
+        numel: iterations: elements of the result, or of what is reduced.
+        result_numel: elements of the result.
+        reduces: a reduction's kind: over the last dimension, or over others only.
+    """
+
+    numel: int
+    result_numel: int
+    reduces: Reduces = ""
+
+    def goes_into(self, reader: Loop) -> bool:
+        """Whether a loop that reads the result can run in the same kernel."""
+        if not self.reduces or reader.numel == self.result_numel:
+            return True
+        return self.reduces == "inner" and reader.numel == self.numel
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one op adds to the kernel that it runs in.
+
+    Attributes:
+        nbytes: read from and written to memory.
+        kernels: 1 for the first op of a kernel, else 0.
+    """
+
+    nbytes: int
+    kernels: int
+
+
+def traffic_of(
+    program: Program, loops: Mapping[str, Loop], touches: Mapping[str, int]
+) -> dict[str, Traffic]:
+    """Memory traffic of each compute op once loops are fused.
+
+    Args:
+        program: in any valid order.
+        loops: the compute ops that are loops, by name; the others are kernels.
+        touches: bytes that an op touches of any one buffer, if it indexes; by its name.
+    """
+    kernels = _Kernels(program, loops)
+    found: dict[str, Traffic] = {}
+    launched: set[int] = set()
+    for i, op in enumerate(program.ops):
+        if op.kind == "compute":
+            kernel, limit = kernels.of[i], touches.get(op.name, _UNLIMITED)
+            nbytes = kernels.read(i, op, limit) + kernels.written(i, op, limit)
+            found[op.name] = Traffic(nbytes, int(kernel not in launched))
+            launched.add(kernel)
+    return found
+
+
+class _Kernels:
+    """Which ops share a kernel, and what their kernels have read so far.
+
+    ``of`` holds a number per op, the same for those that share a kernel; views have none.
+    """
+
+    def __init__(self, program: Program, loops: Mapping[str, Loop]) -> None:
+        self.program, self.loops = program, loops
+        self.storage = {name: buffer.storage for name, buffer in program.buffers.items()}
+        self.of = self._share()
+        self.readers: defaultdict[str, set[int]] = defaultdict(set)
+        for i, op in enumerate(program.ops):
+            if op.kind != "view":
+                for name in op.reads:
+                    self.readers[self.storage[name]].add(self.of[i])
+        self.returned = {self.storage[name] for name in program.outputs}
+        self.held: defaultdict[int, set[str]] = defaultdict(set)
+        self.paid: defaultdict[tuple[int, str], int] = defaultdict(int)
+
+    def read(self, i: int, op: Op, limit: int) -> int:
+        """Bytes that ``op`` reads from memory, beyond what its kernel has read or made."""
+        held, nbytes = self.held[self.of[i]], 0
+        for name in dict.fromkeys(op.reads):
+            storage = self.storage[name]
+            if name not in held and storage not in held:
+                key = (self.of[i], storage)
+                rest = self.program.buffers[storage].nbytes - self.paid[key]
+                more = min(self.program.buffers[name].nbytes, limit, rest)
+                self.paid[key] += more
+                nbytes += more
+                held.add(name)
+        return nbytes
+
+    def written(self, i: int, op: Op, limit: int) -> int:
+        """Bytes that ``op`` writes to memory: what another kernel, or the caller, reads."""
+        nbytes = 0
+        for name in op.writes:
+            storage = self.storage[name]
+            private = self.readers[storage] <= {self.of[i]} and storage not in self.returned
+            fresh = self.program.writer.get(name) == i
+            if not (fresh and private and op.name in self.loops):
+                nbytes += min(self.program.buffers[name].nbytes, limit)
+            if fresh:
+                self.held[self.of[i]].add(storage)
+        return nbytes
+
+    def _share(self) -> list[int]:
+        """Join each loop to the kernels of the loops that it reads from, where they fit."""
+        ops, levels = self.program.ops, _levels(self.program, self.loops)
+        of = list(range(len(ops)))
+        reduces: dict[int, Reduces] = {}
+        members = {i: [i] for i in of}
+        maker: dict[str, int] = {}
+        for i, op in enumerate(ops):
+            loop = self.loops.get(op.name)
+            reduces[i] = loop.reduces if loop else ""
+            for j in (maker.get(self.storage[name]) for name in op.reads) if loop else ():
+                if j is None or of[j] == of[i] or levels[j] != levels[i]:
+                    continue
+                made = self.loops.get(ops[j].name)
+                kinds = {reduces[of[j]], reduces[of[i]]} - {""}
+                if made and loop and made.goes_into(loop) and len(kinds) < 2:
+                    into, gone = of[j], of[i]
+                    reduces[into] = next(iter(kinds), "")
+                    for member in members[gone]:
+                        of[member] = into
+                    members[into] += members.pop(gone)
+            if op.kind != "view":
+                maker.update((self.storage[name], i) for name in op.writes)
+        return of
+
+
+def _levels(program: Program, loops: Mapping[str, Loop]) -> list[int]:
+    """How many kernels and collectives must come before each op; loops as late as they may.
+
+    Of two loops at one level, no path from the first to the second passes a kernel.
+    """
+    ops, before = program.ops, program.predecessors
+    cuts = [int(op.kind != "view" and op.name not in loops) for op in ops]
+    levels: list[int] = []
+    for i in range(len(ops)):
+        levels.append(max((levels[j] + cuts[j] for j in before[i]), default=0))
+    latest: dict[int, int] = {}
+    for i in reversed(range(len(ops))):
+        if not cuts[i]:
+            levels[i] = latest.get(i, levels[i])
+        for j in before[i]:
+            latest[j] = min(latest.get(j, levels[i]), levels[i])
+    return levels
