@@ -4,10 +4,11 @@ The rule, which stands for Inductor's without repeating it:
 
 - A *kernel* (matmul, attention, sort, collective) reads its inputs from memory and writes its
   results there. A *loop* (pointwise, copy, indexing, reduction) may share a kernel with others.
-- Loops share one if one reads the other's result, no kernel has to run between them, and their
-  iterations fit: a pointwise result goes into any loop that reads it; a reduction's goes into
-  loops over its result, and, if it reduces the last dimension, into loops over its input
-  (norms, softmax). Reductions of the last dimension and of others never share one.
+- Loops share one if no kernel has to run between them and their iterations fit: a pointwise
+  result goes into any loop that reads it; a reduction's goes into loops over its result, and, if
+  it reduces the last dimension, into loops over its input (norms, softmax); two that read one
+  buffer go together if they have equally many iterations. Reductions of the last dimension and
+  of others never share one.
 - A loop runs as late as its readers allow: what backward recomputes from saved tensors is
   computed in the kernel that uses it.
 - Within a shared kernel, a result that nobody else reads takes no bytes, and a buffer is read
@@ -17,16 +18,15 @@ The rule, which stands for Inductor's without repeating it:
   copies the whole if the old value is still needed.
 
 Known to be off: Inductor duplicates a pointwise op into several kernels where we let them share
-one (we count its reads once); it fuses loops that only read the same input (we count it twice);
-it refuses fusions over sizes and strides that we accept; and a buffer that is still in a cache is
-paid for as if it were not.
+one (we count its reads once); it refuses fusions over sizes and strides that we accept; and a
+buffer that is still in a cache is paid for as if it were not.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,29 +139,45 @@ class _Kernels:
         return nbytes
 
     def _share(self) -> list[int]:
-        """Join each loop to the kernels of the loops that it reads from, where they fit."""
-        ops, levels = self.program.ops, _levels(self.program, self.loops)
-        of = list(range(len(ops)))
-        reduces: dict[int, Reduces] = {}
+        """Join loops; reductions of other than the last dimension come last, and take what is left.
+
+        Whether it reads along rows or across them decides how a kernel runs: it cannot do both.
+        """
+        of = list(range(len(self.program.ops)))
         members = {i: [i] for i in of}
+        loops = [self.loops.get(op.name) for op in self.program.ops]
+        reduces = [loop.reduces if loop else "" for loop in loops]
+        pairs = sorted(
+            self._pairs(), key=lambda pair: "outer" in (reduces[pair[0]], reduces[pair[1]])
+        )
+        for j, i in pairs:
+            into, gone = of[j], of[i]
+            kinds = {reduces[into], reduces[gone]} - {""}
+            if into != gone and len(kinds) < 2:
+                reduces[into] = next(iter(kinds), "")
+                for member in members[gone]:
+                    of[member] = into
+                members[into] += members.pop(gone)
+        return of
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        """Loops that could share a kernel: maker and reader, or two readers of one buffer."""
+        levels = _levels(self.program, self.loops)
         maker: dict[str, int] = {}
-        for i, op in enumerate(ops):
+        reader: dict[tuple[str, int], int] = {}
+        for i, op in enumerate(self.program.ops):
             loop = self.loops.get(op.name)
-            reduces[i] = loop.reduces if loop else ""
-            for j in (maker.get(self.storage[name]) for name in op.reads) if loop else ():
-                if j is None or of[j] == of[i] or levels[j] != levels[i]:
-                    continue
-                made = self.loops.get(ops[j].name)
-                kinds = {reduces[of[j]], reduces[of[i]]} - {""}
-                if made and loop and made.goes_into(loop) and len(kinds) < 2:
-                    into, gone = of[j], of[i]
-                    reduces[into] = next(iter(kinds), "")
-                    for member in members[gone]:
-                        of[member] = into
-                    members[into] += members.pop(gone)
+            for storage in {self.storage[name]: None for name in op.reads} if loop else ():
+                j = maker.get(storage, i)
+                made = self.loops.get(self.program.ops[j].name)
+                if loop and made and levels[j] == levels[i] and made.goes_into(loop):
+                    yield j, i
+                other = reader.setdefault((storage, loop.numel if loop else 0), i)
+                if levels[other] == levels[i]:
+                    yield other, i
+                reader[storage, loop.numel if loop else 0] = i
             if op.kind != "view":
                 maker.update((self.storage[name], i) for name in op.writes)
-        return of
 
 
 def _levels(program: Program, loops: Mapping[str, Loop]) -> list[int]:
