@@ -127,16 +127,18 @@ class _Kernels:
 
     def written(self, i: int, op: Op, limit: int) -> int:
         """Bytes that ``op`` writes to memory: what another kernel, or the caller, reads."""
-        nbytes = 0
-        for name in op.writes:
-            storage = self.storage[name]
-            private = self.readers[storage] <= {self.of[i]} and storage not in self.returned
-            fresh = self.program.writer.get(name) == i
-            if not (fresh and private and op.name in self.loops):
-                nbytes += min(self.program.buffers[name].nbytes, limit)
-            if fresh:
-                self.held[self.of[i]].add(storage)
-        return nbytes
+        made = [name for name in op.writes if self.program.writer.get(name) == i]
+        size = {name: min(self.program.buffers[name].nbytes, limit) for name in op.writes}
+        updated = sum(size[name] for name in op.writes if name not in made)
+        self.held[self.of[i]].update(self.storage[name] for name in made)
+        # An op that writes in place returns what it wrote to.
+        return updated or sum(size[name] for name in made if self._leaves(i, op, name))
+
+    def _leaves(self, i: int, op: Op, name: str) -> bool:
+        """Whether a result of ``op`` is needed outside its kernel."""
+        storage = self.storage[name]
+        elsewhere = bool(self.readers[storage] - {self.of[i]}) or storage in self.returned
+        return elsewhere or op.name not in self.loops
 
     def _share(self) -> list[int]:
         """Join loops; reductions of other than the last dimension come last, and take what is left.

@@ -18,6 +18,7 @@ from inductor_passes.program import CollectiveKind
 from simplefsdp.calibrate.fit import Sample
 
 Call = Callable[[], object]
+_TOO_LONG_US = 2e5  # of one call
 _ops = torch.ops._c10d_functional
 
 
@@ -136,7 +137,7 @@ def time_matmuls(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list
         return lambda: torch.mm(a, b, out=out)
 
     calls = {2.0 * width**3: matmul(width) for width in sweep.widths}
-    return medians_us(calls, sweep.repeats, device)
+    return medians_us(_affordable(calls, device), sweep.repeats, device)
 
 
 def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:
@@ -159,7 +160,17 @@ def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> li
 
     # Two matmuls forward, five backward, of 2 * length^2 * channels operations per head.
     calls = {7.0 * heads * channels * n**2: attention(n) for n in sweep.sequences}
-    return medians_us(calls, sweep.repeats, device)
+    return medians_us(_affordable(calls, device), sweep.repeats, device)
+
+
+def _affordable(calls: Mapping[float, Call], device: torch.device) -> Mapping[float, Call]:
+    """The calls in rising size until one takes too long, as in a dtype that is emulated."""
+    kept = {}
+    for size, call in calls.items():
+        kept[size] = call
+        if len(kept) > 1 and medians_us({size: call}, 1, device)[0].us > _TOO_LONG_US:
+            break
+    return kept
 
 
 def memory_gb_s(sweep: Sweep, device: torch.device) -> float:
