@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -59,7 +60,7 @@ def run(args: list[str]) -> int:
     if launch.under_torchrun():
         return _run_rank(args)
     options = parse(args)
-    ranks = options.ranks or default_ranks()
+    ranks = default_ranks() if options.ranks is None else options.ranks
     with user_errors():
         check(options, ranks)
         check_devices(ranks)
@@ -111,11 +112,14 @@ def check(options: CalibrateOptions, ranks: int) -> None:
 def _run_rank(args: list[str]) -> int:
     """Be one rank: measure with the others; rank 0 fits, tells and writes."""
     launch.follow_launcher()
-    with user_errors(), join_ranks() as rank:
+    with ExitStack() as stack:
+        with user_errors():
+            rank = stack.enter_context(join_ranks())
 
         def decide() -> CalibrateOptions:
             options = parse(args)
-            check(options, rank.world_size)
+            with user_errors():
+                check(options, rank.world_size)
             return options
 
         _calibrate(on_rank_zero(rank, decide), rank)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from inductor_passes.links import Link, Ramp, fraction
 
-_TOLERANCE = 0.1  # a plain line whose worst error is below this needs no ramp
+_TOLERANCE = 0.1  # of relative errors; a simpler fit within it is good enough
 
 
 class Sample(NamedTuple):
@@ -27,8 +27,9 @@ class Sample(NamedTuple):
 def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
     """Latency, bandwidth and, where they do not suffice, a ramp; from two or more sizes.
 
-    The line is that of the least squares of relative errors. With a ramp, the latency stays the
-    line's, and the ramp is what is left of the fastest size's bandwidth.
+    The first of these whose worst error is below 10 % (if none is, the best): the line of least
+    relative errors; nine to no tenths of the smallest size's time as latency, with a ramp for the
+    rest.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -38,13 +39,14 @@ def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
         raise ValueError(f"a link is fitted to two sizes or more, got {len(samples)}")
     latency_us, us_per_byte = _line(samples)
     line = Link(latency_us, 1e-3 / us_per_byte)
-    if worst_error(line, samples, ranks) <= _TOLERANCE:
-        return line
-    floor = samples[0].us / 100  # of a time that the latency explains alone
-    rates = [Sample(s.size / ranks, s.size / max(s.us - latency_us, floor)) for s in samples]
-    peak, ramp = fit_ramp(rates)
-    ramped = Link(latency_us, peak / 1e3, ramp)
-    return min((line, ramped), key=lambda link: worst_error(link, samples, ranks))
+    ramped = [_ramped(samples, ranks, samples[0].us * tenths / 10) for tenths in range(9, -1, -1)]
+    return min((line, *ramped), key=lambda link: max(worst_error(link, samples, ranks), _TOLERANCE))
+
+
+def _ramped(samples: Sequence[Sample], ranks: int, latency_us: float) -> Link:
+    floor = samples[0].us / 100  # of a later time that noise brought below the latency
+    peak, ramp = fit_ramp([Sample(s.size, s.size / max(s.us - latency_us, floor)) for s in samples])
+    return Link(latency_us, peak / 1e3, tuple((size / ranks, reached) for size, reached in ramp))
 
 
 def worst_error(link: Link, samples: Sequence[Sample], ranks: int) -> float:

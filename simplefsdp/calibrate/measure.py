@@ -45,8 +45,8 @@ def sweep_for(device: str, *, quick: bool, nbytes_max: int | None) -> Sweep:
     """Sizes that take seconds: from 4 KiB to ``nbytes_max`` (64 MiB on CPU, 1 GiB on CUDA)."""
     cpu = device == "cpu"
     largest = nbytes_max or (2**26 if cpu else 2**30)
-    smallest = min(2**12, largest // 4)
     step = 64 if quick else 4
+    smallest = min(2**12, largest // step)
     nbytes = [largest]
     while nbytes[-1] // step >= smallest:
         nbytes.append(nbytes[-1] // step)
