@@ -81,6 +81,24 @@ def fake_mode_of(value: Any) -> Any:
     return tensor.fake_mode
 
 
+def ranks_of_group(name: str) -> list[int] | None:
+    """Global ranks of the process group with this name; None if this process has no such group."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        group = distributed_c10d._resolve_process_group(name)  # type: ignore
+    except (LookupError, RuntimeError, ValueError):
+        return None
+    return distributed_c10d.get_process_group_ranks(group)
+
+
+def device_name(device: torch.device) -> str:
+    """What a device's maker calls it, or its type if there is none here (a fake one)."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
 # Inductor's scheduler
 
 

@@ -174,8 +174,9 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
     found = start.meta.get(_MARK)
     fqn = None if found else fqn_of(start)
     bucket, fqns, window = found or BucketMark("", (fqn,) if fqn else ())
-    kind = KIND_OF.get(start.target, "other") if fqns else "other"
-    sent = [start] if kind == "gather" else start.all_input_nodes
+    does = KIND_OF.get(start.target, "other")
+    kind = does if fqns else "other"
+    sent = [start] if does == "gather" else start.all_input_nodes
     dtypes = dict.fromkeys(str(t.dtype) for node in sent for t in _tensors(node))
     arguments = _arguments(start)
     return Collective(

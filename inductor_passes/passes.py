@@ -11,14 +11,16 @@ from typing import Any, Literal
 
 from torch.fx import Graph, GraphModule
 
-from inductor_passes import fx, scheduler
+from inductor_passes import _torch, fx, scheduler
 from inductor_passes.buckets import Assignment, plan_buckets
+from inductor_passes.cluster import Cluster, ClusterCost
 from inductor_passes.layouts import Layout, write_buckets
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap, starts_in
 from inductor_passes.planned import PlannedBucket, in_names, in_program
+from inductor_passes.presets import preset
 from inductor_passes.program import Bucket, Collective, Op, Program, ProgramError
-from inductor_passes.roofline import cost_of, device_of
+from inductor_passes.roofline import cluster_of, device_of, nodes_of, work_of
 from inductor_passes.simulate import simulate
 from inductor_passes.verify import verify_unchanged
 
@@ -233,14 +235,14 @@ def launches(rehearsal: Rehearsal) -> list[str]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the passes make of a graph, by :mod:`inductor_passes.roofline`.
+    """What the passes make of a graph, by :mod:`inductor_passes.cluster`.
 
     Attributes:
         collectives: number of gathers, reduces and all-reduces before.
         buckets: likewise, of buckets (merged or only moved together).
         exposed_before_us: time the compute lane stands still, before.
         exposed_after_us: likewise, after.
-        device: what the roofline assumes.
+        device: the cluster that is assumed.
     """
 
     collectives: dict[str, int]
@@ -251,13 +253,30 @@ class Prediction:
 
 
 @_no_garbage_collection()
-def predict(rehearsal: Rehearsal) -> Prediction:
-    """Simulate the graph before and after the passes."""
+def predict(rehearsal: Rehearsal, cluster: Cluster | None = None) -> Prediction:
+    """Simulate the graph before and after the passes, on ``cluster``.
+
+    With None, on the preset for the graph's device, or an H100's, and the result says so.
+    """
     before, after = rehearsal.reading.program, rehearsal.after
-    device = device_of(rehearsal.reading)
-    cost = cost_of(rehearsal.reading, device)
+    name = cluster.name if cluster else ""
+    if cluster is None:
+        cluster, name = _assume(rehearsal.reading)
+    groups = nodes_of(before, cluster.ranks_per_node)
+    cost = ClusterCost(cluster, groups, work_of(rehearsal.reading))
     was, now = (sum(simulate(p, cost).exposed_us.values()) for p in (before, after))
-    return Prediction(_count(before), _count(after), was, now, device.name)
+    return Prediction(_count(before), _count(after), was, now, name)
+
+
+def _assume(reading: fx.Reading) -> tuple[Cluster, str]:
+    """A cluster for a rough prediction, and what to call it."""
+    device = device_of(reading)
+    try:
+        cluster = cluster_of(device)
+    except ValueError:
+        cluster = preset("h100")
+        return cluster, f"h100 (there is no preset for {_torch.device_name(device)})"
+    return cluster, cluster.name
 
 
 def _count(program: Program) -> dict[str, int]:

@@ -1,75 +1,135 @@
-"""Compute times of the ops of an FX graph: the roofline, op by op, fusion not considered."""
+"""What the ops of an FX graph do, for :class:`inductor_passes.cluster.ClusterCost` to price."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from inductor_passes import _torch
-from inductor_passes.cost import LinearCost
+from inductor_passes.cluster import Cluster, Work, nodes_spanned
+from inductor_passes.fusion import traffic_of
 from inductor_passes.fx import Reading
+from inductor_passes.loops import inputs_of, loop_of, name_of, touches_of
+from inductor_passes.presets import PRESETS, preset
+from inductor_passes.program import Program
 
-
-@dataclass(frozen=True)
-class Device:
-    """What the prediction in the log line assumes of a kind of device; all of it estimated.
-
-    Attributes:
-        name: for messages.
-        tflops: 1e12 floating-point operations per second that a large matmul reaches.
-        cost: links, memory and launches.
-    """
-
-    name: str
-    tflops: float
-    cost: LinearCost
-
-
-DEVICES = {
-    # Two cores with AVX-512 and gloo over loopback, orders of magnitude only.
-    "cpu": Device(
-        "2 CPU cores with gloo, roughly",
-        0.1,
-        LinearCost(latency_us=200, link_gb_s=1, memory_gb_s=10, launch_us=2),
-    ),
-    # 8 H100 of one node: LinearCost's sources, and 80 % of the dense bf16 peak of 989.
-    "cuda": Device("8 H100 of one node, roughly", 790.0, LinearCost()),
+_aten = torch.ops.aten
+_FORWARD = flop_registry[_aten._scaled_dot_product_flash_attention]
+_BACKWARD = flop_registry[_aten._scaled_dot_product_flash_attention_backward]
+# Attention that torch's registry has no formula for: the arguments begin alike.
+_MORE_FLOPS: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _FORWARD,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _BACKWARD,
+    "aten::_scaled_dot_product_fused_attention_overrideable": _FORWARD,
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": _BACKWARD,
 }
 
 
-def cost_of(reading: Reading, device: Device) -> LinearCost:
-    """A cost model that knows the floating-point operations of the ops that were read."""
-    op_us = {}
-    for op in reading.program.ops:
-        flops = _flops(reading.nodes[op.name][0]) if op.kind == "compute" else 0
-        if flops:
-            by_bytes = device.cost.compute_us(reading.program, op)
-            op_us[op.name] = max(by_bytes, flops / (device.tflops * 1e6))
-    return replace(device.cost, op_us=op_us)
+def work_of(reading: Reading) -> dict[str, Work]:
+    """The work of each compute op by name, once Inductor has fused them.
+
+    Operations are counted for matmuls, convolutions and attention by torch's formulas, half of
+    them for causal attention, which is computed blockwise; bytes by the rule in
+    :mod:`inductor_passes.fusion`. Symbolic sizes count as what they were when traced.
+    """
+    program = reading.program
+    nodes = {op.name: reading.nodes[op.name][0] for op in program.ops if op.kind == "compute"}
+    loops = {name: loop for name, node in nodes.items() if (loop := loop_of(node))}
+    touches = {name: n for name, node in nodes.items() if (n := touches_of(node)) is not None}
+    traffic = traffic_of(program, loops, touches)
+    return {
+        name: _work(node, traffic[name].nbytes, traffic[name].kernels)
+        for name, node in nodes.items()
+    }
 
 
-def device_of(reading: Reading) -> Device:
-    """The device of the first tensor in the graph that has an entry; a CPU if none has."""
-    for nodes in reading.nodes.values():
-        value = nodes[0].meta.get("val")
-        if isinstance(value, torch.Tensor) and value.device.type in DEVICES:
-            return DEVICES[value.device.type]
-    return DEVICES["cpu"]
+def _work(node: Node, nbytes: int, kernels: int) -> Work:
+    flops = flops_of(node)
+    if not flops:
+        return Work(0, nbytes, kernels=kernels)
+    attends = "attention" in name_of(node)
+    dtype = next((str(v.dtype) for v in inputs_of(node)), "torch.float32").removeprefix("torch.")
+    if attends and _is_causal(node):
+        flops /= 2
+    return Work(flops, nbytes, "attention" if attends else "matmul", dtype, kernels)
 
 
-def _flops(node: Node) -> int:
-    packet = getattr(node.target, "overloadpacket", None)
-    count = flop_registry.get(packet)
+def flops_of(node: Node) -> float:
+    """Floating-point operations of a matmul, convolution or attention; 0 for anything else.
+
+    The formulas are given plain sizes: to compute with a symbol could guard on it, on this rank
+    alone.
+    """
+    target = getattr(node.target, "overloadpacket", node.target)
+    count = _MORE_FLOPS.get(name_of(node)) or flop_registry.get(target)
     if count is None:
         return 0
-    inputs = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    if any(not isinstance(n, int) for t in inputs if isinstance(t, torch.Tensor) for n in t.shape):
-        return 0  # to compute with a symbol could guard on it, on this rank alone
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+
+    def plain(argument: Node) -> Any:
+        return _plain(argument.meta.get("val"))
+
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), plain)
     try:
-        return _torch.size_hint(count(*args, **kwargs, out_val=node.meta.get("val")))
+        return count(*args, **kwargs, out_val=plain(node))
     except Exception:
         return 0  # a formula that does not fit this overload: the bytes decide
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with the numbers that its symbols stood for; tensors keep only their shapes."""
+    if isinstance(value, torch.Tensor):
+        shape = [_torch.size_hint(n) for n in value.shape]
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    return _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _is_causal(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given.get("is_causal") is True
+
+
+def nodes_of(program: Program, ranks_per_node: int) -> dict[str, int]:
+    """How many nodes each process group of a program spans; see :func:`nodes_spanned`.
+
+    A group that this process does not know, as in a graph made by hand, is left out.
+    """
+    found = {}
+    for group in {op.collective.group for _, op in program.starts() if op.collective}:
+        ranks = _torch.ranks_of_group(group)
+        if ranks is not None:
+            world_size = torch.distributed.get_world_size()
+            found[group] = nodes_spanned(ranks, world_size, ranks_per_node)
+    return found
+
+
+def device_of(reading: Reading) -> torch.device:
+    """The device of the first tensor of a graph; the CPU if it has none."""
+    values = (nodes[0].meta.get("val") for nodes in reading.nodes.values())
+    return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
+
+
+def cluster_of(device: torch.device) -> Cluster:
+    """The preset for a device, by its name.
+
+    Raises:
+        ValueError: there is none; lists the presets.
+    """
+    name = "cpu" if device.type == "cpu" else _torch.device_name(device)
+    if name == "cpu":
+        return preset("cpu-gloo")
+    for known in PRESETS:
+        if re.search(rf"\b{known}\b", name, re.IGNORECASE):
+            return preset(known)
+    raise ValueError(
+        f"there is no preset for {name!r}: pass options={{'cluster': ...}}, one of "
+        f"{', '.join(PRESETS)}, or the path of a file that `simplefsdp calibrate` wrote"
+    )

@@ -12,6 +12,7 @@ from typing import NoReturn
 COMMANDS = {
     "train": "simplefsdp.train.command",
     "export": "simplefsdp.train.export",
+    "calibrate": "simplefsdp.calibrate.command",
 }
 
 

@@ -87,7 +87,7 @@ def test_unknown_options_and_choices_exit_with_2(capsys: pytest.CaptureFixture[s
     assert run("train", "--bogus") == 2
     assert run("train", "--mode", "sharded") == 2
     assert run("nonsense") == 2
-    assert "choose one of train, export" in capsys.readouterr().err
+    assert "choose one of train, export, calibrate" in capsys.readouterr().err
 
 
 def test_too_many_ranks_for_the_devices(

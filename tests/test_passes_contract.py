@@ -299,7 +299,38 @@ def test_origins_of(snodes):
         )
 
 
+def test_tags_and_flop_formulas():
+    from torch.utils.flop_counter import flop_registry
+
+    tags = torch.Tag.pointwise, torch.Tag.reduction
+    assert tags[0] in _aten.add.Tensor.tags and tags[0] in _aten.where.self.tags, (
+        "torch.Tag.pointwise left the pointwise operators: the roofline sees no fusion"
+    )
+    assert tags[1] in _aten.sum.dim_IntList.tags and tags[1] in _aten.amax.default.tags, (
+        "torch.Tag.reduction left the reductions: the roofline takes them for kernels"
+    )
+    assert flop_registry[_aten.mm](torch.ones(2, 3), torch.ones(3, 4)) == 48, (
+        "torch.utils.flop_counter.flop_registry's formulas moved, or take no tensors any more"
+    )
+
+
 # The process groups
+
+
+def test_ranks_of_group(fake_mesh):
+    group = fake_mesh(2, 2, names=("replicate", "shard"), rank=3).get_group("replicate")
+    assert _torch.ranks_of_group(group.group_name) == [1, 3], (
+        "distributed_c10d._resolve_process_group or get_process_group_ranks changed"
+    )
+    assert _torch.ranks_of_group("no such group") is None, (
+        "distributed_c10d._resolve_process_group raises something else for an unknown name"
+    )
+
+
+def test_device_name():
+    assert _torch.device_name(torch.device("cpu")) == "cpu"
+    if not torch.cuda.is_available():
+        assert _torch.device_name(torch.device("cuda")) == "cuda"
 
 
 def test_distributed_c10d_names(fake_mesh):

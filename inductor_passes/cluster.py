@@ -1,0 +1,257 @@
+"""What a machine is, as data: compute peaks, memory and links; and what ops cost on it.
+
+A cluster is shared by all ranks, so that they plan alike: take a preset, or a file that one rank
+wrote; never measure while compiling.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from inductor_passes.links import Link, Ramp, between, check_number, check_ramp, fraction
+from inductor_passes.program import Collective, CollectiveKind, Op, Program
+
+log = logging.getLogger("simplefsdp")
+
+WorkKind = Literal["matmul", "attention", "pointwise", "view"]
+LINK_KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a compute op does, on whatever machine.
+
+    Attributes:
+        flops: floating-point operations of a matmul or attention; 0 for the rest, which waits
+            for memory.
+        nbytes: read from and written to memory, what stays in a fused kernel left out.
+        kind: a ``"view"`` does nothing.
+        dtype: that is multiplied.
+        kernels: launches: 1, or 0 for an op that runs inside another's kernel.
+    """
+
+    flops: float = 0
+    nbytes: float = 0
+    kind: WorkKind = "pointwise"
+    dtype: str = "float32"
+    kernels: int = 1
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What one device computes with one dtype.
+
+    Attributes:
+        tflops: 1e12 floating-point operations per second at most.
+        matmul: fraction of it that a matmul reaches, by its operations.
+        attention: likewise of attention, forward and backward.
+    """
+
+    tflops: float
+    matmul: Ramp = ()
+    attention: Ramp = ()
+
+    def __post_init__(self) -> None:
+        check_number("tflops", self.tflops)
+        check_ramp("matmul", self.matmul)
+        check_ramp("attention", self.attention)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A link, and between whom.
+
+    Attributes:
+        kind: ``"gather"``, ``"reduce"`` or ``"all_reduce"``.
+        ranks: in the group.
+        nodes: that the group spans.
+        link: what it costs.
+    """
+
+    kind: CollectiveKind
+    ranks: int
+    nodes: int
+    link: Link
+
+    def __post_init__(self) -> None:
+        if self.kind not in LINK_KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(LINK_KINDS)}, got {self.kind!r}")
+        for name in ("ranks", "nodes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: expected a whole number of 1 or more, got {value!r}")
+        if self.ranks < max(2, self.nodes):
+            raise ValueError(f"ranks: {self.ranks} ranks cannot communicate on {self.nodes} nodes")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices, one per rank.
+
+    Attributes:
+        name: for messages.
+        ranks_per_node: devices of a node.
+        peaks: by dtype, named as torch does: ``"bfloat16"``.
+        memory_gb_s: 1e9 bytes per second of a device's memory, at most.
+        memory_fraction: of it that a kernel without arithmetic reaches.
+        launch_us: per kernel, on top of its arithmetic and memory traffic.
+        memory_gb: 1e9 bytes of memory of a device.
+        wires: the links that are known, any order.
+        source: where the figures come from.
+
+    Raises:
+        TypeError, ValueError: a figure that is no number, negative, NaN or zero (a launch may
+            be), or no peaks, or no wires; names it.
+    """
+
+    name: str
+    ranks_per_node: int
+    peaks: Mapping[str, Peak]
+    memory_gb_s: float
+    memory_fraction: float
+    launch_us: float
+    memory_gb: float
+    wires: tuple[Wire, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks_per_node", "memory_gb_s", "memory_fraction", "memory_gb"):
+            check_number(f"cluster {self.name!r}: {name}", getattr(self, name))
+        check_number(f"cluster {self.name!r}: launch_us", self.launch_us, zero=True)
+        if self.memory_fraction > 1:
+            raise ValueError(
+                f"cluster {self.name!r}: memory_fraction is above 1: {self.memory_fraction}"
+            )
+        if not self.peaks or not self.wires:
+            raise ValueError(
+                f"cluster {self.name!r}: it has no {'wires' if self.peaks else 'peaks'}"
+            )
+
+    def compute_us(self, work: Work) -> float:
+        """The roofline: the longer of arithmetic and memory traffic, and the launch."""
+        by_bytes = work.nbytes / (self.memory_gb_s * self.memory_fraction * 1e3)
+        if not work.flops:
+            return by_bytes + work.kernels * self.launch_us
+        peak = self.peak(work.dtype)
+        ramp = peak.attention if work.kind == "attention" else peak.matmul
+        by_flops = work.flops / (peak.tflops * fraction(ramp, work.flops) * 1e6)
+        return max(by_bytes, by_flops) + work.kernels * self.launch_us
+
+    def peak(self, dtype: str) -> Peak:
+        """The peak of a dtype; of one that is not listed, the slowest that is, with a warning."""
+        if dtype in self.peaks:
+            return self.peaks[dtype]
+        slowest = min(self.peaks, key=lambda name: self.peaks[name].tflops)
+        _warn(f"cluster {self.name!r} has no peak for {dtype}; counted as {slowest}")
+        return self.peaks[slowest]
+
+    def link(self, kind: CollectiveKind, ranks: int, nodes: int) -> Link:
+        """The link of a group: one that is known, or between those that are.
+
+        Within a node the known links are compared by ranks, across nodes by nodes; see
+        :func:`inductor_passes.links.between`. Across nodes, every device is taken to have a
+        network card of its own: bandwidth is proportional to the ranks that a group has on each
+        node. A collective that is not data parallelism's costs as much as an all-reduce. A group
+        of one rank only copies.
+
+        Raises:
+            ValueError: nothing is known of such a group; names what is.
+        """
+        if ranks == 1:
+            return Link(self.launch_us, self.memory_gb_s * self.memory_fraction / 2)
+        kind = kind if kind in LINK_KINDS else "all_reduce"
+        wires = [w for w in self.wires if w.kind == kind and (w.nodes > 1) == (nodes > 1)]
+        size = nodes if nodes > 1 else ranks
+        points = {w.nodes if nodes > 1 else w.ranks: _for_group(w, ranks, nodes) for w in wires}
+        if size in points:
+            return points[size]
+        if len(points) < 2:
+            raise ValueError(self._unknown(kind, ranks, nodes))
+        if size > 2 * max(points):
+            where = f"{size} {'nodes' if nodes > 1 else 'ranks'}"
+            _warn(f"cluster {self.name!r}: {kind} on {where} is extrapolated from {max(points)}")
+        return between(sorted(points.items()), size)
+
+    def _unknown(self, kind: CollectiveKind, ranks: int, nodes: int) -> str:
+        known = sorted((w.ranks, w.nodes) for w in self.wires if w.kind == kind)
+        sizes = "; ".join(f"{r} ranks on {n} node{'s'[: n > 1]}" for r, n in known)
+        return (
+            f"cluster {self.name!r} cannot tell what a {kind} among {ranks} ranks on {nodes} "
+            f"node{'s'[: nodes > 1]} costs: it knows {sizes or 'none'}. Run `simplefsdp calibrate` "
+            f"with {ranks} ranks, or use a preset"
+        )
+
+
+def _for_group(wire: Wire, ranks: int, nodes: int) -> Link:
+    if nodes == 1:
+        return wire.link
+    per_node = (ranks / nodes) / (wire.ranks / wire.nodes)
+    return Link(wire.link.latency_us, wire.link.gb_s * per_node, wire.link.ramp)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Say it once."""
+    log.warning("%s", message)
+
+
+@dataclass(frozen=True)
+class ClusterCost:
+    """The cost model of a program on a cluster.
+
+    Attributes:
+        cluster: the machine.
+        nodes_of: number of nodes that each process group spans; of a group that is not there,
+            the fewest that hold its ranks.
+        work: of compute ops by name, from :func:`inductor_passes.roofline.work_of`. One that is
+            not there reads and writes its buffers, in a kernel of its own.
+    """
+
+    cluster: Cluster
+    nodes_of: Mapping[str, int] = field(default_factory=dict)
+    work: Mapping[str, Work] = field(default_factory=dict)
+    _links: dict[tuple[str, str, int], Link] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def compute_us(self, program: Program, op: Op) -> float:
+        work = self.work.get(op.name)
+        if work is None:
+            names = {*op.reads, *op.writes}
+            work = Work(nbytes=sum(program.buffers[name].nbytes for name in names))
+        return self.cluster.compute_us(work)
+
+    def collective_us(self, collective: Collective) -> float:
+        key = (collective.kind, collective.group, collective.ranks)
+        if key not in self._links:
+            fewest = -(-collective.ranks // self.cluster.ranks_per_node)
+            nodes = self.nodes_of.get(collective.group, fewest)
+            self._links[key] = self.cluster.link(collective.kind, collective.ranks, nodes)
+        return self._links[key].us(collective.nbytes, collective.ranks)
+
+
+def nodes_spanned(ranks: Sequence[int], world_size: int, ranks_per_node: int) -> int:
+    """How many nodes a process group spans; the same for all groups of a mesh dimension.
+
+    A mesh cuts the world into groups of equal stride, and a cut need not fall on the edge of a
+    node: the answer is that of the group with the most nodes, whichever this one is. Of a group
+    without a stride it is the most that any of its size could span.
+
+    Args:
+        ranks: global ranks of one group.
+        world_size: ranks in all.
+        ranks_per_node: consecutive ranks share a node.
+    """
+    ranks = sorted(ranks)
+    size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if ranks != list(range(ranks[0], ranks[0] + size * stride, stride)):
+        return min(size, -(-world_size // ranks_per_node))
+    block = size * stride
+    firsts = (b + i for b in range(0, world_size - block + 1, block) for i in range(stride))
+    return max(
+        len({(first + i * stride) // ranks_per_node for i in range(size)}) for first in firsts
+    )

@@ -1,0 +1,100 @@
+"""Which nodes of a graph Inductor fuses, and what they touch: torch's ops -> the fusion rule's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from inductor_passes import _torch
+from inductor_passes.fusion import Loop, Reduces
+
+# fmt: off
+# Loops that torch does not tag as pointwise: they copy, make or select elements.
+_COPIES = {
+    "aten::arange", "aten::cat", "aten::constant_pad_nd", "aten::copy", "aten::copy_",
+    "aten::empty", "aten::fill", "aten::flip", "aten::full", "aten::full_like", "aten::repeat",
+    "aten::roll", "aten::scalar_tensor", "aten::stack", "aten::tril", "aten::triu",
+    "prims::broadcast_in_dim", "prims::inductor_random", "prims::inductor_randint", "prims::iota",
+}
+_REDUCTIONS = {"aten::logsumexp", "aten::var_mean", "prims::prepare_softmax_online"}
+# Ops that read as much of a table as they return; and that write into one that they are given.
+_LOOKUPS = {
+    "aten::embedding", "aten::gather", "aten::index", "aten::index_select", "aten::take",
+    "aten::_unsafe_index", "aten::_unsafe_masked_index",
+}
+_UPDATES = {
+    "aten::index_add", "aten::index_copy", "aten::index_put", "aten::index_put_", "aten::scatter",
+    "aten::scatter_add", "aten::scatter_reduce", "aten::select_scatter", "aten::slice_scatter",
+    "aten::_unsafe_index_put", "aten::_unsafe_masked_index_put_accumulate",
+}
+# fmt: on
+_UNROLLED = 8  # Inductor unrolls reductions of so few elements: they are pointwise
+
+
+def loop_of(node: Node) -> Loop | None:
+    """What can share a kernel, and over what it runs; None for a kernel of its own."""
+    if not _torch.is_op(node):
+        return None
+    name, tags = name_of(node), node.target.tags  # type: ignore[union-attr]
+    result = max(map(_numel, tensors_of(node.meta.get("val"))), default=0)
+    if torch.Tag.reduction in tags or name in _REDUCTIONS:
+        source = max(map(_numel, inputs_of(node)), default=0)
+        if source <= _UNROLLED * result:
+            return Loop(result, result)
+        return Loop(source, result, _reduces(node))
+    if torch.Tag.pointwise in tags or name in _COPIES or name in _LOOKUPS:
+        return Loop(result, result)
+    return None
+
+
+def _reduces(node: Node) -> Reduces:
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    ndim = next(v.dim() for v in inputs_of(node))
+    if isinstance(dims, int):
+        dims = [dims]
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return "inner"  # all of them
+    return "inner" if ndim - 1 in [d % ndim for d in dims if isinstance(d, int)] else "outer"
+
+
+def touches_of(node: Node) -> int | None:
+    """Bytes that an op touches of a table, or None if it reads and writes all of everything."""
+    if not _torch.is_op(node):
+        return None
+    name = name_of(node)
+    if name in _LOOKUPS:
+        return sum(map(_nbytes, tensors_of(node.meta.get("val"))))
+    if name not in _UPDATES:
+        return None
+    table = node.args[0]
+    if not isinstance(table, Node) or table.op == "placeholder" or len(table.users) > 1:
+        return None  # the old value is needed: the table is copied first
+    given = [n for n in node.all_input_nodes if n is not table]
+    return max((sum(map(_nbytes, tensors_of(n.meta.get("val")))) for n in given), default=0)
+
+
+def name_of(node: Node) -> str:
+    """``aten::mm`` of ``aten.mm.default``."""
+    name = node.target.name() if _torch.is_op(node) else str(node.target)  # type: ignore[union-attr]
+    return name.split(".")[0]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    values: Iterable[Any] = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def inputs_of(node: Node) -> list[torch.Tensor]:
+    return [v for n in node.all_input_nodes for v in tensors_of(n.meta.get("val"))]
+
+
+def _numel(value: torch.Tensor) -> int:
+    return math.prod(_torch.size_hint(n) for n in value.shape)
+
+
+def _nbytes(value: torch.Tensor) -> int:
+    return _numel(value) * value.element_size()

@@ -1,0 +1,165 @@
+"""Clusters that need no measuring: orders of magnitude on CPU, published figures on GPU.
+
+Every constant is marked **measured** (by whom) or **estimated** (from what). Calibrate the real
+machine with ``simplefsdp calibrate`` where a few per cent matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from inductor_passes.cluster import Cluster, Peak, Wire
+from inductor_passes.links import Link, Ramp
+from inductor_passes.program import CollectiveKind
+
+
+def preset(name: str) -> Cluster:
+    """The cluster of a name in :data:`PRESETS`.
+
+    Raises:
+        ValueError: there is none; lists them.
+    """
+    if name not in PRESETS:
+        raise ValueError(
+            f"cluster: there is no preset {name!r}; expected one of {', '.join(PRESETS)}, or the "
+            "path of a JSON file that `simplefsdp calibrate` wrote"
+        )
+    return PRESETS[name]
+
+
+# One node of 8 H100, full bytes per second: (ranks, latency us, GB/s). Measured: nccl-tests,
+# as fitted by meta-pytorch/autoparallel (nccl_cost_model).
+_NVLINK_H100 = ((2, 8.0, 537.0), (4, 17.0, 434.0), (8, 30.0, 394.0))
+# Several nodes of 8 H100 with a 400 Gb/s card per GPU: (nodes, latency us, GB/s); same source.
+_NETWORK_H100 = (
+    (2, 70.0, 410.0),
+    (4, 146.0, 396.0),
+    (8, 297.0, 390.0),
+    (16, 599.0, 387.0),
+    (32, 1204.0, 386.0),
+)
+# Across nodes, by bytes per GPU; same source. It gives 0.68 up to 8 MB, 0.79 at 16 MB, 0.87 from
+# 32 MB, and below 16 KB a fall from 0.36 to 0.01; where that fall ends (256 bytes) is estimated.
+_NETWORK_RAMP: Ramp = (
+    (256, 0.01),
+    (2**14, 0.36),
+    (2**15, 0.68),
+    (2**23, 0.68),
+    (2**24, 0.79),
+    (2**25, 0.87),
+)
+
+
+_Row = tuple[int, int, float, float, Ramp]  # ranks, nodes, latency us, GB/s, ramp
+
+
+def _gpu_rows(nvlink: float, network: float) -> tuple[_Row, ...]:
+    """Links that are the given multiples of an H100's, at the same latencies (estimated)."""
+    within = [(ranks, 1, us, gb_s * nvlink, ()) for ranks, us, gb_s in _NVLINK_H100]
+    across = [(8 * n, n, us, gb_s * network, _NETWORK_RAMP) for n, us, gb_s in _NETWORK_H100]
+    return (*within, *across)
+
+
+def _wires(rows: Iterable[_Row]) -> tuple[Wire, ...]:
+    """Links of all kinds from those of gathers.
+
+    A reduce-scatter is taken to cost what a gather does, and an all-reduce to move twice the
+    bytes at the same latency (estimated; a ring moves just that, and NVLink SHARP less).
+    """
+    kinds: tuple[tuple[CollectiveKind, int], ...] = (
+        ("gather", 1),
+        ("reduce", 1),
+        ("all_reduce", 2),
+    )
+    return tuple(
+        Wire(kind, ranks, nodes, Link(us, gb_s / passes, ramp))
+        for kind, passes in kinds
+        for ranks, nodes, us, gb_s, ramp in rows
+    )
+
+
+def _small_gpu_ramp(large: float) -> Ramp:
+    """A large matmul's fraction is reached at 1e11 operations, a third of it at 1e9 (estimated)."""
+    return ((1e9, large / 3), (1e10, large * 0.75), (1e11, large))
+
+
+def _gpu_peaks(
+    half: float, single: float, double: float, *, matmul: float, attention: float
+) -> Mapping[str, Peak]:
+    """Peaks from the data sheet, dense; fp32 without TF32, as is torch's default."""
+    halves = Peak(half, _small_gpu_ramp(matmul), _small_gpu_ramp(attention))
+    plain = _small_gpu_ramp(0.85)
+    return {
+        "bfloat16": halves,
+        "float16": halves,
+        "float32": Peak(single, plain, _small_gpu_ramp(0.5)),
+        "float64": Peak(double, plain, _small_gpu_ramp(0.5)),
+    }
+
+
+def _a100() -> Cluster:
+    """DGX A100, 80 GB.
+
+    Peaks 312 (bf16), 19.5 (fp32), 19.5 (fp64) TFLOP/s, memory 2.0 TB/s: data sheet. Fractions:
+    0.80 matmul, 0.60 attention (FlashAttention 2's published figures), 0.85 memory: estimated.
+    NVLink: 0.70 of an H100's, from a bus bandwidth of 230-250 GB/s on 8 (nccl-tests, measured)
+    against 345; network: half, a 200 Gb/s card per GPU: estimated. Launch 3 us: estimated.
+    """
+    peaks = _gpu_peaks(312.0, 19.5, 19.5, matmul=0.80, attention=0.60)
+    return Cluster("a100", 8, peaks, 2039.0, 0.85, 3.0, 80.0, _wires(_gpu_rows(0.70, 0.5)), _SOURCE)
+
+
+def _h100() -> Cluster:
+    """DGX H100 (SXM).
+
+    Peaks 989 (bf16), 67 (fp32), 67 (fp64) TFLOP/s, memory 3.35 TB/s, 80 GB: data sheet.
+    Fractions: 0.70 matmul (an H200, with the same cores, was measured at 0.78-0.81 on a large
+    one; an H100 has less power to spare), 0.40 attention (FlashAttention 2, which is torch's
+    default), 0.85 memory: estimated. Links: measured, see above. Launch 3 us: estimated.
+    """
+    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.70, attention=0.40)
+    return Cluster("h100", 8, peaks, 3350.0, 0.85, 3.0, 80.0, _wires(_gpu_rows(1.0, 1.0)), _SOURCE)
+
+
+def _h200() -> Cluster:
+    """DGX H200: an H100 with 4.8 TB/s and 141 GB (data sheet).
+
+    0.79 matmul: measured, 769-798 TFLOP/s of 989 on a large one. The rest as for an H100:
+    estimated.
+    """
+    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.40)
+    return Cluster("h200", 8, peaks, 4800.0, 0.85, 3.0, 141.0, _wires(_gpu_rows(1.0, 1.0)), _SOURCE)
+
+
+def _b200() -> Cluster:
+    """DGX B200; nothing of it is measured.
+
+    Peaks 2250 (bf16), 75 (fp32), 37 (fp64) TFLOP/s, memory 8 TB/s, 180 GB: data sheet.
+    Fractions 0.75 matmul, 0.40 attention, 0.85 memory; NVLink twice an H100's, the same network
+    (400 Gb/s per GPU), launch 3 us: estimated.
+    """
+    peaks = _gpu_peaks(2250.0, 75.0, 37.0, matmul=0.75, attention=0.40)
+    return Cluster("b200", 8, peaks, 8000.0, 0.85, 3.0, 180.0, _wires(_gpu_rows(2.0, 1.0)), _SOURCE)
+
+
+def _cpu_gloo() -> Cluster:
+    """A core of a server per rank, gloo over loopback; orders of magnitude, all estimated."""
+    peaks = {
+        "float32": Peak(0.06),
+        "float64": Peak(0.03),
+        # Without bf16 instructions some 50 times slower than fp32 (benchmarks/rows.py).
+        "bfloat16": Peak(0.002),
+    }
+    rows: tuple[_Row, ...] = (
+        (2, 1, 200.0, 1.5, ()),
+        (8, 1, 800.0, 0.75, ()),
+        (16, 2, 1500.0, 0.1, ()),
+        (256, 32, 8000.0, 0.08, ()),
+    )
+    return Cluster("cpu-gloo", 8, peaks, 10.0, 1.0, 3.0, 8.0, _wires(rows), _SOURCE)
+
+
+_SOURCE = "preset; see inductor_passes/presets.py"
+PRESETS: Mapping[str, Cluster] = {
+    cluster.name: cluster for cluster in (_cpu_gloo(), _a100(), _h100(), _h200(), _b200())
+}

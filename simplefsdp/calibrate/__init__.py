@@ -1,0 +1,1 @@
+"""``simplefsdp calibrate``: measure the machine at hand as a :class:`Cluster`."""

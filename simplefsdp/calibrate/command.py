@@ -1,0 +1,162 @@
+"""``simplefsdp calibrate``: from the command line to a cluster file."""
+
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from inductor_passes.cluster import Cluster
+from inductor_passes.cluster_file import as_cluster, save
+from simplefsdp.train import launch
+from simplefsdp.train.distributed import (
+    Rank,
+    check_devices,
+    default_ranks,
+    join_ranks,
+    on_rank_zero,
+)
+from simplefsdp.train.errors import user_errors
+
+SUMMARY = "measure this machine, for the planner"
+
+_DESCRIPTION = """Measure collectives, matmuls, attention and memory, and write them as a cluster
+file, for options={"cluster": "cluster.json"}. All ranks of a run use one file: copy it to them.
+
+Without a launcher it starts its own local ranks; under torchrun it measures the ranks it is given,
+within nodes and across. Nothing else should run on the machine meanwhile.
+
+examples:
+  simplefsdp calibrate
+  simplefsdp calibrate --quick --out rough.json
+  simplefsdp calibrate --ranks 4 --out four.json --nbytes-max 268435456
+  simplefsdp calibrate --ranks 1 --links h100 --out one_gpu.json
+  torchrun --nnodes 2 --nproc-per-node 8 -m simplefsdp calibrate --out two_nodes.json
+"""
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """What to measure, and where to write it."""
+
+    out: Path = Path("cluster.json")
+    """File to write; replaced if it exists."""
+    ranks: int | None = None
+    """Local ranks to start: every GPU by default, or two on CPU."""
+    nbytes_max: int | None = None
+    """Largest collective, in bytes of the full tensor. Default: 64 MiB on CPU, 1 GiB on CUDA."""
+    links: str | None = None
+    """Take the links from this preset or cluster file, and measure compute only."""
+    quick: bool = False
+    """Few sizes and repeats: seconds, and figures to try things with."""
+
+
+def run(args: list[str]) -> int:
+    """Run ``simplefsdp calibrate *args``; return the exit code."""
+    if launch.under_torchrun():
+        return _run_rank(args)
+    options = parse(args)
+    ranks = default_ranks() if options.ranks is None else options.ranks
+    with user_errors():
+        check(options, ranks)
+        check_devices(ranks)
+    with tempfile.TemporaryDirectory(prefix="simplefsdp-calibrate-") as logs:
+        return launch.start_local_ranks(["calibrate", *args], ranks=ranks, log_folder=Path(logs))
+
+
+def parse(args: list[str]) -> CalibrateOptions:
+    """Read the options.
+
+    Raises:
+        SystemExit: they cannot be read (code 2), or ``--help`` was shown (0).
+    """
+    import tyro
+
+    return tyro.cli(
+        CalibrateOptions, prog="simplefsdp calibrate", description=_DESCRIPTION, args=args
+    )
+
+
+def check(options: CalibrateOptions, ranks: int) -> None:
+    """Refuse what could not end well, before anything is measured.
+
+    Raises:
+        ValueError: too few ranks or bytes, links that cannot be had, or an unwritable file.
+    """
+    if ranks < 1 or (ranks == 1 and options.links is None):
+        raise ValueError(
+            f"--ranks {ranks}: links are measured between 2 ranks or more; give more ranks, or "
+            "name a preset that has them with --links"
+        )
+    smallest = 64 * ranks
+    if options.nbytes_max is not None and options.nbytes_max < smallest:
+        raise ValueError(
+            f"--nbytes-max must be {smallest} or more for {ranks} ranks, got {options.nbytes_max}"
+        )
+    if options.links is not None:
+        as_cluster(options.links)
+    folder = options.out.parent
+    if options.out.is_dir():
+        raise ValueError(f"--out {options.out} is a folder: give the name of a file")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {options.out}: cannot write there: {error.strerror}") from error
+
+
+def _run_rank(args: list[str]) -> int:
+    """Be one rank: measure with the others; rank 0 fits, tells and writes."""
+    launch.follow_launcher()
+    with ExitStack() as stack:
+        with user_errors():
+            rank = stack.enter_context(join_ranks())
+
+        def decide() -> CalibrateOptions:
+            options = parse(args)
+            with user_errors():
+                check(options, rank.world_size)
+            return options
+
+        _calibrate(on_rank_zero(rank, decide), rank)
+    return 0
+
+
+def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
+    from simplefsdp.calibrate.measure import sweep_for
+    from simplefsdp.calibrate.report import Report
+    from simplefsdp.calibrate.session import measure_compute, measure_wires
+
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+    sweep = sweep_for(rank.device.type, quick=options.quick, nbytes_max=options.nbytes_max)
+    report = Report(enabled=rank.rank == 0)
+    if options.links is None:
+        wires = measure_wires(sweep, rank, local_size, report)
+    else:
+        wires = as_cluster(options.links).wires
+    compute = measure_compute(sweep, rank, report)
+    if rank.rank == 0:
+        cluster = Cluster(
+            name=options.out.stem,
+            ranks_per_node=local_size,
+            wires=wires,
+            source=_source(options, rank),
+            **compute,
+        )
+        save(options.out, cluster)
+        report.say(f'wrote {options.out}; use it as options={{"cluster": "{options.out}"}}')
+
+
+def _source(options: CalibrateOptions, rank: Rank) -> str:
+    device = torch.cuda.get_device_name() if rank.device.type == "cuda" else "CPU"
+    links = f"; links of {options.links}" if options.links else ""
+    how = " --quick" if options.quick else ""
+    return (
+        f"simplefsdp calibrate{how}, {date.today()}: {rank.world_size} ranks, "
+        f"{dist.get_backend()}, {device}, {torch.get_num_threads()} threads, torch "
+        f"{torch.__version__}{links}"
+    )

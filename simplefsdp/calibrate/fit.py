@@ -1,0 +1,97 @@
+"""From measured times to the figures of a cluster."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from inductor_passes.links import Link, Ramp, fraction
+
+_TOLERANCE = 0.1  # of relative errors; a simpler fit within it is good enough
+
+
+class Sample(NamedTuple):
+    """One measured time.
+
+    Attributes:
+        size: bytes of the full tensor, or floating-point operations.
+        us: median time.
+    """
+
+    size: float
+    us: float
+
+
+def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
+    """Latency, bandwidth and, where they do not suffice, a ramp; from two or more sizes.
+
+    The first of these whose worst error is below 10 % (if none is, the best): the line of least
+    relative errors; nine to no tenths of the smallest size's time as latency, with a ramp for the
+    rest.
+
+    Raises:
+        ValueError: fewer than two sizes.
+    """
+    samples = sorted(samples)
+    if len({s.size for s in samples}) < 2:
+        raise ValueError(f"a link is fitted to two sizes or more, got {len(samples)}")
+    latency_us, us_per_byte = _line(samples)
+    line = Link(latency_us, 1e-3 / us_per_byte)
+    ramped = [_ramped(samples, ranks, samples[0].us * tenths / 10) for tenths in range(9, -1, -1)]
+    return min((line, *ramped), key=lambda link: max(worst_error(link, samples, ranks), _TOLERANCE))
+
+
+def _ramped(samples: Sequence[Sample], ranks: int, latency_us: float) -> Link:
+    floor = samples[0].us / 100  # of a later time that noise brought below the latency
+    peak, ramp = fit_ramp([Sample(s.size, s.size / max(s.us - latency_us, floor)) for s in samples])
+    return Link(latency_us, peak / 1e3, tuple((size / ranks, reached) for size, reached in ramp))
+
+
+def worst_error(link: Link, samples: Sequence[Sample], ranks: int) -> float:
+    """The largest relative error of a link's times."""
+    return max(abs(link.us(s.size, ranks) / s.us - 1) for s in samples)
+
+
+def _line(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Intercept, not negative, and slope, positive, of the line of least relative errors."""
+    weights = [s.us**-2 for s in samples]
+    total = sum(weights)
+    mean_size = sum(w * s.size for w, s in zip(weights, samples, strict=True)) / total
+    mean_us = sum(w * s.us for w, s in zip(weights, samples, strict=True)) / total
+    spread = sum(w * (s.size - mean_size) ** 2 for w, s in zip(weights, samples, strict=True))
+    slope = sum(
+        w * (s.size - mean_size) * (s.us - mean_us) for w, s in zip(weights, samples, strict=True)
+    )
+    slope /= spread
+    intercept = mean_us - slope * mean_size
+    if slope > 0 and intercept >= 0:
+        return intercept, slope
+    # Noise won: no latency to be seen, or no bandwidth.
+    last = samples[-1]
+    return (0.0, last.us / last.size) if slope > 0 else (samples[0].us, last.us / last.size / 100)
+
+
+def fit_ramp(rates: Sequence[Sample]) -> tuple[float, Ramp]:
+    """The peak and the fractions of it, from ``(size, rate)`` with rising sizes.
+
+    Neighbours whose rates fall get their mean, and a rate that rises by more than its size is cut:
+    a ramp must not make more bytes take less time.
+    """
+    blocks: list[list[float]] = []
+    for _, rate in rates:
+        blocks.append([rate])
+        while len(blocks) > 1 and statistics.fmean(blocks[-2]) > statistics.fmean(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1] += last
+    rising = [statistics.fmean(block) for block in blocks for _ in block]
+    for i, (before, after) in enumerate(pairwise(rates), start=1):
+        rising[i] = min(rising[i], rising[i - 1] * after.size / before.size)
+    peak = rising[-1]
+    return peak, tuple((at.size, rate / peak) for at, rate in zip(rates, rising, strict=True))
+
+
+def ramp_us(peak: float, ramp: Ramp, size: float) -> float:
+    """Time of ``size`` at its fraction of ``peak`` sizes per us."""
+    return size / (peak * fraction(ramp, size))

@@ -1,0 +1,193 @@
+"""Time collectives and kernels on the ranks at hand: medians of interleaved repeats."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from inductor_passes.cluster import LINK_KINDS
+from inductor_passes.program import CollectiveKind
+from simplefsdp.calibrate.fit import Sample
+
+Call = Callable[[], object]
+_TOO_LONG_US = 2e5  # of one call
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is measured.
+
+    Attributes:
+        nbytes: full sizes of collectives.
+        widths: of square matmuls.
+        sequences: lengths of attention, 8 heads of 64 channels.
+        memory_nbytes: of each of three arrays that are added; far more than a cache holds.
+        repeats: of everything, interleaved.
+    """
+
+    nbytes: Sequence[int]
+    widths: Sequence[int]
+    sequences: Sequence[int]
+    memory_nbytes: int
+    repeats: int
+
+
+def sweep_for(device: str, *, quick: bool, nbytes_max: int | None) -> Sweep:
+    """Sizes that take seconds: from 4 KiB to ``nbytes_max`` (64 MiB on CPU, 1 GiB on CUDA)."""
+    cpu = device == "cpu"
+    largest = nbytes_max or (2**26 if cpu else 2**30)
+    step = 64 if quick else 4
+    smallest = min(2**12, largest // step)
+    nbytes = [largest]
+    while nbytes[-1] // step >= smallest:
+        nbytes.append(nbytes[-1] // step)
+    if quick:
+        return Sweep(nbytes[::-1], (64, 256), (128,), 2**22, 3)
+    return Sweep(
+        nbytes[::-1],
+        (64, 128, 256, 512, 1024) if cpu else (256, 512, 1024, 2048, 4096, 8192),
+        (128, 256, 512, 1024) if cpu else (1024, 2048, 4096, 8192),
+        2**26 if cpu else 2**30,
+        15,
+    )
+
+
+def medians_us(calls: Mapping[float, Call], repeats: int, device: torch.device) -> list[Sample]:
+    """The median time of each call by its size, one after the other, ``repeats`` times."""
+    times = defaultdict(list)
+    for call in calls.values():
+        call()
+    for _ in range(repeats):
+        for size, call in calls.items():
+            _synchronize(device)
+            start = time.perf_counter()
+            call()
+            _synchronize(device)
+            times[size].append((time.perf_counter() - start) * 1e6)
+    return [Sample(size, statistics.median(found)) for size, found in times.items()]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def groups_of(world_size: int, local_size: int) -> Iterator[tuple[int, int]]:
+    """Sizes of groups to measure, as (ranks, nodes): powers of two and all, first within a node."""
+    for unit, most in ((1, local_size), (local_size, world_size // local_size)):
+        sizes = {2**i for i in range(1, most.bit_length()) if 2**i <= most} | {most}
+        for size in sorted(sizes - {0, 1}):
+            yield size * unit, size if unit != 1 or local_size == 1 else 1
+
+
+def time_collectives(
+    ranks: int, sweep: Sweep, device: torch.device
+) -> dict[CollectiveKind, list[Sample]]:
+    """Time the collectives among the first ``ranks`` ranks; every rank of the world must call it.
+
+    Sizes are rounded so that the ranks' shards are equal. Ranks that take no part get nothing.
+    """
+    group = dist.new_group(list(range(ranks)))
+    found: dict[CollectiveKind, list[Sample]] = {}
+    if dist.get_rank() < ranks:
+        for kind in LINK_KINDS:
+            shards = dict.fromkeys(max(1, nbytes // (4 * ranks)) for nbytes in sweep.nbytes)
+            calls = {
+                4.0 * n * ranks: _collective(kind, n, ranks, group.group_name, device)
+                for n in shards
+            }
+            found[kind] = medians_us(calls, sweep.repeats, device)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return found
+
+
+def _collective(
+    kind: CollectiveKind, numel: int, ranks: int, group: str, device: torch.device
+) -> Call:
+    """The collective that a compiled graph launches, of ``numel`` fp32 elements per shard."""
+    sent = torch.ones(numel if kind == "gather" else numel * ranks, device=device)
+
+    def run() -> None:
+        if kind == "gather":
+            started = _ops.all_gather_into_tensor(sent, ranks, group)
+        elif kind == "reduce":
+            started = _ops.reduce_scatter_tensor(sent, "sum", ranks, group)
+        else:
+            started = _ops.all_reduce(sent, "sum", group)
+        _ops.wait_tensor(started)
+
+    return run
+
+
+def time_matmuls(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:
+    """Square matmuls, by floating-point operations."""
+
+    def matmul(width: int) -> Call:
+        a, b, out = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(3))
+        return lambda: torch.mm(a, b, out=out)
+
+    calls = {2.0 * width**3: matmul(width) for width in sweep.widths}
+    return medians_us(_affordable(calls, device), sweep.repeats, device)
+
+
+def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:
+    """Causal attention forward and backward, by the operations of both, of which half are done."""
+    heads, channels = 8, 64
+
+    def attention(length: int) -> Call:
+        def tensor() -> Tensor:
+            shape = (1, heads, length, channels)
+            return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+
+        q, k, v = tensor(), tensor(), tensor()
+        grad = torch.ones_like(q)
+
+        def run() -> None:
+            out = scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), grad)
+
+        return run
+
+    # Two matmuls forward, five backward, of 2 * length^2 * channels operations per head.
+    calls = {7.0 * heads * channels * n**2: attention(n) for n in sweep.sequences}
+    return medians_us(_affordable(calls, device), sweep.repeats, device)
+
+
+def _affordable(calls: Mapping[float, Call], device: torch.device) -> Mapping[float, Call]:
+    """The calls in rising size until one takes too long, as in a dtype that is emulated."""
+    kept = {}
+    for size, call in calls.items():
+        kept[size] = call
+        if len(kept) > 1 and medians_us({size: call}, 1, device)[0].us > _TOO_LONG_US:
+            break
+    return kept
+
+
+def memory_gb_s(sweep: Sweep, device: torch.device) -> float:
+    """1e9 bytes per second of a sum of two arrays into a third."""
+    a, b, out = (torch.ones(sweep.memory_nbytes // 4, device=device) for _ in range(3))
+    call = {3.0 * sweep.memory_nbytes: lambda: torch.add(a, b, out=out)}
+    [sample] = medians_us(call, sweep.repeats, device)
+    return sample.size / sample.us / 1e3
+
+
+def launch_us(device: torch.device) -> float:
+    """Time per kernel of a long row of kernels that do nothing else."""
+    tiny, count = torch.ones(1, device=device), 500
+
+    def row() -> None:
+        for _ in range(count):
+            tiny.add_(1)
+
+    [sample] = medians_us({1.0: row}, 5, device)
+    return sample.us / count

@@ -1,0 +1,79 @@
+"""What the user sees of a calibration: what is being measured, and how well the fit fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from inductor_passes.cluster import Peak
+from inductor_passes.links import Link
+from inductor_passes.program import CollectiveKind
+from simplefsdp.calibrate.fit import Sample, ramp_us
+
+
+class Report:
+    """The terminal of a calibration; on ranks other than 0 it says nothing."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """A line."""
+        self._console.print(text, markup=False)
+
+    def progress(self, what: str) -> None:
+        """What is being measured from now on."""
+        self._console.print(f"measuring {what} ...", style="dim", markup=False)
+
+    def links(
+        self,
+        ranks: int,
+        nodes: int,
+        measured: Mapping[CollectiveKind, Sequence[Sample]],
+        fitted: Mapping[CollectiveKind, Link],
+    ) -> None:
+        """The links of one group, with the error of the fit at each size."""
+        for kind, link in fitted.items():
+            where = f"{ranks} ranks on {nodes} node{'s'[: nodes > 1]}"
+            ramp = f", ramp from {min(f for _, f in link.ramp):.0%}" if link.ramp else ""
+            title = (
+                f"{kind}, {where}: {link.latency_us:.4g} us + bytes / {link.gb_s:.4g} GB/s{ramp}"
+            )
+            predicted = [link.us(s.size, ranks) for s in measured[kind]]
+            self._fit(title, "KiB", 1024, measured[kind], predicted)
+
+    def peak(
+        self,
+        dtype: str,
+        peak: Peak,
+        launch_us: float,
+        matmuls: Sequence[Sample],
+        attention: Sequence[Sample],
+    ) -> None:
+        """The matmuls and attention of one dtype, likewise."""
+        for what, ramp, samples in (
+            ("matmul", peak.matmul, matmuls),
+            ("attention", peak.attention, attention),
+        ):
+            best = max((reached for _, reached in ramp), default=1.0) * peak.tflops
+            predicted = [launch_us + ramp_us(peak.tflops * 1e6, ramp, s.size) for s in samples]
+            title = f"{dtype} {what}: up to {best:.4g} TFLOP/s"
+            self._fit(title, "MFLOP", 1e6, samples, predicted)
+
+    def _fit(
+        self,
+        title: str,
+        unit: str,
+        scale: float,
+        measured: Sequence[Sample],
+        predicted: Sequence[float],
+    ) -> None:
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for column in (unit, "measured us", "fit us", "error"):
+            table.add_column(column, justify="right")
+        for sample, fit in zip(measured, predicted, strict=True):
+            error = f"{fit / sample.us - 1:+.1%}"
+            table.add_row(f"{sample.size / scale:,.4g}", f"{sample.us:,.1f}", f"{fit:,.1f}", error)
+        self._console.print(table)

@@ -1,0 +1,83 @@
+"""The order in which things are measured, and what becomes of the samples."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inductor_passes.cluster import Peak, Wire
+from inductor_passes.links import Ramp
+from simplefsdp.calibrate import measure
+from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp
+from simplefsdp.calibrate.measure import Sweep
+from simplefsdp.calibrate.report import Report
+from simplefsdp.train.distributed import Rank
+
+
+def measure_wires(sweep: Sweep, rank: Rank, local_size: int, report: Report) -> tuple[Wire, ...]:
+    """The links of every kind and size of group; those that rank 0 measured, on rank 0."""
+    wires = []
+    for ranks, nodes in measure.groups_of(rank.world_size, local_size):
+        report.progress(f"collectives among {ranks} ranks")
+        found = measure.time_collectives(ranks, sweep, rank.device)
+        fitted = {kind: fit_link(samples, ranks) for kind, samples in found.items()}
+        wires += [Wire(kind, ranks, nodes, link) for kind, link in fitted.items()]
+        report.links(ranks, nodes, found, fitted)
+    return tuple(wires)
+
+
+def measure_compute(sweep: Sweep, rank: Rank, report: Report) -> dict[str, Any]:
+    """The compute fields of a cluster, with all ranks computing at once, as in a step."""
+    dist.barrier()
+    report.progress("memory and launches")
+    launch_us = measure.launch_us(rank.device)
+    memory_gb_s = measure.memory_gb_s(sweep, rank.device)
+    report.say(f"memory {memory_gb_s:.4g} GB/s, a kernel's launch {launch_us:.3g} us")
+    peaks = {}
+    for dtype in _dtypes(rank.device):
+        name = str(dtype).removeprefix("torch.")
+        dist.barrier()
+        report.progress(f"matmuls and attention in {name}")
+        matmuls = measure.time_matmuls(dtype, sweep, rank.device)
+        attention = measure.time_attention(dtype, sweep, rank.device)
+        peaks[name] = _peak(matmuls, attention, launch_us)
+        report.peak(name, peaks[name], launch_us, matmuls, attention)
+    return {
+        "peaks": peaks,
+        "memory_gb_s": memory_gb_s,
+        "memory_fraction": 1.0,
+        "launch_us": launch_us,
+        "memory_gb": _memory_gb(rank),
+    }
+
+
+def _dtypes(device: torch.device) -> list[torch.dtype]:
+    dtypes = [torch.float32, torch.bfloat16]
+    return [*dtypes, torch.float16, torch.float64] if device.type == "cuda" else dtypes
+
+
+def _peak(matmuls: list[Sample], attention: list[Sample], launch_us: float) -> Peak:
+    """Operations per second at best, and the fractions that sizes reach, launches left out."""
+    (fastest, matmul), (fastest_attention, attended) = (
+        fit_ramp([Sample(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples])
+        for samples in (matmuls, attention)
+    )
+    best = max(fastest, fastest_attention)
+    return Peak(
+        best / 1e6, _scaled(matmul, fastest / best), _scaled(attended, fastest_attention / best)
+    )
+
+
+def _scaled(ramp: Ramp, factor: float) -> Ramp:
+    return tuple((size, reached * factor) for size, reached in ramp)
+
+
+def _memory_gb(rank: Rank) -> float:
+    """Of the device; on CPU, this rank's share of the machine's."""
+    if rank.device.type == "cuda":
+        return torch.cuda.get_device_properties(rank.device).total_memory / 1e9
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return total / int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
