@@ -94,7 +94,7 @@ def plan_auto(
             break
     fitting = [p for p in found if p.peak_nbytes <= budget]
     if not fitting:
-        raise _over_budget(program, min(found, key=lambda p: p.peak_nbytes), budget)
+        raise over_budget(program, min(found, key=lambda p: p.peak_nbytes), budget)
     shortest = min(p.step_us for p in fitting)
     simple = [p for p in fitting if p.step_us <= shortest * (1 + TOLERANCE)]
     best = min(simple, key=lambda p: (p.buckets != by_module, len(p.buckets)))
@@ -186,7 +186,7 @@ def _labels_of_copies(program: Program, label_of: dict[str, str]) -> Iterator[tu
             yield op.name, reduced.get(c.fqns[0], c.fqns[0])
 
 
-def _over_budget(program: Program, smallest: Plan, budget: int) -> BudgetError:
+def over_budget(program: Program, smallest: Plan, budget: int) -> BudgetError:
     """What the smallest of the plans holds when it holds most."""
     merged = merge(program, smallest.buckets)
     held = memory(merged.reorder(overlap(merged, OverlapPolicy())))

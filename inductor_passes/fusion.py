@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from inductor_passes.program import Op, Program
@@ -92,6 +92,23 @@ def traffic_of(
     return found
 
 
+def without_fused(program: Program, loops: Mapping[str, Loop]) -> Program:
+    """``program`` with what stays within a kernel taking no memory."""
+    kernels = _Kernels(program, loops)
+    gone = {
+        kernels.storage[name]
+        for i, op in enumerate(program.ops)
+        if op.kind == "compute"
+        for name in op.writes
+        if program.writer.get(name) == i and not kernels.leaves(i, op, name)
+    }
+    buffers = {
+        name: replace(buffer, nbytes=0) if buffer.storage in gone else buffer
+        for name, buffer in program.buffers.items()
+    }
+    return replace(program, buffers=buffers)
+
+
 class _Kernels:
     """Which ops share a kernel, and what their kernels have read so far.
 
@@ -132,9 +149,9 @@ class _Kernels:
         updated = sum(size[name] for name in op.writes if name not in made)
         self.held[self.of[i]].update(self.storage[name] for name in made)
         # An op that writes in place returns what it wrote to.
-        return updated or sum(size[name] for name in made if self._leaves(i, op, name))
+        return updated or sum(size[name] for name in made if self.leaves(i, op, name))
 
-    def _leaves(self, i: int, op: Op, name: str) -> bool:
+    def leaves(self, i: int, op: Op, name: str) -> bool:
         """Whether a result of ``op`` is needed outside its kernel."""
         storage = self.storage[name]
         elsewhere = bool(self.readers[storage] - {self.of[i]}) or storage in self.returned

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.fx import Graph, GraphModule
 
-from inductor_passes import _torch, fx, scheduler
-from inductor_passes.buckets import Assignment, plan_buckets
-from inductor_passes.cluster import Cluster, ClusterCost
-from inductor_passes.layouts import Layout, write_buckets
+from inductor_passes import fx, scheduler
+from inductor_passes.layouts import write_buckets
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap, starts_in
-from inductor_passes.planned import PlannedBucket, in_names, in_program
-from inductor_passes.presets import preset
-from inductor_passes.program import Bucket, Collective, Op, Program, ProgramError
-from inductor_passes.roofline import cluster_of, device_of, nodes_of, work_of
-from inductor_passes.simulate import simulate
+from inductor_passes.planned import PlannedBucket, in_program
+from inductor_passes.program import ProgramError
+from inductor_passes.rehearsal import (
+    Rehearsal,
+    Settings,
+    no_garbage_collection,
+    rehearsed,
+)
 from inductor_passes.verify import verify_unchanged
 
 log = logging.getLogger("simplefsdp")
@@ -31,50 +30,7 @@ class PassError(RuntimeError):
     """A pass could not do its work, or what it made failed verification; names pass and op."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the passes are to do; data that is the same on all ranks.
-
-    Attributes:
-        assignment: bucket label of each parameter.
-        merge: launch each bucket as one collective; else its members, one after the other.
-        reorder: move collectives to where they are hidden; else they stay near their places.
-        layout: how the members of a bucket travel.
-        policy: limits of the reordering.
-        on_error: ``"raise"``, or ``"fallback"``: leave the graph as it was and warn.
-    """
-
-    assignment: Assignment
-    merge: bool = True
-    reorder: bool = True
-    layout: Layout = "coalesced"
-    policy: OverlapPolicy = field(default_factory=OverlapPolicy)
-    on_error: Literal["raise", "fallback"] = "raise"
-
-
-def choose(reading: fx.Reading, settings: Settings) -> tuple[Bucket, ...]:
-    """The buckets of a graph, by the planner that the settings name."""
-    buckets = plan_buckets(reading.program, settings.assignment)
-    if not settings.merge:
-        buckets = tuple(Bucket(b.label, (start,)) for b in buckets for start in b.starts)
-    return buckets
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A pass makes many small objects that live; to look for garbage among them, the collector
-    would walk the compiler's whole heap time and again, and the time of a pass would grow with
-    the square of the model."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_no_garbage_collection()
+@no_garbage_collection()
 def bucket_and_reorder(
     graph: Graph,
     settings: Settings,
@@ -109,7 +65,9 @@ def _transform(
     planned: Sequence[PlannedBucket] | None,
 ) -> None:
     before = fx.read(graph, fqn_of)
-    buckets = choose(before, settings) if planned is None else in_program(before.program, planned)
+    if planned is None:
+        planned = rehearsed(before, settings).planned
+    buckets = in_program(before.program, planned)
     write_buckets(graph, before, merge(before.program, buckets), buckets, settings.layout)
     reading = fx.read(graph, fqn_of)
     after = reading.program
@@ -137,7 +95,7 @@ class ImposeOrder:
     on_error: Literal["raise", "fallback"]
     uuid: str
 
-    @_no_garbage_collection()
+    @no_garbage_collection()
     def __call__(self, snodes: list[Any]) -> list[Any]:
         """The same scheduler nodes, in order.
 
@@ -184,22 +142,7 @@ def _try_on_copy(
     _transform(copied, settings, fqn_of, planned)
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """What the passes will make of a graph, on paper; the graph stays as it is.
-
-    Attributes:
-        reading: the graph as it is.
-        planned: the buckets that were chosen.
-        after: the graph's program with the collectives merged and in order.
-    """
-
-    reading: fx.Reading
-    planned: tuple[PlannedBucket, ...]
-    after: Program
-
-
-@_no_garbage_collection()
+@no_garbage_collection()
 def rehearse(gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf) -> Rehearsal:
     """Plan ``gm``; with no settings, nothing changes.
 
@@ -212,78 +155,10 @@ def rehearse(gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf) -> Re
     reading = fx.read(gm.graph, fqn_of)
     if settings is None:
         return Rehearsal(reading, (), reading.program)
-    buckets = choose(reading, settings)
-    planned = in_names(reading.program, buckets)
-    after = merge(reading.program, buckets)
-    if settings.reorder:
-        after = after.reorder(overlap(after, settings.policy))
+    found = rehearsed(reading, settings)
     if settings.on_error == "fallback":
         try:
-            _try_on_copy(gm.graph, settings, fqn_of, planned)
+            _try_on_copy(gm.graph, settings, fqn_of, found.planned)
         except Exception as error:
             raise ProgramError(str(error)) from error
-    return Rehearsal(reading, planned, after)
-
-
-def launches(rehearsal: Rehearsal) -> list[str]:
-    """What a graph will launch, in sequence, in words that are the same on all ranks."""
-    return [
-        f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks, bucket {c.bucket!r}: {c.fqns}"
-        for _, c in _collectives(rehearsal.after)
-    ]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the passes make of a graph, by :mod:`inductor_passes.cluster`.
-
-    Attributes:
-        collectives: number of gathers, reduces and all-reduces before.
-        buckets: likewise, of buckets (merged or only moved together).
-        exposed_before_us: time the compute lane stands still, before.
-        exposed_after_us: likewise, after.
-        device: the cluster that is assumed.
-    """
-
-    collectives: dict[str, int]
-    buckets: dict[str, int]
-    exposed_before_us: float
-    exposed_after_us: float
-    device: str
-
-
-@_no_garbage_collection()
-def predict(rehearsal: Rehearsal, cluster: Cluster | None = None) -> Prediction:
-    """Simulate the graph before and after the passes, on ``cluster``.
-
-    With None, on the preset for the graph's device, or an H100's, and the result says so.
-    """
-    before, after = rehearsal.reading.program, rehearsal.after
-    name = cluster.name if cluster else ""
-    if cluster is None:
-        cluster, name = _assume(rehearsal.reading)
-    groups = nodes_of(before, cluster.ranks_per_node)
-    cost = ClusterCost(cluster, groups, work_of(rehearsal.reading))
-    was, now = (sum(simulate(p, cost).exposed_us.values()) for p in (before, after))
-    return Prediction(_count(before), _count(after), was, now, name)
-
-
-def _assume(reading: fx.Reading) -> tuple[Cluster, str]:
-    """A cluster for a rough prediction, and what to call it."""
-    device = device_of(reading)
-    try:
-        cluster = cluster_of(device)
-    except ValueError:
-        cluster = preset("h100")
-        return cluster, f"h100 (there is no preset for {_torch.device_name(device)})"
-    return cluster, cluster.name
-
-
-def _count(program: Program) -> dict[str, int]:
-    """Number of buckets per kind; a collective that is in none is one by itself."""
-    found = {(c.kind, c.group, c.bucket or op.name, c.dtype) for op, c in _collectives(program)}
-    return {kind: sum(k == kind for k, *_ in found) for kind in ("gather", "reduce", "all_reduce")}
-
-
-def _collectives(program: Program) -> Iterator[tuple[Op, Collective]]:
-    return ((op, op.collective) for _, op in program.starts() if op.collective is not None)
+    return found

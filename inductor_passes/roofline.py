@@ -11,8 +11,8 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from inductor_passes import _torch
-from inductor_passes.cluster import Cluster, Work, nodes_spanned
-from inductor_passes.fusion import traffic_of
+from inductor_passes.cluster import Cluster, ClusterCost, Work, nodes_spanned
+from inductor_passes.fusion import traffic_of, without_fused
 from inductor_passes.fx import Reading
 from inductor_passes.loops import inputs_of, loop_of, name_of, touches_of
 from inductor_passes.presets import PRESETS, preset
@@ -37,8 +37,7 @@ def work_of(reading: Reading) -> dict[str, Work]:
     them for causal attention, which is computed blockwise; bytes by the rule in
     :mod:`inductor_passes.fusion`. Symbolic sizes count as what they were when traced.
     """
-    program = reading.program
-    nodes = {op.name: reading.nodes[op.name][0] for op in program.ops if op.kind == "compute"}
+    program, nodes = reading.program, _compute_nodes(reading)
     loops = {name: loop for name, node in nodes.items() if (loop := loop_of(node))}
     touches = {name: n for name, node in nodes.items() if (n := touches_of(node)) is not None}
     traffic = traffic_of(program, loops, touches)
@@ -46,6 +45,25 @@ def work_of(reading: Reading) -> dict[str, Work]:
         name: _work(node, traffic[name].nbytes, traffic[name].kernels)
         for name, node in nodes.items()
     }
+
+
+def fused_program(reading: Reading) -> Program:
+    """The program as it lies in memory once Inductor has fused its loops: what stays within a
+    kernel has no bytes."""
+    nodes = _compute_nodes(reading)
+    loops = {name: loop for name, node in nodes.items() if (loop := loop_of(node))}
+    return without_fused(reading.program, loops)
+
+
+def _compute_nodes(reading: Reading) -> dict[str, Node]:
+    ops = reading.program.ops
+    return {op.name: reading.nodes[op.name][0] for op in ops if op.kind == "compute"}
+
+
+def cost_of(reading: Reading, cluster: Cluster) -> ClusterCost:
+    """What the ops of a graph cost on a cluster."""
+    groups = nodes_of(reading.program, cluster.ranks_per_node)
+    return ClusterCost(cluster, groups, work_of(reading))
 
 
 def _work(node: Node, nbytes: int, kernels: int) -> Work:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,12 @@ from torch.fx import Graph, GraphModule, Node
 
 import inductor_passes
 from inductor_passes.buckets import assign_by_module
+from inductor_passes.cluster_file import as_cluster
 from inductor_passes.order import OverlapPolicy
-from inductor_passes.passes import (
-    ImposeOrder,
-    Rehearsal,
-    Settings,
-    bucket_and_reorder,
-    launches,
-    predict,
-    rehearse,
-)
+from inductor_passes.passes import ImposeOrder, bucket_and_reorder, rehearse
 from inductor_passes.planned import PlannedBucket
 from inductor_passes.program import ProgramError
+from inductor_passes.rehearsal import Auto, Rehearsal, Settings, launches, predict
 from simplefsdp import _torch, provenance, rank_guard
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
@@ -90,7 +85,12 @@ def _agree_on_model(
     """Compare across ranks what is communicated, before autograd: a difference is told by name."""
     params = _sharded_inputs(gm)
     grad = "with" if torch.is_grad_enabled() else "without"
-    lines = [f"torch {torch.__version__}, sources {_sources()[:16]}, {options}, {grad} gradients"]
+    cluster = None if options.cluster is None else as_cluster(options.cluster)
+    lines = [
+        f"torch {torch.__version__}, sources {_sources()[:16]}, "
+        f"{replace(options, cluster=None)}, {grad} gradients",
+        f"{cluster}",
+    ]
     # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
     lines += [
         str(
@@ -193,8 +193,12 @@ def pass_settings(options: Options, specs: Sequence[GatherSpec]) -> Settings | N
     merges = options.bucketing != "none"
     if not merges and not options.reorders:
         return None
+    cluster = None if options.cluster is None else as_cluster(options.cluster)
+    budget_gb = options.memory_budget_gb
+    budget_nbytes = None if budget_gb is None else int(budget_gb * 1e9)
     return Settings(
         assign_by_module([spec.fqn for spec in specs], options.buckets, known=known_fqns),
+        auto=Auto(cluster, budget_nbytes, options.planner) if options.bucketing == "auto" else None,
         merge=merges,
         reorder=options.reorders,
         layout=options.layout,
@@ -232,13 +236,18 @@ def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
     """What the passes will make of a graph, for the log line; nothing if there are none."""
     if settings is None:
         return ""
-    found = predict(rehearsal)
+    found = predict(rehearsal, settings.auto.cluster if settings.auto else None)
     verb = "->" if settings.merge else "moved as"
     parts = [
         f"{n} {kind}s {verb} {found.buckets[kind]} buckets"
         for kind, n in found.collectives.items()
         if n
     ]
+    if (plan := rehearsal.plan) is not None:
+        parts.append(
+            f"planned {plan.step_us / 1e3:.3g} ms (lower bound {plan.lower_bound_us / 1e3:.3g}), "
+            f"{plan.peak_nbytes / 1e9:.3g} of {plan.budget_nbytes / 1e9:.3g} GB"
+        )
     exposed = f"{found.exposed_before_us / 1e3:.3g} -> {found.exposed_after_us / 1e3:.3g} ms"
     return "; ".join(["", *parts, f"predicted exposed {exposed} on {found.device}"])
 

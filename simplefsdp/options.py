@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import Any, Literal, get_args
 
 from inductor_passes.buckets import check_patterns
+from inductor_passes.cluster import Cluster
+from inductor_passes.cluster_file import as_cluster
 from inductor_passes.layouts import Layout
 from simplefsdp.rank_guard import TIMEOUT_S
 
-Bucketing = Literal["none", "manual"]
+Bucketing = Literal["none", "manual", "auto"]
+Planner = Literal["search", "greedy"]
 Executor = Literal["inductor", "aot_eager"]
 OnError = Literal["raise", "fallback"]
 
@@ -41,6 +46,20 @@ def _check_seconds(value: object) -> str | None:
     return None if fine else "a number of seconds above 0"
 
 
+def _check_gb(value: object) -> str | None:
+    fine = value is None or (_check_seconds(value) is None and isfinite(value))  # type: ignore[arg-type]
+    return None if fine else "1e9 bytes, a number above 0, or None"
+
+
+def _check_cluster(value: object) -> str | None:
+    try:
+        if value is not None:
+            as_cluster(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        return f"a preset, a Cluster, or a file that `simplefsdp calibrate` wrote ({error})"
+    return None
+
+
 def _check_buckets(value: object) -> str | None:
     try:
         if value is not None:
@@ -55,12 +74,23 @@ class Options:
     """What the user may choose of a compilation.
 
     Attributes:
-        bucketing: ``"manual"``: the gathers of a module go out as one, and so do the reduces of
-            its gradients. ``"none"``: every parameter is gathered and reduced by itself.
+        bucketing: ``"auto"``: a planner chooses which gathers and which reduces go out as one, and
+            how far ahead, from what the machine is (``cluster``) and how much memory there is
+            (``memory_budget_gb``). ``"manual"``: the gathers of a module go out as one, and so do
+            the reduces of its gradients. ``"none"``: every parameter is gathered and reduced by
+            itself.
         buckets: the modules, as globs on FQNs in which ``*`` stays within one component; each
             module that a glob matches is a bucket, and those that a nested list matches share
             one. None, and what nothing matches: one bucket per element of the model's repeated
             lists, and one per run of parameters around them.
+        cluster: of ``"auto"``: what the machine is. A preset (``"h100"``, see
+            :mod:`inductor_passes.presets`), a :class:`inductor_passes.cluster.Cluster`, or the path
+            of a file that ``simplefsdp calibrate`` wrote, the same on all ranks. None: the preset
+            for the device's name.
+        memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters and gradients,
+            in forward and in backward; parameter shards, gradient shards and optimizer state come
+            on top. None: what ``"manual"`` takes.
+        planner: of ``"auto"``: ``"search"``, or ``"greedy"``, the published rule, to compare with.
         reorder: move collectives to where compute hides them. None: unless bucketing is "none".
             With ``bucketing="none"`` the collectives of a bucket move together, unmerged.
         layout: how the members of a bucket travel, see :mod:`inductor_passes.layouts`. The default
@@ -85,6 +115,11 @@ class Options:
     buckets: Sequence[str | Sequence[str]] | None = field(
         default=None, metadata={"check": _check_buckets}
     )
+    cluster: Cluster | str | os.PathLike[str] | None = field(
+        default=None, metadata={"check": _check_cluster}
+    )
+    memory_budget_gb: float | None = field(default=None, metadata={"check": _check_gb})
+    planner: Planner = field(default="search", metadata=_one_of(Planner))
     reorder: bool | None = field(default=None, metadata=_flag(optional=True))
     layout: Layout = field(default="coalesced", metadata=_one_of(Layout))
     max_inflight_gathers: int = field(default=2, metadata={"check": _check_count})

@@ -23,6 +23,7 @@ from inductor_passes import fx, passes, scheduler
 from inductor_passes.layouts import Layout
 from inductor_passes.order import OverlapPolicy
 from inductor_passes.program import Program
+from inductor_passes.rehearsal import Settings
 from simplefsdp import simple_fsdp
 from simplefsdp.models import CONFIGS, Llama
 
@@ -93,14 +94,14 @@ class Compiled(NamedTuple):
     log: list[str]
     planned: tuple[list[Event], list[Event]]
     generated: tuple[list[Event], ...]
-    before: list[tuple[Graph, passes.Settings]]
+    before: list[tuple[Graph, Settings]]
 
 
 class Recorder:
     """The programs that the two passes leave."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.before: list[tuple[Graph, passes.Settings]] = []
+        self.before: list[tuple[Graph, Settings]] = []
         self.graphs: list[list[Event]] = []
         self.labels: list[dict[str, str]] = []
         self.impose_order = passes.ImposeOrder.__call__

@@ -22,8 +22,9 @@ from inductor_passes import _torch, fx, passes
 from inductor_passes.buckets import Assignment, plan_buckets
 from inductor_passes.layouts import Layout, write_buckets
 from inductor_passes.merge import merge
-from inductor_passes.passes import PassError, Settings, bucket_and_reorder
+from inductor_passes.passes import PassError, bucket_and_reorder
 from inductor_passes.program import Program, ProgramError
+from inductor_passes.rehearsal import Settings
 from inductor_passes.text import parse
 from inductor_passes.verify import verify_unchanged
 from simplefsdp import simple_fsdp

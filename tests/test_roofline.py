@@ -15,8 +15,9 @@ from torch.utils.flop_counter import flop_registry
 from inductor_passes import _torch, fx, roofline
 from inductor_passes.cluster import ClusterCost, Work
 from inductor_passes.fx import Reading
-from inductor_passes.passes import predict, rehearse
+from inductor_passes.passes import rehearse
 from inductor_passes.presets import PRESETS, preset
+from inductor_passes.rehearsal import predict
 from inductor_passes.roofline import cluster_of, device_of, nodes_of, work_of
 from inductor_passes.simulate import simulate
 from simplefsdp import simple_fsdp

@@ -1,0 +1,183 @@
+"""What the passes will do to a graph, on paper: buckets, order, and the cost expected of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from inductor_passes import _torch, fx
+from inductor_passes.auto import Plan, plan_auto
+from inductor_passes.buckets import Assignment, plan_buckets
+from inductor_passes.cluster import Cluster
+from inductor_passes.greedy import plan_greedy
+from inductor_passes.layouts import Layout
+from inductor_passes.merge import merge
+from inductor_passes.order import OverlapPolicy, overlap
+from inductor_passes.planned import PlannedBucket, in_names
+from inductor_passes.presets import preset
+from inductor_passes.program import Bucket, Collective, Op, Program
+from inductor_passes.roofline import cluster_of, cost_of, device_of, fused_program
+from inductor_passes.simulate import simulate
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A pass makes many small objects that live; to look for garbage among them, the collector
+    would walk the compiler's whole heap time and again, and the time of a pass would grow with
+    the square of the model."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class Auto:
+    """How the automatic planner is to choose.
+
+    Attributes:
+        cluster: what the machine is; None: the preset for the graph's device.
+        budget_nbytes: of memory, see :func:`inductor_passes.auto.plan_auto`.
+        planner: ``"search"``, or ``"greedy"``, the published rule.
+    """
+
+    cluster: Cluster | None = None
+    budget_nbytes: int | None = None
+    planner: Literal["search", "greedy"] = "search"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the passes are to do; data that is the same on all ranks.
+
+    Attributes:
+        assignment: bucket label of each parameter; its order is the one inside buckets.
+        auto: choose buckets by cost instead.
+        merge: launch each bucket as one collective; else its members, one after the other.
+        reorder: move collectives to where they are hidden; else they stay near their places.
+        layout: how the members of a bucket travel.
+        policy: limits of the reordering.
+        on_error: ``"raise"``, or ``"fallback"``: leave the graph as it was and warn.
+    """
+
+    assignment: Assignment
+    auto: Auto | None = None
+    merge: bool = True
+    reorder: bool = True
+    layout: Layout = "coalesced"
+    policy: OverlapPolicy = field(default_factory=OverlapPolicy)
+    on_error: Literal["raise", "fallback"] = "raise"
+
+
+def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]:
+    """The buckets of a graph by the planner that the settings name."""
+    if settings.auto is not None:
+        cluster = settings.auto.cluster or cluster_of(device_of(reading))
+        plan = plan_greedy if settings.auto.planner == "greedy" else plan_auto
+        return plan(
+            fused_program(reading),
+            cost_of(reading, cluster),
+            list(settings.assignment.label_of),
+            budget_nbytes=settings.auto.budget_nbytes,
+        )
+    buckets = plan_buckets(reading.program, settings.assignment)
+    if not settings.merge:
+        return tuple(Bucket(b.label, (start,)) for b in buckets for start in b.starts)
+    return buckets
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the passes will make of a graph, on paper; the graph stays as it is.
+
+    Attributes:
+        reading: the graph as it is.
+        planned: the buckets that were chosen.
+        after: the graph's program with the collectives merged and in order.
+        plan: what the automatic planner expects of it.
+    """
+
+    reading: fx.Reading
+    planned: tuple[PlannedBucket, ...]
+    after: Program
+    plan: Plan | None = None
+
+
+def rehearsed(reading: fx.Reading, settings: Settings) -> Rehearsal:
+    """Choose buckets, and merge and order the program of a graph."""
+    chosen = choose(reading, settings)
+    plan = chosen if isinstance(chosen, Plan) else None
+    buckets = chosen.buckets if isinstance(chosen, Plan) else chosen
+    after = merge(reading.program, buckets)
+    if settings.reorder:
+        after = after.reorder(overlap(after, settings.policy))
+    return Rehearsal(reading, in_names(reading.program, buckets), after, plan)
+
+
+def launches(rehearsal: Rehearsal) -> list[str]:
+    """What a graph will launch, in sequence, in words that are the same on all ranks."""
+    return [
+        f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks, bucket {c.bucket!r}: {c.fqns}"
+        for _, c in _collectives(rehearsal.after)
+    ]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the passes make of a graph, by :mod:`inductor_passes.cluster`.
+
+    Attributes:
+        collectives: number of gathers, reduces and all-reduces before.
+        buckets: likewise, of buckets (merged or only moved together).
+        exposed_before_us: time the compute lane stands still, before.
+        exposed_after_us: likewise, after.
+        device: the cluster that is assumed.
+    """
+
+    collectives: dict[str, int]
+    buckets: dict[str, int]
+    exposed_before_us: float
+    exposed_after_us: float
+    device: str
+
+
+@no_garbage_collection()
+def predict(rehearsal: Rehearsal, cluster: Cluster | None = None) -> Prediction:
+    """Simulate the graph before and after the passes, on ``cluster``.
+
+    With None, on the preset for the graph's device, or an H100's, and the result says so.
+    """
+    before, after = rehearsal.reading.program, rehearsal.after
+    name = cluster.name if cluster else ""
+    if cluster is None:
+        cluster, name = _assume(rehearsal.reading)
+    cost = cost_of(rehearsal.reading, cluster)
+    was, now = (sum(simulate(p, cost).exposed_us.values()) for p in (before, after))
+    return Prediction(_count(before), _count(after), was, now, name)
+
+
+def _assume(reading: fx.Reading) -> tuple[Cluster, str]:
+    """A cluster for a rough prediction, and what to call it."""
+    device = device_of(reading)
+    try:
+        cluster = cluster_of(device)
+    except ValueError:
+        cluster = preset("h100")
+        return cluster, f"h100 (there is no preset for {_torch.device_name(device)})"
+    return cluster, cluster.name
+
+
+def _count(program: Program) -> dict[str, int]:
+    """Number of buckets per kind; a collective that is in none is one by itself."""
+    found = {(c.kind, c.group, c.bucket or op.name, c.dtype) for op, c in _collectives(program)}
+    return {kind: sum(k == kind for k, *_ in found) for kind in ("gather", "reduce", "all_reduce")}
+
+
+def _collectives(program: Program) -> Iterator[tuple[Op, Collective]]:
+    return ((op, op.collective) for _, op in program.starts() if op.collective is not None)
