@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import assign_by_module, plan_buckets
@@ -19,15 +18,14 @@ from inductor_passes.cost import CostModel
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap
 from inductor_passes.program import Bucket, Collective, Program, ProgramError
-from inductor_passes.search import Cuts, Limits, best_cuts
+from inductor_passes.search import Cut, Cuts, Limits, best_cuts
 from inductor_passes.simulate import memory, simulate
 
 # Of two plans that differ by less, the simpler one: costs are not known any better, and a plan
 # should stay when they change a little.
 TOLERANCE = 0.005
-# (inflight gathers, pending reduces): tried in this order until one reaches the lower bound.
-_WINDOWS = ((2, 2), (3, 2), (2, 1), (3, 3), (1, 1))
-_WORK = 8_000  # partial schedules kept over all events of one search
+_WORK = 12_000  # partial schedules kept over all events of a search
+_FINALISTS = 3  # of them, simulated in full
 
 
 class BudgetError(ValueError):
@@ -82,16 +80,16 @@ def plan_auto(
     program, known = rank_invariant(program, cost)
     chain = chain_of(program, known)
     bound = lower_bound_us(chain)
-    each = tuple(range(1, len(chain.gathers) + 1)), tuple(range(1, len(chain.reduces) + 1))
-    alone = buckets_of(chain, program, fqns, Cuts(*each), Limits(1, 1, None, 1))
+    alone = Cuts(
+        tuple(Cut(i + 1, 1) for i in range(len(chain.gathers))),
+        tuple(Cut(i + 1, 1) for i in range(len(chain.reduces))),
+    )
     by_module = plan_buckets(program, assign_by_module(fqns))
-    found = list(judge(program, known, (by_module, alone), bound))
+    found = list(judge(program, known, (by_module, buckets_of(chain, program, fqns, alone)), bound))
     budget = found[0].peak_nbytes if budget_nbytes is None else budget_nbytes
-    for candidates in _candidates(chain, program, fqns, budget):
-        found += judge(program, known, candidates, bound)
-        fitting = [p for p in found if p.peak_nbytes <= budget]
-        if fitting and min(p.step_us for p in fitting) <= bound * (1 + TOLERANCE):
-            break
+    width = max(16, _WORK // len(chain.events))
+    cuts = best_cuts(chain, Limits(budget, width))[:_FINALISTS]
+    found += judge(program, known, (buckets_of(chain, program, fqns, c) for c in cuts), bound)
     fitting = [p for p in found if p.peak_nbytes <= budget]
     if not fitting:
         raise over_budget(program, min(found, key=lambda p: p.peak_nbytes), budget)
@@ -116,32 +114,21 @@ def judge(
         yield Plan(tuple(buckets), timeline.total_us, exposed_us, bound_us, peak, peak)
 
 
-def _candidates(
-    chain: Chain, program: Program, fqns: Sequence[str], budget: int
-) -> Iterator[list[tuple[Bucket, ...]]]:
-    """Plans worth a full simulation."""
-    width = max(16, _WORK // len(chain.events))
-    for inflight, pending in _WINDOWS:
-        limits = Limits(inflight, pending, budget, width)
-        yield [
-            buckets_of(chain, program, fqns, cuts, limits)
-            for _, cuts in best_cuts(chain, limits)[:1]
-        ]
-
-
 def buckets_of(
-    chain: Chain, program: Program, fqns: Sequence[str], cuts: Cuts, limits: Limits
+    chain: Chain, program: Program, fqns: Sequence[str], cuts: Cuts
 ) -> tuple[Bucket, ...]:
     """The buckets that the cuts of a chain make of its program."""
     label_of: dict[str, str] = {}
-    for units, ends in ((chain.gathers, cuts.gathers), (chain.reduces, cuts.reduces)):
-        used: set[str] = set()
-        for begin, end in pairwise((0, *ends)):
+    window_of: dict[tuple[bool, str], int] = {}
+    for units, buckets in ((chain.gathers, cuts.gathers), (chain.reduces, cuts.reduces)):
+        is_gather, begin = units is chain.gathers, 0
+        for end, window in buckets:
             names = [name for unit in units[begin:end] for name in unit.starts]
             label = _label([_fqn(program, name) for name in names])
-            while label in used:
+            while (is_gather, label) in window_of:
                 label += "'"
-            used.add(label)
+            window_of[is_gather, label] = window
+            begin = end
             label_of.update(dict.fromkeys(names, label))
     label_of.update(_labels_of_copies(program, label_of))
     place = {fqn: i for i, fqn in enumerate(fqns)}
@@ -154,7 +141,7 @@ def buckets_of(
         Bucket(
             label,
             tuple(sorted(names, key=lambda name: place.get(_fqn(program, name), len(place)))),
-            limits.inflight if message.kind == "gather" else limits.pending,
+            window_of.get((message.kind == "gather", label), 0),
         )
         for (label, message), names in groups.items()
     )

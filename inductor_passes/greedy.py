@@ -16,7 +16,7 @@ from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.chain import Chain, Side, chain_of, rank_invariant
 from inductor_passes.cost import CostModel
 from inductor_passes.program import Program
-from inductor_passes.search import Cuts, Limits
+from inductor_passes.search import Cut, Cuts
 
 MAX_NBYTES = 1 << 30  # of a bucket: nccl-tests' tables, which costs are fitted to, end there
 
@@ -42,7 +42,7 @@ def plan_greedy(
         by_module = plan_buckets(program, assign_by_module(fqns))
         budget = next(judge(program, known, [by_module], bound)).peak_nbytes
     cuts = greedy_cuts(chain, budget, max_nbytes)
-    buckets = buckets_of(chain, program, fqns, cuts, Limits(2, 1, None, 1))
+    buckets = buckets_of(chain, program, fqns, cuts)
     (plan,) = judge(program, known, [buckets], bound)
     if plan.peak_nbytes > budget:
         raise over_budget(program, plan, budget)
@@ -76,7 +76,7 @@ def greedy_cuts(chain: Chain, budget_nbytes: int, max_nbytes: int) -> Cuts:
         base = max(base, event.base_nbytes)
     gathers += [used] if used > begin else []
     reduces += [made] if made > (reduces[-1] if reduces else 0) else []
-    return Cuts(tuple(gathers), tuple(reduces))
+    return Cuts(tuple(Cut(end, 2) for end in gathers), tuple(Cut(end, 1) for end in reduces))
 
 
 def _us(chain: Chain, side: Side, begin: int, end: int) -> float:

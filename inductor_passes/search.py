@@ -1,33 +1,35 @@
 """Where to cut a chain into buckets: dynamic programming over its events.
 
-A partial schedule is what has been launched, waited for and flushed so far, and the times at which
-the lanes are free and transfers done. Of two that launched the same, one that is nowhere later is
+A partial schedule is what has been launched and waited for so far, and the times at which lanes are
+free and transfers done. Of two that launched and waited for the same, one that is nowhere later is
 enough. As long as not more than ``width`` are left the result is exact for the chain; beyond, those
 that could still end soonest are kept, so that the work grows with the length of the chain only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from inductor_passes.chain import Chain, Side
 
 Times = tuple[float, ...]
 
 
+class Cut(NamedTuple):
+    """A bucket: the units from the end of the one before up to, not including, ``end``."""
+
+    end: int
+    window: int
+
+
 class Cuts(NamedTuple):
-    """Ends of the buckets: the units from the end before up to, not including, each.
+    """The buckets of a chain's gathers, and of its reduces."""
 
-    Attributes:
-        gathers: ends among the chain's gathers.
-        reduces: likewise.
-    """
-
-    gathers: tuple[int, ...]
-    reduces: tuple[int, ...]
+    gathers: tuple[Cut, ...]
+    reduces: tuple[Cut, ...]
 
 
 @dataclass(frozen=True)
@@ -35,42 +37,64 @@ class Limits:
     """What a schedule must keep.
 
     Attributes:
-        inflight: gather buckets under way when one is waited for, itself included; 1 or more.
-        pending: reduce buckets that nobody waits for when another one starts; 1 or more.
         nbytes: of memory; None for any.
         width: partial schedules that are kept.
+        inflight: gather buckets under way when one is waited for, itself included; 1 or more.
+        pending: reduce buckets under way; 1 or more.
     """
 
-    inflight: int
-    pending: int
     nbytes: int | None
     width: int
+    inflight: int = 4
+    pending: int = 4
 
 
 class _Partial(NamedTuple):
     now: float
     lanes: Times
-    cuts: Cuts = Cuts((), ())
-    used: int = 0  # gather buckets waited for
-    done: int = 0  # reduce buckets waited for
-    gathered: Times = ()  # when each gather that nobody has waited for is there
-    reduced: Times = ()
+    waited: int = 0  # units whose gathers were waited for
+    ahead: tuple[int, ...] = ()  # ends of the gather buckets under way, and when each is there
+    arriving: Times = ()
+    settled: int = 0  # units whose reduces were waited for
+    behind: tuple[int, ...] = ()  # ends of the reduce buckets under way, and when each is done
+    leaving: Times = ()
+    gathers: int = 0  # buckets launched
+    reduces: int = 0
+    log: Any = None  # what was done, last first: (before, side or "settle", end, window)
 
     def key(self) -> tuple[object, ...]:
         """What decides all that may still happen, but for the times."""
-        gathers, reduces = self.cuts
-        waited = gathers[self.used - 1] if self.used else 0
-        settled = reduces[self.done - 1] if self.done else 0
-        return waited, gathers[self.used :], settled, reduces[self.done :]
+        return self.waited, self.ahead, self.settled, self.behind
 
     def times(self) -> Times:
-        return (self.now, *self.lanes, *self.gathered, *self.reduced)
+        return (self.now, *self.lanes, *self.arriving, *self.leaving)
 
 
-def best_cuts(chain: Chain, limits: Limits) -> list[tuple[float, Cuts]]:
-    """The best schedules found, microseconds and cuts, the shortest first; none if none fits."""
+def best_cuts(chain: Chain, limits: Limits) -> list[Cuts]:
+    """The best schedules found, the shortest first; none if none fits."""
     found = _Search(chain, limits).run()
-    return sorted(((p.now, p.cuts) for p in found), key=lambda f: (f[0], sum(map(len, f[1])), f[1]))
+    found.sort(key=lambda p: (p.now, p.gathers + p.reduces))
+    return [_cuts(p) for p in found]
+
+
+def _cuts(p: _Partial) -> Cuts:
+    gathers: list[Cut] = []
+    ends: list[int] = []
+    windows: list[int] = []
+    log = p.log
+    while log is not None:
+        log, what, end, window = log
+        if what == "gather":
+            gathers.append(Cut(end, window))
+        elif what == "reduce":
+            ends.append(end)
+        else:
+            windows.append(window)
+    count = len(ends)
+    ends.reverse()
+    windows.reverse()
+    windows += [count - k for k in range(len(windows), count)]  # waited for at the end
+    return Cuts(tuple(reversed(gathers)), tuple(map(Cut, ends, windows)))
 
 
 class _Search:
@@ -85,63 +109,95 @@ class _Search:
         self.rest_us = list(rest_us)[::-1]
 
     def run(self) -> list[_Partial]:
-        seen = {"begin": 0, "gather": 0, "reduce": 0}
+        used = made = 0
         partials = [_Partial(0.0, (0.0,) * len(self.lane))]
         for i, event in enumerate(self.chain.events):
-            seen[event.kind] += 1
             if event.kind == "begin":
-                partials = [
-                    q for p in partials for q in self._launches(p, self.limits.inflight - 1)
-                ]
+                partials = [q for p in partials for q in self._launch(p, 0, window=2)]
             elif event.kind == "gather":
-                partials = [q for p in partials for q in self._use(p, seen["gather"] - 1)]
+                partials = [q for p in partials for q in self._use(p, used)]
+                used += 1
             else:
-                partials = [q for p in partials for q in self._ready(p, seen["reduce"])]
+                made += 1
+                partials = [q for p in partials for q in self._ready(p, made)]
             partials = [
                 p._replace(now=p.now + event.work_us)
                 for p in partials
-                if self._fits(p, event.base_nbytes, seen["gather"], seen["reduce"])
+                if self._fits(p, event.base_nbytes, used, made)
             ]
             partials = self._prune(partials, self.rest_us[i + 1])
-        return [p._replace(now=max(p.now, *p.reduced, 0.0)) for p in partials]
+        return [p._replace(now=max(p.now, *p.leaving, 0.0)) for p in partials]
 
     def _use(self, p: _Partial, unit: int) -> Iterator[_Partial]:
-        """A gather unit is used: wait for its bucket, if it is the bucket's first."""
-        if p.used and unit < p.cuts.gathers[p.used - 1]:
+        """A gather unit is used: launch some ahead, then wait for its bucket, if it begins one."""
+        if unit < p.waited:
             yield p
             return
-        for q in self._launches(p, self.limits.inflight - len(p.gathered)):
+        for q in self._launch(p, 0 if p.ahead else 1, window=1):
             yield q._replace(
-                now=max(q.now, q.gathered[0]), gathered=q.gathered[1:], used=q.used + 1
+                now=max(q.now, q.arriving[0]),
+                waited=q.ahead[0],
+                ahead=q.ahead[1:],
+                arriving=q.arriving[1:],
             )
 
-    def _launches(self, p: _Partial, count: int) -> Iterator[_Partial]:
-        begin = p.cuts.gathers[-1] if p.cuts.gathers else 0
-        total = len(self.chain.gathers)
-        if count == 0 or begin == total:
+    def _launch(self, p: _Partial, least: int, *, window: int) -> Iterator[_Partial]:
+        """Launch ``least`` to 2 gather buckets; ``window`` is that of one needed at once."""
+        if least < 1:
             yield p
+        for q in self._gather(p, window, _ends):
+            yield q
+            yield from self._gather(q, window, _few_ends)
+
+    def _gather(
+        self, p: _Partial, window: int, ends: Callable[[int, int], Iterator[int]]
+    ) -> Iterator[_Partial]:
+        begin, inflight = p.ahead[-1] if p.ahead else p.waited, len(p.ahead)
+        if inflight == self.limits.inflight:
             return
-        for end in _ends(begin, total):
+        for end in ends(begin, len(self.chain.gathers)):
             lanes, done = self._transfer(p, "gather", begin, end)
-            cuts = Cuts((*p.cuts.gathers, end), p.cuts.reduces)
-            q = p._replace(lanes=lanes, gathered=(*p.gathered, done), cuts=cuts)
-            yield from self._launches(q, count - 1)
+            yield p._replace(
+                lanes=lanes,
+                ahead=(*p.ahead, end),
+                arriving=(*p.arriving, done),
+                gathers=p.gathers + 1,
+                log=(p.log, "gather", end, inflight + window),
+            )
 
     def _ready(self, p: _Partial, made: int) -> Iterator[_Partial]:
         """A reduce unit is ready: start the open bucket, or leave it open for more."""
         if made < len(self.chain.reduces):
             yield p
-        if len(p.reduced) == self.limits.pending:
-            now = max(p.now, p.reduced[0])
-            p = p._replace(now=now, reduced=p.reduced[1:], done=p.done + 1)
-        begin = p.cuts.reduces[-1] if p.cuts.reduces else 0
-        lanes, done = self._transfer(p, "reduce", begin, made)
-        cuts = Cuts(p.cuts.gathers, (*p.cuts.reduces, made))
-        yield p._replace(lanes=lanes, reduced=(*p.reduced, done), cuts=cuts)
+        begin = p.behind[-1] if p.behind else p.settled
+        for q in self._settle(p):
+            lanes, done = self._transfer(q, "reduce", begin, made)
+            yield q._replace(
+                lanes=lanes,
+                behind=(*q.behind, made),
+                leaving=(*q.leaving, done),
+                reduces=q.reduces + 1,
+                log=(q.log, "reduce", made, 0),
+            )
 
-    def _transfer(self, p: _Partial, kind: Side, begin: int, end: int) -> tuple[Times, float]:
+    def _settle(self, p: _Partial) -> Iterator[_Partial]:
+        """Wait for none of the reduces under way, if there is room for one more; for one; ..."""
+        if len(p.behind) < self.limits.pending:
+            yield p
+        if p.behind:
+            yield from self._settle(
+                p._replace(
+                    now=max(p.now, p.leaving[0]),
+                    settled=p.behind[0],
+                    behind=p.behind[1:],
+                    leaving=p.leaving[1:],
+                    log=(p.log, "settle", p.behind[0], len(p.behind)),
+                )
+            )
+
+    def _transfer(self, p: _Partial, side: Side, begin: int, end: int) -> tuple[Times, float]:
         lanes, done = list(p.lanes), 0.0
-        for group, us in self.chain.transfers(kind, begin, end):
+        for group, us in self.chain.transfers(side, begin, end):
             i = self.lane[group]
             lanes[i] = max(lanes[i], p.now) + us
             done = max(done, lanes[i])
@@ -151,18 +207,26 @@ class _Search:
         """Whether what is gathered ahead, and not yet reduced, fits beside what no plan changes."""
         if self.limits.nbytes is None:
             return True
-        ahead = self.gather_nbytes[p.cuts.gathers[-1] if p.cuts.gathers else 0]
+        ahead = self.gather_nbytes[p.ahead[-1] if p.ahead else p.waited]
         ahead = max(0, ahead - self.gather_nbytes[used])
-        settled = p.cuts.reduces[p.done - 1] if p.done else 0
-        behind = self.reduce_nbytes[made] - self.reduce_nbytes[settled]
+        behind = self.reduce_nbytes[made] - self.reduce_nbytes[p.settled]
         return base + ahead + behind <= self.limits.nbytes
 
     def _prune(self, partials: Sequence[_Partial], rest_us: float) -> list[_Partial]:
         """Those that no other makes needless, at most ``width``, the most promising first."""
 
-        def promise(p: _Partial) -> tuple[object, ...]:
-            size = len(p.cuts.gathers) + len(p.cuts.reduces)
-            return max(p.now + rest_us, *p.lanes), sum(p.times()), size, p.cuts
+        def promise(p: _Partial) -> tuple[float, float, int]:
+            _, lanes, done = p.now, list(p.lanes), 0.0
+            ahead = p.ahead[-1] if p.ahead else p.waited
+            behind = p.behind[-1] if p.behind else p.settled
+            for side, begin, end in (
+                ("gather", ahead, len(self.chain.gathers)),
+                ("reduce", behind, len(self.chain.reduces)),
+            ):
+                for group, us in self.chain.transfers(side, begin, end):  # type: ignore[arg-type]
+                    lanes[self.lane[group]] += us
+            done = max(p.now + rest_us, *lanes)
+            return done, sum(p.times()), p.gathers + p.reduces
 
         kept: list[_Partial] = []
         best: dict[tuple[object, ...], list[Times]] = {}
@@ -183,4 +247,10 @@ def _ends(begin: int, total: int) -> Iterator[int]:
     while begin + size < total:
         yield begin + size
         size += 1 if size < 8 else size // 3
-    yield total
+    if begin < total:
+        yield total
+
+
+def _few_ends(begin: int, total: int) -> Iterator[int]:
+    """Likewise, of a second bucket that is launched at the same place."""
+    return (begin + size for size in (1, 2, 4, 8, 16) if begin + size <= total)
