@@ -19,6 +19,7 @@ from inductor_passes.program import Buffer, Collective, Op, Program
 from inductor_passes.simulate import memory
 
 Side = Literal["gather", "reduce"]
+SIDES: tuple[Side, ...] = ("gather", "reduce")
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _checked(value: object, what: str) -> float:
             f"cost model: expected microseconds, 0 or more, for {what}, got {value!r}; mend the "
             "model or the cluster that it was made from"
         )
-    return float(f"{value:.3g}")  # a plan should not hang on the fourth digit
+    return float(value)
 
 
 def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, KnownCost]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from inductor_passes.chain import Chain, Side
+from inductor_passes.chain import SIDES, Chain, Side
 
 Times = tuple[float, ...]
 
@@ -72,7 +72,9 @@ class _Partial(NamedTuple):
 
 def best_cuts(chain: Chain, limits: Limits) -> list[Cuts]:
     """The best schedules found, the shortest first; none if none fits."""
-    found = _Search(chain, limits).run()
+    # What is still to be sent is guessed twice: in buckets of equal size, and in one, which is too
+    # good, and so prefers small buckets now. Neither is better for all chains.
+    found = [p for merged in (False, True) for p in _Search(chain, limits, merged).run()]
     found.sort(key=lambda p: (p.now, p.gathers + p.reduces))
     return [_cuts(p) for p in found]
 
@@ -98,7 +100,7 @@ def _cuts(p: _Partial) -> Cuts:
 
 
 class _Search:
-    def __init__(self, chain: Chain, limits: Limits) -> None:
+    def __init__(self, chain: Chain, limits: Limits, merged: bool) -> None:
         self.chain, self.limits = chain, limits
         groups = [m.group for u in (*chain.gathers, *chain.reduces) for m in u.messages]
         self.lane = {group: i for i, group in enumerate(dict.fromkeys(groups))}
@@ -107,6 +109,14 @@ class _Search:
         self.reduce_nbytes = list(accumulate((u.nbytes for u in chain.reduces), initial=0))
         rest_us = accumulate((e.work_us for e in reversed(chain.events)), initial=0.0)
         self.rest_us = list(rest_us)[::-1]
+        self.wire_us = {side: _wire_from_us(chain, side, merged=merged) for side in SIDES}
+        # From the first use of each gather unit on; and from when the lane is free for it.
+        rest = zip(chain.events, self.rest_us, strict=False)
+        self.after_us = [us for event, us in rest if event.kind == "gather"]
+        self.tail_us, wire = [0.0], self.wire_us["gather"]
+        for k, after in reversed(list(enumerate(self.after_us))):
+            self.tail_us.append(wire[k] - wire[k + 1] + max(after, self.tail_us[-1]))
+        self.tail_us.reverse()
 
     def run(self) -> list[_Partial]:
         used = made = 0
@@ -147,7 +157,8 @@ class _Search:
             yield p
         for q in self._gather(p, window, _ends):
             yield q
-            yield from self._gather(q, window, _few_ends)
+            # At the beginning there is one partial schedule, and time to look at all pairs.
+            yield from self._gather(q, window, _few_ends if p.gathers else _ends)
 
     def _gather(
         self, p: _Partial, window: int, ends: Callable[[int, int], Iterator[int]]
@@ -216,17 +227,18 @@ class _Search:
         """Those that no other makes needless, at most ``width``, the most promising first."""
 
         def promise(p: _Partial) -> tuple[float, float, int]:
-            _, lanes, done = p.now, list(p.lanes), 0.0
-            ahead = p.ahead[-1] if p.ahead else p.waited
-            behind = p.behind[-1] if p.behind else p.settled
-            for side, begin, end in (
-                ("gather", ahead, len(self.chain.gathers)),
-                ("reduce", behind, len(self.chain.reduces)),
-            ):
-                for group, us in self.chain.transfers(side, begin, end):  # type: ignore[arg-type]
-                    lanes[self.lane[group]] += us
-            done = max(p.now + rest_us, *lanes)
-            return done, sum(p.times()), p.gathers + p.reduces
+            launched, lane = p.ahead[-1] if p.ahead else p.waited, max(p.lanes, default=0.0)
+            firsts = (p.waited, *p.ahead)
+            end = max(
+                p.now + rest_us,
+                # What is under way, and what follows on the lane, before what needs it.
+                *(t + self.after_us[k] for t, k in zip(p.arriving, firsts, strict=False)),
+                lane + self.tail_us[launched],
+                lane
+                + self.wire_us["gather"][launched]
+                + self.wire_us["reduce"][p.behind[-1] if p.behind else p.settled],
+            )
+            return end, sum(p.times()), p.gathers + p.reduces
 
         kept: list[_Partial] = []
         best: dict[tuple[object, ...], list[Times]] = {}
@@ -239,6 +251,28 @@ class _Search:
             if len(kept) == self.limits.width:
                 break
         return kept
+
+
+def _wire_from_us(chain: Chain, side: Side, *, merged: bool) -> list[float]:
+    """A guess at what the units from each on will cost: in one bucket, or in equal ones."""
+    units = len(chain.gathers if side == "gather" else chain.reduces)
+    work_us = sum(event.work_us for event in chain.events)
+
+    def cut(size: int, begin: int = 0) -> list[float]:
+        return [
+            sum(us for _, us in chain.transfers(side, k, min(k + size, units)))
+            for k in range(begin, units, size)
+        ]
+
+    def exposed_us(size: int) -> float:
+        costs = cut(size)
+        return max(sum(costs) - work_us, 0.0) + max(costs, default=0.0)
+
+    if merged:
+        return [sum(cut(units, k)) for k in range(units)] + [0.0]
+    size = min((1, 2, 3, 4, 6, 8, 12, 16, 24, 32), key=exposed_us)
+    share = [us / size for us in cut(size) for _ in range(size)][:units]
+    return list(accumulate(reversed(share), initial=0.0))[::-1]
 
 
 def _ends(begin: int, total: int) -> Iterator[int]:
