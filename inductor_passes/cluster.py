@@ -97,7 +97,7 @@ class Cluster:
         ranks_per_node: devices of a node.
         peaks: by dtype, named as torch does: ``"bfloat16"``.
         memory_gb_s: 1e9 bytes per second of a device's memory, at most.
-        memory_fraction: of it that a kernel without arithmetic reaches.
+        memory_fraction: of it that a kernel of fused loops reaches.
         launch_us: per kernel, on top of its arithmetic and memory traffic.
         memory_gb: 1e9 bytes of memory of a device.
         wires: the links that are known, any order.
@@ -161,6 +161,8 @@ class Cluster:
         Raises:
             ValueError: nothing is known of such a group; names what is.
         """
+        if ranks < 1:
+            raise ValueError(f"a {kind} among {ranks} ranks: its process group is unknown here")
         if ranks == 1:
             return Link(self.launch_us, self.memory_gb_s * self.memory_fraction / 2)
         kind = kind if kind in LINK_KINDS else "all_reduce"

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -187,10 +188,18 @@ def test_two_ranks_write_a_cluster(tmp_path: Path) -> None:
     json.loads((tmp_path / "two.json").read_text())
 
 
-def test_one_rank_takes_its_links_from_a_preset(tmp_path: Path) -> None:
-    args = "--quick --ranks 1 --links h100 --out one.json"
-    done = calibrate(*args.split(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    cluster = load(tmp_path / "one.json")
+def test_one_rank_under_a_launcher_takes_its_links_from_a_preset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(tmp_path)
+    assert run("calibrate", "--quick", "--links", "h100", "--out", "one.json") == 0
+    cluster = load("one.json")
     assert cluster.wires == preset("h100").wires
     assert "links of h100" in cluster.source

@@ -34,8 +34,11 @@ def measure_compute(sweep: Sweep, rank: Rank, report: Report) -> dict[str, Any]:
     dist.barrier()
     report.progress("memory and launches")
     launch_us = measure.launch_us(rank.device)
-    memory_gb_s = measure.memory_gb_s(sweep, rank.device)
-    report.say(f"memory {memory_gb_s:.4g} GB/s, a kernel's launch {launch_us:.3g} us")
+    memory_gb_s, with_arithmetic = measure.memory_gb_s(sweep, rank.device)
+    report.say(
+        f"memory {memory_gb_s:.4g} GB/s, {with_arithmetic:.4g} in a loop with arithmetic; "
+        f"a kernel's launch {launch_us:.3g} us"
+    )
     peaks = {}
     for dtype in _dtypes(rank.device):
         name = str(dtype).removeprefix("torch.")
@@ -48,7 +51,7 @@ def measure_compute(sweep: Sweep, rank: Rank, report: Report) -> dict[str, Any]:
     return {
         "peaks": peaks,
         "memory_gb_s": memory_gb_s,
-        "memory_fraction": 1.0,
+        "memory_fraction": with_arithmetic / memory_gb_s,
         "launch_us": launch_us,
         "memory_gb": _memory_gb(rank),
     }
