@@ -7,8 +7,8 @@ The rule, which stands for Inductor's without repeating it:
 - Loops share one if no kernel has to run between them and their iterations fit: a pointwise
   result goes into any loop that reads it; a reduction's goes into loops over its result, and, if
   it reduces the last dimension, into loops over its input (norms, softmax); two that read one
-  buffer go together if they have equally many iterations. Reductions of the last dimension and
-  of others never share one.
+  buffer go together if they have equally many iterations. Reductions of the last dimension, and
+  of others or of all, never share one.
 - A loop runs as late as its readers allow: what backward recomputes from saved tensors is
   computed in the kernel that uses it.
 - Within a shared kernel, a result that nobody else reads takes no bytes, and a buffer is read
@@ -43,7 +43,7 @@ class Loop:
     Attributes:
         numel: iterations: elements of the result, or of what is reduced.
         result_numel: elements of the result.
-        reduces: a reduction's kind: over the last dimension, or over others only.
+        reduces: a reduction's kind: ``"inner"`` over the last dimension, not all; else ``"outer"``.
     """
 
     numel: int
@@ -141,7 +141,7 @@ class _Kernels:
         return elsewhere or op.name not in self.loops
 
     def _share(self) -> list[int]:
-        """Join loops; reductions of other than the last dimension come last, and take what is left.
+        """Join loops, those along rows first: reductions across rows take what is left.
 
         Whether it reads along rows or across them decides how a kernel runs: it cannot do both.
         """
@@ -164,20 +164,20 @@ class _Kernels:
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
         """Loops that could share a kernel: maker and reader, or two readers of one buffer."""
-        levels = _levels(self.program, self.loops)
+        ops, levels = self.program.ops, _levels(self.program, self.loops)
         maker: dict[str, int] = {}
         reader: dict[tuple[str, int], int] = {}
-        for i, op in enumerate(self.program.ops):
+        for i, op in enumerate(ops):
             loop = self.loops.get(op.name)
-            for storage in {self.storage[name]: None for name in op.reads} if loop else ():
-                j = maker.get(storage, i)
-                made = self.loops.get(self.program.ops[j].name)
-                if loop and made and levels[j] == levels[i] and made.goes_into(loop):
-                    yield j, i
-                other = reader.setdefault((storage, loop.numel if loop else 0), i)
-                if levels[other] == levels[i]:
-                    yield other, i
-                reader[storage, loop.numel if loop else 0] = i
+            if loop is not None:
+                for storage in dict.fromkeys(self.storage[name] for name in op.reads):
+                    before = [reader.get((storage, loop.numel))]
+                    j = maker.get(storage)
+                    made = self.loops.get(ops[j].name) if j is not None else None
+                    if made is not None and made.goes_into(loop):
+                        before.append(j)
+                    yield from ((j, i) for j in before if j is not None and levels[j] == levels[i])
+                    reader[storage, loop.numel] = i
             if op.kind != "view":
                 maker.update((self.storage[name], i) for name in op.writes)
 

@@ -113,11 +113,12 @@ def _h100() -> Cluster:
     """DGX H100 (SXM).
 
     Peaks 989 (bf16), 67 (fp32), 67 (fp64) TFLOP/s, memory 3.35 TB/s, 80 GB: data sheet.
-    Fractions: 0.70 matmul (an H200, with the same cores, was measured at 0.78-0.81 on a large
-    one; an H100 has less power to spare), 0.40 attention (FlashAttention 2, which is torch's
-    default), 0.85 memory: estimated. Links: measured, see above. Launch 3 us: estimated.
+    Fractions: 0.65 matmul (an H200, with the same cores, was measured at 0.78-0.81 on a large
+    one; an H100 that trains for long has less power to spare), 0.34 attention (FlashAttention 2,
+    torch's default: 335 TFLOP/s in its paper), 0.85 memory: estimated. Links: measured, see
+    above. Launch 3 us: estimated.
     """
-    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.70, attention=0.40)
+    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.65, attention=0.34)
     return Cluster("h100", 8, peaks, 3350.0, 0.85, 3.0, 80.0, _wires(_gpu_rows(1.0, 1.0)), _SOURCE)
 
 
@@ -127,7 +128,7 @@ def _h200() -> Cluster:
     0.79 matmul: measured, 769-798 TFLOP/s of 989 on a large one. The rest as for an H100:
     estimated.
     """
-    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.40)
+    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.34)
     return Cluster("h200", 8, peaks, 4800.0, 0.85, 3.0, 141.0, _wires(_gpu_rows(1.0, 1.0)), _SOURCE)
 
 
@@ -135,10 +136,10 @@ def _b200() -> Cluster:
     """DGX B200; nothing of it is measured.
 
     Peaks 2250 (bf16), 75 (fp32), 37 (fp64) TFLOP/s, memory 8 TB/s, 180 GB: data sheet.
-    Fractions 0.75 matmul, 0.40 attention, 0.85 memory; NVLink twice an H100's, the same network
+    Fractions 0.70 matmul, 0.30 attention, 0.85 memory; NVLink twice an H100's, the same network
     (400 Gb/s per GPU), launch 3 us: estimated.
     """
-    peaks = _gpu_peaks(2250.0, 75.0, 37.0, matmul=0.75, attention=0.40)
+    peaks = _gpu_peaks(2250.0, 75.0, 37.0, matmul=0.70, attention=0.30)
     return Cluster("b200", 8, peaks, 8000.0, 0.85, 3.0, 180.0, _wires(_gpu_rows(2.0, 1.0)), _SOURCE)
 
 

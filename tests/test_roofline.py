@@ -73,6 +73,7 @@ FUSED: dict[str, tuple[Callable[..., object], tuple[Tensor, ...], float, int]] =
     "a matmul's result, viewed": (lambda x, w: (x @ w).view(-1, 8).t() + 1, (X, W), 2 * N, 1),
     "a norm": (norm, (X, ones(WIDTH)), 2 * N + 4 * WIDTH, 1),
     "a softmax": (softmax, (X,), 2 * N, 1),
+    "a share of all": (lambda x: x / x.sum(), (X,), 3 * N + 8, 2),
     "a sum of all": (lambda x: (x * 2).sum(), (X,), N + 4, 1),
     "rows and columns": (both_ways, (X,), 3 * N + 4 * WIDTH + 4 * ROWS, 2),
     "few elements": (lambda x: x.view(-1, 4, WIDTH).sum(1) * 2, (X,), N + N / 4, 1),
