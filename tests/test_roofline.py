@@ -203,12 +203,15 @@ def test_nodes_of_the_groups_of_a_mesh(fake_mesh: Callable) -> None:
     names = [mesh.get_group(name).group_name for name in ("replicate", "shard")]
 
     def function(x: Tensor) -> list[Tensor]:
-        return [
-            _ops.wait_tensor(_ops.all_gather_into_tensor(x, 8, name)) for name in [*names, "other"]
-        ]
+        return [_ops.wait_tensor(_ops.all_reduce(x, "sum", name)) for name in [*names, "other"]]
 
-    found = nodes_of(read(function, X).program, 8)
-    assert found == {names[0]: 4, names[1]: 1}
+    program = read(function, X).program
+    assert nodes_of(program, 8) == {names[0]: 4, names[1]: 1}
+    # An all-reduce is not told its number of ranks; its group is, if it is known.
+    ranks = [op.collective.ranks for _, op in program.starts() if op.collective]
+    assert ranks == [4, 8, 0]
+    with pytest.raises(ValueError, match="its process group is unknown"):
+        simulate(program, ClusterCost(preset("h100")))
 
 
 def test_clusters_by_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
