@@ -75,6 +75,14 @@ def test_every_fit_is_a_valid_link() -> None:
         assert link.gb_s > 0 <= link.latency_us
 
 
+def test_a_delay_of_one_size_does_not_show() -> None:
+    link = Link(100.0, 2.0)
+    samples = samples_of(link, 2)
+    samples[0] = samples[0]._replace(us=9e3)
+    fitted = fit_link(samples, 2)
+    assert worst_error(fitted, samples_of(link, 2), 2) < 0.1
+
+
 def test_two_sizes_are_needed() -> None:
     with pytest.raises(ValueError, match="two sizes or more, got 1"):
         fit_link([Sample(4096, 10.0)], 2)

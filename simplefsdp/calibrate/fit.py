@@ -34,13 +34,22 @@ def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
     Raises:
         ValueError: fewer than two sizes.
     """
-    samples = sorted(samples)
+    samples = without_delays(samples)
     if len({s.size for s in samples}) < 2:
         raise ValueError(f"a link is fitted to two sizes or more, got {len(samples)}")
     latency_us, us_per_byte = _line(samples)
     line = Link(latency_us, 1e-3 / us_per_byte)
     ramped = [_ramped(samples, ranks, samples[0].us * tenths / 10) for tenths in range(9, -1, -1)]
     return min((line, *ramped), key=lambda link: max(worst_error(link, samples, ranks), _TOLERANCE))
+
+
+def without_delays(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples by size, none slower than a larger one: what else runs can only add to a time."""
+    kept: list[Sample] = []
+    for sample in sorted(samples, reverse=True):
+        us = min(sample.us, kept[-1].us) if kept else sample.us
+        kept.append(Sample(sample.size, us))
+    return kept[::-1]
 
 
 def _ramped(samples: Sequence[Sample], ranks: int, latency_us: float) -> Link:

@@ -44,9 +44,9 @@ class Sweep:
 
 
 def sweep_for(device: str, *, quick: bool, nbytes_max: int | None) -> Sweep:
-    """Sizes that take seconds: from 4 KiB to ``nbytes_max`` (64 MiB on CPU, 1 GiB on CUDA)."""
+    """Sizes that take seconds: from 4 KiB to ``nbytes_max`` (16 MiB on CPU, 1 GiB on CUDA)."""
     cpu = device == "cpu"
-    largest = nbytes_max or (2**26 if cpu else 2**30)
+    largest = nbytes_max or (2**24 if cpu else 2**30)
     step = 64 if quick else 4
     smallest = min(2**12, largest // step)
     nbytes = [largest]

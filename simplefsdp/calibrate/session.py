@@ -11,7 +11,7 @@ import torch.distributed as dist
 from inductor_passes.cluster import Peak, Wire
 from inductor_passes.links import Ramp
 from simplefsdp.calibrate import measure
-from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp
+from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp, without_delays
 from simplefsdp.calibrate.measure import Sweep
 from simplefsdp.calibrate.report import Report
 from simplefsdp.train.distributed import Rank
@@ -66,7 +66,7 @@ def _peak(matmuls: list[Sample], attention: list[Sample], launch_us: float) -> P
     """Operations per second at best, and the fractions that sizes reach, launches left out."""
     (fastest, matmul), (fastest_attention, attended) = (
         fit_ramp([Sample(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples])
-        for samples in (matmuls, attention)
+        for samples in map(without_delays, (matmuls, attention))
     )
     best = max(fastest, fastest_attention)
     return Peak(
