@@ -49,6 +49,9 @@ class Peak:
         tflops: 1e12 floating-point operations per second at most.
         matmul: fraction of it that a matmul reaches, by its operations.
         attention: likewise of attention, forward and backward.
+
+    Raises:
+        TypeError, ValueError: as for :class:`Link`, but a ramp may fall.
     """
 
     tflops: float
@@ -57,8 +60,8 @@ class Peak:
 
     def __post_init__(self) -> None:
         check_number("tflops", self.tflops)
-        check_ramp("matmul", self.matmul)
-        check_ramp("attention", self.attention)
+        check_ramp("matmul", self.matmul, falls=True)
+        check_ramp("attention", self.attention, falls=True)
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,8 @@ def test_a_ramp_of_rates_is_recovered_and_made_monotone() -> None:
     peak, ramp = fit_ramp([Sample(1.0, 1.0), Sample(2.0, 30.0), Sample(4.0, 20.0)])
     assert (peak, ramp) == (4.0, ((1.0, 0.25), (2.0, 0.5), (4.0, 1.0)))
     check_ramp("ramp", ramp)
+    peak, ramp = fit_ramp([Sample(1.0, 20.0), Sample(2.0, 30.0), Sample(4.0, 15.0)], falls=True)
+    assert (peak, [reached * peak for _, reached in ramp]) == (30.0, [20.0, 30.0, 15.0])
 
 
 @pytest.mark.parametrize(

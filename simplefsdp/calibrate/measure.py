@@ -135,14 +135,24 @@ def _collective(
 
 
 def time_matmuls(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:
-    """Square matmuls, by floating-point operations."""
+    """Square matmuls as a linear layer has them, one forward and two backward; their mean."""
 
-    def matmul(width: int) -> Call:
-        a, b, out = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(3))
-        return lambda: torch.mm(a, b, out=out)
+    def layer(width: int) -> Call:
+        def tensor() -> Tensor:
+            return torch.ones(width, width, dtype=dtype, device=device)
 
-    calls = {2.0 * width**3: matmul(width) for width in sweep.widths}
-    return _samples(_affordable(calls, device), sweep.repeats, device)
+        x, weight, grad, out = tensor(), tensor(), tensor(), tensor()
+
+        def run() -> None:
+            torch.mm(x, weight.t(), out=out)
+            torch.mm(grad, weight, out=out)
+            torch.mm(grad.t(), x, out=out)
+
+        return run
+
+    calls = {2.0 * width**3: layer(width) for width in sweep.widths}
+    samples = _samples(_affordable(calls, device), sweep.repeats, device)
+    return [Sample(s.size, s.us / 3) for s in samples]
 
 
 def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:

@@ -65,7 +65,9 @@ def _dtypes(device: torch.device) -> list[torch.dtype]:
 def _peak(matmuls: list[Sample], attention: list[Sample], launch_us: float) -> Peak:
     """Operations per second at best, and the fractions that sizes reach, launches left out."""
     (fastest, matmul), (fastest_attention, attended) = (
-        fit_ramp([Sample(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples])
+        fit_ramp(
+            [Sample(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples], falls=True
+        )
         for samples in map(without_delays, (matmuls, attention))
     )
     best = max(fastest, fastest_attention)
