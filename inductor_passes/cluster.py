@@ -49,6 +49,9 @@ class Peak:
         tflops: 1e12 floating-point operations per second at most.
         matmul: fraction of it that a matmul reaches, by its operations.
         attention: likewise of attention, forward and backward.
+
+    Raises:
+        TypeError, ValueError: as for :class:`Link`, but a ramp may fall.
     """
 
     tflops: float
@@ -57,8 +60,8 @@ class Peak:
 
     def __post_init__(self) -> None:
         check_number("tflops", self.tflops)
-        check_ramp("matmul", self.matmul)
-        check_ramp("attention", self.attention)
+        check_ramp("matmul", self.matmul, falls=True)
+        check_ramp("attention", self.attention, falls=True)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Cluster:
         ranks_per_node: devices of a node.
         peaks: by dtype, named as torch does: ``"bfloat16"``.
         memory_gb_s: 1e9 bytes per second of a device's memory, at most.
-        memory_fraction: of it that a kernel without arithmetic reaches.
+        memory_fraction: of it that a kernel of fused loops reaches.
         launch_us: per kernel, on top of its arithmetic and memory traffic.
         memory_gb: 1e9 bytes of memory of a device.
         wires: the links that are known, any order.
@@ -161,6 +164,8 @@ class Cluster:
         Raises:
             ValueError: nothing is known of such a group; names what is.
         """
+        if ranks < 1:
+            raise ValueError(f"a {kind} among {ranks} ranks: its process group is unknown here")
         if ranks == 1:
             return Link(self.launch_us, self.memory_gb_s * self.memory_fraction / 2)
         kind = kind if kind in LINK_KINDS else "all_reduce"

@@ -7,8 +7,8 @@ The rule, which stands for Inductor's without repeating it:
 - Loops share one if no kernel has to run between them and their iterations fit: a pointwise
   result goes into any loop that reads it; a reduction's goes into loops over its result, and, if
   it reduces the last dimension, into loops over its input (norms, softmax); two that read one
-  buffer go together if they have equally many iterations. Reductions of the last dimension and
-  of others never share one.
+  buffer go together if they have equally many iterations. Reductions of the last dimension, and
+  of others or of all, never share one.
 - A loop runs as late as its readers allow: what backward recomputes from saved tensors is
   computed in the kernel that uses it.
 - Within a shared kernel, a result that nobody else reads takes no bytes, and a buffer is read
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -43,7 +43,7 @@ class Loop:
     Attributes:
         numel: iterations: elements of the result, or of what is reduced.
         result_numel: elements of the result.
-        reduces: a reduction's kind: over the last dimension, or over others only.
+        reduces: a reduction's kind: ``"inner"`` over the last dimension, not all; else ``"outer"``.
     """
 
     numel: int
@@ -158,7 +158,7 @@ class _Kernels:
         return elsewhere or op.name not in self.loops
 
     def _share(self) -> list[int]:
-        """Join loops; reductions of other than the last dimension come last, and take what is left.
+        """Join loops, those along rows first: reductions across rows take what is left.
 
         Whether it reads along rows or across them decides how a kernel runs: it cannot do both.
         """
@@ -181,38 +181,60 @@ class _Kernels:
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
         """Loops that could share a kernel: maker and reader, or two readers of one buffer."""
-        levels = _levels(self.program, self.loops)
-        maker: dict[str, int] = {}
+        makers = _makers(self.program)
+        levels = _levels(self.program, self.loops, makers)
         reader: dict[tuple[str, int], int] = {}
         for i, op in enumerate(self.program.ops):
             loop = self.loops.get(op.name)
-            for storage in {self.storage[name]: None for name in op.reads} if loop else ():
-                j = maker.get(storage, i)
-                made = self.loops.get(self.program.ops[j].name)
-                if loop and made and levels[j] == levels[i] and made.goes_into(loop):
-                    yield j, i
-                other = reader.setdefault((storage, loop.numel if loop else 0), i)
-                if levels[other] == levels[i]:
-                    yield other, i
-                reader[storage, loop.numel if loop else 0] = i
-            if op.kind != "view":
-                maker.update((self.storage[name], i) for name in op.writes)
+            if loop is not None:
+                shares = [(self.storage[name], loop.numel) for name in op.reads]
+                before = makers[i] + [reader[share] for share in shares if share in reader]
+                reader.update(dict.fromkeys(shares, i))
+                yield from (
+                    (j, i)
+                    for j in before
+                    if levels[j] == levels[i] and self.program.ops[j].name in self.loops
+                )
 
 
-def _levels(program: Program, loops: Mapping[str, Loop]) -> list[int]:
+def _makers(program: Program) -> list[list[int]]:
+    """For each op, those that last wrote what it reads, through any views."""
+    last: dict[str, int] = {}
+    found = []
+    for i, op in enumerate(program.ops):
+        storages = dict.fromkeys(program.buffers[name].storage for name in op.reads)
+        found.append([last[storage] for storage in storages if storage in last])
+        if op.kind != "view":
+            last.update((program.buffers[name].storage, i) for name in op.writes)
+    return found
+
+
+def _levels(
+    program: Program, loops: Mapping[str, Loop], makers: Sequence[Sequence[int]]
+) -> list[int]:
     """How many kernels and collectives must come before each op; loops as late as they may.
 
-    Of two loops at one level, no path from the first to the second passes a kernel.
+    Of two loops at one level, no path from the first to the second passes a kernel, or a loop
+    that could not share theirs.
     """
-    ops, before = program.ops, program.predecessors
-    cuts = [int(op.kind != "view" and op.name not in loops) for op in ops]
+    ops = program.ops
+
+    def gap(j: int, i: int) -> int:
+        made, reader = loops.get(ops[j].name), loops.get(ops[i].name)
+        if made is None:
+            return int(ops[j].kind != "view")
+        return int(reader is not None and not made.goes_into(reader))
+
+    before = [
+        [(j, gap(j, i)) for j in {*program.predecessors[i], *makers[i]}] for i in range(len(ops))
+    ]
     levels: list[int] = []
-    for i in range(len(ops)):
-        levels.append(max((levels[j] + cuts[j] for j in before[i]), default=0))
+    for edges in before:
+        levels.append(max((levels[j] + steps for j, steps in edges), default=0))
     latest: dict[int, int] = {}
     for i in reversed(range(len(ops))):
-        if not cuts[i]:
+        if ops[i].kind == "view" or ops[i].name in loops:
             levels[i] = latest.get(i, levels[i])
-        for j in before[i]:
-            latest[j] = min(latest.get(j, levels[i]), levels[i])
+        for j, steps in before[i]:
+            latest[j] = min(latest.get(j, levels[i] - steps), levels[i] - steps)
     return levels

@@ -179,10 +179,12 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
     sent = [start] if does == "gather" else start.all_input_nodes
     dtypes = dict.fromkeys(str(t.dtype) for node in sent for t in _tensors(node))
     arguments = _arguments(start)
+    group = str(arguments.get("group_name", ""))
     return Collective(
         kind,
-        str(arguments.get("group_name", "")),
-        int(arguments.get("group_size", 0)),
+        group,
+        # An all-reduce is not told how many it is among.
+        int(arguments.get("group_size", 0)) or len(_torch.ranks_of_group(group) or ()),
         sum(map(_nbytes, sent)),
         "+".join(dtype.removeprefix("torch.") for dtype in dtypes),
         str(arguments.get("reduce_op", "")),

@@ -50,8 +50,8 @@ def check_number(what: str, value: object, *, zero: bool = False) -> None:
         raise ValueError(f"{expected}, got {value!r}; {remedy}")
 
 
-def check_ramp(what: str, ramp: Ramp) -> None:
-    """Raise unless larger sizes reach no smaller a fraction, and take no less time.
+def check_ramp(what: str, ramp: Ramp, *, falls: bool = False) -> None:
+    """Raise unless larger sizes take no less time and, unless it ``falls``, reach no less.
 
     Both together make a time ``size / fraction(size)`` that neither falls as sizes grow nor
     is less for two halves than for the whole: a bigger bucket costs more, two cost more than one.
@@ -70,10 +70,12 @@ def check_ramp(what: str, ramp: Ramp) -> None:
     for (size, reached), (larger, more) in pairwise(ramp):
         if larger <= size:
             raise ValueError(f"{what}: sizes must rise, but {larger} follows {size}")
-        if not reached <= more <= reached * larger / size * (1 + 1e-9):
+        if more < reached and not falls:
+            raise ValueError(f"{what}: from {size} to {larger} the fraction falls to {more}")
+        if more > reached * larger / size * (1 + 1e-9):
             raise ValueError(
-                f"{what}: from {size} to {larger} the fraction goes from {reached} to {more}; it "
-                "must not fall, nor rise by more than the size does"
+                f"{what}: from {size} to {larger} the fraction rises from {reached} to {more}, by "
+                "more than the size does"
             )
 
 

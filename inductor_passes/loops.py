@@ -45,20 +45,18 @@ def loop_of(node: Node) -> Loop | None:
         source = max(map(_numel, inputs_of(node)), default=0)
         if source <= _UNROLLED * result:
             return Loop(result, result)
-        return Loop(source, result, _reduces(node))
+        return Loop(source, result, _reduces(node, result))
     if torch.Tag.pointwise in tags or name in _COPIES or name in _LOOKUPS:
         return Loop(result, result)
     return None
 
 
-def _reduces(node: Node) -> Reduces:
+def _reduces(node: Node, result: int) -> Reduces:
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    given = dims if isinstance(dims, (list, tuple)) else [dims]
     ndim = next(v.dim() for v in inputs_of(node))
-    if isinstance(dims, int):
-        dims = [dims]
-    if not isinstance(dims, (list, tuple)) or not dims:
-        return "inner"  # all of them
-    return "inner" if ndim - 1 in [d % ndim for d in dims if isinstance(d, int)] else "outer"
+    last = any(isinstance(d, int) and d % ndim == ndim - 1 for d in given)
+    return "inner" if last and result > 1 else "outer"
 
 
 def touches_of(node: Node) -> int | None:

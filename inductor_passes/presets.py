@@ -113,11 +113,12 @@ def _h100() -> Cluster:
     """DGX H100 (SXM).
 
     Peaks 989 (bf16), 67 (fp32), 67 (fp64) TFLOP/s, memory 3.35 TB/s, 80 GB: data sheet.
-    Fractions: 0.70 matmul (an H200, with the same cores, was measured at 0.78-0.81 on a large
-    one; an H100 has less power to spare), 0.40 attention (FlashAttention 2, which is torch's
-    default), 0.85 memory: estimated. Links: measured, see above. Launch 3 us: estimated.
+    Fractions: 0.65 matmul (an H200, with the same cores, was measured at 0.78-0.81 on a large
+    one; an H100 that trains for long has less power to spare), 0.34 attention (FlashAttention 2,
+    torch's default: 335 TFLOP/s in its paper), 0.85 memory: estimated. Links: measured, see
+    above. Launch 3 us: estimated.
     """
-    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.70, attention=0.40)
+    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.65, attention=0.34)
     return Cluster("h100", 8, peaks, 3350.0, 0.85, 3.0, 80.0, _wires(_gpu_rows(1.0, 1.0)), _SOURCE)
 
 
@@ -127,7 +128,7 @@ def _h200() -> Cluster:
     0.79 matmul: measured, 769-798 TFLOP/s of 989 on a large one. The rest as for an H100:
     estimated.
     """
-    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.40)
+    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.34)
     return Cluster("h200", 8, peaks, 4800.0, 0.85, 3.0, 141.0, _wires(_gpu_rows(1.0, 1.0)), _SOURCE)
 
 
@@ -135,28 +136,36 @@ def _b200() -> Cluster:
     """DGX B200; nothing of it is measured.
 
     Peaks 2250 (bf16), 75 (fp32), 37 (fp64) TFLOP/s, memory 8 TB/s, 180 GB: data sheet.
-    Fractions 0.75 matmul, 0.40 attention, 0.85 memory; NVLink twice an H100's, the same network
+    Fractions 0.70 matmul, 0.30 attention, 0.85 memory; NVLink twice an H100's, the same network
     (400 Gb/s per GPU), launch 3 us: estimated.
     """
-    peaks = _gpu_peaks(2250.0, 75.0, 37.0, matmul=0.75, attention=0.40)
+    peaks = _gpu_peaks(2250.0, 75.0, 37.0, matmul=0.70, attention=0.30)
     return Cluster("b200", 8, peaks, 8000.0, 0.85, 3.0, 180.0, _wires(_gpu_rows(2.0, 1.0)), _SOURCE)
 
 
 def _cpu_gloo() -> Cluster:
-    """A core of a server per rank, gloo over loopback; orders of magnitude, all estimated."""
+    """A core of a server per rank, gloo over loopback.
+
+    One core of an AMD EPYC 7003 (AVX2) in a busy virtual machine of two, so roughly. Measured
+    with ``simplefsdp calibrate``: 75 GFLOP/s fp32 and 1.5 bf16 (it has no such instructions),
+    attention at 0.25-0.5 of fp32, memory 16 GB/s of which loops with arithmetic reach 0.4, launch
+    4 us, two ranks 600 us and 1 GB/s. Estimated: fp64, half of fp32; 8 GB of memory; more ranks,
+    which share the cores; nodes, 1 Gbit/s between them.
+    """
+    matmul = ((5e5, 0.15), (4e6, 0.7), (3e7, 1.0))
+    attention = ((6e7, 0.25), (9e8, 0.33), (4e9, 0.5))
     peaks = {
-        "float32": Peak(0.06),
-        "float64": Peak(0.03),
-        # Without bf16 instructions some 50 times slower than fp32 (benchmarks/rows.py).
-        "bfloat16": Peak(0.002),
+        "float32": Peak(0.075, matmul, attention),
+        "float64": Peak(0.0375, matmul, attention),
+        "bfloat16": Peak(0.0015),
     }
     rows: tuple[_Row, ...] = (
-        (2, 1, 200.0, 1.5, ()),
-        (8, 1, 800.0, 0.75, ()),
-        (16, 2, 1500.0, 0.1, ()),
-        (256, 32, 8000.0, 0.08, ()),
+        (2, 1, 600.0, 1.0, ()),
+        (8, 1, 2000.0, 0.3, ()),
+        (16, 2, 3000.0, 0.1, ()),
+        (256, 32, 15000.0, 0.08, ()),
     )
-    return Cluster("cpu-gloo", 8, peaks, 10.0, 1.0, 3.0, 8.0, _wires(rows), _SOURCE)
+    return Cluster("cpu-gloo", 8, peaks, 16.0, 0.4, 4.0, 8.0, _wires(rows), _SOURCE)
 
 
 _SOURCE = "preset; see inductor_passes/presets.py"

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,14 @@ def test_every_fit_is_a_valid_link() -> None:
         assert link.gb_s > 0 <= link.latency_us
 
 
+def test_a_delay_of_one_size_does_not_show() -> None:
+    link = Link(100.0, 2.0)
+    samples = samples_of(link, 2)
+    samples[0] = samples[0]._replace(us=9e3)
+    fitted = fit_link(samples, 2)
+    assert worst_error(fitted, samples_of(link, 2), 2) < 0.1
+
+
 def test_two_sizes_are_needed() -> None:
     with pytest.raises(ValueError, match="two sizes or more, got 1"):
         fit_link([Sample(4096, 10.0)], 2)
@@ -87,6 +96,8 @@ def test_a_ramp_of_rates_is_recovered_and_made_monotone() -> None:
     peak, ramp = fit_ramp([Sample(1.0, 1.0), Sample(2.0, 30.0), Sample(4.0, 20.0)])
     assert (peak, ramp) == (4.0, ((1.0, 0.25), (2.0, 0.5), (4.0, 1.0)))
     check_ramp("ramp", ramp)
+    peak, ramp = fit_ramp([Sample(1.0, 20.0), Sample(2.0, 30.0), Sample(4.0, 15.0)], falls=True)
+    assert (peak, [reached * peak for _, reached in ramp]) == (30.0, [20.0, 30.0, 15.0])
 
 
 @pytest.mark.parametrize(
@@ -187,10 +198,18 @@ def test_two_ranks_write_a_cluster(tmp_path: Path) -> None:
     json.loads((tmp_path / "two.json").read_text())
 
 
-def test_one_rank_takes_its_links_from_a_preset(tmp_path: Path) -> None:
-    args = "--quick --ranks 1 --links h100 --out one.json"
-    done = calibrate(*args.split(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    cluster = load(tmp_path / "one.json")
+def test_one_rank_under_a_launcher_takes_its_links_from_a_preset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(tmp_path)
+    assert run("calibrate", "--quick", "--links", "h100", "--out", "one.json") == 0
+    cluster = load("one.json")
     assert cluster.wires == preset("h100").wires
     assert "links of h100" in cluster.source

@@ -256,7 +256,7 @@ def test_every_collective_and_its_size():
         ("gather", "dp", 4, 4 * 64, "float32", ""),
         ("reduce", "dp", 4, 64, "float32", "sum"),
         ("all_reduce", "copies", 0, 32, "bfloat16", "sum"),
-        ("other", "tp", 4, 64, "float32", ""),
+        ("other", "tp", 4, 4 * 64, "float32", ""),
     ]
     assert [bool(c.fqns) for c in found] == [True, True, True, False]
 

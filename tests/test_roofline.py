@@ -74,6 +74,7 @@ FUSED: dict[str, tuple[Callable[..., object], tuple[Tensor, ...], float, int]] =
     "a matmul's result, viewed": (lambda x, w: (x @ w).view(-1, 8).t() + 1, (X, W), 2 * N, 1),
     "a norm": (norm, (X, ones(WIDTH)), 2 * N + 4 * WIDTH, 1),
     "a softmax": (softmax, (X,), 2 * N, 1),
+    "a share of all": (lambda x: x / x.sum(), (X,), 3 * N + 8, 2),
     "a sum of all": (lambda x: (x * 2).sum(), (X,), N + 4, 1),
     "rows and columns": (both_ways, (X,), 3 * N + 4 * WIDTH + 4 * ROWS, 2),
     "few elements": (lambda x: x.view(-1, 4, WIDTH).sum(1) * 2, (X,), N + N / 4, 1),
@@ -203,12 +204,15 @@ def test_nodes_of_the_groups_of_a_mesh(fake_mesh: Callable) -> None:
     names = [mesh.get_group(name).group_name for name in ("replicate", "shard")]
 
     def function(x: Tensor) -> list[Tensor]:
-        return [
-            _ops.wait_tensor(_ops.all_gather_into_tensor(x, 8, name)) for name in [*names, "other"]
-        ]
+        return [_ops.wait_tensor(_ops.all_reduce(x, "sum", name)) for name in [*names, "other"]]
 
-    found = nodes_of(read(function, X).program, 8)
-    assert found == {names[0]: 4, names[1]: 1}
+    program = read(function, X).program
+    assert nodes_of(program, 8) == {names[0]: 4, names[1]: 1}
+    # An all-reduce is not told its number of ranks; its group is, if it is known.
+    ranks = [op.collective.ranks for _, op in program.starts() if op.collective]
+    assert ranks == [4, 8, 0]
+    with pytest.raises(ValueError, match="its process group is unknown"):
+        simulate(program, ClusterCost(preset("h100")))
 
 
 def test_clusters_by_device_name(monkeypatch: pytest.MonkeyPatch) -> None:

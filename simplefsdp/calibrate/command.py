@@ -48,7 +48,7 @@ class CalibrateOptions:
     ranks: int | None = None
     """Local ranks to start: every GPU by default, or two on CPU."""
     nbytes_max: int | None = None
-    """Largest collective, in bytes of the full tensor. Default: 64 MiB on CPU, 1 GiB on CUDA."""
+    """Largest collective, in bytes of the full tensor. Default: 16 MiB on CPU, 1 GiB on CUDA."""
     links: str | None = None
     """Take the links from this preset or cluster file, and measure compute only."""
     quick: bool = False

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from inductor_passes.links import Link, Ramp, fraction
 
-_TOLERANCE = 0.1  # of relative errors; a simpler fit within it is good enough
+_TOLERANCE = 0.1  # of relative errors, within which the simpler fit is taken
 
 
 class Sample(NamedTuple):
@@ -27,20 +27,31 @@ class Sample(NamedTuple):
 def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
     """Latency, bandwidth and, where they do not suffice, a ramp; from two or more sizes.
 
-    The first of these whose worst error is below 10 % (if none is, the best): the line of least
+    The first of these whose worst error is within 10 points of the best's: the line of least
     relative errors; nine to no tenths of the smallest size's time as latency, with a ramp for the
     rest.
 
     Raises:
         ValueError: fewer than two sizes.
     """
-    samples = sorted(samples)
+    samples = without_delays(samples)
     if len({s.size for s in samples}) < 2:
         raise ValueError(f"a link is fitted to two sizes or more, got {len(samples)}")
     latency_us, us_per_byte = _line(samples)
     line = Link(latency_us, 1e-3 / us_per_byte)
     ramped = [_ramped(samples, ranks, samples[0].us * tenths / 10) for tenths in range(9, -1, -1)]
-    return min((line, *ramped), key=lambda link: max(worst_error(link, samples, ranks), _TOLERANCE))
+    errors = {link: worst_error(link, samples, ranks) for link in (line, *ramped)}
+    good = min(errors.values()) + _TOLERANCE
+    return next(link for link, error in errors.items() if error <= good)
+
+
+def without_delays(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples by size, none slower than a larger one: what else runs can only add to a time."""
+    kept: list[Sample] = []
+    for sample in sorted(samples, reverse=True):
+        us = min(sample.us, kept[-1].us) if kept else sample.us
+        kept.append(Sample(sample.size, us))
+    return kept[::-1]
 
 
 def _ramped(samples: Sequence[Sample], ranks: int, latency_us: float) -> Link:
@@ -73,23 +84,28 @@ def _line(samples: Sequence[Sample]) -> tuple[float, float]:
     return (0.0, last.us / last.size) if slope > 0 else (samples[0].us, last.us / last.size / 100)
 
 
-def fit_ramp(rates: Sequence[Sample]) -> tuple[float, Ramp]:
+def fit_ramp(rates: Sequence[Sample], *, falls: bool = False) -> tuple[float, Ramp]:
     """The peak and the fractions of it, from ``(size, rate)`` with rising sizes.
 
-    Neighbours whose rates fall get their mean, and a rate that rises by more than its size is cut:
-    a ramp must not make more bytes take less time.
+    A rate that rises by more than its size is cut: more must not take less time. Unless the ramp
+    may fall, neighbours whose rates do get their mean.
     """
+    fitted = [rate for _, rate in rates] if falls else _rising([rate for _, rate in rates])
+    for i, (before, after) in enumerate(pairwise(rates), start=1):
+        fitted[i] = min(fitted[i], fitted[i - 1] * after.size / before.size)
+    peak = max(fitted)
+    return peak, tuple((at.size, rate / peak) for at, rate in zip(rates, fitted, strict=True))
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The closest values that do not fall (isotonic regression)."""
     blocks: list[list[float]] = []
-    for _, rate in rates:
-        blocks.append([rate])
+    for value in values:
+        blocks.append([value])
         while len(blocks) > 1 and statistics.fmean(blocks[-2]) > statistics.fmean(blocks[-1]):
             last = blocks.pop()
             blocks[-1] += last
-    rising = [statistics.fmean(block) for block in blocks for _ in block]
-    for i, (before, after) in enumerate(pairwise(rates), start=1):
-        rising[i] = min(rising[i], rising[i - 1] * after.size / before.size)
-    peak = rising[-1]
-    return peak, tuple((at.size, rate / peak) for at, rate in zip(rates, rising, strict=True))
+    return [statistics.fmean(block) for block in blocks for _ in block]
 
 
 def ramp_us(peak: float, ramp: Ramp, size: float) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from inductor_passes.program import CollectiveKind
 from simplefsdp.calibrate.fit import Sample
 
 Call = Callable[[], object]
+K = TypeVar("K", bound=Hashable)
 _TOO_LONG_US = 2e5  # of one call
 _ops = torch.ops._c10d_functional
 
@@ -30,7 +32,7 @@ class Sweep:
         nbytes: full sizes of collectives.
         widths: of square matmuls.
         sequences: lengths of attention, 8 heads of 64 channels.
-        memory_nbytes: of each of three arrays that are added; far more than a cache holds.
+        memory_nbytes: of each of two arrays, one copied to the other; more than a cache holds.
         repeats: of everything, interleaved.
     """
 
@@ -42,9 +44,9 @@ class Sweep:
 
 
 def sweep_for(device: str, *, quick: bool, nbytes_max: int | None) -> Sweep:
-    """Sizes that take seconds: from 4 KiB to ``nbytes_max`` (64 MiB on CPU, 1 GiB on CUDA)."""
+    """Sizes that take seconds: from 4 KiB to ``nbytes_max`` (16 MiB on CPU, 1 GiB on CUDA)."""
     cpu = device == "cpu"
-    largest = nbytes_max or (2**26 if cpu else 2**30)
+    largest = nbytes_max or (2**24 if cpu else 2**30)
     step = 64 if quick else 4
     smallest = min(2**12, largest // step)
     nbytes = [largest]
@@ -61,19 +63,22 @@ def sweep_for(device: str, *, quick: bool, nbytes_max: int | None) -> Sweep:
     )
 
 
-def medians_us(calls: Mapping[float, Call], repeats: int, device: torch.device) -> list[Sample]:
-    """The median time of each call by its size, one after the other, ``repeats`` times."""
-    times = defaultdict(list)
-    for call in calls.values():
-        call()
-    for _ in range(repeats):
-        for size, call in calls.items():
+def medians_us(calls: Mapping[K, Call], repeats: int, device: torch.device) -> dict[K, float]:
+    """The median time of each call; they take turns, after one untimed turn."""
+    times: defaultdict[K, list[float]] = defaultdict(list)
+    for turn in range(repeats + 1):
+        for key, call in calls.items():
             _synchronize(device)
             start = time.perf_counter()
             call()
             _synchronize(device)
-            times[size].append((time.perf_counter() - start) * 1e6)
-    return [Sample(size, statistics.median(found)) for size, found in times.items()]
+            if turn:
+                times[key].append((time.perf_counter() - start) * 1e6)
+    return {key: statistics.median(found) for key, found in times.items()}
+
+
+def _samples(calls: Mapping[float, Call], repeats: int, device: torch.device) -> list[Sample]:
+    return [Sample(size, us) for size, us in medians_us(calls, repeats, device).items()]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -105,7 +110,7 @@ def time_collectives(
                 4.0 * n * ranks: _collective(kind, n, ranks, group.group_name, device)
                 for n in shards
             }
-            found[kind] = medians_us(calls, sweep.repeats, device)
+            found[kind] = _samples(calls, sweep.repeats, device)
     dist.barrier()
     dist.destroy_process_group(group)
     return found
@@ -130,14 +135,24 @@ def _collective(
 
 
 def time_matmuls(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:
-    """Square matmuls, by floating-point operations."""
+    """Square matmuls as a linear layer has them, one forward and two backward; their mean."""
 
-    def matmul(width: int) -> Call:
-        a, b, out = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(3))
-        return lambda: torch.mm(a, b, out=out)
+    def layer(width: int) -> Call:
+        def tensor() -> Tensor:
+            return torch.ones(width, width, dtype=dtype, device=device)
 
-    calls = {2.0 * width**3: matmul(width) for width in sweep.widths}
-    return medians_us(_affordable(calls, device), sweep.repeats, device)
+        x, weight, grad, out = tensor(), tensor(), tensor(), tensor()
+
+        def run() -> None:
+            torch.mm(x, weight.t(), out=out)
+            torch.mm(grad, weight, out=out)
+            torch.mm(grad.t(), x, out=out)
+
+        return run
+
+    calls = {2.0 * width**3: layer(width) for width in sweep.widths}
+    samples = _samples(_affordable(calls, device), sweep.repeats, device)
+    return [Sample(s.size, s.us / 3) for s in samples]
 
 
 def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:
@@ -160,7 +175,7 @@ def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> li
 
     # Two matmuls forward, five backward, of 2 * length^2 * channels operations per head.
     calls = {7.0 * heads * channels * n**2: attention(n) for n in sweep.sequences}
-    return medians_us(_affordable(calls, device), sweep.repeats, device)
+    return _samples(_affordable(calls, device), sweep.repeats, device)
 
 
 def _affordable(calls: Mapping[float, Call], device: torch.device) -> Mapping[float, Call]:
@@ -168,17 +183,21 @@ def _affordable(calls: Mapping[float, Call], device: torch.device) -> Mapping[fl
     kept = {}
     for size, call in calls.items():
         kept[size] = call
-        if len(kept) > 1 and medians_us({size: call}, 1, device)[0].us > _TOO_LONG_US:
+        if len(kept) > 1 and medians_us({size: call}, 1, device)[size] > _TOO_LONG_US:
             break
     return kept
 
 
-def memory_gb_s(sweep: Sweep, device: torch.device) -> float:
-    """1e9 bytes per second of a sum of two arrays into a third."""
-    a, b, out = (torch.ones(sweep.memory_nbytes // 4, device=device) for _ in range(3))
-    call = {3.0 * sweep.memory_nbytes: lambda: torch.add(a, b, out=out)}
-    [sample] = medians_us(call, sweep.repeats, device)
-    return sample.size / sample.us / 1e3
+def memory_gb_s(sweep: Sweep, device: torch.device) -> tuple[float, float]:
+    """1e9 bytes per second of a copy, and of a loop with arithmetic (SiLU), as most are."""
+    source, out = (torch.ones(sweep.memory_nbytes // 4, device=device) for _ in range(2))
+    calls: dict[str, Call] = {
+        "copy": lambda: out.copy_(source),
+        "silu": lambda: torch.ops.aten.silu.out(source, out=out),
+    }
+    us = medians_us(calls, sweep.repeats, device)
+    gb_s = {name: 2 * sweep.memory_nbytes / us[name] / 1e3 for name in us}
+    return max(gb_s.values()), gb_s["silu"]
 
 
 def launch_us(device: torch.device) -> float:
@@ -189,5 +208,4 @@ def launch_us(device: torch.device) -> float:
         for _ in range(count):
             tiny.add_(1)
 
-    [sample] = medians_us({1.0: row}, 5, device)
-    return sample.us / count
+    return medians_us({"row": row}, 5, device)["row"] / count

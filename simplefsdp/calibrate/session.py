@@ -11,7 +11,7 @@ import torch.distributed as dist
 from inductor_passes.cluster import Peak, Wire
 from inductor_passes.links import Ramp
 from simplefsdp.calibrate import measure
-from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp
+from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp, without_delays
 from simplefsdp.calibrate.measure import Sweep
 from simplefsdp.calibrate.report import Report
 from simplefsdp.train.distributed import Rank
@@ -34,8 +34,11 @@ def measure_compute(sweep: Sweep, rank: Rank, report: Report) -> dict[str, Any]:
     dist.barrier()
     report.progress("memory and launches")
     launch_us = measure.launch_us(rank.device)
-    memory_gb_s = measure.memory_gb_s(sweep, rank.device)
-    report.say(f"memory {memory_gb_s:.4g} GB/s, a kernel's launch {launch_us:.3g} us")
+    memory_gb_s, with_arithmetic = measure.memory_gb_s(sweep, rank.device)
+    report.say(
+        f"memory {memory_gb_s:.4g} GB/s, {with_arithmetic:.4g} in a loop with arithmetic; "
+        f"a kernel's launch {launch_us:.3g} us"
+    )
     peaks = {}
     for dtype in _dtypes(rank.device):
         name = str(dtype).removeprefix("torch.")
@@ -48,7 +51,7 @@ def measure_compute(sweep: Sweep, rank: Rank, report: Report) -> dict[str, Any]:
     return {
         "peaks": peaks,
         "memory_gb_s": memory_gb_s,
-        "memory_fraction": 1.0,
+        "memory_fraction": with_arithmetic / memory_gb_s,
         "launch_us": launch_us,
         "memory_gb": _memory_gb(rank),
     }
@@ -62,8 +65,10 @@ def _dtypes(device: torch.device) -> list[torch.dtype]:
 def _peak(matmuls: list[Sample], attention: list[Sample], launch_us: float) -> Peak:
     """Operations per second at best, and the fractions that sizes reach, launches left out."""
     (fastest, matmul), (fastest_attention, attended) = (
-        fit_ramp([Sample(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples])
-        for samples in (matmuls, attention)
+        fit_ramp(
+            [Sample(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples], falls=True
+        )
+        for samples in map(without_delays, (matmuls, attention))
     )
     best = max(fastest, fastest_attention)
     return Peak(

@@ -244,7 +244,11 @@ def change(data: dict, path: str, value: object) -> None:
         ("peaks.float32.tflops", 0.0, "peaks.float32: tflops: expected a finite number above 0"),
         ("peaks.float32.matmul", [[1, 2, 3]], "peaks.float32: matmul: expected points"),
         ("peaks.float32.matmul", [[1, 2]], "the fraction at 1 is above 1"),
-        ("peaks.float32.matmul", [[1, 0.1], [2, 0.9]], "nor rise by more than the size"),
+        (
+            "peaks.float32.matmul",
+            [[1, 0.1], [2, 0.9]],
+            "rises from 0.1 to 0.9, by more",
+        ),
         ("wires.0.kind", "broadcast", r"wires\[0\]: kind: expected one of gather"),
         ("wires.0.ranks", 1, r"wires\[0\]: ranks: 1 ranks cannot communicate"),
         ("wires.1.nodes", 0, r"wires\[1\]: nodes: expected a whole number of 1 or more, got 0"),
@@ -254,7 +258,7 @@ def change(data: dict, path: str, value: object) -> None:
         ("wires.2.link.latency_us", -2, r"wires\[2\]\.link: latency_us: .* got -2"),
         ("wires.2.link.latency_us", True, r"wires\[2\]\.link: latency_us: .* got True"),
         ("wires.2.link.ramp", [[2, 0.5], [1, 0.6]], "sizes must rise"),
-        ("wires.2.link.ramp", [[1, 0.5], [2, 0.4]], "it must not fall"),
+        ("wires.2.link.ramp", [[1, 0.5], [2, 0.4]], "from 1 to 2 the fraction falls to 0.4"),
     ],
 )
 def test_a_wrong_figure_is_named(where: str, value: object, named: str, tmp_path: Path) -> None:
