@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from cluster_here import cluster_here
 from rows import Row
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -150,6 +151,14 @@ def _simplefsdp(load: Workload, *, name: str, options: dict[str, object]) -> Var
     return Variant(name, compiled, dict(model.named_parameters()))
 
 
+def _auto(load: Workload, *, name: str = "auto", **options: object) -> Variant:
+    """Planned for this machine and this wire."""
+    cluster = cluster_here(load.row, load.device)
+    return _simplefsdp(
+        load, name=name, options={"bucketing": "auto", "cluster": cluster, **options}
+    )
+
+
 def _torch_manual(load: Workload) -> Variant:
     """PyTorch's manual pass on the wrapped model, buckets as for FSDP2."""
     model = _wrapped(load)
@@ -176,6 +185,7 @@ BUILDERS: dict[str, Callable[[Workload], Variant]] = {
     "fsdp2_compiled": functools.partial(_fsdp2, compiled=True),
     "none": _options("none", bucketing="none"),
     "manual": _options("manual", bucketing="manual"),
+    "auto": _auto,
     "torch_manual": _torch_manual,
     "torch_auto": _torch_auto,
     # Buckets by name: a smaller first gather and last reduce, as the exposed ones.
@@ -185,8 +195,9 @@ BUILDERS: dict[str, Callable[[Workload], Variant]] = {
         buckets=["layers.0.self_attn", "layers.0", "layers.*"],
     ),
     # Not in the default list: for choosing the defaults.
+    "greedy": functools.partial(_auto, name="greedy", planner="greedy"),
     "none_reorder": _options("none_reorder", bucketing="none", reorder=True),
     "manual_flat": _options("manual_flat", bucketing="manual", layout="flat"),
     "manual_coalesced": _options("manual_coalesced", bucketing="manual", layout="coalesced"),
 }
-DEFAULT = tuple(BUILDERS)[:9]
+DEFAULT = tuple(BUILDERS)[:10]

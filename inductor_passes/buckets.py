@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 from inductor_passes.program import Bucket, Program
@@ -20,7 +21,7 @@ class Assignment:
 
     Attributes:
         label_of: bucket label by parameter FQN.
-        uncovered: FQNs that no pattern covers, in model order. They have labels of their own.
+        uncovered: FQNs that no pattern covers, in model order. They get the default buckets.
     """
 
     label_of: Mapping[str, str]
@@ -122,24 +123,23 @@ def _matches(path: str, pattern: str) -> bool:
 def _by_default(fqns: Sequence[str], rest: Sequence[str]) -> dict[str, str]:
     """Labels for the parameters in ``rest``, which keep the order of ``fqns``."""
     elements = _list_elements(fqns)
-    runs: list[list[str]] = []
-    previous = ""
-    for fqn in fqns:
-        # A run ends where the parameters between its members have a bucket of their own.
-        place = "" if fqn in elements or fqn not in rest else "run"
-        if place == "run" and not elements:
-            place = fqn.split(".")[0]
-        if place and place != previous:
-            runs.append([])
-        if place:
-            runs[-1].append(fqn)
-        previous = place
+    left = set(rest)
+
+    def run_of(fqn: str) -> str | None:
+        """What neighbours in a run agree in; None for a parameter that has another bucket."""
+        if fqn in elements or fqn not in left:
+            return None
+        return "" if elements else fqn.partition(".")[0]
+
     labels = {fqn: elements[fqn] for fqn in rest if fqn in elements}
-    for run in runs:
-        label = "+".join(dict.fromkeys(fqn.rpartition(".")[0] or fqn for fqn in run))
+    for key, run in groupby(fqns, run_of):
+        if key is None:
+            continue
+        members = list(run)
+        label = "+".join(dict.fromkeys(fqn.rpartition(".")[0] or fqn for fqn in members))
         while label in labels.values():
             label += "'"
-        labels.update(dict.fromkeys(run, label))
+        labels.update(dict.fromkeys(members, label))
     return labels
 
 

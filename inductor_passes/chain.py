@@ -1,267 +1,276 @@
-"""What a planner sees of a program: a chain of compute, cut where collectives are due.
+"""A program reduced to a chain of events: what a planner decides about, and between what.
 
-A gather is due at the first use of what it brings, a reduce is ready when its gradient is made.
-Between two such events there is compute of known length, and memory that no plan changes.
+Compute keeps its order under :func:`~inductor_passes.order.overlap`, so it is a line on which
+gathers are first used and gradients become ready. With every gather as late and every reduce
+waited for as early as can be, that line is laid bare; what a plan adds to its memory are gathers
+that were launched and not yet used, and gradients that nobody has waited for.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, groupby
-from math import inf, isfinite
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from inductor_passes.cost import CostModel
-from inductor_passes.order import OverlapPolicy, first_uses, overlap
-from inductor_passes.program import Buffer, Collective, Op, Program
+from inductor_passes.order import OverlapPolicy, overlap
+from inductor_passes.program import Collective, Program
 from inductor_passes.simulate import memory
 
-Side = Literal["gather", "reduce"]
-SIDES: tuple[Side, ...] = ("gather", "reduce")
+APART = 8
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Collectives that no plan parts: one, or those of a module.
+    """What is planned as one: a collective, or neighbours on the chain.
 
     Attributes:
         starts: names of the start ops.
-        messages: what each sends, without names: what may be merged is equal but for the bytes.
+        collectives: theirs.
+        nbytes: of a gather, what it fills; of a reduce, the gradients that it keeps alive.
+        alone: its place depends on other collectives, so it shares a bucket with none.
+        then: the all-reduces of what it reduced, by the names of their starts.
     """
 
     starts: tuple[str, ...]
-    messages: tuple[Collective, ...]
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the full tensors."""
-        return sum(m.nbytes for m in self.messages)
+    collectives: tuple[Collective, ...]
+    nbytes: int
+    alone: bool
+    then: tuple[tuple[str, Collective], ...] = ()
 
 
 @dataclass(frozen=True)
 class Event:
-    """A unit is due, or ready.
+    """A point of the chain, or a stretch of it.
 
     Attributes:
-        kind: ``"gather"``, the next one is used now; ``"reduce"``, the next one's gradient is
-            made; ``"begin"``, the program begins.
-        work_us: compute until the next event.
-        others_us: of it, time of collectives that are not data parallelism's, which the compute
-            around them may hide.
-        base_nbytes: most bytes alive until the next event if every gather were started when it
-            is used, and every reduce done when it is ready.
+        kind: ``"run"`` computes; ``"use"`` is just before the first use of the next gather,
+            ``"made"`` just after the gradients of the next reduce; ``"start"`` and ``"wait"`` are
+            those of a collective that is not data parallelism's.
+        us: compute time of a run, time on the lane of a start.
+        nbytes: most live bytes during a run, without what a plan adds.
+        lane: of a start.
+        at: of a wait, which of the collectives in flight it waits for, in order of their starts.
+        used: gathers that were used first here or before.
+        made: reduces that are ready.
     """
 
-    kind: Literal["begin", "gather", "reduce"]
-    work_us: float
-    others_us: float
-    base_nbytes: int
+    kind: Literal["run", "use", "made", "start", "wait"]
+    us: float = 0.0
+    nbytes: int = 0
+    lane: int = 0
+    at: int = 0
+    used: int = 0
+    made: int = 0
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A program as planners see it.
+    """Events in order, and the units they are about.
 
     Attributes:
-        gathers: in the order of their first uses.
-        reduces: in the order in which they are ready.
-        events: in order, one per unit after the first, which is the beginning.
-        cost: of collectives.
+        events: see :class:`Event`.
+        gathers: in order of first use.
+        reduces: in order of readiness, with the all-reduces that follow no reduce.
+        lanes: index of the lane of each group.
     """
 
+    events: tuple[Event, ...]
     gathers: tuple[Unit, ...]
     reduces: tuple[Unit, ...]
-    events: tuple[Event, ...]
-    cost: CostModel
-
-    def transfers(self, kind: Side, begin: int, end: int) -> tuple[tuple[str, float], ...]:
-        """Lane and microseconds of each collective that the units ``begin:end`` become."""
-        found = self._known.get((kind, begin, end))
-        if found is None:
-            sums = self._sums[kind]
-            found = tuple(
-                (message.group, self.cost.collective_us(replace(message, nbytes=n)))
-                for message, count, nbytes in sums
-                if count[end] > count[begin]
-                for n in [nbytes[end] - nbytes[begin]]
-            )
-            self._known[kind, begin, end] = found
-        return found
+    lanes: dict[str, int] = field(hash=False)
 
     @cached_property
-    def _known(self) -> dict[tuple[Side, int, int], tuple[tuple[str, float], ...]]:
-        return {}
+    def gathered(self) -> list[int]:
+        """Bytes of all gathers before each, and of all."""
+        return list(accumulate((unit.nbytes for unit in self.gathers), initial=0))
 
     @cached_property
-    def _sums(self) -> dict[Side, list[tuple[Collective, list[int], list[int]]]]:
-        return {"gather": _sums_of(self.gathers), "reduce": _sums_of(self.reduces)}
+    def reduced(self) -> list[int]:
+        """Bytes of the gradients of all reduces before each, and of all."""
+        return list(accumulate((unit.nbytes for unit in self.reduces), initial=0))
 
 
-def _sums_of(units: Sequence[Unit]) -> list[tuple[Collective, list[int], list[int]]]:
-    """What may be merged, and of it the count and the bytes in the first k units, for each k."""
-    kinds = dict.fromkeys(replace(m, nbytes=0) for unit in units for m in unit.messages)
-    found = []
-    for kind in kinds:
-        of_kind = [[m for m in u.messages if replace(m, nbytes=0) == kind] for u in units]
-        count = list(accumulate((len(ms) for ms in of_kind), initial=0))
-        nbytes = list(accumulate((sum(m.nbytes for m in ms) for ms in of_kind), initial=0))
-        found.append((kind, count, nbytes))
-    return found
+def chain_of(program: Program, cost: CostModel) -> Chain:
+    """The chain of a program whose collectives are single."""
+    program = program.reorder(overlap(program, OverlapPolicy(1, 1)))
+    follows = _following(program)
+    groups = dict.fromkeys(op.collective.group for _, op in program.starts() if op.collective)
+    lanes = {group: lane for lane, group in enumerate(groups)}
+    ours = [(i, op.collective.kind) for i, op in program.starts() if op.collective]
+    gathers = [i for i, kind in ours if kind == "gather"]
+    reduces = [i for i, kind in ours if "reduce" in kind and i not in follows]
+    events: list[Event] = []
+    for event in _events(program, cost, lanes, follows):
+        used = events[-1].used if events else 0
+        made = events[-1].made if events else 0
+        used, made = used + (event.kind == "use"), made + (event.kind == "made")
+        events.append(replace(event, used=used, made=made))
+    units = _units(program, gathers, reduces, follows)
+    return Chain(tuple(_joined_runs(events)), *units, lanes)
 
 
-@dataclass(frozen=True)
-class KnownCost:
-    """Costs that were asked for once, checked, and rounded.
-
-    Attributes:
-        op_us: of compute ops, by name.
-        model: of collectives.
-    """
-
-    op_us: Mapping[str, float]
-    model: CostModel
-    known: dict[Collective, float] = field(default_factory=dict, compare=False)
-
-    def compute_us(self, program: Program, op: Op) -> float:
-        """Of an op of the program that was priced."""
-        return self.op_us[op.name]
-
-    def collective_us(self, collective: Collective) -> float:
-        """By all but the names."""
-        key = replace(collective, fqns=(), bucket="", window=0)
-        if key not in self.known:
-            what = f"a {key.kind} of {key.nbytes} bytes among {key.ranks} ranks"
-            self.known[key] = _checked(self.model.collective_us(key), what)
-        return self.known[key]
-
-
-def _checked(value: object, what: str) -> float:
-    if not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
-        raise ValueError(
-            f"cost model: expected microseconds, 0 or more, for {what}, got {value!r}; mend the "
-            "model or the cluster that it was made from"
-        )
-    return float(value)
-
-
-def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, KnownCost]:
-    """``program`` and its costs without what differs between ranks.
-
-    Shards do, in size: one rank may have a row less, or none. So what is computed from shards
-    alone is free here, and takes no memory: before the gather and after the reduce.
-    """
-    sharded: set[str] = set(program.resident)
-    op_us: dict[str, float] = {}
-    arriving: dict[str, bool] = {}
-    for op in program.ops:
-        on_shards = bool(op.reads) and sharded.issuperset(op.reads)
-        if op.collective is not None:
-            leaves_shards = op.collective.kind == "reduce"
-            stays = op.collective.kind == "all_reduce" and on_shards
-            arriving.update(dict.fromkeys(op.writes, leaves_shards or stays))
-            continue
-        if op.kind == "wait":
-            on_shards = any(arriving.get(name, False) for name in op.reads)
-        if on_shards:
-            sharded.update(op.writes)
-        if op.kind == "compute":
-            us = 0.0 if on_shards else _checked(cost.compute_us(program, op), f"op {op.name}")
-            op_us[op.name] = us
-    shards = {program.buffers[name].storage for name in sharded} | {
-        name for name, comes_sharded in arriving.items() if comes_sharded
-    }
-    buffers = {
-        name: Buffer(name, 0 if b.storage in shards else b.nbytes, b.storage)
-        for name, b in program.buffers.items()
-    }
-    return replace(program, buffers=buffers), KnownCost(op_us, cost)
-
-
-def chain_of(program: Program, cost: CostModel, *, max_units: int = 400) -> Chain:
-    """The chain of a program that :func:`rank_invariant` gave.
-
-    Args:
-        program: unmerged.
-        cost: of it.
-        max_units: of a kind; if there are more, those of a module become one.
-    """
-    program = program.reorder(overlap(program, OverlapPolicy(1, 0)))
-    due = sorted(_due(program), key=lambda found: found[:2])
-    gathers, gather_at = _units([d for d in due if d[1] == 1], max_units, first=True)
-    reduces, reduce_at = _units([d for d in due if d[1] == 0], max_units, first=False)
-    # At the same place what is ready comes before what is used: they are an op apart.
-    at = sorted([(p, 1) for p in gather_at] + [(p, 0) for p in reduce_at])
-    live = memory(program).live_nbytes
-    work = [cost.compute_us(program, o) if o.kind == "compute" else 0.0 for o in program.ops]
-    others = list(_others_us(program, cost))
-    events = []
-    kinds: dict[int, Side] = {0: "reduce", 1: "gather"}
-    places = [(0.0, -1), *at]
-    for i, (place, kind) in enumerate(places):
-        stop = min(places[i + 1][0] if i + 1 < len(places) else inf, len(program.ops))
-        begin, end = int(min(place, len(program.ops))), int(stop)
-        base = max(live[begin:end], default=0)
-        theirs = sum(others[begin:end])
-        us = sum(work[begin:end]) + theirs
-        events.append(Event(kinds.get(kind, "begin"), us, theirs, base))
-    return Chain(gathers, reduces, tuple(events), cost)
-
-
-Due = tuple[float, int, str, Collective]
-
-
-def _due(program: Program) -> Iterator[Due]:
-    """Where each collective of data parallelism's is due: the op before which it must arrive
-    (1), or after which it may leave (0)."""
-    used = first_uses(program)
-    made = list(range(len(program.ops)))
-    after_reduce = set[int]()
+def _events(
+    program: Program, cost: CostModel, lanes: Mapping[str, int], follows: Mapping[int, int]
+) -> Iterator[Event]:
+    """The events of a program whose collectives are where they are needed, not yet counted."""
+    live = memory(_without_gradients(program)).live_nbytes
+    flying: list[int] = []
     for i, op in enumerate(program.ops):
-        before = program.predecessors[i]
-        if op.kind == "view":
-            made[i] = max((made[j] for j in before), default=-1)
-        starts = [program.ops[s].collective for s in program.start_of.get(i, ())]
-        reduced = any(c is not None and c.kind == "reduce" for c in starts)
-        if reduced or (op.kind != "start" and any(j in after_reduce for j in before)):
-            after_reduce.add(i)
         c = op.collective
-        if c is None or c.kind == "other" or not c.fqns:
-            continue
-        if c.kind == "gather":
-            yield used[i], 1, op.name, c
-        elif not any(j in after_reduce for j in before):
-            yield max((made[j] for j in before), default=-1) + 1, 0, op.name, c
+        if op.kind == "compute":
+            yield Event("run", us=cost.compute_us(program, op), nbytes=live[i])
+        for start in program.start_of.get(i, ()):
+            if start in flying:
+                yield Event("wait", at=flying.index(start))
+                flying.remove(start)
+        if c is not None and c.kind == "other":
+            yield Event("run", nbytes=live[i])
+            yield Event("start", us=cost.collective_us(c), lane=lanes[c.group])
+            flying.append(i)
+        elif c is not None and i not in follows:
+            yield Event("use" if c.kind == "gather" else "made")
+
+
+def _without_gradients(program: Program) -> Program:
+    """``program`` without what reduces keep alive."""
+    ops = tuple(
+        replace(op, reads=()) if op.collective and "reduce" in op.collective.kind else op
+        for op in program.ops
+    )
+    return replace(program, ops=ops)
+
+
+def _joined_runs(events: Sequence[Event]) -> list[Event]:
+    joined: list[Event] = []
+    for event in events:
+        if joined and event.kind == joined[-1].kind == "run":
+            us, nbytes = joined[-1].us + event.us, max(joined[-1].nbytes, event.nbytes)
+            joined[-1] = replace(event, us=us, nbytes=nbytes)
+        else:
+            joined.append(event)
+    return joined
 
 
 def _units(
-    due: Sequence[Due], max_units: int, *, first: bool
-) -> tuple[tuple[Unit, ...], list[float]]:
-    """Units, and where each is due."""
+    program: Program, gathers: Sequence[int], reduces: Sequence[int], follows: dict[int, int]
+) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """Units of single gathers and of single reduces."""
+    size: dict[str, int] = {}
+    for buffer in program.buffers.values():
+        size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
+    kept = {program.buffers[name].storage for name in (*program.outputs, *program.resident)}
+    dependent = _dependent(program, follows)
 
-    def module(found: Due) -> str:
-        fqn = found[3].fqns[0]
-        return fqn.rpartition(".")[0].rpartition(".")[0] or fqn
+    def unit(i: int, storages: set[str]) -> Unit:
+        op, nbytes = program.ops[i], sum(size[s] for s in storages - kept)
+        then = tuple((program.ops[j].name, program.ops[j].collective) for j in after.get(i, ()))
+        collectives = (op.collective,) if op.collective else ()
+        alone = i in dependent or not all(c.fqns for c in collectives)
+        return Unit((op.name,), collectives, nbytes, alone, tuple((n, c) for n, c in then if c))
 
-    by_module = groupby(due, module) if len(due) > max_units else ((None, [d]) for d in due)
-    groups = [list(found) for _, found in by_module]
-    units = tuple(
-        Unit(
-            tuple(name for _, _, name, _ in group),
-            tuple(replace(c, fqns=(), bucket="", window=0) for *_, c in group),
-        )
-        for group in groups
-    )
-    return units, [group[0 if first else -1][0] for group in groups]
+    after: dict[int, list[int]] = {}
+    for all_reduce, reduce in follows.items():
+        after.setdefault(reduce, []).append(all_reduce)
+    found_gathers = [unit(i, _storages(program, program.ops[i].writes)) for i in gathers]
+    found_reduces: list[Unit] = []
+    seen: set[str] = set()  # gradients that share a storage stay until the last is reduced
+    for i in reversed(reduces):
+        storages = _storages(program, program.ops[i].reads)
+        found_reduces.insert(0, unit(i, storages - seen))
+        seen |= storages
+    return tuple(found_gathers), tuple(found_reduces)
 
 
-def _others_us(program: Program, cost: CostModel) -> Iterator[float]:
-    """Time of the collectives that are not ours, where each is waited for."""
-    for i in range(len(program.ops)):
-        waited = [program.ops[start].collective for start in program.start_of.get(i, ())]
-        yield sum(
-            cost.collective_us(c)
-            for c in waited
-            if c is not None and (c.kind == "other" or not c.fqns)
-        )
+def _storages(program: Program, names: Sequence[str]) -> set[str]:
+    return {program.buffers[name].storage for name in names}
+
+
+def _following(program: Program) -> dict[int, int]:
+    """The reduce that each all-reduce follows, if it is of what one reduce left."""
+    source: dict[str, int] = {}
+    follows: dict[int, int] = {}
+    for i, op in enumerate(program.ops):
+        sources = {source[s] for s in _storages(program, op.reads) if s in source}
+        if op.collective is not None:
+            if op.collective.kind == "reduce":
+                source.update(dict.fromkeys(_storages(program, op.writes), i))
+            elif op.collective.kind == "all_reduce" and len(sources) == 1:
+                follows[i] = sources.pop()
+        elif len(sources) == 1:
+            source.update(dict.fromkeys(_storages(program, op.writes), *sources))
+    return follows
+
+
+def _dependent(program: Program, follows: dict[int, int]) -> set[int]:
+    """Gathers of what a collective made, and reduces of which a collective is made."""
+    dependent: set[int] = set()
+    made: set[str] = set()
+    for i, op in enumerate(program.ops):
+        after = not made.isdisjoint(_storages(program, op.reads))
+        if op.collective is not None and op.collective.kind == "gather" and after:
+            dependent.add(i)
+        if op.collective is not None or after:
+            made |= _storages(program, op.writes)
+    needed: set[str] = set()
+    for i in reversed(range(len(program.ops))):
+        op = program.ops[i]
+        feeds = not needed.isdisjoint(_storages(program, op.writes))
+        if op.collective is not None and "reduce" in op.collective.kind and feeds:
+            dependent.update((i, follows.get(i, i)))
+        if feeds or (op.collective is not None and i not in follows):
+            needed |= _storages(program, op.reads)
+    return dependent
+
+
+def coarsen(chain: Chain, limit: int) -> Chain:
+    """Join neighbours so that at most about ``2 * limit`` gathers and as many reduces are left.
+
+    Large ones stay as they are, and so do the first and the last few of each kind: what is
+    exposed has its place there.
+    """
+    used, made = _joints(chain.gathers, limit), _joints(chain.reduces, limit)
+    events = []
+    for event in chain.events:
+        n_used, n_made = bisect_left(used, event.used), bisect_right(made, event.made) - 1
+        if event.kind == "use" and used[n_used - 1] != event.used - 1:
+            continue
+        if event.kind == "made" and made[n_made] != event.made:
+            continue
+        early = chain.gathered[used[n_used]] - chain.gathered[event.used]
+        late = chain.reduced[event.made] - chain.reduced[made[n_made]]
+        nbytes = event.nbytes + early + late
+        events.append(replace(event, used=n_used, made=n_made, nbytes=nbytes))
+    gathers, reduces = _joined(chain.gathers, used), _joined(chain.reduces, made)
+    return Chain(tuple(_joined_runs(events)), gathers, reduces, chain.lanes)
+
+
+def _joints(units: Sequence[Unit], limit: int) -> list[int]:
+    """Where joined units begin, and the end."""
+    if len(units) <= 2 * limit:
+        return list(range(len(units) + 1))
+    nbytes = [sum(c.nbytes for c in unit.collectives) for unit in units]
+    most, size = sum(nbytes) / limit, 0
+    joints = [0]
+    for i in range(1, len(units)):
+        size += nbytes[i - 1]
+        edge = i <= APART or i >= len(units) - APART
+        if edge or units[i].alone or units[i - 1].alone or size + nbytes[i] > most:
+            joints.append(i)
+            size = 0
+    return [*joints, len(units)]
+
+
+def _joined(units: Sequence[Unit], joints: Sequence[int]) -> tuple[Unit, ...]:
+    joined = []
+    for begin, end in pairwise(joints):
+        parts = units[begin:end]
+        starts = tuple(name for unit in parts for name in unit.starts)
+        collectives = tuple(c for unit in parts for c in unit.collectives)
+        then = tuple(pair for unit in parts for pair in unit.then)
+        nbytes = sum(unit.nbytes for unit in parts)
+        joined.append(Unit(starts, collectives, nbytes, parts[0].alone, then))
+    return tuple(joined)

@@ -1,24 +1,23 @@
-"""The published greedy rule, to compare with.
-
-SimpleFSDP (arXiv 2411.00284): walk through the parameters in order of use and add each to the
-current bucket as long as the bucket's gather and the last reduce hide behind the compute that runs
-meanwhile, and memory suffices; else begin a new bucket. Reduces go out when a bucket ends.
-"""
+"""The published greedy rule (SimpleFSDP, arXiv 2411.00284), to compare the auto planner with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import pairwise
 
-from inductor_passes.auto import Plan, buckets_of, judge, over_budget
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.chain import Chain, Side, chain_of, rank_invariant
+from inductor_passes.chain import Chain, chain_of
 from inductor_passes.cost import CostModel
+from inductor_passes.invariant import rank_invariant
+from inductor_passes.plan import Plan, budget_error, evaluate
 from inductor_passes.program import Program
-from inductor_passes.search import Cut, Cuts
+from inductor_passes.schedule import Schedule, Segment, buckets_of, singles
+from inductor_passes.wire import Rest, What, Wire
 
-MAX_NBYTES = 1 << 30  # of a bucket: nccl-tests' tables, which costs are fitted to, end there
+# Where the fit of a cost model's bandwidth was measured to; as large as buckets of one Llama 3 8B
+# layer in bf16 come.
+MAX_NBYTES = 512 * 2**20
 
 
 def plan_greedy(
@@ -29,55 +28,99 @@ def plan_greedy(
     budget_nbytes: int | None = None,
     max_nbytes: int = MAX_NBYTES,
 ) -> Plan:
-    """Choose the buckets of a graph by the published rule.
+    """Buckets by the greedy rule, gathered one ahead, with one reduce behind.
 
-    Arguments and errors as for :func:`inductor_passes.auto.plan_auto`; no bucket of several
-    collectives is larger than ``max_nbytes``.
+    Walk the parameters in order of use. One joins the bucket while the bucket's gather plus the
+    last reduce hide behind the compute with the bucket before, memory suffices and the bucket has
+    at most ``max_nbytes``; otherwise it begins the next. Gradients that are ready when a bucket
+    closes are reduced as one. A graph without gathers closes its reduces by the same rule.
+
+    Args and errors: see :func:`~inductor_passes.auto.plan_auto`.
     """
-    program, known = rank_invariant(program, cost)
-    chain = chain_of(program, known)
-    bound = lower_bound_us(chain)
-    budget = budget_nbytes
-    if budget is None:
+    program, cost = rank_invariant(program, cost)
+    bound = lower_bound_us(program, cost)
+    chain = chain_of(program, cost)
+    least = evaluate(program, cost, buckets_of(singles(chain), chain, fqns), bound)
+    assert least is not None, "single collectives are always in order"
+    if budget_nbytes is None:
         by_module = plan_buckets(program, assign_by_module(fqns))
-        budget = next(judge(program, known, [by_module], bound)).peak_nbytes
-    cuts = greedy_cuts(chain, budget, max_nbytes)
-    buckets = buckets_of(chain, program, fqns, cuts)
-    (plan,) = judge(program, known, [buckets], bound)
-    if plan.peak_nbytes > budget:
-        raise over_budget(program, plan, budget)
-    return replace(plan, budget_nbytes=budget)
+        budget_nbytes = (evaluate(program, cost, by_module, bound) or least).peak_nbytes
+    schedule = _Greedy(chain, Wire(chain, cost), budget_nbytes, max_nbytes).schedule()
+    greedy = evaluate(program, cost, buckets_of(schedule, chain, fqns), bound)
+    for plan in (greedy, least):
+        if plan is not None and plan.peak_nbytes <= budget_nbytes:
+            return plan
+    raise budget_error(program, least, budget_nbytes)
 
 
-def greedy_cuts(chain: Chain, budget_nbytes: int, max_nbytes: int) -> Cuts:
-    """The rule, on a chain."""
-    gathers: list[int] = []
-    reduces: list[int] = []
-    used = made = 0  # units seen
-    hidden_us = meanwhile_us = 0.0  # compute of the bucket before this one, and of this one
-    base = 0
-    last_reduce_us = 0.0
-    begin = 0
-    for event in chain.events:
-        if event.kind == "gather":
-            us = _us(chain, "gather", begin, used + 1) + last_reduce_us
-            nbytes = sum(unit.nbytes for unit in chain.gathers[begin : used + 1])
-            fits = base + nbytes <= budget_nbytes and nbytes <= max_nbytes
-            if used > begin and not (us <= hidden_us and fits):
-                gathers.append(used)
-                begin, hidden_us, meanwhile_us, base = used, meanwhile_us, 0.0, 0
-                if made > (reduces[-1] if reduces else 0):
-                    last_reduce_us = _us(chain, "reduce", reduces[-1] if reduces else 0, made)
-                    reduces.append(made)
-            used += 1
-        elif event.kind == "reduce":
-            made += 1
-        meanwhile_us += event.work_us
-        base = max(base, event.base_nbytes)
-    gathers += [used] if used > begin else []
-    reduces += [made] if made > (reduces[-1] if reduces else 0) else []
-    return Cuts(tuple(Cut(end, 2) for end in gathers), tuple(Cut(end, 1) for end in reduces))
+class _Greedy:
+    def __init__(self, chain: Chain, wire: Wire, budget_nbytes: int, max_nbytes: int) -> None:
+        self.chain, self.wire = chain, wire
+        self.budget, self.most = budget_nbytes, max_nbytes
+        self.rest = Rest(chain, wire)
+        self.made_at_use = [event.made for event in chain.events if event.kind == "use"]
 
+    def schedule(self) -> Schedule:
+        n = len(self.chain.reduces)
+        if self.chain.gathers:
+            begins = self._gathers()
+            flushes = {self.made_at_use[begin] for begin in begins} | {0, n}
+        else:
+            begins, flushes = [], self._reduces() | {0, n}
+        gathers = tuple(
+            Segment(begin, end, begins[max(0, k - 1)])
+            for k, (begin, end) in enumerate(pairwise([*begins, len(self.chain.gathers)]))
+        )
+        cuts = sorted(flushes)
+        reduces = tuple(
+            Segment(begin, end, min([n, *cuts[k + 2 : k + 3]]))
+            for k, (begin, end) in enumerate(pairwise(cuts))
+        )
+        return Schedule(gathers, reduces, 0.0)
 
-def _us(chain: Chain, side: Side, begin: int, end: int) -> float:
-    return sum(us for _, us in chain.transfers(side, begin, end))
+    def _gathers(self) -> list[int]:
+        """Where the buckets of gathers begin."""
+        begins = [0]
+        for unit in range(1, len(self.chain.gathers)):
+            if not self._joins(begins, unit):
+                begins.append(unit)
+        return begins
+
+    def _joins(self, begins: list[int], unit: int) -> bool:
+        """Whether a unit joins the last bucket."""
+        last, units = begins[-1], self.chain.gathers
+        if len(begins) == 1 or units[unit].alone or units[unit - 1].alone:
+            return False  # nothing hides the first gather: it is as small as can be
+        if sum(c.nbytes for u in units[last : unit + 1] for c in u.collectives) > self.most:
+            return False
+        before = begins[-2]
+        compute = self.rest.from_use[before] - self.rest.from_use[last]
+        flushed = [self.made_at_use[begin] for begin in begins]
+        reduced = (flushed[-3], flushed[-2]) if len(begins) > 2 else (0, flushed[-2])
+        busy = self._us("gather", last, unit + 1) + self._us("reduce", *reduced)
+        return busy <= compute and self._peak(before, last, unit + 1, reduced[0]) <= self.budget
+
+    def _us(self, what: What, begin: int, end: int) -> float:
+        return sum(us for _, us in self.wire.sends(what, begin, end))
+
+    def _peak(self, before: int, last: int, end: int, held: int) -> int:
+        """Live bytes at most while the bucket before is computed with and the last is in flight."""
+        gathered, reduced = self.chain.gathered, self.chain.reduced
+        return max(
+            (
+                run.nbytes + gathered[end] - gathered[run.used] + reduced[run.made] - reduced[held]
+                for run in self.rest.runs_between(before, last)
+            ),
+            default=0,
+        )
+
+    def _reduces(self) -> set[int]:
+        """Where buckets of reduces end in a graph without gathers."""
+        flushes: set[int] = set()
+        opened, compute = 0, 0.0
+        for event in self.chain.events:
+            compute += event.us if event.kind == "run" else 0.0
+            if event.kind == "made" and self._us("reduce", opened, event.made) > compute:
+                opened, compute = event.made, 0.0
+                flushes.add(opened)
+        return flushes

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from inductor_passes.program import Bucket, Op, Program, ProgramError
+from inductor_passes.program import Bucket, Collective, Op, Program, ProgramError
 
 
 def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
@@ -48,7 +48,7 @@ def _members(program: Program, bucket: Bucket) -> list[Op]:
 def merge_starts(bucket: Bucket, ops: Sequence[Op]) -> Op:
     """The one start that stands for the members of a bucket."""
     collectives = [op.collective for op in ops if op.collective is not None]
-    agree = {(c.kind, c.group, c.ranks, c.reduce_op, c.dtype) for c in collectives}
+    agree = {bucket_class(c) for c in collectives}
     theirs = len(ops) > 1 and any(c.kind == "other" for c in collectives)
     if len(agree) != 1 or len(collectives) != len(ops) or theirs:
         raise ProgramError(
@@ -59,13 +59,23 @@ def merge_starts(bucket: Bucket, ops: Sequence[Op]) -> Op:
         ops[0],
         reads=tuple(name for op in ops for name in op.reads),
         writes=tuple(name for op in ops for name in op.writes),
-        collective=replace(
-            collectives[0],
-            nbytes=sum(c.nbytes for c in collectives),
-            fqns=tuple(fqn for c in collectives for fqn in c.fqns),
-            bucket=bucket.label,
-            window=bucket.window,
-        ),
+        collective=merge_collectives(collectives, bucket),
+    )
+
+
+def bucket_class(c: Collective) -> tuple[object, ...]:
+    """What the members of a bucket share."""
+    return (c.kind, c.group, c.ranks, c.reduce_op, c.dtype)
+
+
+def merge_collectives(members: Sequence[Collective], bucket: Bucket) -> Collective:
+    """What ``bucket``, which launches ``members``, sends."""
+    return replace(
+        members[0],
+        nbytes=sum(c.nbytes for c in members),
+        fqns=tuple(fqn for c in members for fqn in c.fqns),
+        bucket=bucket.label,
+        window=bucket.window,
     )
 
 
@@ -78,7 +88,8 @@ def _topological(
     needs: list[set[int]] = [set() for _ in ops]
     for i, at in enumerate(at_of):
         needs[at].update(at_of[j] for j in before.predecessors[i])
-    order = _nearest_order(needs)
+    gathers = [at for at, op in enumerate(ops) if op.collective and op.collective.kind == "gather"]
+    order = _nearest_order(needs, _pulled(needs, gathers))
     if len(order) < len(ops):
         placed = set(order)
         stuck = next(
@@ -91,19 +102,34 @@ def _topological(
     return replace(before, ops=tuple(ops[at] for at in order))
 
 
-def _nearest_order(needs: Sequence[set[int]]) -> list[int]:
-    """Each index after those it needs, and otherwise in growing order; stuck ones are left out."""
+def _pulled(needs: Sequence[set[int]], gathers: Sequence[int]) -> list[int]:
+    """The place that each index would like: its own, or that of a gather that needs it."""
+    place = list(range(len(needs)))
+    for gather in gathers:
+        found = [gather]
+        while found:
+            later = [j for j in needs[found.pop()] if place[j] > gather]
+            for j in later:
+                place[j] = gather
+            found += later
+    return place
+
+
+def _nearest_order(needs: Sequence[set[int]], place: Sequence[int]) -> list[int]:
+    """Each index after those it needs, and otherwise by place; stuck ones are left out."""
     followers: list[list[int]] = [[] for _ in needs]
     for at, found in enumerate(needs):
         for j in found:
             followers[j].append(at)
     missing = [len(found) for found in needs]
-    ready = [at for at, n in enumerate(missing) if n == 0]
+    ready = [(place[at], at) for at, n in enumerate(missing) if n == 0]
+    heapq.heapify(ready)
     order: list[int] = []
     while ready:
-        order.append(at := heapq.heappop(ready))
+        _, at = heapq.heappop(ready)
+        order.append(at)
         for follower in followers[at]:
             missing[follower] -= 1
             if missing[follower] == 0:
-                heapq.heappush(ready, follower)
+                heapq.heappush(ready, (place[follower], follower))
     return order

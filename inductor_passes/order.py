@@ -9,7 +9,7 @@ earlier or follows one that is waited for later.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from math import inf
 
@@ -22,7 +22,7 @@ _GATHER, _IN_PLACE, _REDUCE = range(3)
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """Limits of the memory that overlap may take.
+    """Limits of the memory that overlap may take, for buckets that have no window of their own.
 
     Attributes:
         max_inflight_gathers: buckets that are being gathered while one is waited for, itself
@@ -50,7 +50,7 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
     """
     keys: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
     followers = _followers(program)
-    first_use = first_uses(program)
+    first_use = _first_uses(program, followers)
     _place_gathers(program, policy, keys, first_use)
     late: set[int] = set()
     for kind in ("reduce", "all_reduce"):
@@ -72,12 +72,8 @@ def _followers(program: Program) -> list[list[int]]:
     return followers
 
 
-def first_uses(program: Program) -> list[float]:
-    """Position of the first compute that needs each op's result, seen through views and waits.
-
-    Infinity if there is none.
-    """
-    followers = _followers(program)
+def _first_uses(program: Program, followers: list[list[int]]) -> list[float]:
+    """Position of the first compute that needs each op's result, seen through views and waits."""
     found = [inf] * len(program.ops)
     for i in range(len(program.ops) - 1, -1, -1):
         for j in followers[i]:
@@ -96,11 +92,6 @@ def _buckets(program: Program, kind: CollectiveKind) -> list[list[int]]:
     return list(groups.values())
 
 
-def _window(program: Program, starts: list[int]) -> int:
-    collective = program.ops[starts[0]].collective
-    return collective.window if collective is not None else 0
-
-
 def _place_gathers(
     program: Program, policy: OverlapPolicy, keys: list[Key], first_use: list[float]
 ) -> None:
@@ -110,14 +101,23 @@ def _place_gathers(
         for starts in _buckets(program, "gather")
     ]
     used.sort()
-    for k, (use, starts) in enumerate(used):
-        ahead = k + 1 - (_window(program, starts) or policy.max_inflight_gathers)
-        # The bucket's turn is just before the wait of the one that it goes ahead of.
-        where: Key = (used[ahead][0] if ahead >= 0 else -1, _GATHER, ahead)
+    ahead = len(used)
+    for k, (use, starts) in reversed(list(enumerate(used))):
+        # Never behind a bucket that is used later.
+        ahead = min(ahead, k + 1 - _window(program, starts, policy.max_inflight_gathers))
+        # The bucket's turn is just before the wait of the one that it goes ahead of, and after
+        # those of earlier buckets that go ahead of the same one.
+        turn = ahead + k / (2 * len(used))
+        where: Key = (used[ahead][0] if ahead >= 0 else -1, _GATHER, turn)
         for i in starts:
             keys[i] = where
             for wait in program.waits_of[i]:
                 keys[wait] = (use, _GATHER, k + 0.5)
+
+
+def _window(program: Program, starts: Iterable[int], default: int) -> int:
+    collectives = (program.ops[i].collective for i in starts)
+    return max((c.window for c in collectives if c is not None), default=0) or default
 
 
 def _place_reduces(
@@ -134,7 +134,7 @@ def _place_reduces(
         ready.append(((at[0], _REDUCE, at[2]), starts))
     ready.sort()
     for k, (where, starts) in enumerate(ready):
-        due = k + (_window(program, starts) or policy.max_pending_reduces)
+        due = k + _window(program, starts, policy.max_pending_reduces)
         # One reduce more would be one too many: wait for the oldest just before it starts.
         until = ready[due][0][0] if due < len(ready) else float(len(program.ops))
         for i in starts:
@@ -173,7 +173,7 @@ def _keep_starts(program: Program, keys: list[Key], first_use: list[float]) -> N
 
 
 def _float_views(
-    program: Program, keys: list[Key], followers: list[list[int]], late: set[int]
+    program: Program, keys: list[Key], followers: list[list[int]], late: Set[int]
 ) -> None:
     """A view costs nothing and pins what it reads: it belongs to its first user."""
     for i, op in enumerate(program.ops):

@@ -58,9 +58,7 @@ class Collective:
         reduce_op: ``"sum"`` or ``"avg"``; empty for a gather.
         fqns: the parameters whose shards or gradients it carries, in their order on the wire.
         bucket: label that members of one bucket share; empty if the planner made none.
-        window: how far its bucket overlaps. Of a gather, how many gathers may be under way when
-            it starts, itself included; of a reduce, how many more may start before it is waited
-            for. 0: what the policy of the order says.
+        window: see :class:`Bucket`.
     """
 
     kind: CollectiveKind
@@ -101,7 +99,8 @@ class Bucket:
     Attributes:
         label: what the user calls it, a module FQN mostly.
         starts: names of the start ops, in their order on the wire.
-        window: how far it overlaps, see :class:`Collective`; 0 for the policy's.
+        window: buckets in flight when a gather starts, or pending before a reduce is waited for,
+            itself included; 0 leaves it to the policy of :mod:`inductor_passes.order`.
     """
 
     label: str

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from inductor_passes import _torch, fx
-from inductor_passes.auto import Plan, plan_auto
+from inductor_passes.auto import plan_auto
 from inductor_passes.buckets import Assignment, plan_buckets
 from inductor_passes.cluster import Cluster
 from inductor_passes.greedy import plan_greedy
 from inductor_passes.layouts import Layout
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap
+from inductor_passes.plan import Plan
 from inductor_passes.planned import PlannedBucket, in_names
 from inductor_passes.presets import preset
 from inductor_passes.program import Bucket, Collective, Op, Program

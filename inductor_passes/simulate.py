@@ -119,3 +119,22 @@ def memory(program: Program) -> Memory:
     if peak is None:
         return Memory((), at_rest, at_rest + total, "")
     return Memory(tuple(live), at_rest, at_rest + live[peak], program.ops[peak].name)
+
+
+def live_at_peak(program: Program) -> dict[str, int]:
+    """Bytes by storage during the op at the peak, without what is resident."""
+    found = memory(program)
+    at = program.index.get(found.peak_op, 0)
+    size: dict[str, int] = {}
+    for buffer in program.buffers.values():
+        size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
+    before, after = (
+        {s for i in part for s in program.touched(i)}
+        for part in (range(at + 1), range(at, len(program.ops)))
+    )
+    before |= {program.buffers[name].storage for name in program.inputs}
+    after |= {program.buffers[name].storage for name in program.outputs}
+    # An input that nothing touches is never freed.
+    untouched = before - {s for i in range(len(program.ops)) for s in program.touched(i)}
+    resident = {program.buffers[name].storage for name in program.resident}
+    return {s: size[s] for s in sorted((before & after | untouched) - resident)}

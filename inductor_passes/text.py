@@ -33,7 +33,15 @@ from inductor_passes.program import (
 _PLAIN = re.compile(r"[\w.\-/:*+]*[\w.\-/*+]")
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _TOKEN = re.compile(rf"\s*(->|{_STRING}|[\w.\-/:*+]*[\w.\-/*+]|[(),:@|=])|\s*(#.*)?$")
-_FIELDS = ("group", "ranks", "nbytes", "dtype", "op", "bucket", "window")
+_FIELDS = {
+    "group": str,
+    "ranks": int,
+    "nbytes": int,
+    "dtype": str,
+    "op": str,
+    "bucket": str,
+    "window": int,
+}
 
 
 def to_text(program: Program) -> str:
@@ -164,8 +172,8 @@ class _Reader:
         missing = [key for key in ("ranks", "nbytes") if key not in fields]
         if missing:
             raise ProgramError(f"a collective needs {missing[0]}=, a number")
-        group, ranks, nbytes, dtype = (fields.get(k, "") for k in _FIELDS[:4])
-        op, bucket, window = (fields.get(k, "") for k in _FIELDS[4:])
+        group, ranks, nbytes, dtype = (fields.get(k, "") for k in list(_FIELDS)[:4])
+        op, bucket, window = (fields.get(k, "") for k in list(_FIELDS)[4:])
         return Collective(
             kind, group, int(ranks), int(nbytes), dtype, op, fqns, bucket, int(window or 0)
         )

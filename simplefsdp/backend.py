@@ -246,7 +246,7 @@ def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
     if (plan := rehearsal.plan) is not None:
         parts.append(
             f"planned {plan.step_us / 1e3:.3g} ms (lower bound {plan.lower_bound_us / 1e3:.3g}), "
-            f"{plan.peak_nbytes / 1e9:.3g} of {plan.budget_nbytes / 1e9:.3g} GB"
+            f"{plan.peak_nbytes / 1e9:.3g} GB beside shards"
         )
     exposed = f"{found.exposed_before_us / 1e3:.3g} -> {found.exposed_after_us / 1e3:.3g} ms"
     return "; ".join(["", *parts, f"predicted exposed {exposed} on {found.device}"])

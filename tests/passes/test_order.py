@@ -18,7 +18,7 @@ from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.cost import LinearCost
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap, starts_in
-from inductor_passes.program import Program
+from inductor_passes.program import Bucket, Program
 from inductor_passes.simulate import simulate
 from inductor_passes.text import parse
 
@@ -93,6 +93,43 @@ def test_collectives_of_others_stay():
     order = overlapped(program)
     assert starts_in(program, order) == ["g0", "g1", "g2"]
     assert order == [op.name for op in program.ops]
+
+
+def windowed(part: str, n: int, **windows: int) -> Program:
+    """Layers whose buckets, by the names of their starts, have windows of their own."""
+    program = parse(layers(n, part))
+    buckets = [Bucket(name, (name,), window) for name, window in windows.items()]
+    return merge(program, buckets)
+
+
+def test_each_gather_has_its_window():
+    """g1 goes at once with g0, g2 when it is needed, g3 two buckets ahead: before w1 and g2."""
+    program = windowed("forward", 4, g0=1, g1=2, g2=1, g3=1)
+    assert text_of(overlapped(program)) == "g0 g1 w0 v0 mm0 w1 v1 mm1 g2 w2 v2 mm2 g3 w3 v3 mm3"
+    program = windowed("forward", 4, g0=1, g1=9, g2=1, g3=3)
+    assert text_of(overlapped(program)) == "g0 g1 w0 v0 mm0 g2 g3 w1 v1 mm1 w2 v2 mm2 w3 v3 mm3"
+
+
+def test_each_reduce_has_its_window():
+    """r3 is waited for at the end, r2 before the next starts."""
+    program = windowed("backward", 4, r3=4, r2=1, r1=1, r0=1, g3=1, g2=1, g1=1, g0=1)
+    assert text_of(overlapped(program)) == (
+        "g3 w3 v3 dgrad3 wgrad3 r3 "
+        "g2 w2 v2 dgrad2 wgrad2 r2 "
+        "g1 w1 v1 dgrad1 wgrad1 rw2 divide2 r1 "
+        "g0 w0 v0 dgrad0 wgrad0 rw1 divide1 r0 "
+        "rw3 divide3 rw0 divide0"
+    )
+
+
+def test_windows_of_random_buckets_are_legal_and_keep_the_gathers_in_order():
+    for seed in range(200):
+        rng, n = random.Random(seed), 6
+        names = [f"{kind}{k}" for k in range(n) for kind in "gr"]
+        program = windowed("backward", n, **{name: rng.randint(0, 4) for name in names})
+        order = overlapped(program, rng.choice(LIMITS), rng.choice(LIMITS))
+        gathers = [name for name in starts_in(program, order) if name[0] == "g"]
+        assert gathers == [f"g{k}" for k in reversed(range(n))], seed
 
 
 def most_pending(program: Program, order: list[str], kind: str) -> int:

@@ -192,3 +192,12 @@ def test_what_cannot_be_read_is_named_with_its_line(line):
 def test_rules_hold_for_text_too():
     with pytest.raises(ProgramError, match="mm: buffer to read weight does not exist"):
         parse(EXAMPLE.replace("wait w(full) -> weight: 64 @full\n", ""))
+
+
+def test_the_window_of_a_bucket_is_printed_if_it_has_one():
+    line = "start g(p) -> f: 8 | gather group=dp ranks=4 nbytes=8 dtype=f32 bucket=b window=3\n"
+    text = f"resident p: 8\n{line}wait w(f) -> a: 8 @f\noutput a\n"
+    program = parse(text)
+    assert program.ops[0].collective.window == 3
+    assert to_text(program) == text
+    assert "window" not in to_text(parse(text.replace(" window=3", "")))

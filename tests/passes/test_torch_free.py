@@ -21,8 +21,7 @@ class NoTorch(MetaPathFinder):
 
 sys.meta_path.insert(0, NoTorch())
 
-from inductor_passes import buckets, cluster, cluster_file, cost, fusion, links, merge, order
-from inductor_passes import presets, program, simulate, text
+from inductor_passes import auto, buckets, cost, greedy, merge, order, program, simulate, text
 
 layers = text.parse(sys.stdin.read())
 fqns = [fqn for _, op in layers.starts() for fqn in op.collective.fqns]
@@ -30,11 +29,10 @@ planned = buckets.plan_buckets(layers, buckets.assign_by_module(fqns))
 merged = merge.merge(layers, planned)
 ordered = merged.reorder(order.overlap(merged, order.OverlapPolicy()))
 print(simulate.simulate(ordered, cost.LinearCost()).total_us < 1e9)
-a100 = cluster.ClusterCost(cluster_file.as_cluster("a100"))
-print(simulate.simulate(ordered, a100).total_us < 1e9)
-print(fusion.traffic_of(ordered, {}, {}) != {})
 print(simulate.memory(ordered).peak_nbytes > 0)
 print(text.parse(text.to_text(ordered)) == ordered)
+print(auto.plan_auto(layers, cost.LinearCost(), fqns).step_us < 1e9)
+print(greedy.plan_greedy(layers, cost.LinearCost(), fqns).step_us < 1e9)
 print([name for name in sys.modules if name.split(".")[0] == "torch"])
 """
 
@@ -51,4 +49,4 @@ def test_the_core_runs_without_torch():
         check=False,
     )
     assert found.returncode == 0, found.stderr
-    assert found.stdout.split("\n")[:6] == ["True"] * 5 + ["[]"]
+    assert found.stdout.split() == ["True"] * 5 + ["[]"]

@@ -1,0 +1,35 @@
+"""What this machine and the modelled wire are, as the automatic planner is told."""
+
+from __future__ import annotations
+
+import torch
+from rows import Row
+from transfers import link
+
+from inductor_passes.cluster import LINK_KINDS, Cluster, Wire
+from inductor_passes.links import Link
+from simplefsdp.calibrate.measure import sweep_for
+from simplefsdp.calibrate.report import Report
+from simplefsdp.calibrate.session import measure_compute
+from simplefsdp.train.distributed import Rank
+
+_computes: dict[str, object] = {}
+
+
+def cluster_here(row: Row, device: torch.device) -> Cluster:
+    """Compute as ``simplefsdp calibrate`` measures it, and the wire as it is modelled."""
+    if not _computes:
+        sweep = sweep_for(device.type, quick=False, nbytes_max=None)
+        found = measure_compute(sweep, Rank(0, row.world_size, device), Report(enabled=False))
+        _computes.update(found)
+    wires = []
+    for kind in LINK_KINDS:
+        once = 2 if kind == "all_reduce" else 1
+        known = Link(link.latency_s * 1e6 * once, link.bandwidth / 1e9 / once)
+        wires.append(Wire(kind, row.world_size, 1, known))
+    return Cluster(
+        name="this machine, modelled wire",
+        ranks_per_node=row.world_size,
+        wires=tuple(wires),
+        **_computes,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,148 @@
+"""What all ranks see of a program: plans are made from this, so that they come out alike.
+
+Shards differ in size between ranks, and so may the ops around them (pads, slices, casts). Here
+they take no time and no bytes: what only prepares shards for a gather, and what only follows the
+wait for a reduce. What is left is full tensors, whose sizes all ranks share. (What follows an
+all-reduce handles full gradients; it takes no time either, as it moves with the wait.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from inductor_passes.cost import CostModel
+from inductor_passes.program import Collective, Op, Program
+
+
+@dataclass(frozen=True)
+class FixedCost:
+    """Compute times by op name, which hold whatever is merged; collectives by another model.
+
+    Attributes:
+        op_us: of each compute op.
+        wire: prices the collectives.
+    """
+
+    op_us: Mapping[str, float]
+    wire: CostModel
+
+    def compute_us(self, program: Program, op: Op) -> float:
+        return self.op_us[op.name]
+
+    def collective_us(self, collective: Collective) -> float:
+        c = collective
+        what = f"{c.kind} of {c.nbytes} bytes {c.dtype} on {c.ranks} ranks ({', '.join(c.fqns)})"
+        return checked_us(what, self.wire.collective_us(c))
+
+
+def checked_us(what: str, value: object) -> float:
+    """``value``, if it is a time.
+
+    Raises:
+        ValueError: it is None, NaN, infinite, negative or no number.
+    """
+    if isinstance(value, (int, float)) and isfinite(value) and value >= 0:
+        return float(value)
+    raise ValueError(
+        f"cost model: expected microseconds, a finite number of at least 0, for {what}; got "
+        f"{value!r}; mend the cost model or its cluster file"
+    )
+
+
+def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
+    """The program without the bytes of shards, and the cost without the ops that handle them.
+
+    Compute times are rounded to three significant digits. (Times of collectives are not: they are
+    functions of sizes that all ranks share, and rounding could make a merged one dearer than its
+    parts.)
+
+    Raises:
+        ValueError: the cost model has no time for an op.
+    """
+    local, storages = _local(program)
+    free = local | _following_all_reduce(program)
+    op_us = {}
+    for i, op in enumerate(program.ops):
+        if op.kind == "compute":
+            us = 0.0 if i in free else checked_us(op.name, cost.compute_us(program, op))
+            op_us[op.name] = float(f"{us:.3g}")
+    buffers = {
+        name: replace(buffer, nbytes=0) if buffer.storage in storages else buffer
+        for name, buffer in program.buffers.items()
+    }
+    return replace(program, buffers=buffers), FixedCost(op_us, cost)
+
+
+def _local(program: Program) -> tuple[set[int], set[str]]:
+    """Ops that handle shards alone, and the storages of the shards."""
+    prepared = _prepared(program)
+    shards = {program.buffers[name].storage for name in program.resident}
+    reduced: set[str] = set()
+    local: set[int] = set()
+    for i, op in enumerate(program.ops):
+        kind = op.collective.kind if op.collective is not None else ""
+        reads = {program.buffers[name].storage for name in op.reads}
+        made = {program.buffers[n].storage for n in op.writes if program.writer.get(n) == i}
+        if kind == "reduce" or (reads & reduced and kind in ("", "all_reduce")):
+            reduced |= made
+        elif kind == "" and (i in prepared or (reads and reads <= shards)):
+            shards |= made
+        else:
+            continue
+        local.add(i)
+    return local, shards | reduced | _shard_inputs(program, local)
+
+
+def _following_all_reduce(program: Program) -> set[int]:
+    """Computes and views of what all-reduces left."""
+    reduced: set[str] = set()
+    following: set[int] = set()
+    for i, op in enumerate(program.ops):
+        c = op.collective
+        if c is None and any(program.buffers[name].storage in reduced for name in op.reads):
+            following.add(i)
+        if i in following or (c is not None and c.kind == "all_reduce"):
+            reduced.update(program.buffers[name].storage for name in op.writes)
+    return following
+
+
+def _prepared(program: Program) -> set[int]:
+    """Computes and views, of inputs alone, whose results go into gathers alone."""
+    from_inputs = {program.buffers[name].storage for name in program.inputs}
+    of_inputs: set[int] = set()
+    for i, op in enumerate(program.ops):
+        mutates = any(program.writer.get(name) != i for name in op.writes)
+        known = all(program.buffers[name].storage in from_inputs for name in op.reads)
+        if op.kind in ("compute", "view") and known and not mutates:
+            of_inputs.add(i)
+            from_inputs.update(program.buffers[name].storage for name in op.writes)
+    prepared: set[int] = set()
+    elsewhere = set(program.outputs)
+    read: set[str] = set()
+    for i in reversed(range(len(program.ops))):
+        op = program.ops[i]
+        useful = read.issuperset(op.writes) and elsewhere.isdisjoint(op.writes)
+        gathers = op.collective is not None and op.collective.kind == "gather"
+        if i in of_inputs and op.writes and useful:
+            prepared.add(i)
+        elif not gathers:
+            elsewhere.update(op.reads)
+        read.update(op.reads)
+    return prepared
+
+
+def _shard_inputs(program: Program, local: set[int]) -> set[str]:
+    """Storages of the inputs that only local ops and gathers read."""
+    kept = {program.buffers[name].storage for name in program.outputs}
+    users: dict[str, bool] = {program.buffers[name].storage: True for name in program.inputs}
+    read: set[str] = set()
+    for i, op in enumerate(program.ops):
+        gathers = op.collective is not None and op.collective.kind == "gather"
+        for name in (*op.reads, *op.writes):
+            storage = program.buffers[name].storage
+            read.add(storage)
+            if storage in users and not gathers and i not in local:
+                users[storage] = False
+    return {s for s, alone in users.items() if alone and s in read and s not in kept}

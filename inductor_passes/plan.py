@@ -1,0 +1,94 @@
+"""A plan, what it is worth, and the error if there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inductor_passes.cost import CostModel
+from inductor_passes.merge import merge
+from inductor_passes.order import OverlapPolicy, overlap
+from inductor_passes.program import Bucket, Program, ProgramError
+from inductor_passes.simulate import live_at_peak, memory, simulate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Buckets, and what is predicted of the program that they make.
+
+    Times and bytes are of what all ranks share (see :mod:`inductor_passes.invariant`): shards,
+    and ops on shards, count nothing.
+
+    Attributes:
+        buckets: with windows; all gathers, reduces and all-reduces of the program.
+        step_us: simulated time of the graph.
+        lower_bound_us: time that no plan can beat.
+        exposed_us: time that the compute lane stands still.
+        peak_nbytes: most live bytes.
+    """
+
+    buckets: tuple[Bucket, ...]
+    step_us: float
+    lower_bound_us: float
+    exposed_us: float
+    peak_nbytes: int
+
+
+class BudgetError(ValueError):
+    """No schedule meets the memory budget.
+
+    Attributes:
+        smallest_nbytes: the smallest budget that one meets.
+    """
+
+    def __init__(self, message: str, smallest_nbytes: int) -> None:
+        super().__init__(message)
+        self.smallest_nbytes = smallest_nbytes
+
+
+def scheduled(program: Program, buckets: Sequence[Bucket]) -> Program:
+    """``program`` with its buckets merged and in their order."""
+    merged = merge(program, buckets)
+    return merged.reorder(overlap(merged, OverlapPolicy()))
+
+
+def evaluate(
+    program: Program, cost: CostModel, buckets: Sequence[Bucket], lower_bound_us: float
+) -> Plan | None:
+    """The plan that ``buckets`` are; None if their members depend on each other."""
+    try:
+        after = scheduled(program, buckets)
+    except ProgramError:
+        return None
+    timeline, peak = simulate(after, cost), memory(after).peak_nbytes
+    exposed = timeline.total_us - timeline.compute_us
+    return Plan(tuple(buckets), timeline.total_us, lower_bound_us, exposed, peak)
+
+
+def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> BudgetError:
+    """The error that no plan meets ``budget_nbytes``, if ``smallest`` takes the least memory."""
+    room = "; ".join(
+        f"{nbytes:,} bytes of {what}" for what, nbytes in _at_peak(program, smallest).items()
+    )
+    return BudgetError(
+        f"memory budget: no schedule fits {budget_nbytes:,} bytes; the smallest peak is "
+        f"{smallest.peak_nbytes:,} bytes ({room}). Allow that much, or recompute more activations",
+        smallest.peak_nbytes,
+    )
+
+
+def _at_peak(program: Program, plan: Plan) -> dict[str, int]:
+    """Bytes that are live at the peak, by what they are for."""
+    after = scheduled(program, plan.buckets)
+    use: dict[str, str] = {}
+    for _, op in after.starts():
+        if op.collective is None or op.collective.kind == "other":
+            continue
+        gathers = op.collective.kind == "gather"
+        names = op.writes if gathers else op.reads
+        what = "gathered parameters" if gathers else "gradients"
+        use.update((after.buffers[name].storage, what) for name in names)
+    live = {"inputs and activations": 0, "gathered parameters": 0, "gradients": 0}
+    for storage, nbytes in live_at_peak(after).items():
+        live[use.get(storage, "inputs and activations")] += nbytes
+    return live
