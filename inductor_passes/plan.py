@@ -72,7 +72,8 @@ def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> Budget
     )
     return BudgetError(
         f"memory budget: no schedule fits {budget_nbytes:,} bytes; the smallest peak is "
-        f"{smallest.peak_nbytes:,} bytes ({room}). Allow that much, or recompute more activations",
+        f"{smallest.peak_nbytes:,} bytes ({room}). Allow that much (memory_budget_gb), lower the "
+        "batch, or recompute more activations",
         smallest.peak_nbytes,
     )
 

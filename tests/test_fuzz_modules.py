@@ -129,7 +129,7 @@ def random_options(rng: random.Random, model: Fuzzed) -> dict[str, Any]:
     merges = rng.random() < 0.85
     return {
         "executor": "aot_eager",
-        "bucketing": "manual" if merges else "none",
+        "bucketing": rng.choice(["manual", "auto"]) if merges else "none",
         "reorder": rng.choice([True, False, None]) if merges else True,
         "layout": rng.choice(["coalesced", "flat"]),
         "max_inflight_gathers": rng.randint(1, 4),
