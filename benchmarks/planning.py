@@ -2,7 +2,8 @@
 
 The depth is the real one, and so is the number of nodes in the graphs; the width is small, since
 no pass looks at data and the machine may have little memory. Traced on a fake process group. The
-time of each pass is its own, in CPU seconds, without tracing, partitioning or lowering.
+time of each pass is its own, in CPU seconds, without tracing, partitioning or lowering. With
+``--executor inductor`` the scheduler pass is there, too; kernels are generated, but not compiled.
 
 The growth exponent is the slope of log(seconds) over log(nodes), by least squares.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from report import environment
+from torch._inductor.async_compile import AsyncCompile
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, GraphModule
 
@@ -69,7 +71,8 @@ def backend(stopwatch: Stopwatch, options: Options) -> Callable[..., Any]:
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         specs = stopwatch.time("dedupe_gathers", dedupe_gathers, gm)
-        settings = stopwatch.time("assign_by_module", pass_settings, options, specs)
+        device = torch.device("cpu")
+        settings = stopwatch.time("assign_by_module", pass_settings, options, specs, device)
 
         def joint_pass(graph: Graph) -> None:
             stopwatch.time("tag_for_recompute", tag_for_recompute, graph)
@@ -137,6 +140,8 @@ def main() -> None:
 
     sys.setrecursionlimit(20_000)  # AOTAutograd's partitioner walks deep graphs recursively
     torch._inductor.config.force_disable_caches = True
+    # Kernels are of no interest here, and would take hours.
+    AsyncCompile.cpp_pybinding = lambda *_, **__: lambda *args: None
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     options = Options(bucketing="manual", executor=choice.executor)
     measure(2, options)  # imports and first calls

@@ -244,7 +244,8 @@ def nodes_spanned(ranks: Sequence[int], world_size: int, ranks_per_node: int) ->
 
     A mesh cuts the world into groups of equal stride, and a cut need not fall on the edge of a
     node: the answer is that of the group with the most nodes, whichever this one is. Of a group
-    without a stride it is the most that any of its size could span.
+    without a stride, or of one that does not fit the world, it is the most that any of its size
+    could span.
 
     Args:
         ranks: global ranks of one group.
@@ -253,9 +254,10 @@ def nodes_spanned(ranks: Sequence[int], world_size: int, ranks_per_node: int) ->
     """
     ranks = sorted(ranks)
     size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    if ranks != list(range(ranks[0], ranks[0] + size * stride, stride)):
-        return min(size, -(-world_size // ranks_per_node))
     block = size * stride
+    is_regular = ranks == list(range(ranks[0], ranks[0] + block, stride))
+    if not is_regular or ranks[0] % block >= stride or block > world_size:
+        return min(size, -(-world_size // ranks_per_node))
     firsts = (b + i for b in range(0, world_size - block + 1, block) for i in range(stride))
     return max(
         len({(first + i * stride) // ranks_per_node for i in range(size)}) for first in firsts

@@ -11,7 +11,7 @@ from inductor_passes.chain import Chain, chain_of
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import rank_invariant
 from inductor_passes.plan import Plan, budget_error, evaluate
-from inductor_passes.program import Program
+from inductor_passes.program import Program, ProgramError
 from inductor_passes.schedule import Schedule, Segment, buckets_of, singles
 from inductor_passes.wire import Rest, What, Wire
 
@@ -41,7 +41,8 @@ def plan_greedy(
     bound = lower_bound_us(program, cost)
     chain = chain_of(program, cost)
     least = evaluate(program, cost, buckets_of(singles(chain), chain, fqns), bound)
-    assert least is not None, "single collectives are always in order"
+    if least is None:
+        raise ProgramError("the program's collectives cannot be launched one by one")
     if budget_nbytes is None:
         by_module = plan_buckets(program, assign_by_module(fqns))
         budget_nbytes = (evaluate(program, cost, by_module, bound) or least).peak_nbytes

@@ -16,6 +16,7 @@ from inductor_passes.order import OverlapPolicy, overlap, starts_in
 from inductor_passes.planned import PlannedBucket, in_program
 from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import (
+    Plans,
     Rehearsal,
     Settings,
     no_garbage_collection,
@@ -143,8 +144,10 @@ def _try_on_copy(
 
 
 @no_garbage_collection()
-def rehearse(gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf) -> Rehearsal:
-    """Plan ``gm``; with no settings, nothing changes.
+def rehearse(
+    gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf, plans: Plans | None = None
+) -> Rehearsal:
+    """Plan ``gm``; with no settings, nothing changes. ``plans``: see :func:`rehearsed`.
 
     If a failure is to lead to a fallback, the whole pass is tried: its callers compare the outcome
     across ranks, so that all fall back or none.
@@ -155,7 +158,7 @@ def rehearse(gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf) -> Re
     reading = fx.read(gm.graph, fqn_of)
     if settings is None:
         return Rehearsal(reading, (), reading.program)
-    found = rehearsed(reading, settings)
+    found = rehearsed(reading, settings, plans)
     if settings.on_error == "fallback":
         try:
             _try_on_copy(gm.graph, settings, fqn_of, found.planned)

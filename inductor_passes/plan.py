@@ -38,12 +38,15 @@ class BudgetError(ValueError):
     """No schedule meets the memory budget.
 
     Attributes:
-        smallest_nbytes: the smallest budget that one meets.
+        smallest_nbytes: the smallest peak of those that were looked at.
     """
 
     def __init__(self, message: str, smallest_nbytes: int) -> None:
-        super().__init__(message)
+        super().__init__(message, smallest_nbytes)  # both, so that it can be pickled
         self.smallest_nbytes = smallest_nbytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def scheduled(program: Program, buckets: Sequence[Bucket]) -> Program:
@@ -71,9 +74,9 @@ def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> Budget
         f"{nbytes:,} bytes of {what}" for what, nbytes in _at_peak(program, smallest).items()
     )
     return BudgetError(
-        f"memory budget: no schedule fits {budget_nbytes:,} bytes; the smallest peak is "
-        f"{smallest.peak_nbytes:,} bytes ({room}). Allow that much (memory_budget_gb), lower the "
-        "batch, or recompute more activations",
+        f"memory budget: no schedule fits {budget_nbytes:,} bytes; the smallest peak found is "
+        f"{smallest.peak_nbytes:,} bytes ({room}). Allow that much (memory_budget_gb="
+        f"{smallest.peak_nbytes / 1e9:.4g} or more), lower the batch, or recompute activations",
         smallest.peak_nbytes,
     )
 

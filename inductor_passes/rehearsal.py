@@ -17,7 +17,7 @@ from inductor_passes.layouts import Layout
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap
 from inductor_passes.plan import Plan
-from inductor_passes.planned import PlannedBucket, in_names
+from inductor_passes.planned import PlannedBucket, in_names, in_program
 from inductor_passes.presets import preset
 from inductor_passes.program import Bucket, Collective, Op, Program
 from inductor_passes.roofline import cluster_of, cost_of, device_of, fused_program
@@ -43,12 +43,12 @@ class Auto:
     """How the automatic planner is to choose.
 
     Attributes:
-        cluster: what the machine is; None: the preset for the graph's device.
+        cluster: what the machine is.
         budget_nbytes: of memory, see :func:`inductor_passes.auto.plan_auto`.
         planner: ``"search"``, or ``"greedy"``, the published rule.
     """
 
-    cluster: Cluster | None = None
+    cluster: Cluster
     budget_nbytes: int | None = None
     planner: Literal["search", "greedy"] = "search"
 
@@ -79,11 +79,10 @@ class Settings:
 def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]:
     """The buckets of a graph by the planner that the settings name."""
     if settings.auto is not None:
-        cluster = settings.auto.cluster or cluster_of(device_of(reading))
         plan = plan_greedy if settings.auto.planner == "greedy" else plan_auto
         return plan(
             fused_program(reading),
-            cost_of(reading, cluster),
+            cost_of(reading, settings.auto.cluster),
             list(settings.assignment.label_of),
             budget_nbytes=settings.auto.budget_nbytes,
         )
@@ -110,15 +109,38 @@ class Rehearsal:
     plan: Plan | None = None
 
 
-def rehearsed(reading: fx.Reading, settings: Settings) -> Rehearsal:
-    """Choose buckets, and merge and order the program of a graph."""
-    chosen = choose(reading, settings)
+Plans = dict[object, tuple[PlannedBucket, ...]]
+
+
+def rehearsed(reading: fx.Reading, settings: Settings, plans: Plans | None = None) -> Rehearsal:
+    """Choose buckets, and merge and order the program of a graph.
+
+    Args:
+        reading: the graph.
+        settings: what to do.
+        plans: automatic plans made before, which this one is added to. A graph that communicates
+            the same gets the same plan: one rank may compile again for another batch size, and
+            the others, who do not, go on with theirs.
+    """
+    key = (repr(settings), _structure(reading.program))
+    if settings.auto is not None and plans is not None and key in plans:
+        chosen: Plan | tuple[Bucket, ...] = in_program(reading.program, plans[key])
+    else:
+        chosen = choose(reading, settings)
     plan = chosen if isinstance(chosen, Plan) else None
     buckets = chosen.buckets if isinstance(chosen, Plan) else chosen
     after = merge(reading.program, buckets)
     if settings.reorder:
         after = after.reorder(overlap(after, settings.policy))
-    return Rehearsal(reading, in_names(reading.program, buckets), after, plan)
+    planned = in_names(reading.program, buckets)
+    if plan is not None and plans is not None:
+        plans[key] = planned
+    return Rehearsal(reading, planned, after, plan)
+
+
+def _structure(program: Program) -> tuple[object, ...]:
+    """What data parallelism communicates in a graph, in sequence."""
+    return tuple(c for _, c in _collectives(program) if c.fqns)
 
 
 def launches(rehearsal: Rehearsal) -> list[str]:

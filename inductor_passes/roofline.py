@@ -14,7 +14,7 @@ from inductor_passes import _torch
 from inductor_passes.cluster import Cluster, ClusterCost, Work, nodes_spanned
 from inductor_passes.fusion import traffic_of, without_fused
 from inductor_passes.fx import Reading
-from inductor_passes.loops import inputs_of, loop_of, name_of, touches_of
+from inductor_passes.loops import inputs_of, loop_of, name_of, tensors_of, touches_of
 from inductor_passes.presets import PRESETS, preset
 from inductor_passes.program import Program
 
@@ -130,9 +130,13 @@ def nodes_of(program: Program, ranks_per_node: int) -> dict[str, int]:
 
 
 def device_of(reading: Reading) -> torch.device:
-    """The device of the first tensor of a graph; the CPU if it has none."""
-    values = (nodes[0].meta.get("val") for nodes in reading.nodes.values())
-    return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
+    """The device of what a graph sends, else of its first tensor; the CPU if it has none."""
+    starts = [reading.nodes[op.name] for _, op in reading.program.starts()]
+    values = (
+        node.meta.get("val") for found in (starts, reading.nodes.values()) for node, *_ in found
+    )
+    tensors = (tensor for value in values for tensor in tensors_of(value))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def cluster_of(device: torch.device) -> Cluster:

@@ -219,25 +219,36 @@ def _after_the_users(name: str, function: GraphPass, identity: Callable[[], str]
 
     It runs after the pass that the user has set under the same name, if there is one.
     """
-    from torch._inductor import config
+    from torch._inductor import config, custom_graph_pass
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     users = getattr(config, name)
+    in_turn = users if isinstance(users, (list, tuple)) else [users] if users is not None else []
 
     class _Pass(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
-            if users is not None:
-                users(graph)
             function(graph)
 
         def uuid(self) -> Any:
-            if users is None:
-                return identity()
-            theirs = users.uuid() if isinstance(users, CustomGraphPass) else None
+            return identity()
+
+    if not in_turn:
+        return {name: _Pass()}
+    if hasattr(custom_graph_pass, "get_custom_graph_passes"):  # since 2.13
+        return {name: [*in_turn, _Pass()]}
+    (first,) = in_turn
+
+    class _Both(_Pass):
+        def __call__(self, graph: Graph) -> None:
+            first(graph)
+            function(graph)
+
+        def uuid(self) -> Any:
+            theirs = first.uuid() if isinstance(first, CustomGraphPass) else None
             # None: a pass that no cache can know goes past the cache, as it does without us.
             return None if theirs is None else (theirs, identity())
 
-    return {name: _Pass()}
+    return {name: _Both()}
 
 
 def compile_with_aot_eager(

@@ -20,10 +20,11 @@ import inductor_passes
 from inductor_passes.buckets import assign_by_module
 from inductor_passes.cluster_file import as_cluster
 from inductor_passes.order import OverlapPolicy
-from inductor_passes.passes import ImposeOrder, bucket_and_reorder, rehearse
+from inductor_passes.passes import ImposeOrder, PassError, bucket_and_reorder, rehearse
 from inductor_passes.planned import PlannedBucket
 from inductor_passes.program import ProgramError
-from inductor_passes.rehearsal import Auto, Rehearsal, Settings, launches, predict
+from inductor_passes.rehearsal import Auto, Plans, Rehearsal, Settings, launches, predict
+from inductor_passes.roofline import cluster_of
 from simplefsdp import _torch, provenance, rank_guard
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
@@ -33,6 +34,8 @@ from simplefsdp.recompute import tag_for_recompute
 from simplefsdp.wrap import known_fqns
 
 log = logging.getLogger("simplefsdp")
+
+_plans: Plans = {}  # of this process, automatic ones
 
 
 def simplefsdp(
@@ -59,11 +62,11 @@ def simplefsdp(
     _refuse_unwrapped(gm)
     _refuse_graph_break(gm)
     specs = dedupe_gathers(gm)
-    settings = pass_settings(choice, specs)
+    settings = pass_settings(choice, specs, _device(gm))
     if settings is not None and settings.assignment.uncovered:
         _say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
     ranks = _ranks(gm) if choice.rank_guard else ()
-    _agree_on_model(gm, choice, specs, ranks)
+    _agree_on_model(gm, choice, specs, settings, ranks)
     if choice.separate_reduce_group:
         reduce_in_second_group(gm)
     return _compile(gm, example_inputs, choice, settings, ranks)
@@ -80,16 +83,19 @@ def _ranks(gm: GraphModule) -> tuple[int, ...]:
 
 
 def _agree_on_model(
-    gm: GraphModule, options: Options, specs: Sequence[GatherSpec], ranks: Sequence[int]
+    gm: GraphModule,
+    options: Options,
+    specs: Sequence[GatherSpec],
+    settings: Settings | None,
+    ranks: Sequence[int],
 ) -> None:
     """Compare across ranks what is communicated, before autograd: a difference is told by name."""
     params = _sharded_inputs(gm)
     grad = "with" if torch.is_grad_enabled() else "without"
-    cluster = None if options.cluster is None else as_cluster(options.cluster)
     lines = [
         f"torch {torch.__version__}, sources {_sources()[:16]}, "
         f"{replace(options, cluster=None)}, {grad} gradients",
-        f"{cluster}",
+        f"{settings.auto if settings is not None else None}",
     ]
     # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
     lines += [
@@ -130,7 +136,7 @@ def _compile(
         )
 
     def graph_pass(graph: Graph) -> None:
-        if settings is not None:
+        if settings is not None and current[0] is not None:
             bucket_and_reorder(graph, settings, fqn_of, current[0])
 
     scheduler_pass = None
@@ -166,26 +172,43 @@ def _observe(
     """Choose the buckets of a graph; log, and compare with the other ranks, what it will launch.
 
     Called whether or not a cache has the code, with the graph that the passes will get. None if
-    there is nothing to write, or no plan: then the pass itself raises why, or falls back.
+    the graph is to stay as it is: it cannot be planned, and that leads to a fallback.
+
+    Raises:
+        PassError: it cannot be planned, and that is an error; when all ranks have compared it.
+        ValueError: likewise, and the user can mend it: no schedule fits the memory budget, say.
     """
     line = describe(take_census(gm.graph), is_backward=is_backward)
-    planned = None
+    part = "backward" if is_backward else "forward"
+    planned = failure = None
     try:
-        rehearsal = rehearse(gm, settings, fqn_of)
+        rehearsal = rehearse(gm, settings, fqn_of, _plans)
         planned = rehearsal.planned
         lines = launches(rehearsal)
         line += describe_passes(rehearsal, settings)
-    except ProgramError as error:
+    except Exception as error:  # of whatever kind: the others wait to hear of it
+        failure = error
         lines = [f"cannot be planned: {error}"]
         line += f"; {lines[0]}"
     _say("%s", line)
-    what = f"the {'backward' if is_backward else 'forward'} graph to compile"
-    rank_guard.agree(what, lines, ranks, timeout_s)
+    rank_guard.agree(f"the {part} graph to compile", lines, ranks, timeout_s)
+    if failure is not None and (settings is None or settings.on_error == "raise"):
+        theirs = isinstance(failure, ValueError) and not isinstance(failure, ProgramError)
+        kind = ValueError if theirs else PassError
+        raise kind(f"{part} graph: {failure}") from failure
+    if failure is not None:
+        log.warning("%s graph: compiled without the passes: %s", part, failure)
     return planned
 
 
-def pass_settings(options: Options, specs: Sequence[GatherSpec]) -> Settings | None:
-    """What the passes are to do for a model with these gathers; None if nothing.
+def _device(gm: GraphModule) -> torch.device:
+    return next((param.device for param in _sharded_inputs(gm)), torch.device("cpu"))
+
+
+def pass_settings(
+    options: Options, specs: Sequence[GatherSpec], device: torch.device
+) -> Settings | None:
+    """What the passes are to do for a model with these gathers on ``device``; None if nothing.
 
     Raises:
         ValueError: ``options.buckets`` names a module that does not exist, or one twice.
@@ -193,18 +216,21 @@ def pass_settings(options: Options, specs: Sequence[GatherSpec]) -> Settings | N
     merges = options.bucketing != "none"
     if not merges and not options.reorders:
         return None
-    cluster = None if options.cluster is None else as_cluster(options.cluster)
-    budget_gb = options.memory_budget_gb
-    budget_nbytes = None if budget_gb is None else int(budget_gb * 1e9)
     return Settings(
         assign_by_module([spec.fqn for spec in specs], options.buckets, known=known_fqns),
-        auto=Auto(cluster, budget_nbytes, options.planner) if options.bucketing == "auto" else None,
+        auto=_auto(options, device) if options.bucketing == "auto" else None,
         merge=merges,
         reorder=options.reorders,
         layout=options.layout,
         policy=OverlapPolicy(options.max_inflight_gathers, options.max_pending_reduces),
         on_error=options.on_error,
     )
+
+
+def _auto(options: Options, device: torch.device) -> Auto:
+    cluster = cluster_of(device) if options.cluster is None else as_cluster(options.cluster)
+    budget_gb = options.memory_budget_gb
+    return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9), options.planner)
 
 
 def fqn_of(node: Node) -> str | None:

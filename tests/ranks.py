@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -46,12 +47,15 @@ class RankPool:
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 return pipe.recv()
         except (EOFError, OSError):
-            return False, f"died with exit code {process.exitcode}"
+            process.join(5)
+            said = (self._folder / f"{rank}.txt").read_text()[-2000:]
+            return False, f"died with exit code {process.exitcode}; its last words: {said}"
         return False, "gave no answer in time"
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        store = tempfile.mktemp(prefix="simplefsdp-test-store-")
+        self._folder = Path(tempfile.mkdtemp(prefix="simplefsdp-test-ranks-"))
+        store = str(self._folder / "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, store, list(sys.path), theirs)
@@ -70,6 +74,8 @@ class RankPool:
 def _serve(rank: int, world_size: int, store: str, path: list[str], pipe: Connection) -> None:
     sys.path[:] = path
     os.environ["OMP_NUM_THREADS"] = "1"
+    words = os.open(Path(store).with_name(f"{rank}.txt"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(words, 2)  # what C++ says before it aborts
     import torch
     import torch.distributed as dist
 

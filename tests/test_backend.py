@@ -172,6 +172,18 @@ def test_the_users_own_passes_run_and_torchs_bucketing_does_not(fake_mesh):
     assert "all_gather_into_tensor_out" not in code[0]  # what torch's bucketing would write
 
 
+def test_a_budget_that_nothing_meets_says_which_graph_and_how_much(fake_mesh):
+    model = simple_fsdp(nn.Linear(64, 64), fake_mesh(2))
+    options = {**EAGER, "bucketing": "auto", "memory_budget_gb": 1e-6}
+    compiled = torch.compile(model, backend="simplefsdp", options=options)
+    with pytest.raises(BackendCompilerFailed, match=r"forward graph: memory budget: no schedule"):
+        compiled(torch.ones(8, 64))
+    options["on_error"] = "fallback"
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="simplefsdp", options=options)
+    assert compiled(torch.ones(8, 64)).shape == (8, 64)
+
+
 def test_two_models_two_options_in_one_process(fake_mesh):
     mesh = fake_mesh(2)
     outputs = []

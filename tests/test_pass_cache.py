@@ -20,6 +20,7 @@ from simplefsdp.options import parse_options
 
 WIDTH = 8
 MANUAL = {"bucketing": "manual"}
+CPU = torch.device("cpu")
 
 
 class Two(nn.Module):
@@ -79,9 +80,9 @@ def test_a_changed_option_misses(fake_mesh):
 
 
 def test_options_have_ids_of_their_own():
-    specs = backend.pass_settings(parse_options(MANUAL), [])
+    specs = backend.pass_settings(parse_options(MANUAL), [], CPU)
     uuids = {
-        backend._uuid(backend.pass_settings(parse_options({**MANUAL, **other}), []))
+        backend._uuid(backend.pass_settings(parse_options({**MANUAL, **other}), [], CPU))
         for other in OTHERS
         if "buckets" not in other
     }
@@ -89,7 +90,7 @@ def test_options_have_ids_of_their_own():
 
 
 def test_sources_are_part_of_the_id(monkeypatch):
-    settings = backend.pass_settings(parse_options(MANUAL), [])
+    settings = backend.pass_settings(parse_options(MANUAL), [], CPU)
     before = backend._uuid(settings)
     monkeypatch.setattr(backend, "_sources", lambda: "others")
     assert backend._uuid(settings) != before

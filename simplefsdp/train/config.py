@@ -90,8 +90,8 @@ class CompileOptions:
     executor: Executor = "inductor"
     """What runs the compiled graphs; aot_eager starts faster and computes slower."""
     bucketing: Bucketing = "manual"
-    """manual: gathers and reductions of a block are merged, and overlap with compute. none: one
-    collective per parameter, where it is needed."""
+    """manual: gathers and reductions of a block are merged, and overlap with compute. auto: a
+    planner chooses what is merged. none: one collective per parameter, where it is needed."""
 
 
 @dataclass(frozen=True)

@@ -278,3 +278,11 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         save(path, replace(ROUND, source=object()))  # type: ignore[arg-type]
     assert path.read_text() == "before"
     assert [p.name for p in tmp_path.iterdir()] == ["cluster.json"]
+
+
+@pytest.mark.parametrize(
+    ("members", "nodes"),
+    [([0, 5], 2), ([0, 3], 2), ([2, 3, 4, 5], 2), ([0, 1, 2, 3], 1), ([0, 4], 2), ([5], 1)],
+)
+def test_groups_of_any_shape_span_some_nodes(members, nodes):
+    assert nodes_spanned(members, world_size=8, ranks_per_node=4) == nodes
