@@ -274,6 +274,8 @@ def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
             f"planned {plan.step_us / 1e3:.3g} ms (lower bound {plan.lower_bound_us / 1e3:.3g}), "
             f"{plan.peak_nbytes / 1e9:.3g} GB beside shards"
         )
+    elif settings.auto is not None:
+        parts.append("planned as before")
     exposed = f"{found.exposed_before_us / 1e3:.3g} -> {found.exposed_after_us / 1e3:.3g} ms"
     return "; ".join(["", *parts, f"predicted exposed {exposed} on {found.device}"])
 

@@ -141,7 +141,7 @@ def parse_options(options: Mapping[str, object] | None) -> Options:
 
     Raises:
         TypeError: ``options`` is not a mapping.
-        ValueError: unknown key or value; names the valid ones.
+        ValueError: unknown key or value, or one that would be ignored; names the valid ones.
     """
     if options is None:
         return Options()
@@ -158,4 +158,18 @@ def parse_options(options: Mapping[str, object] | None) -> Options:
         expected = checks[key](value)
         if expected is not None:
             raise ValueError(f"options[{key!r}]: expected {expected}, got {value!r}")
-    return Options(**options)  # type: ignore[arg-type]
+    return _consistent(Options(**options))  # type: ignore[arg-type]
+
+
+def _consistent(options: Options) -> Options:
+    """Refuse what would be ignored."""
+    automatic = options.bucketing == "auto"
+    misplaced = ["buckets"] if automatic else ["cluster", "memory_budget_gb", "planner"]
+    for f in fields(Options):
+        if f.name in misplaced and getattr(options, f.name) != f.default:
+            other = "'manual', or 'none' with reorder=True" if automatic else "'auto'"
+            raise ValueError(
+                f"options[{f.name!r}]: has no meaning with bucketing={options.bucketing!r}; leave "
+                f"it out, or choose bucketing={other}"
+            )
+    return options

@@ -236,3 +236,19 @@ def test_second_process_starts_warm(tmp_path: Path):
         for _ in range(2)
     ]
     assert answers == [["0", "2", "0"], ["2", "0", "0"]]  # forward and backward
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"bucketing": "manual", "cluster": "h100"}, "'cluster'.*no meaning.*bucketing='auto'"),
+        ({"memory_budget_gb": 1.0}, "'memory_budget_gb'.*bucketing='none'"),
+        ({"bucketing": "manual", "planner": "greedy"}, "'planner'.*bucketing='manual'"),
+        ({"bucketing": "auto", "buckets": ["*"]}, "'buckets'.*bucketing='auto'.*'manual'"),
+        ({"bucketing": "auto", "cluster": "h10"}, "h100.*JSON"),
+        ({"bucketing": "auto", "memory_budget_gb": -1}, "1e9 bytes, a number above 0"),
+    ],
+)
+def test_options_that_would_be_ignored_or_make_no_sense(options, says):
+    with pytest.raises(ValueError, match=says):
+        parse_options(options)

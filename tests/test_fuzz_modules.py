@@ -127,16 +127,17 @@ def random_buckets(rng: random.Random, model: Fuzzed) -> list[Any] | None:
 
 def random_options(rng: random.Random, model: Fuzzed) -> dict[str, Any]:
     merges = rng.random() < 0.85
+    bucketing = rng.choice(["manual", "auto"]) if merges else "none"
     return {
         "executor": "aot_eager",
-        "bucketing": rng.choice(["manual", "auto"]) if merges else "none",
+        "bucketing": bucketing,
         "reorder": rng.choice([True, False, None]) if merges else True,
         "layout": rng.choice(["coalesced", "flat"]),
         "max_inflight_gathers": rng.randint(1, 4),
         "max_pending_reduces": rng.randint(1, 4),
         "on_error": rng.choice(["raise", "fallback"]),
         "separate_reduce_group": rng.random() < 0.2,
-        "buckets": random_buckets(rng, model),
+        "buckets": None if bucketing == "auto" else random_buckets(rng, model),
     }
 
 
