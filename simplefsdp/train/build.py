@@ -8,7 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from simplefsdp import simple_fsdp
 from simplefsdp.models import CONFIGS, Llama, LlamaConfig, apply_tensor_parallel
-from simplefsdp.train.config import CompileOptions, ModelOptions, ParallelOptions
+from simplefsdp.train.config import (
+    CompileOptions,
+    ModelOptions,
+    ParallelOptions,
+    backend_options,
+)
 from simplefsdp.train.distributed import data_parallel_mesh, precision_policy
 from simplefsdp.train.evaluate import cross_entropy
 
@@ -62,5 +67,5 @@ def compiled_model(model: nn.Module, options: CompileOptions) -> Any:
     return torch.compile(
         model,
         backend="simplefsdp",
-        options={"bucketing": options.bucketing, "executor": options.executor},
+        options=backend_options(options),
     )

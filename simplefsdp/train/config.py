@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
-from simplefsdp.options import Bucketing, Executor
+from simplefsdp.options import Bucketing, Executor, parse_options
 from simplefsdp.placement import Mode
 
 MixedPrecision = Literal["auto", "none", "bf16"]
@@ -92,6 +92,23 @@ class CompileOptions:
     bucketing: Bucketing = "manual"
     """manual: gathers and reductions of a block are merged, and overlap with compute. auto: a
     planner chooses what is merged. none: one collective per parameter, where it is needed."""
+    cluster: str | None = None
+    """With --bucketing auto: a preset, or a file of `simplefsdp calibrate`. Default: the preset for
+    the device."""
+    memory_budget_gb: float | None = None
+    """With --bucketing auto: 1e9 bytes for activations, full parameters and gradients. Default:
+    what manual takes."""
+
+
+def backend_options(options: CompileOptions) -> dict[str, Any]:
+    """What ``torch.compile`` is given."""
+    given = {
+        "bucketing": options.bucketing,
+        "executor": options.executor,
+        "cluster": options.cluster,
+        "memory_budget_gb": options.memory_budget_gb,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -207,6 +224,7 @@ def check_options(config: TrainConfig) -> None:
     ):
         if not 0 < positive < float("inf"):
             raise ValueError(f"{flag} must be a positive number, got {positive}")
+    parse_options(backend_options(config.compile))
     _check_schedule(config.optim)
     if config.parallel.shard_size is not None and config.parallel.mode != "hybrid_shard":
         raise ValueError(
