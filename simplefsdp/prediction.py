@@ -1,0 +1,204 @@
+"""What a training step takes on a cluster: time and memory of its graphs once the passes are done.
+
+Nothing is measured and nothing runs: a traced step (:mod:`simplefsdp.trace`) is bucketed and
+ordered as the compiler would, and simulated on what the cluster is known to do.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from inductor_passes.bound import lower_bound_us
+from inductor_passes.cluster import Cluster, ClusterCost, Work
+from inductor_passes.merge import merge
+from inductor_passes.order import overlap
+from inductor_passes.passes import rehearse
+from inductor_passes.planned import in_program
+from inductor_passes.program import Program
+from inductor_passes.rehearsal import Settings
+from inductor_passes.roofline import cost_of, fused_program
+from inductor_passes.simulate import Memory, Timeline, live_at_peak, memory, simulate
+from simplefsdp.backend import fqn_of
+from simplefsdp.trace import TracedStep
+
+_ADAMW_NBYTES = 4 * 7
+"""Memory traffic of fused AdamW per fp32 parameter: parameter, gradient and two moments are read,
+all but the gradient written."""
+
+
+@dataclass(frozen=True)
+class GraphPrediction:
+    """What is expected of one graph.
+
+    Attributes:
+        name: ``"forward"`` or ``"backward"``.
+        before: the program as it was traced, what Inductor fuses left out of memory.
+        after: with its collectives in buckets and in order.
+        cost: what its ops cost.
+        timeline: of ``after``.
+        memory: of ``after``; resident are the parameter shards that the graph gathers.
+        lower_bound_us: time that no buckets and no starts of ``before`` can beat.
+        pass_seconds: that reading, planning and ordering took here.
+    """
+
+    name: str
+    before: Program
+    after: Program
+    cost: ClusterCost
+    timeline: Timeline
+    memory: Memory
+    lower_bound_us: float
+    pass_seconds: float
+
+    @property
+    def exposed_us(self) -> float:
+        """Time that the compute lane stands still."""
+        return self.timeline.total_us - self.timeline.compute_us
+
+    @property
+    def beside_shards_nbytes(self) -> int:
+        """Most live bytes without parameter shards."""
+        return self.memory.peak_nbytes - self.memory.resident_nbytes
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """What is expected of a training step: forward, backward and optimizer, one after the other.
+
+    Attributes:
+        forward: see :class:`GraphPrediction`.
+        backward: likewise.
+        optimizer_us: of AdamW, fused, on the shards.
+        parameters_nbytes: shards of the parameters on this rank.
+        optimizer_nbytes: AdamW's two moments.
+    """
+
+    forward: GraphPrediction
+    backward: GraphPrediction
+    optimizer_us: float
+    parameters_nbytes: int
+    optimizer_nbytes: int
+
+    @property
+    def graphs(self) -> tuple[GraphPrediction, GraphPrediction]:
+        """Forward and backward."""
+        return self.forward, self.backward
+
+    @property
+    def step_us(self) -> float:
+        """Time of the step."""
+        return sum(graph.timeline.total_us for graph in self.graphs) + self.optimizer_us
+
+    @property
+    def exposed_us(self) -> float:
+        """Time in which the rank only waits for others."""
+        return sum(graph.exposed_us for graph in self.graphs)
+
+    @property
+    def lower_bound_us(self) -> float:
+        """Time that no plan of either graph can beat."""
+        return sum(graph.lower_bound_us for graph in self.graphs) + self.optimizer_us
+
+    @property
+    def peak_graph(self) -> GraphPrediction:
+        """The graph in which most memory is taken."""
+        return max(self.graphs, key=lambda graph: graph.beside_shards_nbytes)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Most bytes on this rank."""
+        return sum(self.peak_by_use().values())
+
+    def peak_by_use(self) -> dict[str, int]:
+        """Bytes on this rank at the peak, by what they are for."""
+        at_rest = {
+            "parameter shards": self.parameters_nbytes,
+            "optimizer state": self.optimizer_nbytes,
+        }
+        return at_rest | live_by_use(self.peak_graph.after)
+
+    def tokens_per_second(self, tokens: int) -> float:
+        """Of a rank that gets ``tokens`` per step."""
+        return tokens / (self.step_us / 1e6)
+
+    def mfu(self, flops: float, peak_tflops: float) -> float:
+        """Model FLOPs utilisation: ``flops`` that the model needs per step on this rank, over what
+        the device could have done."""
+        return flops / (self.step_us * peak_tflops * 1e6)
+
+
+def predict_step(
+    step: TracedStep, settings: Settings | None, cluster: Cluster, parameters_nbytes: int
+) -> StepPrediction:
+    """Predict a traced step.
+
+    Args:
+        step: see :func:`simplefsdp.trace.trace`; call this in the same process group.
+        settings: of the passes; None for none.
+        cluster: what it is to run on.
+        parameters_nbytes: of this rank's shards, fp32.
+
+    Raises:
+        ProgramError, ValueError: as for :func:`inductor_passes.passes.rehearse`.
+    """
+    elements = parameters_nbytes // 4
+    return StepPrediction(
+        predict_graph("forward", step.forward, settings, cluster),
+        predict_graph("backward", step.backward, settings, cluster),
+        cluster.compute_us(Work(nbytes=elements * _ADAMW_NBYTES)),
+        parameters_nbytes,
+        2 * parameters_nbytes,
+    )
+
+
+def predict_graph(
+    name: str, gm: GraphModule, settings: Settings | None, cluster: Cluster
+) -> GraphPrediction:
+    """Predict a forward or backward graph; arguments as for :func:`predict_step`."""
+    begin = time.perf_counter()
+    rehearsal = rehearse(gm, settings, fqn_of)
+    seconds = time.perf_counter() - begin
+    before = fused_program(rehearsal.reading)
+    cost = cost_of(rehearsal.reading, cluster)
+    after = merge(before, in_program(before, rehearsal.planned))
+    if settings is not None and settings.reorder:
+        after = after.reorder(overlap(after, settings.policy))
+    return predict_program(name, before, after, cost, seconds)
+
+
+def predict_program(
+    name: str, before: Program, after: Program, cost: ClusterCost, pass_seconds: float
+) -> GraphPrediction:
+    """Predict what any passes made of a program."""
+    return GraphPrediction(
+        name,
+        before,
+        after,
+        cost,
+        simulate(after, cost),
+        memory(after),
+        lower_bound_us(before, cost),
+        pass_seconds,
+    )
+
+
+def live_by_use(program: Program) -> dict[str, int]:
+    """Live bytes at the peak of a program, without resident ones, by what they are for."""
+    use: dict[str, str] = {}
+    for _, op in program.starts():
+        if op.collective is None or op.collective.kind == "other":
+            continue
+        if op.collective.kind == "gather":
+            named = [(op.writes, "gathered parameters")]
+        else:
+            named = [(op.reads, "full gradients"), (op.writes, "gradient shards")]
+        for names, what in named:
+            use.update((program.buffers[name].storage, what) for name in names)
+    uses = ("activations", "gathered parameters", "full gradients", "gradient shards")
+    live = dict.fromkeys(uses, 0)
+    for storage, nbytes in live_at_peak(program).items():
+        live[use.get(storage, "activations")] += nbytes
+    return live
