@@ -153,5 +153,6 @@ def cluster_of(device: torch.device) -> Cluster:
             return preset(known)
     raise ValueError(
         f"there is no preset for {name!r}: pass options={{'cluster': ...}}, one of "
-        f"{', '.join(PRESETS)}, or the path of a file that `simplefsdp calibrate` wrote"
+        f"{', '.join(PRESETS)}, or the path of a file that `simplefsdp calibrate` wrote; or "
+        "options={'bucketing': 'manual'}, which needs none"
     )

@@ -69,6 +69,10 @@ def _check_buckets(value: object) -> str | None:
     return None
 
 
+_OF_AUTO = ("cluster", "memory_budget_gb", "planner")
+_OF_MANUAL = ("buckets", "max_inflight_gathers", "max_pending_reduces")
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user may choose of a compilation.
@@ -96,9 +100,10 @@ class Options:
         layout: how the members of a bucket travel, see :mod:`inductor_passes.layouts`. The default
             is what is faster with gloo; with NCCL it has not been measured.
         max_inflight_gathers: buckets being gathered at a time, the one that compute waits for
-            included. More hides more, and holds more full parameters.
+            included. More hides more, and holds more full parameters. ``"auto"`` chooses it bucket
+            by bucket.
         max_pending_reduces: buckets of full gradients whose reduce is under way at a time, beside
-            the one being computed.
+            the one being computed; likewise.
         separate_reduce_group: reduce on a second communicator, so that gathers and reduces run
             side by side. With NCCL it costs GPU memory, and the two share the links.
         executor: ``"inductor"`` generates code; ``"aot_eager"`` runs the forward and backward
@@ -111,7 +116,7 @@ class Options:
         rank_guard_timeout_s: how long a rank waits for the others to get there.
     """
 
-    bucketing: Bucketing = field(default="none", metadata=_one_of(Bucketing))
+    bucketing: Bucketing = field(default="auto", metadata=_one_of(Bucketing))
     buckets: Sequence[str | Sequence[str]] | None = field(
         default=None, metadata={"check": _check_buckets}
     )
@@ -164,7 +169,7 @@ def parse_options(options: Mapping[str, object] | None) -> Options:
 def _consistent(options: Options) -> Options:
     """Refuse what would be ignored."""
     automatic = options.bucketing == "auto"
-    misplaced = ["buckets"] if automatic else ["cluster", "memory_budget_gb", "planner"]
+    misplaced = _OF_MANUAL if automatic else _OF_AUTO
     for f in fields(Options):
         if f.name in misplaced and getattr(options, f.name) != f.default:
             other = "'manual', or 'none' with reorder=True" if automatic else "'auto'"

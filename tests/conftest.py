@@ -56,11 +56,12 @@ def fake_mesh() -> Iterator[Callable[..., DeviceMesh]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need no ranks first, then by number of ranks, so that each pool starts once."""
+    """By number of ranks, so that each pool starts once; the long ones first, so that none is left
+    for the end when one of two workers has nothing to do."""
 
     def ranks_of(item: pytest.Item) -> int:
         callspec = getattr(item, "callspec", None)
         default = 4 if "pools" in getattr(item, "fixturenames", ()) else 0
         return callspec.params.get("ranks", default) if callspec else default
 
-    items.sort(key=ranks_of)
+    items.sort(key=ranks_of, reverse=True)

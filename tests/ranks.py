@@ -1,8 +1,9 @@
 """Real ranks for tests: worker processes that are started once and run many test bodies.
 
-Starting a process and importing torch costs seconds; a pool pays it once per world size. A body
-is a module-level function that every rank calls with the same arguments; what it raises on any
-rank fails the test, with that rank's traceback, and a body that hangs is killed.
+Importing torch and its compiler costs seconds: a server imports them once and forks the ranks, and
+a pool keeps them for many tests. A body is a module-level function that every rank calls with the
+same arguments; what it raises on any rank fails the test, with that rank's traceback, and a body
+that hangs is killed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
+
+_PRELOADED = ["torch.distributed.tensor", "torch._inductor.compile_fx", "torch.profiler"]
 
 
 class RankPool:
@@ -53,7 +56,8 @@ class RankPool:
         return False, "gave no answer in time"
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         self._folder = Path(tempfile.mkdtemp(prefix="simplefsdp-test-ranks-"))
         store = str(self._folder / "store")
         for rank in range(self.world_size):

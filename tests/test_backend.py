@@ -197,7 +197,7 @@ def test_two_models_two_options_in_one_process(fake_mesh):
 
 def test_one_log_line_per_graph(fake_mesh, caplog):
     model = simple_fsdp(Zoo(), fake_mesh(4))
-    compiled = torch.compile(model, backend="simplefsdp", options=EAGER)
+    compiled = torch.compile(model, backend="simplefsdp", options={**EAGER, "bucketing": "none"})
     with caplog.at_level(logging.INFO, logger="simplefsdp"):
         loss_of(compiled, *batch(0, 1)).backward()
     lines = [r.getMessage() for r in caplog.records if r.name == "simplefsdp"]
@@ -242,9 +242,10 @@ def test_second_process_starts_warm(tmp_path: Path):
     ("options", "says"),
     [
         ({"bucketing": "manual", "cluster": "h100"}, "'cluster'.*no meaning.*bucketing='auto'"),
-        ({"memory_budget_gb": 1.0}, "'memory_budget_gb'.*bucketing='none'"),
+        ({"bucketing": "none", "memory_budget_gb": 1.0}, "'memory_budget_gb'.*bucketing='none'"),
         ({"bucketing": "manual", "planner": "greedy"}, "'planner'.*bucketing='manual'"),
-        ({"bucketing": "auto", "buckets": ["*"]}, "'buckets'.*bucketing='auto'.*'manual'"),
+        ({"buckets": ["*"]}, "'buckets'.*bucketing='auto'.*'manual'"),
+        ({"max_inflight_gathers": 3}, "'max_inflight_gathers'.*bucketing='auto'.*'manual'"),
         ({"bucketing": "auto", "cluster": "h10"}, "h100.*JSON"),
         ({"bucketing": "auto", "memory_budget_gb": -1}, "1e9 bytes, a number above 0"),
     ],

@@ -134,9 +134,9 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def compile_step(mesh, **options) -> Compiled:
+def compile_step(mesh, n_layers: int = len(LAYERS), **options) -> Compiled:
     torch.manual_seed(0)
-    model = simple_fsdp(Llama(CONFIGS["debug"]), mesh)
+    model = simple_fsdp(Llama(replace(CONFIGS["debug"], n_layers=n_layers)), mesh)
     run = torch.compile(
         model, backend="simplefsdp", fullgraph=True, options={"bucketing": "manual", **options}
     )
@@ -223,6 +223,22 @@ def test_the_code_launches_in_the_sequence_of_the_graph(fake_mesh):
     for graph, code in zip(planned, generated, strict=True):
         assert starts(code) == starts(graph)
         assert sorted(code) == sorted(graph)  # and waits for the same, as often
+
+
+def test_the_automatic_plan_is_in_the_code(fake_mesh):
+    found = compile_step(fake_mesh(4), n_layers=2, bucketing="auto", executor="inductor")
+    assert len(found.planned) == len(found.generated) == 2
+    for graph, code in zip(found.planned, found.generated, strict=True):
+        assert starts(code) == starts(graph)
+        assert sorted(code) == sorted(graph)
+    forward, backward = found.generated
+    for line, events, collectives in zip(found.log, found.generated, (21, 20 + 21), strict=True):
+        buckets = sum(map(int, re.findall(r"-> (\d+) buckets", line)))
+        assert len(starts(events)) == buckets < collectives, line
+        assert "; planned " in line
+        exposed = re.search(r"predicted exposed ([\d.]+) -> ([\d.]+) ms on cpu-gloo", line)
+        assert exposed and float(exposed[1]) > float(exposed[2]) > 0, line
+    assert most_in_flight(forward, "gather") > 1 and most_in_flight(backward, "reduce") > 0
 
 
 def test_each_gather_starts_before_the_one_before_it_is_waited_for(compiled, executor):

@@ -128,16 +128,19 @@ def random_buckets(rng: random.Random, model: Fuzzed) -> list[Any] | None:
 def random_options(rng: random.Random, model: Fuzzed) -> dict[str, Any]:
     merges = rng.random() < 0.85
     bucketing = rng.choice(["manual", "auto"]) if merges else "none"
+    of_manual = {
+        "max_inflight_gathers": rng.randint(1, 4),
+        "max_pending_reduces": rng.randint(1, 4),
+        "buckets": random_buckets(rng, model),
+    }
     return {
         "executor": "aot_eager",
         "bucketing": bucketing,
         "reorder": rng.choice([True, False, None]) if merges else True,
         "layout": rng.choice(["coalesced", "flat"]),
-        "max_inflight_gathers": rng.randint(1, 4),
-        "max_pending_reduces": rng.randint(1, 4),
         "on_error": rng.choice(["raise", "fallback"]),
         "separate_reduce_group": rng.random() < 0.2,
-        "buckets": None if bucketing == "auto" else random_buckets(rng, model),
+        **({} if bucketing == "auto" else of_manual),
     }
 
 

@@ -28,12 +28,13 @@ from simplefsdp import init_weights, provenance, simple_fsdp
 from simplefsdp.models import CONFIGS, Llama
 
 _ops = torch.ops._c10d_functional
+NONE = {"bucketing": "none"}  # the graphs are captured before the passes
 
 
 def compile_step(model: nn.Module, executor: str = "aot_eager") -> Captured:
     with capture() as captured:
         compiled = torch.compile(
-            model, backend="simplefsdp", fullgraph=True, options={"executor": executor}
+            model, backend="simplefsdp", fullgraph=True, options={**NONE, "executor": executor}
         )
         loss_of(compiled, *batch(0, 1)).backward()
     assert len(captured.forward) == len(captured.backward) == 1
@@ -87,7 +88,7 @@ def test_full_parameters_are_saved_for_backward_only_if_kept(fake_mesh, reshard)
     simple_fsdp(model, fake_mesh(4), reshard_after_forward=reshard)
     with capture() as captured:
         compiled = torch.compile(
-            model, backend="simplefsdp", fullgraph=True, options={"executor": "aot_eager"}
+            model, backend="simplefsdp", fullgraph=True, options={**NONE, "executor": "aot_eager"}
         )
         compiled(torch.randn(2, 16, requires_grad=True)).sum().backward()
     outputs = captured.forward[0].graph.output_node().args[0]
@@ -126,7 +127,7 @@ def test_selective_activation_checkpointing(fake_mesh, reshard, executor):
     model = simple_fsdp(Selective(), fake_mesh(4), reshard_after_forward=reshard)
     with capture() as captured:
         compiled = torch.compile(
-            model, backend="simplefsdp", fullgraph=True, options={"executor": executor}
+            model, backend="simplefsdp", fullgraph=True, options={**NONE, "executor": executor}
         )
         compiled(torch.randn(2, 8, requires_grad=True)).sum().backward()
     weights = [f"layers.{i}.0.weight" for i in range(3)]
@@ -182,7 +183,7 @@ def test_tensor_parallel_collectives_are_left_alone(fake_mesh, reshard):
     simple_fsdp(model, mesh["dp"], reshard_after_forward=reshard)
     with capture() as captured:
         compiled = torch.compile(
-            model, backend="simplefsdp", fullgraph=True, options={"executor": "aot_eager"}
+            model, backend="simplefsdp", fullgraph=True, options={**NONE, "executor": "aot_eager"}
         )
         compiled(torch.randn(2, 8, requires_grad=True)).sum().backward()
     forward, backward = captured.forward[0], captured.backward[0]
@@ -208,7 +209,7 @@ def test_gather_shared_by_two_checkpointed_regions(fake_mesh):
     model = simple_fsdp(Shared(), fake_mesh(4))
     with capture() as captured:
         compiled = torch.compile(
-            model, backend="simplefsdp", fullgraph=True, options={"executor": "aot_eager"}
+            model, backend="simplefsdp", fullgraph=True, options={**NONE, "executor": "aot_eager"}
         )
         compiled(torch.randn(2, 8)).sum().backward()
     assert sorted(gathers(captured.forward[0])) == ["layer.bias", "layer.weight"]
@@ -244,7 +245,7 @@ def test_a_read_without_gradients_takes_none_from_the_others(fake_mesh, recomput
     model.load_state_dict(plain.state_dict())  # the fake scatter of the wrap leaves garbage
     with capture() as captured:
         compiled = torch.compile(
-            model, backend="simplefsdp", fullgraph=True, options={"executor": "aot_eager"}
+            model, backend="simplefsdp", fullgraph=True, options={**NONE, "executor": "aot_eager"}
         )
         compiled(x).backward()
     assert len(captured.forward) == 1
@@ -258,7 +259,7 @@ def test_reads_with_and_without_gradients_share_one_gather(fake_mesh, recompute)
     model = simple_fsdp(Target(recompute), fake_mesh(4))
     with capture() as captured:
         compiled = torch.compile(
-            model, backend="simplefsdp", fullgraph=True, options={"executor": "aot_eager"}
+            model, backend="simplefsdp", fullgraph=True, options={**NONE, "executor": "aot_eager"}
         )
         compiled(torch.randn(2, 8)).backward()
     wanted = ["encoder.bias", "encoder.weight"]
@@ -307,7 +308,7 @@ def test_checkpointed_attention_and_dropout_run(fake_mesh, executor):
 
     model = simple_fsdp(Layers(), fake_mesh(4))
     compiled = torch.compile(
-        model, backend="simplefsdp", fullgraph=True, options={"executor": executor}
+        model, backend="simplefsdp", fullgraph=True, options={**NONE, "executor": executor}
     )
     with capture() as captured:
         compiled(torch.randn(2, 6, 8, requires_grad=True)).sum().backward()
@@ -319,7 +320,7 @@ def test_no_grad_graph_has_gathers_only(fake_mesh):
     model = simple_fsdp(Zoo(), fake_mesh(4))
     with capture() as captured, torch.no_grad():
         compiled = torch.compile(
-            model, backend="simplefsdp", fullgraph=True, options={"executor": "aot_eager"}
+            model, backend="simplefsdp", fullgraph=True, options={**NONE, "executor": "aot_eager"}
         )
         compiled(batch(0, 1)[0])
     assert sorted(gathers(captured.forward[0])) == sharded_fqns(model)
@@ -334,7 +335,7 @@ def test_the_debug_llama(fake_mesh, reshard, activation_checkpointing):
     init_weights(simple_fsdp(model, fake_mesh(2), reshard_after_forward=reshard))
     with capture() as captured:
         compiled = torch.compile(
-            model, backend="simplefsdp", fullgraph=True, options={"executor": "aot_eager"}
+            model, backend="simplefsdp", fullgraph=True, options={**NONE, "executor": "aot_eager"}
         )
         compiled(torch.zeros(1, 16, dtype=torch.int64)).sum().backward()
     parameters = sorted(fqn for fqn, _ in model.named_parameters())

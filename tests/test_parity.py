@@ -56,7 +56,8 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-12
 def compile_for(model: nn.Module, executor: str) -> nn.Module:
     if executor == "eager":
         return model
-    options = {"executor": executor, "bucketing": "manual"}
+    # The default is "auto".
+    options = {"executor": executor} | ({"bucketing": "manual"} if executor == "aot_eager" else {})
     return torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
 
 

@@ -65,6 +65,8 @@ OTHERS = [
     {"buckets": ["layers"]},
     {"reorder": False},
     {"on_error": "fallback"},
+    {"bucketing": "auto"},
+    {"bucketing": "auto", "cluster": "h100"},
     {"bucketing": "none"},
     {"bucketing": "none", "reorder": True},
 ]

@@ -15,7 +15,7 @@ from inductor_passes import passes
 from simplefsdp import simple_fsdp
 from simplefsdp.rank_guard import RankMismatchError, agree
 
-OPTIONS = {"executor": "aot_eager", "bucketing": "manual", "rank_guard_timeout_s": 5}
+OPTIONS = {"executor": "aot_eager", "rank_guard_timeout_s": 5}
 
 
 class Branching(nn.Module):
@@ -56,7 +56,7 @@ def another_branch():
 def another_option():
     torch._dynamo.reset()
     model = simple_fsdp(Branching(False), mesh())
-    options = {**OPTIONS, "max_pending_reduces": 1 + dist.get_rank()}
+    options = {**OPTIONS, "memory_budget_gb": 1 + dist.get_rank()}
     return error_of(
         lambda: torch.compile(model, backend="simplefsdp", options=options)(torch.ones(2, 4))
     )
@@ -128,7 +128,7 @@ def same_but_another_batch(executor, bucketing):
             "weight: (4, 4) torch.float32 requires_grad=True', rank 1 has 'weight: (5,",
         ),
         (another_branch, "rank 0 has \"GatherSpec(fqn='layers.1.weight'"),
-        (another_option, "max_pending_reduces=1"),
+        (another_option, "memory_budget_gb=1"),
         (another_order_of_use, "bucket 'o"),
         (a_pass_fails_on_one_rank, "rank 1 has \"cannot be planned: 'no such node'\""),
     ],

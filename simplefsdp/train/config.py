@@ -89,9 +89,10 @@ class CompileOptions:
     """Compile the model; --no-compile runs it eagerly, with the same numerics."""
     executor: Executor = "inductor"
     """What runs the compiled graphs; aot_eager starts faster and computes slower."""
-    bucketing: Bucketing = "manual"
-    """manual: gathers and reductions of a block are merged, and overlap with compute. auto: a
-    planner chooses what is merged. none: one collective per parameter, where it is needed."""
+    bucketing: Bucketing = "auto"
+    """auto: a planner chooses which gathers and reductions are merged, and overlaps them with
+    compute. manual: those of a block are. none: one collective per parameter, where it is needed.
+    """
     cluster: str | None = None
     """With --bucketing auto: a preset, or a file of `simplefsdp calibrate`. Default: the preset for
     the device."""
