@@ -62,7 +62,7 @@ def simplefsdp(
     _refuse_unwrapped(gm)
     _refuse_graph_break(gm)
     specs = dedupe_gathers(gm)
-    settings = pass_settings(choice, specs, _device(gm))
+    settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
     if settings is not None and settings.assignment.uncovered:
         _say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
     ranks = _ranks(gm) if choice.rank_guard else ()
@@ -205,10 +205,13 @@ def _device(gm: GraphModule) -> torch.device:
     return next((param.device for param in _sharded_inputs(gm)), torch.device("cpu"))
 
 
-def pass_settings(
-    options: Options, specs: Sequence[GatherSpec], device: torch.device
-) -> Settings | None:
-    """What the passes are to do for a model with these gathers on ``device``; None if nothing.
+def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -> Settings | None:
+    """What the passes are to do for a model on ``device``; None if nothing.
+
+    Args:
+        options: the user's.
+        fqns: of the parameters that are gathered, in the order of the forward's first reads.
+        device: of the model.
 
     Raises:
         ValueError: ``options.buckets`` names a module that does not exist, or one twice.
@@ -217,7 +220,7 @@ def pass_settings(
     if not merges and not options.reorders:
         return None
     return Settings(
-        assign_by_module([spec.fqn for spec in specs], options.buckets, known=known_fqns),
+        assign_by_module(fqns, options.buckets, known=known_fqns),
         auto=_auto(options, device) if options.bucketing == "auto" else None,
         merge=merges,
         reorder=options.reorders,
