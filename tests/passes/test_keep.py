@@ -1,0 +1,103 @@
+"""Which full parameters stay from forward to backward."""
+
+from __future__ import annotations
+
+import pytest
+
+from inductor_passes.buckets import assign_by_module
+from inductor_passes.cost import LinearCost
+from inductor_passes.keep import Graph, choose_kept, keeping
+from inductor_passes.simulate import memory, simulate
+from inductor_passes.text import parse
+
+LAYERS = 4
+FQNS = [f"layers.{k}.weight" for k in range(LAYERS)]
+WHOLE, ACTIVATION = 400, 50
+
+
+def gather(k: int) -> list[str]:
+    return [
+        f"compute cast{k}(p{k}) -> c{k}: 100",
+        f"start g{k}(c{k}) -> full{k}: {WHOLE} | gather group=dp ranks=4 nbytes={WHOLE} "
+        f"dtype=bf16 fqns={FQNS[k]}",
+        f"wait w{k}(full{k}) -> weight{k}: {WHOLE} @full{k}",
+    ]
+
+
+def step(us: float, reduce: bool = True) -> tuple[Graph, Graph]:
+    """Forward and backward of a few layers, each of whose matmuls takes ``us``."""
+    forward = [f"input x0: {ACTIVATION}", *(f"resident p{k}: 100" for k in range(LAYERS))]
+    for k in range(LAYERS):
+        forward += [*gather(k), f"compute mm{k}(x{k}, weight{k}) -> x{k + 1}: {ACTIVATION}"]
+    forward += [f"output x{k}" for k in range(1, LAYERS + 1)]
+    backward = [f"input d{LAYERS}: {ACTIVATION}"]
+    for k in range(LAYERS):
+        backward += [f"input x{k}: {ACTIVATION}", f"resident p{k}: 100"]
+    for k in reversed(range(LAYERS)):
+        backward += [
+            *gather(k),
+            f"compute dgrad{k}(d{k + 1}, weight{k}) -> d{k}: {ACTIVATION}",
+            f"compute wgrad{k}(d{k + 1}, x{k}) -> grad{k}: {WHOLE}",
+            f"start r{k}(grad{k}) -> part{k}: 100 | reduce group=dp ranks=4 nbytes={WHOLE} "
+            f"dtype=bf16 op=sum fqns={FQNS[k]}",
+            f"wait rw{k}(part{k}) -> shard{k}: 100 @part{k}",
+            f"output shard{k}",
+        ]
+    op_us = {f"cast{k}": 0.0 for k in range(LAYERS)}
+    op_us |= {f"{mm}{k}": us for mm in ("mm", "dgrad", "wgrad") for k in range(LAYERS)}
+    cost = LinearCost(latency_us=10.0, link_gb_s=0.01, op_us=op_us)  # 50 us for 400 bytes
+    return tuple(Graph(parse("\n".join(lines)).verify(), cost) for lines in (forward, backward))
+
+
+def test_what_is_kept_is_gathered_once():
+    forward, backward = step(100.0)
+    kept, given = keeping(forward.program, backward.program, {FQNS[3], FQNS[1]})
+    kept.verify()
+    given.verify()
+    assert {"full1", "full3"} <= set(kept.outputs)
+    assert {"full1", "full3"} <= set(given.inputs) and not {"full1", "full3"} & given.resident
+    starts = [op.name for _, op in given.starts()]
+    assert starts == ["r3", "g2", "r2", "r1", "g0", "r0"]
+    assert {"cast1", "cast3"}.isdisjoint(given.index)  # they made nothing else
+    assert {"cast0", "w1", "dgrad1"} <= set(given.index)
+    assert simulate(given, backward.cost).wire_us == pytest.approx(
+        simulate(backward.program, backward.cost).wire_us - 2 * 50
+    )
+    more = memory(given).live_nbytes[0] - memory(backward.program).live_nbytes[0]
+    assert more == 2 * WHOLE - 100  # the cast of the first is gone, too
+
+
+def chosen(us: float, budget_nbytes: int | None) -> list[str]:
+    assignment = assign_by_module(FQNS, ["layers.*"])
+    return sorted(choose_kept(*step(us), assignment, FQNS, budget_nbytes=budget_nbytes))
+
+
+def test_where_compute_hides_all_else_only_the_first_gather_of_backward_is_saved():
+    assert chosen(1000.0, 10**9) == [FQNS[3]]
+
+
+def test_where_the_wire_is_the_limit_memory_is_spent_on_it():
+    assert chosen(1.0, 10**9) == FQNS
+    numbers = []
+    for budget_nbytes in range(1000, 2600, 100):
+        some = chosen(1.0, budget_nbytes)
+        numbers.append(len(some))
+        assert some == FQNS[LAYERS - len(some) :]  # those that backward needs first
+    assert numbers == sorted(numbers) and {0, LAYERS} < set(numbers)
+
+
+def test_nothing_is_kept_that_does_not_fit():
+    assert chosen(1.0, 100) == []
+
+
+def test_by_default_memory_does_not_grow():
+    forward, backward = step(1.0)
+    kept = choose_kept(forward, backward, assign_by_module(FQNS, ["layers.*"]), FQNS)
+    assert set(kept) < set(FQNS)
+
+
+def test_others_than_the_candidates_are_left_alone():
+    forward, backward = step(1.0)
+    assignment = assign_by_module(FQNS, ["layers.*"])
+    kept = choose_kept(forward, backward, assignment, FQNS[:2], budget_nbytes=10**9)
+    assert kept == set(FQNS[:2])
