@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from fsdp2_model import record_step, wrap
 from scale_cells import Cell, in_fake_model, rank_of, tokens_and_targets
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from variants import LlamaLoss
 
 from inductor_passes.simulate import memory
 
@@ -38,8 +39,7 @@ def tracked_nbytes(cell: Cell, mesh: DeviceMesh) -> int:
     """The peak by torch's tracker."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-    def make(model: LlamaLoss) -> int:
-        wrap(cell, mesh, model)
+    def run(model: nn.Module) -> int:
         tracker = FSDPMemTracker(model)
         inputs = tokens_and_targets(cell)
         tracker.track_inputs(inputs)
@@ -48,7 +48,7 @@ def tracked_nbytes(cell: Cell, mesh: DeviceMesh) -> int:
         found = tracker.get_tracker_snapshot("peak").values()
         return max(by_use["Total"] for by_use in found)
 
-    return in_fake_model(cell, mesh, make)
+    return in_fake_model(cell, mesh, partial(wrap, cell, mesh), run)
 
 
 def check_memory() -> None:

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fsdp2_recorder import Recorder
 from scale_cells import POLICY, Cell, data_parallel_mesh, in_fake_model, tokens_and_targets
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from variants import LlamaLoss
@@ -67,10 +69,10 @@ class Recording:
 def wrap(cell: Cell, mesh: DeviceMesh, model: LlamaLoss) -> LlamaLoss:
     """Apply FSDP2 as torchtitan does."""
     options: dict[str, Any] = {"mesh": data_parallel_mesh(cell, mesh), "mp_policy": POLICY}
-    fully_shard(model.embed_tokens, **options)
     for layer in model.layers:
         fully_shard(layer, **options)
-    if model.lm_head is not None:
+    if model.lm_head is not None:  # else the one matrix is the root's, and stays gathered
+        fully_shard(model.embed_tokens, **options)
         fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
     return model
@@ -79,8 +81,7 @@ def wrap(cell: Cell, mesh: DeviceMesh, model: LlamaLoss) -> LlamaLoss:
 def record_step(cell: Cell, mesh: DeviceMesh) -> Recording:
     """Run a step of the cell's model under FSDP2, on fake tensors, and note it."""
 
-    def make(model: LlamaLoss) -> Recording:
-        wrap(cell, mesh, model)
+    def run(model: nn.Module) -> Recording:
         inputs = tokens_and_targets(cell)
         parameters = list(model.parameters())
         with Recorder() as recorder:
@@ -91,7 +92,7 @@ def record_step(cell: Cell, mesh: DeviceMesh) -> Recording:
         executed = replace(issued, ops=tuple(_ahead(issued, forward_ops)))
         return Recording(issued, executed.verify(), recorder.work, recorder.use)
 
-    return in_fake_model(cell, mesh, make)
+    return in_fake_model(cell, mesh, partial(wrap, cell, mesh), run)
 
 
 def _ahead(program: Program, forward_ops: int) -> Iterator[Op]:

@@ -60,6 +60,7 @@ class Recorder(TorchDispatchMode):
         self._buffers: dict[str, Buffer] = {}
         self._name_of: Any = WeakIdKeyDictionary()
         self._pending: dict[str, _Pending] = {}
+        self._gathered: dict[str, Any] = {}
         self._number = itertools.count()
 
     def __torch_dispatch__(
@@ -70,6 +71,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         given = {name: value for name, value in kwargs.items() if name != "out"}
         reads = self._names((args, given))
+        self._resharded()
         out = func(*args, **kwargs)
         if func.namespace == "profiler":
             self._range(args)
@@ -150,10 +152,17 @@ class Recorder(TorchDispatchMode):
         self._buffers[name] = Buffer(name, storage.nbytes())
         self._name_of[storage] = name
         if use:
-            self.use[name] = use  # and it ends with its last use
+            self.use[name] = use
+            self._gathered[name] = storage
         else:
             weakref.finalize(storage, self._gone, name).atexit = False
         return name
+
+    def _resharded(self) -> None:
+        """Full parameters whose storages FSDP2 has emptied, to fill them again when gathered."""
+        for name in [name for name, storage in self._gathered.items() if not storage.nbytes()]:
+            del self._gathered[name]
+            self._gone(name)
 
     def _gone(self, name: str) -> None:
         """A storage is released: now, not at its last use."""

@@ -21,6 +21,7 @@ memory as manual, is more than 3 % above the bound, auto_room may fill the devic
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import time
@@ -54,6 +55,13 @@ def cells_of(choice: argparse.Namespace) -> list[Cell]:
     torchtitan = Cell("8b", 8, 2, checkpointing="selective", layers=choice.layers)
     published = "8b" in choice.models and 8 in choice.ranks and "shard" in choice.layouts
     return [*grid, torchtitan] if published and 2 in choice.batches else grid
+
+
+def is_priced(cell: Cell, clusters: Sequence[str], rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether the rows have a cell on all clusters."""
+    fields = dataclasses.asdict(cell).items()
+    found = {row["cluster"] for row in rows if all(row[key] == value for key, value in fields)}
+    return set(clusters) <= found
 
 
 def price(
@@ -99,6 +107,9 @@ def arguments() -> argparse.Namespace:
         "--out", type=Path, help=f"JSON; default, unless --layers is given: {RESULTS}"
     )
     parser.add_argument(
+        "--resume", action="store_true", help="keep what the JSON has, price only other cells"
+    )
+    parser.add_argument(
         "--check-memory",
         action="store_true",
         help="only compare the memory of the model of FSDP2 with torch's FSDPMemTracker",
@@ -113,7 +124,8 @@ def main() -> None:
         check_memory()
         return
     out = choice.out or (None if choice.layers else RESULTS)
-    cells, rows = cells_of(choice), []
+    rows = json.loads(out.read_text())["rows"] if choice.resume and out and out.exists() else []
+    cells = [cell for cell in cells_of(choice) if not is_priced(cell, choice.clusters, rows)]
     results: dict[str, Any] = {"environment": environment(torch.device("cpu")), "rows": rows}
     for number, cell in enumerate(cells, 1):
         print(f"[{number}/{len(cells)}] {cell} ...", flush=True)

@@ -101,13 +101,23 @@ def rank_of(cell: Cell) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def in_fake_model(cell: Cell, mesh: DeviceMesh, make: Callable[[LlamaLoss], Made]) -> Made:
-    """``make(model)`` of a fake model, split over ``tp`` if the cell has it."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+def in_fake_model(
+    cell: Cell,
+    mesh: DeviceMesh,
+    wrap: Callable[[LlamaLoss], nn.Module],
+    run: Callable[[nn.Module], Made],
+) -> Made:
+    """``run(model)`` of a model of fake tensors, split over ``tp`` if the cell has it, and wrapped.
+
+    It is wrapped on meta: meshes compute with tensors of their own, which must not be fake.
+    """
+    with torch.device("meta"):
         model = LlamaLoss(cell.config, activation_checkpointing=cell.checkpointing)
-        if cell.layout == "tp":
-            apply_tensor_parallel(model, mesh["tp"])
-        return make(model)
+    if cell.layout == "tp":
+        apply_tensor_parallel(model, mesh["tp"])
+    wrapped = wrap(model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return run(wrapped.to_empty(device="cpu"))
 
 
 def tokens_and_targets(cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,14 +134,15 @@ def data_parallel_mesh(cell: Cell, mesh: DeviceMesh) -> DeviceMesh:
 def traced_step(cell: Cell, mesh: DeviceMesh) -> tuple[TracedStep, int]:
     """The graphs of the step of the wrapped model, and bytes of this rank's fp32 shards."""
 
-    def make(model: LlamaLoss) -> tuple[TracedStep, int]:
+    def wrap(model: LlamaLoss) -> nn.Module:
         mode = "hybrid_shard" if cell.layout == "hybrid" else "fully_shard"
-        wrapped = simple_fsdp(model, data_parallel_mesh(cell, mesh), mode=mode, mp_policy=POLICY)
-        nbytes = shards_nbytes(wrapped)
-        return trace(wrapped, *tokens_and_targets(cell)), nbytes
+        return simple_fsdp(model, data_parallel_mesh(cell, mesh), mode=mode, mp_policy=POLICY)
+
+    def run(model: nn.Module) -> tuple[TracedStep, int]:
+        return trace(model, *tokens_and_targets(cell)), shards_nbytes(model)
 
     torch._dynamo.reset()
-    return in_fake_model(cell, mesh, make)
+    return in_fake_model(cell, mesh, wrap, run)
 
 
 def shards_nbytes(model: nn.Module) -> int:
