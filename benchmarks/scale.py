@@ -52,9 +52,12 @@ def cells_of(choice: argparse.Namespace) -> list[Cell]:
         for batch in choice.batches
         if makes_sense(model, ranks, layout)
     ]
-    torchtitan = Cell("8b", 8, 2, checkpointing="selective", layers=choice.layers)
-    published = "8b" in choice.models and 8 in choice.ranks and "shard" in choice.layouts
-    return [*grid, torchtitan] if published and 2 in choice.batches else grid
+    published = [
+        Cell("8b", ranks, batch, checkpointing="selective", layers=choice.layers)
+        for ranks, batch in ((8, 1), (64, 1), (8, 2))
+        if ranks in choice.ranks and batch in choice.batches
+    ]
+    return grid + published if "8b" in choice.models and "shard" in choice.layouts else grid
 
 
 def is_priced(cell: Cell, clusters: Sequence[str], rows: Sequence[dict[str, Any]]) -> bool:

@@ -24,8 +24,8 @@ class Published(NamedTuple):
     Attributes:
         who: ran it.
         variant: of ours that comes nearest.
-        ranks, batch, checkpointing: of the cell. What was checkpointed is only known of
-            torchtitan's; for the others it is taken to be everything.
+        ranks, batch: of the cell.
+        checkpointing: what may have been checkpointed: it is known of torchtitan's only.
         tokens_per_s: of a GPU.
         peak_gib: of memory, None if unknown.
     """
@@ -34,18 +34,19 @@ class Published(NamedTuple):
     variant: str
     ranks: int
     batch: int
-    checkpointing: str
+    checkpointing: tuple[str, ...]
     tokens_per_s: float
     peak_gib: float | None
 
 
+_UNKNOWN = ("full", "selective")
 PUBLISHED = (
-    Published("FSDP2 eager", "fsdp2", 8, 1, "full", 7380, 47.8),
-    Published("FSDP2 eager", "fsdp2", 64, 1, "full", 5097, 31.4),
-    Published("an earlier SimpleFSDP", "torch_manual", 8, 1, "full", 7227, 41.0),
-    Published("an earlier SimpleFSDP", "torch_manual", 64, 1, "full", 4984, 29.4),
-    Published("torchtitan, FSDP2 eager", "fsdp2", 8, 2, "selective", 5762, None),
-    Published("torchtitan, FSDP2 compiled", "torch_manual", 8, 2, "selective", 6667, None),
+    Published("FSDP2 eager", "fsdp2", 8, 1, _UNKNOWN, 7380, 47.8),
+    Published("FSDP2 eager", "fsdp2", 64, 1, _UNKNOWN, 5097, 31.4),
+    Published("an earlier SimpleFSDP", "torch_manual", 8, 1, _UNKNOWN, 7227, 41.0),
+    Published("an earlier SimpleFSDP", "torch_manual", 64, 1, _UNKNOWN, 4984, 29.4),
+    Published("torchtitan, FSDP2 eager", "fsdp2", 8, 2, ("selective",), 5762, None),
+    Published("torchtitan, FSDP2 compiled", "torch_manual", 8, 2, ("selective",), 6667, None),
 )
 
 
@@ -139,26 +140,32 @@ def _cells(v: dict[str, Any]) -> list[str]:
 
 def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Predicted over published, where the grid has the cell; whole models only."""
-    found = []
-    for figure in PUBLISHED:
-        cell = ("8b", "h100", "shard", None, figure.ranks, figure.batch, figure.checkpointing)
-        keys = ("model", "cluster", "layout", "layers", "ranks", "batch", "checkpointing")
-        for row in rows:
-            v = row["variants"].get(figure.variant, {"failure": ""})
-            if tuple(row[key] for key in keys) == cell and "failure" not in v:
-                ratio = v["tokens_per_s_per_gpu"] / figure.tokens_per_s
-                gib = v["peak_gb"] * 1e9 / GIB
-                found.append(
-                    {
-                        **figure._asdict(),
-                        "predicted_tokens_per_s": v["tokens_per_s_per_gpu"],
-                        "ratio": ratio,
-                        "within_15_percent": abs(ratio - 1) <= PUBLISHED_WITHIN,
-                        "predicted_peak_gib": gib,
-                        "peak_ratio": gib / figure.peak_gib if figure.peak_gib else None,
-                    }
-                )
-    return found
+    return [
+        _ratios(figure, row)
+        for figure in PUBLISHED
+        for row in rows
+        if (row["model"], row["cluster"], row["layout"], row["layers"]) == _THEIRS
+        and (row["ranks"], row["batch"]) == (figure.ranks, figure.batch)
+        and row["checkpointing"] in figure.checkpointing
+        and "step_ms" in row["variants"].get(figure.variant, {})
+    ]
+
+
+_THEIRS = ("8b", "h100", "shard", None)
+
+
+def _ratios(figure: Published, row: dict[str, Any]) -> dict[str, Any]:
+    v = row["variants"][figure.variant]
+    ratio, gib = v["tokens_per_s_per_gpu"] / figure.tokens_per_s, v["peak_gb"] * 1e9 / GIB
+    return {
+        **figure._asdict(),
+        "checkpointing": row["checkpointing"],
+        "predicted_tokens_per_s": v["tokens_per_s_per_gpu"],
+        "ratio": ratio,
+        "within_15_percent": abs(ratio - 1) <= PUBLISHED_WITHIN,
+        "predicted_peak_gib": gib,
+        "peak_ratio": gib / figure.peak_gib if figure.peak_gib else None,
+    }
 
 
 def misses(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -193,7 +200,8 @@ def print_summary(rows: Sequence[dict[str, Any]]) -> None:
         memory = f", peak {c['predicted_peak_gib']:.1f} GiB"
         memory += f" / {c['peak_gib']} = {c['peak_ratio']:.2f}" if c["peak_gib"] else ""
         print(
-            f"{c['who']}, {c['ranks']} H100, batch {c['batch']} ({c['variant']}): predicted "
+            f"{c['who']}, {c['ranks']} H100, batch {c['batch']}, if {c['checkpointing']} AC "
+            f"({c['variant']}): predicted "
             f"{c['predicted_tokens_per_s']:.0f} / published {c['tokens_per_s']:.0f} tokens/s/GPU "
             f"= {c['ratio']:.2f}{'' if c['within_15_percent'] else ', BEYOND 15 %'}{memory}"
         )
