@@ -60,7 +60,7 @@ def manual_backend(plan: Sequence[str | Sequence[str]]) -> Backend:
                 graph.owning_module,
                 module_bucket_plans=[p if isinstance(p, str) else list(p) for p in plan],
                 insert_overlap_deps=True,
-                **_known(manual_overlap_bucketing, {"module_stack_fn": _module_stack}),
+                **_known(manual_overlap_bucketing, {"module_stack_fn": module_stack}),
             )
 
     return _backend(run)
@@ -139,7 +139,7 @@ def _uncached(function: Callable[[Graph], None]) -> Any:
     return Pass()
 
 
-def _module_stack(node: Node) -> list[tuple[str, type[Any]]]:
+def module_stack(node: Node) -> list[tuple[str, type[Any]]]:
     """The module of a gather's or reduce's parameter; PyTorch's pass needs only those."""
     fqn = provenance.gathered_fqn(node) or provenance.reduced_fqn(node)
     return [] if fqn is None else [("", torch.nn.Module), (fqn, torch.nn.Module)]

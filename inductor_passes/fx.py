@@ -19,6 +19,7 @@ _ops = torch.ops._c10d_functional
 KIND_OF: dict[object, CollectiveKind] = {
     _ops.all_gather_into_tensor.default: "gather",
     _ops.all_gather_into_tensor_coalesced.default: "gather",
+    _ops.all_gather_into_tensor_out.default: "gather",
     _ops.reduce_scatter_tensor.default: "reduce",
     _ops.reduce_scatter_tensor_coalesced.default: "reduce",
     _ops.all_reduce.default: "all_reduce",
@@ -118,8 +119,10 @@ class _Reader:
             self._add(node, "compute", reads, (node.name, *self._side_effects(node)))
 
     def _start(self, node: Node, reads: tuple[str, ...], results: tuple[Node, ...]) -> None:
+        out = _arguments(node).get("out")
         for result in results:
-            self._buffer(result.name, _nbytes(result))
+            storage = self.buffers[out.name].storage if isinstance(out, Node) else ""
+            self.buffers[result.name] = Buffer(result.name, _nbytes(result), storage)
         self.pending.update(result.name for result in results)
         items = tuple(n for n in results if n is not node)
         self.absorbed.update(items)

@@ -31,6 +31,8 @@ _UPDATES = {
     "aten::scatter_add", "aten::scatter_reduce", "aten::select_scatter", "aten::slice_scatter",
     "aten::_unsafe_index_put", "aten::_unsafe_masked_index_put_accumulate",
 }
+# What fills this rank's part of a buffer that is to be gathered into.
+_FILLS_PART = {"bucketing::_pre_bucket_all_gather", "fsdp::all_gather_copy_in"}
 # fmt: on
 _UNROLLED = 8  # Inductor unrolls reductions of so few elements: they are pointwise
 
@@ -66,6 +68,9 @@ def touches_of(node: Node) -> int | None:
     name = name_of(node)
     if name in _LOOKUPS:
         return sum(map(_nbytes, tensors_of(node.meta.get("val"))))
+    if name in _FILLS_PART:
+        parts: Any = node.args[0]
+        return sum(_nbytes(v) for n in parts for v in tensors_of(n.meta.get("val")))
     if name not in _UPDATES:
         return None
     table = node.args[0]

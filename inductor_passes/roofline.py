@@ -28,6 +28,7 @@ _MORE_FLOPS: dict[str, Callable[..., int]] = {
     "aten::_scaled_dot_product_fused_attention_overrideable": _FORWARD,
     "aten::_scaled_dot_product_fused_attention_overrideable_backward": _BACKWARD,
 }
+_ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
 
 
 def work_of(reading: Reading) -> dict[str, Work]:
@@ -42,7 +43,7 @@ def work_of(reading: Reading) -> dict[str, Work]:
     touches = {name: n for name, node in nodes.items() if (n := touches_of(node)) is not None}
     traffic = traffic_of(program, loops, touches)
     return {
-        name: _work(node, traffic[name].nbytes, traffic[name].kernels)
+        name: work_of_node(node, traffic[name].nbytes, traffic[name].kernels)
         for name, node in nodes.items()
     }
 
@@ -66,7 +67,10 @@ def cost_of(reading: Reading, cluster: Cluster) -> ClusterCost:
     return ClusterCost(cluster, groups, work_of(reading))
 
 
-def _work(node: Node, nbytes: int, kernels: int) -> Work:
+def work_of_node(node: Node, nbytes: int, kernels: int) -> Work:
+    """The work of one op, if it moves ``nbytes`` in so many kernels."""
+    if name_of(node) in _ALLOCATIONS:
+        return Work(kind="view", kernels=0)
     flops = flops_of(node)
     if not flops:
         return Work(0, nbytes, kernels=kernels)

@@ -29,6 +29,8 @@ __all__ = [
     "compile_with_aot_eager",
     "compile_with_inductor",
     "graph_break_of",
+    "graphs_of",
+    "has_no_data",
     "hash_of_files",
     "input_name",
     "is_checkpoint_region",
@@ -296,6 +298,46 @@ def compile_with_aot_eager(
         keep_inference_input_mutations=True,
     )
     return backend(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+def graphs_of(
+    gm: GraphModule, example_inputs: Sequence[Any], joint_pass: GraphPass
+) -> dict[bool, GraphModule]:
+    """The forward (False) and backward (True) graph of ``gm``, of the ops that Inductor would get.
+
+    Nothing runs. The state of no random generator is stashed for what the backward recomputes:
+    torch does that in ways that differ by device, and can fail on the CPU's.
+    """
+    from unittest.mock import patch
+
+    from torch._functorch import config as functorch_config
+    from torch._functorch import partitioners
+
+    graphs: dict[bool, GraphModule] = {}
+
+    def observe(graph: GraphModule, is_backward: bool) -> None:
+        graphs[is_backward] = graph
+
+    with (
+        patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False),
+        functorch_config.patch(force_non_lazy_backward_lowering=True),
+    ):
+        compile_with_aot_eager(
+            gm,
+            example_inputs,
+            observe=observe,
+            joint_pass=joint_pass,
+            graph_pass=None,
+            decompose=True,
+        )
+    return graphs
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is only a shape: on meta, or fake."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def shared_store(prefix: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from simplefsdp._torch import has_no_data
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -134,10 +137,10 @@ def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
     """``param`` as a DTensor sharded over the data-parallel mesh.
 
     Rank 0 of each data-parallel group speaks for all: its values are scattered (or broadcast),
-    so that ranks that were not seeded alike still hold one model. Meta tensors stay on meta and
-    cost no communication. A tensor-parallel parameter ends on the mesh (tensor, data), in which
-    plain left-to-right ``Shard`` placements describe exactly what was done: first split by tensor
-    parallelism, then each part by us, uneven sizes included.
+    so that ranks that were not seeded alike still hold one model. Tensors without data, on meta
+    or fake, stay so and cost no communication. A tensor-parallel parameter ends on the mesh
+    (tensor, data), in which plain left-to-right ``Shard`` placements describe exactly what was
+    done: first split by tensor parallelism, then each part by us, uneven sizes included.
 
     Args:
         param: ``[rows, ...]`` plain tensor, or a DTensor on a tensor-parallel mesh.
@@ -148,8 +151,10 @@ def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
     if isinstance(local, DTensor):
         local = local.to_local()
     placements = dp.placements(sharded=local.dim() > 0)
-    source = None if local.is_meta else 0
-    sharded = distribute_tensor(local, dp.mesh, placements, src_data_rank=source)
+    if has_no_data(local):
+        sharded = _own_part(local, dp.mesh, placements)
+    else:
+        sharded = distribute_tensor(local, dp.mesh, placements, src_data_rank=0)
     if tp is None:
         return sharded
     return DTensor.from_local(
@@ -159,6 +164,22 @@ def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
         run_check=False,
         shape=tp.shape,
         stride=tp.stride,
+    )
+
+
+def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """What ``distribute_tensor`` makes of a tensor that nobody has to be sent, without making the
+    parts of the other ranks, who may be hundreds."""
+    part = local
+    for size, rank, placement in zip(
+        mesh.shape, mesh.get_coordinate() or (), placements, strict=True
+    ):
+        if isinstance(placement, Shard):
+            rows = -(-part.shape[0] // size)
+            begin = min(rank * rows, part.shape[0])
+            part = part[begin : begin + rows].contiguous()
+    return DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=local.shape, stride=local.stride()
     )
 
 

@@ -6,16 +6,18 @@ so that the largest model, as any rank count sees it, is traced on a laptop.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from inductor_passes.rehearsal import no_garbage_collection
 from simplefsdp import _torch
 from simplefsdp.dedupe import dedupe_gathers
-from simplefsdp.recompute import tag_for_recompute
+from simplefsdp.recompute import tag_gather_chains
 
 
 class TracedStep(NamedTuple):
@@ -32,11 +34,20 @@ class TracedStep(NamedTuple):
     fqns: tuple[str, ...]
 
 
+class _TracedError(Exception):
+    """Ends a call whose graphs are all that is wanted: to run them, even fake, takes as long as to
+    trace them."""
+
+
+def _stop(*_: object) -> NoReturn:
+    raise _TracedError
+
+
 def trace(model: nn.Module, *inputs: object) -> TracedStep:
     """Trace forward and backward of a wrapped model.
 
     Args:
-        model: wrapped by :func:`simplefsdp.simple_fsdp`. Its forward returns a tensor, whose sum
+        model: wrapped by :func:`simplefsdp.simple_fsdp`. Its forward returns a tensor, which
             is differentiated. If its parameters are fake tensors, nothing is computed; call this
             inside their mode.
         inputs: of the model, fake likewise.
@@ -47,21 +58,15 @@ def trace(model: nn.Module, *inputs: object) -> TracedStep:
     graphs: dict[bool, GraphModule] = {}
     fqns: list[str] = []
 
-    def observe(graph: GraphModule, is_backward: bool) -> None:
-        graphs[is_backward] = graph
-
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         fqns.extend(spec.fqn for spec in dedupe_gathers(gm))
-        return _torch.compile_with_aot_eager(
-            gm,
-            example_inputs,
-            observe=observe,
-            joint_pass=tag_for_recompute,
-            graph_pass=None,
-            decompose=True,
-        )
+        # On a CPU attention's output would be kept from recomputation; on the GPUs that are
+        # planned for, it is not.
+        graphs.update(_torch.graphs_of(gm, example_inputs, tag_gather_chains))
+        return _stop
 
-    torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs).sum().backward()
+    with no_garbage_collection(), contextlib.suppress(_TracedError):
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs)
     if not fqns:
         raise ValueError(
             f"model: no parameter of this {type(model).__name__} is sharded; wrap it by "

@@ -215,6 +215,23 @@ def ops_of(program: Program) -> dict[str, Any]:
 # What is read
 
 
+def test_a_gather_into_a_buffer_that_it_is_given_has_no_memory_of_its_own():
+    """As PyTorch's own bucketing passes write them."""
+
+    def function(x):
+        out = torch.empty(RANKS * len(x), WIDTH)
+        part = out[: len(x)]
+        part.copy_(x)
+        return _ops.wait_tensor(_ops.all_gather_into_tensor_out(part, RANKS, "dp", out=out)) * 2
+
+    program = fx.read(trace(function, torch.ones(4, WIDTH)), ours).program
+    ((_, start),) = program.starts()
+    empty = next(op for op in program.ops if op.name.startswith("empty"))
+    assert start.collective.kind == "gather"
+    assert start.collective.nbytes == RANKS * 4 * WIDTH * 4
+    assert {program.buffers[name].storage for name in start.writes} == set(empty.writes)
+
+
 def test_kinds_storages_and_residents():
     def function(shard, x):
         full = gather(shard * 2)

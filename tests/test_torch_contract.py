@@ -175,3 +175,21 @@ def test_inductor_keeps_the_order_of_collectives():
 
     assert "comms.decide_global_ordering_of_comms(" in inspect.getsource(scheduler.Scheduler)
     assert "WeakDep(" in inspect.getsource(comms.decide_global_ordering_of_comms)
+
+
+def test_a_backward_graph_can_be_had_without_running_the_forward():
+    """``graphs_of``: the backward is lowered at once, and no generator's state is stashed."""
+    from torch._functorch import config, partitioners
+
+    assert config.force_non_lazy_backward_lowering is False
+    source = inspect.getsource(partitioners.min_cut_rematerialization_partition)
+    assert "has_recomputable_rng_ops(" in source
+
+
+def test_what_is_fake_has_no_data():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert _torch.has_no_data(torch.ones(1))
+    assert _torch.has_no_data(torch.ones(1, device="meta"))
+    assert not _torch.has_no_data(torch.ones(1))

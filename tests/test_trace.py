@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_passes import fx
 from simplefsdp import simple_fsdp
 from simplefsdp.backend import fqn_of
+from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.placement import data_parallel, shard
 from simplefsdp.trace import trace
 
 
@@ -32,3 +37,26 @@ def test_what_is_not_wrapped(fake_mesh):
     fake_mesh(2)
     with pytest.raises(ValueError, match="no parameter of this Linear is sharded"):
         trace(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+def test_checkpointed_attention_is_recomputed_as_on_a_gpu(fake_mesh):
+    mesh, config = fake_mesh(8), replace(CONFIGS["debug"], n_layers=2)
+    with FakeTensorMode():
+        model = simple_fsdp(Llama(config, activation_checkpointing="full"), mesh)
+        step = trace(model, torch.zeros(1, 16, dtype=torch.long))
+    for graph in step[:2]:
+        names = [str(node.target) for node in graph.graph.nodes]
+        attends = [n for n in names if "attention" in n and "backward" not in n]
+        assert len(attends) == config.n_layers
+    assert not any(isinstance(n.target, HigherOrderOperator) for n in step.backward.graph.nodes)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 13, 16])
+@pytest.mark.parametrize("rank", [0, 5, 7])
+def test_a_fake_shard_is_this_ranks_part(fake_mesh, rows, rank):
+    mesh, weight = fake_mesh(8, rank=rank), torch.randn(rows, 3)
+    real = shard(weight, data_parallel(mesh, "fully_shard"), None)
+    with FakeTensorMode() as mode:
+        fake = shard(mode.from_tensor(weight), data_parallel(mesh, "fully_shard"), None)
+    assert fake.shape == real.shape and fake.placements == real.placements
+    assert fake.to_local().shape == real.to_local().shape

@@ -1,0 +1,206 @@
+"""What each variant would take in a cell: the same step, cluster, cost model and simulator."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fsdp2_model import Recording
+from scale_torch import torch_auto, torch_manual
+from torch.fx import GraphModule
+
+from inductor_passes import fx
+from inductor_passes.buckets import assign_by_module
+from inductor_passes.cluster import Cluster, ClusterCost
+from inductor_passes.program import Program
+from inductor_passes.rehearsal import Auto, Settings
+from inductor_passes.roofline import cost_of, fused_program, nodes_of
+from inductor_passes.simulate import memory, simulate
+from simplefsdp.backend import fqn_of
+from simplefsdp.prediction import GraphPrediction, StepPrediction, predict_step
+from simplefsdp.trace import TracedStep
+
+VARIANTS = ("none", "manual", "greedy", "auto", "torch_manual", "torch_auto", "fsdp2")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a variant takes per step, on one rank.
+
+    Attributes:
+        step_us: forward, backward and optimizer.
+        exposed_us: of it, that the compute lane stands still.
+        peak_by_use: bytes at the peak, by what they are for.
+        collectives: launches of gathers, reduces and all-reduces, by kind.
+        plan_s: that the passes took here.
+    """
+
+    step_us: float
+    exposed_us: float
+    peak_by_use: dict[str, int]
+    collectives: dict[str, int]
+    plan_s: float
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Most bytes on a rank."""
+        return sum(self.peak_by_use.values())
+
+
+@dataclass
+class Traced:
+    """A cell's step, and what is known of it before a cluster is named.
+
+    Attributes:
+        step: the traced graphs.
+        parameters_nbytes: of the fp32 shards of a rank.
+        record: makes the model of FSDP2, when it is first asked for.
+    """
+
+    step: TracedStep
+    parameters_nbytes: int
+    record: Callable[[], Recording]
+
+    @functools.cached_property
+    def recording(self) -> Recording:
+        """The step of FSDP2."""
+        return self.record()
+
+    @functools.cached_property
+    def by_torch_manual(self) -> tuple[tuple[GraphModule, GraphModule], float]:
+        """Forward and backward after torch's manual pass, and the seconds it took."""
+        begin = time.perf_counter()
+        plan = _units(self.step.fqns)
+        made = torch_manual(self.step.forward, plan), torch_manual(self.step.backward, plan)
+        return made, time.perf_counter() - begin
+
+
+def outcomes(
+    traced: Traced, cluster: Cluster, variants: tuple[str, ...]
+) -> Iterator[tuple[str, Outcome | str]]:
+    """Each variant and its outcome, or in words why it has none; ``bound`` first, in any case.
+
+    The bound is an outcome without exposed time and memory.
+    """
+    base = predict_step(traced.step, None, cluster, traced.parameters_nbytes)
+    yield "bound", Outcome(base.lower_bound_us, 0.0, {}, {}, 0.0)
+    for name in variants:
+        outcome = _attempt(name, traced, cluster, base)
+        yield name, outcome
+        behind = isinstance(outcome, Outcome) and outcome.step_us > 1.03 * base.lower_bound_us
+        if name == "auto" and behind and _room(traced, cluster) > 0:
+            yield "auto_room", _attempt("auto_room", traced, cluster, base)
+
+
+def _attempt(name: str, traced: Traced, cluster: Cluster, base: StepPrediction) -> Outcome | str:
+    try:
+        return _price(name, traced, cluster, base)
+    except Exception as error:  # theirs or ours: the table says so, and the others go on
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _price(name: str, traced: Traced, cluster: Cluster, base: StepPrediction) -> Outcome:
+    if name == "none":
+        return base_outcome(base)
+    if name == "fsdp2":
+        return _fsdp2(traced, cluster, base)
+    if name == "torch_manual":
+        graphs, seconds = traced.by_torch_manual
+        return _of_graphs(graphs, cluster, base, seconds)
+    if name == "torch_auto":
+        begin = time.perf_counter()
+        forward, backward = (
+            torch_auto(gm, found.before, found.cost)
+            for gm, found in zip(traced.step[:2], base.graphs, strict=True)
+        )
+        return _of_graphs((forward, backward), cluster, base, time.perf_counter() - begin)
+    settings = _settings(name, traced, cluster)
+    return base_outcome(predict_step(traced.step, settings, cluster, traced.parameters_nbytes))
+
+
+def _settings(name: str, traced: Traced, cluster: Cluster) -> Settings:
+    assignment = assign_by_module(list(traced.step.fqns))
+    auto = {
+        "manual": None,
+        "greedy": Auto(cluster, planner="greedy"),
+        "auto": Auto(cluster),
+        "auto_room": Auto(cluster, _room(traced, cluster)),
+    }
+    return Settings(assignment, auto=auto[name])
+
+
+def _room(traced: Traced, cluster: Cluster) -> int:
+    """Bytes of a device beside shards: of parameters, their gradients, and the two moments."""
+    return int(cluster.memory_gb * 1e9) - 4 * traced.parameters_nbytes
+
+
+def _units(fqns: tuple[str, ...]) -> list[str | list[str]]:
+    """torchtitan's plan for torch's manual pass: embedding, layers, final norm and head."""
+    layers = dict.fromkeys(".".join(f.split(".")[:2]) for f in fqns if f.startswith("layers."))
+    last = [name for name in ("norm", "lm_head") if f"{name}.weight" in fqns]
+    return ["embed_tokens", *layers, last]
+
+
+def base_outcome(found: StepPrediction) -> Outcome:
+    """The outcome that a prediction is."""
+    counts = _counts([graph.after for graph in found.graphs])
+    seconds = sum(graph.pass_seconds for graph in found.graphs)
+    return Outcome(found.step_us, found.exposed_us, found.peak_by_use(), counts, seconds)
+
+
+def _of_graphs(
+    graphs: tuple[GraphModule, GraphModule], cluster: Cluster, base: StepPrediction, seconds: float
+) -> Outcome:
+    """What torch's passes made of the graphs; each in the order it is in."""
+    forward, backward = (
+        _as_it_is(gm, cluster, was) for gm, was in zip(graphs, base.graphs, strict=True)
+    )
+    found = StepPrediction(
+        forward, backward, base.optimizer_us, base.parameters_nbytes, base.optimizer_nbytes
+    )
+    made = base_outcome(found)
+    return Outcome(made.step_us, made.exposed_us, made.peak_by_use, made.collectives, seconds)
+
+
+def _as_it_is(gm: GraphModule, cluster: Cluster, was: GraphPrediction) -> GraphPrediction:
+    reading = fx.read(gm.graph, fqn_of)
+    after, cost = fused_program(reading), cost_of(reading, cluster)
+    return GraphPrediction(
+        was.name,
+        was.before,
+        after,
+        cost,
+        simulate(after, cost),
+        memory(after),
+        was.lower_bound_us,
+        0.0,
+    )
+
+
+def _fsdp2(traced: Traced, cluster: Cluster, base: StepPrediction) -> Outcome:
+    recording = traced.recording
+    program = recording.executed
+    cost = ClusterCost(cluster, nodes_of(program, cluster.ranks_per_node), recording.work)
+    timeline = simulate(program, cost)
+    at_rest = {
+        "parameter shards": base.parameters_nbytes,
+        "optimizer state": base.optimizer_nbytes,
+    }
+    return Outcome(
+        timeline.total_us + base.optimizer_us,
+        timeline.total_us - timeline.compute_us,
+        at_rest | recording.live_by_use(),
+        _counts([program]),
+        0.0,
+    )
+
+
+def _counts(programs: list[Program]) -> dict[str, int]:
+    counts = dict.fromkeys(("gather", "reduce", "all_reduce"), 0)
+    for program in programs:
+        for _, op in program.starts():
+            if op.collective is not None and op.collective.kind in counts:
+                counts[op.collective.kind] += 1
+    return counts
