@@ -20,7 +20,7 @@ CLOSE = 1.002
 
 
 @dataclass(frozen=True)
-class Graph:
+class Costed:
     """A program and what its ops cost."""
 
     program: Program
@@ -28,8 +28,8 @@ class Graph:
 
 
 def choose_kept(
-    forward: Graph,
-    backward: Graph,
+    forward: Costed,
+    backward: Costed,
     assignment: Assignment,
     candidates: Collection[str],
     *,
@@ -51,7 +51,7 @@ def choose_kept(
     Raises:
         ValueError: the cost model has no time for an op.
     """
-    graphs = tuple(Graph(*rank_invariant(g.program, g.cost)) for g in (forward, backward))
+    graphs = tuple(Costed(*rank_invariant(g.program, g.cost)) for g in (forward, backward))
     modules = _modules(backward.program, assignment, candidates)
 
     def kept(n: int) -> frozenset[str]:
@@ -94,12 +94,15 @@ def _growing(n: int) -> list[int]:
 def _modules(
     backward: Program, assignment: Assignment, candidates: Collection[str]
 ) -> list[list[str]]:
-    """The candidates that backward gathers, by module, in the order of their use there."""
-    modules: dict[str, list[str]] = {}
-    for fqn in (fqn for _, op in _gathers(backward) for fqn in op.collective.fqns):  # type: ignore[union-attr]
-        if fqn in candidates:
-            modules.setdefault(assignment.label_of.get(fqn, fqn), []).append(fqn)
-    return list(modules.values())
+    """The candidates of the modules that backward gathers something of, in the order of their use.
+
+    All of a module: if a weight is kept and its bias is not, it may pay the compiler to gather
+    the bias again, which it did not need, rather than to save what was made of both.
+    """
+    label_of = {fqn: assignment.label_of.get(fqn, fqn) for fqn in sorted(candidates)}
+    gathered = (fqn for _, op in _gathers(backward) for fqn in op.collective.fqns)  # type: ignore[union-attr]
+    used = dict.fromkeys(label_of[fqn] for fqn in gathered if fqn in label_of)
+    return [[fqn for fqn, its in label_of.items() if its == label] for label in used]
 
 
 def _gathers(program: Program) -> list[tuple[int, Op]]:

@@ -31,6 +31,7 @@ from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
 from simplefsdp.gather import GatherSpec
 from simplefsdp.options import Options, parse_options
 from simplefsdp.recompute import tag_for_recompute
+from simplefsdp.reshard import decide_resharding
 from simplefsdp.wrap import known_fqns
 
 log = logging.getLogger("simplefsdp")
@@ -63,6 +64,10 @@ def simplefsdp(
     _refuse_graph_break(gm)
     specs = dedupe_gathers(gm)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
+    asked, specs = specs, decide_resharding(gm, example_inputs, settings)
+    kept = [s.fqn for s in specs if not s.reshard_after_forward and s not in asked]
+    if kept:
+        _say("kept from forward to backward: %s", ", ".join(kept))
     if settings is not None and settings.assignment.uncovered:
         _say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
     ranks = _ranks(gm) if choice.rank_guard else ()
@@ -236,9 +241,7 @@ def _auto(options: Options, device: torch.device) -> Auto:
     return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9), options.planner)
 
 
-def fqn_of(node: Node) -> str | None:
-    """FQN of the parameter that a collective's start gathers or reduces, or None."""
-    return provenance.reduced_fqn(node) or provenance.gathered_fqn(node)
+fqn_of = provenance.carried_fqn
 
 
 def _uuid(settings: Settings | None) -> str:

@@ -28,13 +28,13 @@ def dedupe_gathers(gm: GraphModule) -> list[GatherSpec]:
             _hoist_gathers(gm, node)
     _lift_out_of_no_grad(gm)
     first: dict[tuple[object, ...], Node] = {}
-    for node in _gathers(gm):
+    for node in gathers_of(gm):
         kept = first.setdefault(node.args, node)
         if kept is not node:
             node.replace_all_uses_with(kept)
             gm.graph.erase_node(node)
     gm.recompile()
-    return [GatherSpec(*node.args[1:]) for node in _gathers(gm)]  # type: ignore[arg-type]
+    return specs_of(gm)
 
 
 def reduce_in_second_group(gm: GraphModule) -> None:
@@ -42,7 +42,7 @@ def reduce_in_second_group(gm: GraphModule) -> None:
 
     Each is made when it is first needed, by the ranks of its group together.
     """
-    for node in _gathers(gm):
+    for node in gathers_of(gm):
         spec = GatherSpec(*node.args[1:])  # type: ignore[arg-type]
         if spec.shard_group:
             spec = spec._replace(reduce_group=second_group(spec.shard_group))
@@ -51,7 +51,7 @@ def reduce_in_second_group(gm: GraphModule) -> None:
 
 
 def _refuse_writes(gm: GraphModule) -> None:
-    for node in _gathers(gm):
+    for node in gathers_of(gm):
         for user in node.users:
             method = str(user.target) if user.op == "call_method" else ""
             writes = method.endswith("_") and not method.endswith("__")
@@ -63,8 +63,14 @@ def _refuse_writes(gm: GraphModule) -> None:
                 )
 
 
-def _gathers(gm: GraphModule) -> list[Node]:
+def gathers_of(gm: GraphModule) -> list[Node]:
+    """The gathers of a Dynamo graph, outside of checkpointed regions."""
     return [n for n in gm.graph.nodes if n.op == "call_function" and n.target is gather]
+
+
+def specs_of(gm: GraphModule) -> list[GatherSpec]:
+    """How each of them is done."""
+    return [GatherSpec(*node.args[1:]) for node in gathers_of(gm)]  # type: ignore[arg-type]
 
 
 def _lift_out_of_no_grad(gm: GraphModule) -> None:
@@ -86,7 +92,7 @@ def _hoist_gathers(gm: GraphModule, region: Node) -> None:
     dedupe_gathers(body)
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
     operand_of = dict(zip(placeholders, operands, strict=False))
-    for inner in _gathers(body):
+    for inner in gathers_of(body):
         param = operand_of.get(inner.args[0])
         if not isinstance(param, Node):
             continue

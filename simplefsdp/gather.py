@@ -16,7 +16,7 @@ start, wait and slice as nodes of its own and can move each of them.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ class GatherSpec(NamedTuple):
         param_dtype: dtype on the wire and in compute; None keeps the shard's dtype.
         reduce_dtype: dtype of the reduce; None keeps the gradient's dtype.
         averages: the backend can average by itself (NCCL); otherwise we sum and divide.
-        reshard_after_forward: the compiler recomputes the gather in backward.
+        reshard_after_forward: the compiler recomputes the gather in backward; ``"auto"`` until a
+            planner has decided (``reshard.py``).
     """
 
     fqn: str
@@ -53,7 +54,7 @@ class GatherSpec(NamedTuple):
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     averages: bool
-    reshard_after_forward: bool
+    reshard_after_forward: bool | Literal["auto"]
 
 
 def _pad_rows(tensor: Tensor, rows: int) -> Tensor:

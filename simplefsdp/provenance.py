@@ -20,7 +20,7 @@ _REDUCE = "simplefsdp_reduce"
 _RESHARD = "simplefsdp_reshard_after_forward"
 
 
-def gather_of(fqn: str, *, reshard_after_forward: bool) -> AbstractContextManager[object]:
+def gather_of(fqn: str, *, reshard_after_forward: bool | str) -> AbstractContextManager[object]:
     """Mark the nodes traced inside as the gather chain of the parameter ``fqn``."""
     return fx_traceback.annotate({_GATHER: fqn, _RESHARD: reshard_after_forward})
 
@@ -50,6 +50,11 @@ def gathered_fqn(node: Node) -> str | None:
     marks = _marks(node)
     fqn = marks.get(_GATHER)
     return fqn if isinstance(fqn, str) and _REDUCE not in marks else None
+
+
+def carried_fqn(start: Node) -> str | None:
+    """FQN of the parameter that a collective's start gathers or reduces, or None."""
+    return reduced_fqn(start) or gathered_fqn(start)
 
 
 def reshards_after_forward(node: Node) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ def simple_fsdp(
     *,
     mode: str = "fully_shard",
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | Literal["auto"] = True,
 ) -> nn.Module:
     """Shard every parameter of ``model`` over ``mesh``, in place, and return it.
 
@@ -59,7 +60,9 @@ def simple_fsdp(
             are cast to ``param_dtype`` if ``cast_forward_inputs``, its outputs to
             ``output_dtype``.
         reshard_after_forward: free full parameters after forward and gather them again in
-            backward. Takes effect in ``torch.compile(model, backend="simplefsdp")``.
+            backward. ``"auto"``: the planner of ``bucketing="auto"`` keeps those that save time
+            and for which the memory budget has room. Takes effect in
+            ``torch.compile(model, backend="simplefsdp")``.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -108,9 +111,9 @@ def _check_arguments(model: object, policy: object, reshard_after_forward: objec
             "mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy or None, got "
             f"{type(policy).__name__}"
         )
-    if not isinstance(reshard_after_forward, bool):
+    if not isinstance(reshard_after_forward, bool) and reshard_after_forward != "auto":
         raise TypeError(
-            f"reshard_after_forward: expected True or False, got {reshard_after_forward!r}"
+            f"reshard_after_forward: expected True, False or 'auto', got {reshard_after_forward!r}"
         )
     if is_wrapped(model):
         raise ValueError(
@@ -172,7 +175,7 @@ def _layout(
     param: nn.Parameter,
     dp: DataParallel,
     policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | Literal["auto"],
 ) -> Layout:
     tp = tensor_parallel_of(param)
     local = param.to_local() if isinstance(param, DTensor) else param

@@ -147,6 +147,21 @@ def test_generated_code_equals_one_process(pools, ranks, mode, precision, reshar
     pools(ranks).run(compare_with_one_process, *arguments, timeout=300)
 
 
+def compare_resharding_by_plan():
+    torch.manual_seed(1)
+    plain = Zoo(mixed=False)
+    model = simple_fsdp(copy.deepcopy(plain), mesh_for("fully_shard"), reshard_after_forward="auto")
+    options = {"executor": "aot_eager", "memory_budget_gb": 1.0}
+    with capture() as captured:
+        run = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
+        train_side_by_side(plain, model, run, TOLERANCE["fp32"])
+    assert gathers(captured.forward[0]) and not gathers(captured.backward[0])
+
+
+def test_resharding_by_plan(pools):
+    pools(4).run(compare_resharding_by_plan)
+
+
 def compare_variant(executor, kind):
     compare_with_one_process("fully_shard", "fp32", True, executor, **kind)
 

@@ -6,7 +6,7 @@ import pytest
 
 from inductor_passes.buckets import assign_by_module
 from inductor_passes.cost import LinearCost
-from inductor_passes.keep import Graph, choose_kept, keeping
+from inductor_passes.keep import Costed, choose_kept, keeping
 from inductor_passes.simulate import memory, simulate
 from inductor_passes.text import parse
 
@@ -24,7 +24,7 @@ def gather(k: int) -> list[str]:
     ]
 
 
-def step(us: float, reduce: bool = True) -> tuple[Graph, Graph]:
+def step(us: float, reduce: bool = True) -> tuple[Costed, Costed]:
     """Forward and backward of a few layers, each of whose matmuls takes ``us``."""
     forward = [f"input x0: {ACTIVATION}", *(f"resident p{k}: 100" for k in range(LAYERS))]
     for k in range(LAYERS):
@@ -46,7 +46,7 @@ def step(us: float, reduce: bool = True) -> tuple[Graph, Graph]:
     op_us = {f"cast{k}": 0.0 for k in range(LAYERS)}
     op_us |= {f"{mm}{k}": us for mm in ("mm", "dgrad", "wgrad") for k in range(LAYERS)}
     cost = LinearCost(latency_us=10.0, link_gb_s=0.01, op_us=op_us)  # 50 us for 400 bytes
-    return tuple(Graph(parse("\n".join(lines)).verify(), cost) for lines in (forward, backward))
+    return tuple(Costed(parse("\n".join(lines)).verify(), cost) for lines in (forward, backward))
 
 
 def test_what_is_kept_is_gathered_once():

@@ -1,0 +1,84 @@
+"""``reshard_after_forward="auto"``: decide which full parameters stay from forward to backward.
+
+Runs on the Dynamo graph, whose gathers it gives a definite ``reshard_after_forward``; what follows
+need not know that there was a choice. To see what a choice is worth, forward and backward are
+traced once more, as if nothing were kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from inductor_passes import fx
+from inductor_passes.cluster import Cluster
+from inductor_passes.keep import Costed, choose_kept
+from inductor_passes.rehearsal import Settings, no_garbage_collection
+from inductor_passes.roofline import cost_of, fused_program
+from simplefsdp import _torch, provenance
+from simplefsdp.dedupe import gathers_of, specs_of
+from simplefsdp.gather import GatherSpec
+from simplefsdp.recompute import tag_for_recompute
+
+
+def decide_resharding(
+    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings | None
+) -> list[GatherSpec]:
+    """Replace every ``"auto"`` among the gathers of ``gm``, in place, and return their specs.
+
+    Raises:
+        ValueError: there is an ``"auto"``, but no planner to decide.
+    """
+    open_ = [spec.fqn for spec in specs_of(gm) if spec.reshard_after_forward == "auto"]
+    if not open_:
+        return specs_of(gm)
+    if settings is None or settings.auto is None:
+        raise ValueError(
+            f"{open_[0]}: simple_fsdp(reshard_after_forward='auto') leaves it to the planner of "
+            "bucketing='auto' what is kept; choose that, or wrap with True or False"
+        )
+    _set(gm, open_, kept=())
+    if torch.is_grad_enabled():
+        _set(gm, open_, kept=_choose(_copied(gm), example_inputs, settings, open_))
+    return specs_of(gm)
+
+
+def _set(gm: GraphModule, fqns: Collection[str], kept: Collection[str]) -> None:
+    for node in gathers_of(gm):
+        spec = GatherSpec(*node.args[1:])  # type: ignore[arg-type]
+        if spec.fqn in fqns:
+            node.args = (node.args[0], *spec._replace(reshard_after_forward=spec.fqn not in kept))
+    gm.recompile()
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return GraphModule(gm, graph)
+
+
+@no_garbage_collection()
+def _choose(
+    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, candidates: Sequence[str]
+) -> frozenset[str]:
+    graphs = _torch.graphs_of(gm, example_inputs, tag_for_recompute)
+    if len(graphs) < 2 or settings.auto is None:
+        return frozenset()
+    forward, backward = (
+        _costed(graphs[is_backward], settings.auto.cluster) for is_backward in (False, True)
+    )
+    return choose_kept(
+        forward,
+        backward,
+        settings.assignment,
+        candidates,
+        budget_nbytes=settings.auto.budget_nbytes,
+    )
+
+
+def _costed(gm: GraphModule, cluster: Cluster) -> Costed:
+    reading = fx.read(gm.graph, provenance.carried_fqn)
+    return Costed(fused_program(reading), cost_of(reading, cluster))

@@ -1,0 +1,76 @@
+"""``reshard_after_forward="auto"``: the planner decides what stays, and the graphs show it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from graphs import Captured, capture, gathers, reduces
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from simplefsdp import simple_fsdp
+
+OPTIONS = {"executor": "aot_eager", "cluster": "cpu-gloo"}
+FQNS = [f"layers.{i}.weight" for i in range(4)]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def graphs_of(mesh, reshard, **options) -> Captured:
+    torch._dynamo.reset()
+    model = simple_fsdp(Layers(), mesh, reshard_after_forward=reshard)
+    with capture() as captured:
+        run = torch.compile(
+            model, backend="simplefsdp", fullgraph=True, options={**OPTIONS, **options}
+        )
+        run(torch.ones(2, 64)).sum().backward()
+    return captured
+
+
+def kept_by(captured: Captured) -> set[str]:
+    assert gathers(captured.forward[0]) == FQNS
+    assert sorted(reduces(captured.backward[0])) == FQNS
+    return set(FQNS) - set(gathers(captured.backward[0]))
+
+
+def test_memory_decides(fake_mesh, caplog):
+    mesh = fake_mesh(4)
+    with caplog.at_level(logging.INFO, logger="simplefsdp"):
+        assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=1.0)) == set(FQNS)
+    # The first layer's input needs no gradient, so backward has no use for its weight.
+    assert f"kept from forward to backward: {', '.join(FQNS[1:])}" in caplog.text
+    # With all of them backward takes 72,704 bytes at the peak, a layer's input less with one.
+    assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=72.4e-6)) == {FQNS[0], FQNS[3]}
+    assert kept_by(graphs_of(mesh, True, memory_budget_gb=1.0)) == {FQNS[0]}
+
+
+def test_without_gradients_there_is_nothing_to_decide(fake_mesh):
+    model = simple_fsdp(Layers(), fake_mesh(4), reshard_after_forward="auto")
+    with capture() as captured, torch.no_grad():
+        torch.compile(model, backend="simplefsdp", options=OPTIONS)(torch.ones(2, 64))
+    assert gathers(captured.forward[0]) == FQNS and not captured.backward
+
+
+@pytest.mark.parametrize("bucketing", ["manual", "none"])
+def test_only_the_planner_can_decide(fake_mesh, bucketing):
+    model = simple_fsdp(Layers(), fake_mesh(4), reshard_after_forward="auto")
+    options = {"executor": "aot_eager", "bucketing": bucketing}
+    with pytest.raises(BackendCompilerFailed, match=r"layers.0.weight: .*bucketing='auto'"):
+        torch.compile(model, backend="simplefsdp", options=options)(torch.ones(2, 64))
+
+
+def test_uncompiled_it_is_no_different(fake_mesh):
+    model = simple_fsdp(Layers(), fake_mesh(4), reshard_after_forward="auto")
+    model(torch.ones(2, 64)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
