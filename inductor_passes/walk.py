@@ -33,7 +33,7 @@ class Limits:
         flying: gather buckets, and pending reduce buckets, at a time.
     """
 
-    work: int = 12_000
+    work: int = 3_000
     least_width: int = 24
     most_width: int = 600
     units: int = 16
