@@ -18,6 +18,10 @@ What no op tells is when streams wait for each other; that follows FSDP2's sourc
 - Kernels of all streams share the device: copies on side streams take time on the compute lane.
 - The CPU is never late: no time is counted for eager dispatch beyond the launch of a kernel.
 
+The model is ours, run op by op: its RMSNorm and rotary turn are eight and nine kernels. torch's
+``nn.RMSNorm``, which torchtitan uses, is one where torch is recent, so FSDP2 is a little slower
+here than there.
+
 For memory the order is the one in which the CPU launches (that is when the allocator gives a
 block), and a block is free when Python has let it go.
 """

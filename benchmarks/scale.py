@@ -15,7 +15,7 @@ manual and auto passes (``scale_torch.py`` says what is replaced); and a model o
 The lower bound is that of the traced graphs: no buckets and no order can beat it. Steps are
 forward, backward and fused AdamW; peak memory counts shards, optimizer state and all live bytes,
 but no fragmentation, no NCCL buffers and no CUDA context. Where auto, which may take as much
-memory as manual, is more than 3 % above the bound, auto_room may fill the device.
+memory as manual, is more than 3 % above the bound or does not fit, auto_room has the device's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import json
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,9 +63,12 @@ def cells_of(choice: argparse.Namespace) -> list[Cell]:
 
 def is_priced(cell: Cell, clusters: Sequence[str], rows: Sequence[dict[str, Any]]) -> bool:
     """Whether the rows have a cell on all clusters."""
-    fields = dataclasses.asdict(cell).items()
-    found = {row["cluster"] for row in rows if all(row[key] == value for key, value in fields)}
-    return set(clusters) <= found
+    return set(clusters) <= {row["cluster"] for row in rows if is_of(row, cell)}
+
+
+def is_of(row: dict[str, Any], cell: Cell) -> bool:
+    """Whether a row is one of a cell's."""
+    return all(row[key] == value for key, value in dataclasses.asdict(cell).items())
 
 
 def price(
@@ -83,7 +87,11 @@ def price(
         for name in clusters:
             cluster = preset(name)
             begin = time.perf_counter()
-            found = dict(outcomes(traced, cluster, variants))
+            found = {}
+            for variant, outcome in outcomes(traced, cluster, variants):
+                found[variant] = outcome
+                seconds = time.perf_counter() - began[0]
+                print(f"  {seconds:.0f} s: {name} {variant}", file=sys.stderr, flush=True)
             timing = {
                 **trace,
                 "price_s": time.perf_counter() - begin,
@@ -121,7 +129,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Price the grid, print a table per cell and a summary, write the results after each cell."""
+    """Price the grid, print a table per cell and a summary, write the results row by row."""
     choice = arguments()
     if choice.check_memory:
         check_memory()
@@ -129,16 +137,17 @@ def main() -> None:
     out = choice.out or (None if choice.layers else RESULTS)
     rows = json.loads(out.read_text())["rows"] if choice.resume and out and out.exists() else []
     cells = [cell for cell in cells_of(choice) if not is_priced(cell, choice.clusters, rows)]
+    rows[:] = [row for row in rows if all(not is_of(row, cell) for cell in cells)]
     results: dict[str, Any] = {"environment": environment(torch.device("cpu")), "rows": rows}
     for number, cell in enumerate(cells, 1):
         print(f"[{number}/{len(cells)}] {cell} ...", flush=True)
         for row in price(cell, choice.clusters, tuple(choice.variants)):
             rows.append(row)
             print_cell(row)
-        results["published"] = compared(rows)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(results, indent=1) + "\n")
+            results["published"] = compared(rows)
+            if out is not None:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(results, indent=1) + "\n")
     print_summary(rows)
     if out is not None:
         print(f"wrote {out}")

@@ -34,7 +34,7 @@ class Outcome:
         exposed_us: of it, that the compute lane stands still.
         peak_by_use: bytes at the peak, by what they are for.
         collectives: launches of gathers, reduces and all-reduces, by kind.
-        plan_s: that the passes took here.
+        plan_s: CPU seconds that the passes took here.
     """
 
     step_us: float
@@ -71,10 +71,10 @@ class Traced:
     @functools.cached_property
     def by_torch_manual(self) -> tuple[tuple[GraphModule, GraphModule], float]:
         """Forward and backward after torch's manual pass, and the seconds it took."""
-        begin = time.perf_counter()
+        begin = time.process_time()
         plan = _units(self.step.fqns)
         made = torch_manual(self.step.forward, plan), torch_manual(self.step.backward, plan)
-        return made, time.perf_counter() - begin
+        return made, time.process_time() - begin
 
 
 def outcomes(
@@ -89,9 +89,14 @@ def outcomes(
     for name in variants:
         outcome = _attempt(name, traced, cluster, base)
         yield name, outcome
-        behind = isinstance(outcome, Outcome) and outcome.step_us > 1.03 * base.lower_bound_us
-        if name == "auto" and behind and _room(traced, cluster) > 0:
+        if name == "auto" and isinstance(outcome, Outcome) and _wants_room(outcome, cluster, base):
             yield "auto_room", _attempt("auto_room", traced, cluster, base)
+
+
+def _wants_room(auto: Outcome, cluster: Cluster, base: StepPrediction) -> bool:
+    """Whether manual's memory, auto's budget, is more than there is, or binds."""
+    too_much = auto.peak_nbytes > cluster.memory_gb * 1e9
+    return too_much or auto.step_us > 1.03 * base.lower_bound_us
 
 
 def _attempt(name: str, traced: Traced, cluster: Cluster, base: StepPrediction) -> Outcome | str:
@@ -110,12 +115,12 @@ def _price(name: str, traced: Traced, cluster: Cluster, base: StepPrediction) ->
         graphs, seconds = traced.by_torch_manual
         return _of_graphs(graphs, cluster, base, seconds)
     if name == "torch_auto":
-        begin = time.perf_counter()
+        begin = time.process_time()
         forward, backward = (
             torch_auto(gm, found.before, found.cost)
             for gm, found in zip(traced.step[:2], base.graphs, strict=True)
         )
-        return _of_graphs((forward, backward), cluster, base, time.perf_counter() - begin)
+        return _of_graphs((forward, backward), cluster, base, time.process_time() - begin)
     settings = _settings(name, traced, cluster)
     return base_outcome(predict_step(traced.step, settings, cluster, traced.parameters_nbytes))
 
@@ -132,8 +137,15 @@ def _settings(name: str, traced: Traced, cluster: Cluster) -> Settings:
 
 
 def _room(traced: Traced, cluster: Cluster) -> int:
-    """Bytes of a device beside shards: of parameters, their gradients, and the two moments."""
-    return int(cluster.memory_gb * 1e9) - 4 * traced.parameters_nbytes
+    """Bytes of a device beside shards: of parameters, their gradients, and the two moments.
+
+    Raises:
+        ValueError: there are none.
+    """
+    room = int(cluster.memory_gb * 1e9) - 4 * traced.parameters_nbytes
+    if room <= 0:
+        raise ValueError(f"shards and optimizer state alone take {-room / 1e9:.0f} GB too much")
+    return room
 
 
 def _units(fqns: tuple[str, ...]) -> list[str | list[str]]:

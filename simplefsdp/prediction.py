@@ -41,7 +41,7 @@ class GraphPrediction:
         timeline: of ``after``.
         memory: of ``after``; resident are the parameter shards that the graph gathers.
         lower_bound_us: time that no buckets and no starts of ``before`` can beat.
-        pass_seconds: that reading, planning and ordering took here.
+        pass_seconds: CPU seconds that reading, planning and ordering took here.
     """
 
     name: str
@@ -158,9 +158,9 @@ def predict_graph(
     name: str, gm: GraphModule, settings: Settings | None, cluster: Cluster
 ) -> GraphPrediction:
     """Predict a forward or backward graph; arguments as for :func:`predict_step`."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     rehearsal = rehearse(gm, settings, fqn_of)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     before = fused_program(rehearsal.reading)
     cost = cost_of(rehearsal.reading, cluster)
     after = merge(before, in_program(before, rehearsal.planned))
