@@ -61,7 +61,15 @@ def trace(model: nn.Module, *inputs: object) -> TracedStep:
             decompose=True,
         )
 
-    torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs).sum().backward()
+    output = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs)
+    if not isinstance(output, torch.Tensor):
+        raise ValueError(
+            f"model: forward must return a tensor, whose sum is differentiated; that of this "
+            f"{type(model).__name__} returned {type(output).__name__}: wrap it in a module that "
+            "returns the loss"
+        )
+    if output.requires_grad:
+        output.sum().backward()
     if not fqns:
         raise ValueError(
             f"model: no parameter of this {type(model).__name__} is sharded; wrap it by "
