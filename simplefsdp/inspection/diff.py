@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from inductor_passes.program import Program
 from inductor_passes.text import to_text
-from simplefsdp.inspection.names import shorten_fqns
+from simplefsdp.inspection.names import plural, shorten_fqns
 
 
 def texts(before: Program, after: Program) -> str:
@@ -42,7 +42,7 @@ def _moved(
     for name, places in (("start", start), ("wait", wait)):
         if places:
             way = "earlier" if places < 0 else "later"
-            yield f"{name} {abs(places)} compute op{'s'[: abs(places) != 1]} {way}"
+            yield f"{name} {plural(abs(places), 'compute op')} {way}"
 
 
 def _places(program: Program) -> dict[str, tuple[int, int]]:

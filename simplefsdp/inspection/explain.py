@@ -111,7 +111,7 @@ class _Run:
         if exposed > _TINY_US:
             for cause, us, why in self._causes(i, wait, span, ready, exposed):
                 shares[cause], whys[cause] = us, why
-        reason = max(shares, key=lambda name: shares[name]) if shares else None
+        reason = max(shares.items(), key=lambda share: share[1])[0] if shares else None
         return Exposure(
             self.arrival[i],
             span.begin_us,

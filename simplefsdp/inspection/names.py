@@ -66,6 +66,11 @@ def time_text(us: float) -> str:
     return f"{us:.3g} us"
 
 
+def plural(n: int, word: str) -> str:
+    """A number and its word: ``1 bucket``, ``2 buckets``."""
+    return f"{n} {word}{'s'[: n != 1]}"
+
+
 def counted(counts: Iterable[tuple[str, int]]) -> str:
     """Counts of kinds, those of nothing left out: ``57 gathers, 57 reduces``."""
-    return ", ".join(f"{n} {kind}{'s'[: n != 1]}" for kind, n in counts if n) or "none"
+    return ", ".join(plural(n, kind) for kind, n in counts if n) or "none"

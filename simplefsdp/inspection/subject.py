@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -140,6 +140,12 @@ def trace_target(target: str, example: str, ranks: int) -> Subject:
             return _subject(target, model, inputs, _tokens(inputs))
         except Unsupported as error:
             raise UserError(f"--target {target}: {_graph_break(error)}") from error
+        except TorchDynamoException as error:
+            text = " ".join(str(error).split("\n\n", maxsplit=1)[0].split())
+            raise UserError(
+                f"--target {target}: forward failed with what --input {example} returned: "
+                f"{text[:1000]}"
+            ) from error
         except ValueError as error:
             raise UserError(f"--target {target}: {error}") from error
 
@@ -167,7 +173,8 @@ def load(option: str, path: str) -> Callable[..., Any]:
         raise UserError(f"{option} {path}: importing {name} failed: {_told(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
+        found = inspect.getmembers(module, inspect.isfunction)
+        functions = [n for n, f in found if f.__module__ == name and n[0] != "_"]
         has = f"its functions are {', '.join(functions)}" if functions else "it has no functions"
         raise UserError(f"{option} {path}: {name} has no function {attribute}; {has}")
     return function  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from simplefsdp.inspection.names import (
     block_of,
     counted,
     nbytes_text,
+    plural,
     shorten_blocks,
     time_text,
 )
@@ -96,7 +97,7 @@ def _summary(graph: GraphReport) -> str:
     sent = sum(bucket.nbytes for bucket in graph.buckets)
     return (
         f"{len(prediction.before.ops):,} nodes; {counted(graph.collectives.items())} -> "
-        f"{len(graph.buckets)} buckets ({counted(graph.bucket_counts.items())}), "
+        f"{plural(len(graph.buckets), 'bucket')} ({counted(graph.bucket_counts.items())}), "
         f"{nbytes_text(sent)}; takes {time_text(timeline.total_us)} = compute "
         f"{time_text(timeline.compute_us)} + exposed {time_text(prediction.exposed_us)}, bound "
         f"{time_text(prediction.lower_bound_us)}; wire {time_text(timeline.wire_us)}; passes took "
