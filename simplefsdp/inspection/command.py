@@ -47,6 +47,7 @@ _OF_MODEL = (
     "mixed_precision",
     "reshard_after_forward",
 )
+_FILES = ("json", "perfetto", "graph")
 PlanName = Literal["none", "manual", "auto", "greedy"]
 
 
@@ -91,6 +92,8 @@ class InspectOptions:
     """With --model: gather parameters again in backward."""
     json: Path | None = None
     """Write all of it; the keys are in simplefsdp/inspection/document.py."""
+    perfetto: Path | None = None
+    """Write a trace that ui.perfetto.dev and chrome://tracing open."""
     graph: Path | None = None
     """Write the programs before and after the passes, as text."""
     diff: bool = False
@@ -143,8 +146,8 @@ def check(options: InspectOptions) -> Cluster:
     budget = options.memory_budget_gb
     if budget is not None and not 0 < budget < float("inf"):
         raise ValueError(f"--memory-budget-gb must be a number above 0, got {budget}")
-    for flag, path in (("--json", options.json), ("--graph", options.graph)):
-        _check_writable(flag, path)
+    for name in _FILES:
+        _check_writable(f"--{name}", getattr(options, name))
     return as_cluster(options.cluster)
 
 
@@ -222,25 +225,41 @@ def _plans(options: InspectOptions, cluster: Cluster, subject: Subject) -> list[
 def _tell(
     options: InspectOptions, cluster: Cluster, subject: Subject, plans: list[PlanReport]
 ) -> None:
-    from simplefsdp.inspection.document import document
     from simplefsdp.inspection.tables import console, print_plans
 
+    heading = f"{subject.name} on {options.ranks} ranks of {cluster.name}"
     out = console()
-    print_plans(out, plans, f"{subject.name} on {options.ranks} ranks of {cluster.name}")
+    print_plans(out, plans, heading)
     if options.diff:
         print_diff(plans[0])
-    if options.json is not None:
-        found = document(plans, subject=subject.name, ranks=options.ranks, cluster=cluster.name)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    if options.graph is not None:
-        from simplefsdp.inspection.diff import texts
-
-        graphs = [graph.prediction for graph in plans[0].graphs.values()]
-        parts = [f"# {graph.name}\n{texts(graph.before, graph.after)}" for graph in graphs]
-        options.graph.write_text("\n".join(parts))
-    for path in (options.json, options.graph):
+    for name in _FILES:
+        path: Path | None = getattr(options, name)
         if path is not None:
+            path.write_text(_text(name, options, cluster, subject, plans))
             out.print(f"wrote {path}", soft_wrap=True)
+
+
+def _text(
+    name: str,
+    options: InspectOptions,
+    cluster: Cluster,
+    subject: Subject,
+    plans: list[PlanReport],
+) -> str:
+    """What goes into the file of an option."""
+    if name == "json":
+        from simplefsdp.inspection.document import document
+
+        found = document(plans, subject=subject.name, ranks=options.ranks, cluster=cluster.name)
+        return json.dumps(found, indent=1) + "\n"
+    if name == "perfetto":
+        from simplefsdp.inspection.perfetto import trace_events
+
+        return json.dumps(trace_events(plans))
+    from simplefsdp.inspection.diff import texts
+
+    graphs = [graph.prediction for graph in plans[0].graphs.values()]
+    return "\n".join(f"# {g.name}\n{texts(g.before, g.after)}" for g in graphs)
 
 
 def print_diff(plan: PlanReport) -> None:
