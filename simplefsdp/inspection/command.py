@@ -33,6 +33,7 @@ examples:
   simplefsdp inspect --model debug --ranks 4 --cluster cpu-gloo --seq-len 128 --batch-size 2
   simplefsdp inspect --model 8b --layers 2 --ranks 64 --compare none manual --json report.json
   simplefsdp inspect --model 8b --layers 1 --ranks 8 --bucketing manual --diff --graph graphs.txt
+  simplefsdp inspect --model 8b --layers 4 --ranks 64 --compare manual --html report.html
   simplefsdp inspect --target simplefsdp.inspection.example:build_model --input simplefsdp.inspection.example:example_batch --ranks 8
 """  # noqa: E501 - examples are one line each, to be copied
 
@@ -47,7 +48,7 @@ _OF_MODEL = (
     "mixed_precision",
     "reshard_after_forward",
 )
-_FILES = ("json", "perfetto", "graph")
+_FILES = ("json", "html", "perfetto", "graph")
 PlanName = Literal["none", "manual", "auto", "greedy"]
 
 
@@ -92,6 +93,8 @@ class InspectOptions:
     """With --model: gather parameters again in backward."""
     json: Path | None = None
     """Write all of it; the keys are in simplefsdp/inspection/document.py."""
+    html: Path | None = None
+    """Write a page: timelines, memory over time, and tables; it opens offline."""
     perfetto: Path | None = None
     """Write a trace that ui.perfetto.dev and chrome://tracing open."""
     graph: Path | None = None
@@ -252,6 +255,10 @@ def _text(
 
         found = document(plans, subject=subject.name, ranks=options.ranks, cluster=cluster.name)
         return json.dumps(found, indent=1) + "\n"
+    if name == "html":
+        from simplefsdp.inspection.page import page
+
+        return page(plans, f"{subject.name} on {options.ranks} ranks of {cluster.name}")
     if name == "perfetto":
         from simplefsdp.inspection.perfetto import trace_events
 
