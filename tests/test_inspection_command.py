@@ -12,7 +12,7 @@ import torch
 
 from inductor_passes.text import parse
 from simplefsdp.cli import main
-from simplefsdp.inspection import command
+from simplefsdp.inspection import options
 from simplefsdp.inspection.explain import Reason
 
 EXAMPLE = (
@@ -129,9 +129,13 @@ def test_a_model_of_ours(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "give one of --model NAME and --target"),
-        (f"--model debug {EXAMPLE}", "give one of --model NAME and --target"),
+        ("", "give one of --model NAME, --target module:function and"),
+        (f"--model debug {EXAMPLE}", "give one of --model NAME, --target module:function and"),
         ("--target a:b", "go together"),
+        ("--model debug --trace trace.json", "give one of --model NAME"),
+        ("--trace trace.json --html page.html", "--html belongs to a prediction"),
+        ("--trace missing.json", "No such file or directory: 'missing.json'"),
+        ("--model debug --layers 0", "--layers must be at least 1, got 0"),
         ("--model 9b", "unknown --model '9b': choose one of debug, 160m, 1b, 8b, 70b, 405b"),
         ("--model debug --cluster h1000", "there is no preset 'h1000'"),
         ("--model debug --ranks 1", "--ranks must be at least 2, got 1"),
@@ -174,7 +178,7 @@ def test_a_budget_that_nothing_fits(capsys):
 
 
 def test_help_has_only_options_that_exist():
-    examples = re.findall(r"^  simplefsdp inspect (.*)$", command._DESCRIPTION, re.MULTILINE)
-    assert len(examples) >= 4
+    examples = re.findall(r"^  simplefsdp inspect (.*)$", options.DESCRIPTION, re.MULTILINE)
+    assert len(examples) >= 6
     for example in examples:
-        command.check(command.parse(shlex.split(example)))
+        options.check(options.parse(shlex.split(example)))
