@@ -128,6 +128,7 @@ def test_gloo(tmp_path):
 
     wait = "_c10d_functional::wait_tensor"
     gather, reduce = "c10d::allgather_into_tensor_coalesced_", "c10d::_reduce_scatter_base_"
+    coalesced = "c10d::reduce_scatter_tensor_coalesced_"
     report = measured(
         tmp_path,
         [
@@ -139,11 +140,14 @@ def test_gloo(tmp_path):
             main_thread(reduce, 60, 5, **{"Input Dims": [[4, 4], [8, 4], []]}),
             gloo("gloo:all_reduce", 65, 35, 3, ["c10::BFloat16"]),
             main_thread(wait, 80, 20),
+            main_thread(coalesced, 100, 5, **{"Input Dims": [[[2], [1]], [[4], [2]], []]}),
+            gloo("gloo:all_reduce", 105, 5, 3, ["float"]),
+            gloo("gloo:all_reduce", 110, 5, 2, ["float"]),
         ],
     )
-    assert [m.transfer.kind for m in report.transfers] == ["gather", "reduce"]
-    assert [m.transfer.nbytes for m in report.transfers] == [40 * 4, 32 * 2]
-    assert [m.exposed_us for m in report.transfers] == [10, 20]
+    assert [m.transfer.kind for m in report.transfers] == ["gather", "reduce", "reduce", "reduce"]
+    assert [m.transfer.nbytes for m in report.transfers] == [40 * 4, 32 * 2, 4 * 4, 2 * 4]
+    assert [m.exposed_us for m in report.transfers] == [10, 20, 5, 5]
     assert report.compute_us == 100 - 10 - 30  # launches and waits are none
 
 

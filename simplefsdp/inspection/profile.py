@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from simplefsdp.inspection.intervals import Intervals, difference, union
 
@@ -205,8 +205,10 @@ def _on_threads(spans: Sequence[Event], name: str) -> list[Profile]:
     theirs = {e.get("tid") for e in sent}
     own = [e for e in spans if e.get("tid") not in theirs and not _is_frame(e)]
     launches = sorted((e for e in own if _LAUNCH.match(e["name"])), key=_span)
-    # gloo reduces to shards by all-reduce: what it stands for is in the launch, if each has one.
-    causes = launches if len(launches) == len(sent) else sent
+    # gloo reduces to shards by all-reduce, tensor by tensor: the launches tell what it is for.
+    causes: Sequence[_Cause] = [cause for e in launches for cause in _causes(e)]
+    if len(causes) != len(sent):
+        causes = [_Cause(_kind(e["name"]), 0) for e in sent]
     transfers = [_gloo(e, cause) for e, cause in zip(sent, causes, strict=True)]
     apart = union(_span(e) for e in own if _WAIT.match(e["name"]) or _LAUNCH.match(e["name"]))
     busy = difference(union(map(_span, own)), apart)
@@ -219,13 +221,25 @@ def _is_frame(e: Event) -> bool:
     return e.get("cat") in ("Trace", "python_function") or e["name"].startswith("ProfilerStep")
 
 
-def _gloo(e: Event, cause: Event) -> Transfer:
+class _Cause(NamedTuple):
+    kind: str
+    numel: int
+
+
+def _causes(launch: Event) -> list[_Cause]:
+    """What a launch hands to gloo's threads: of the full tensors, the larger of in and out."""
+    dims = [d for d in _args(launch).get("Input Dims", ())[:2] if isinstance(d, list)]
+    kind = _kind(launch["name"])
+    if kind == "reduce" and "coalesced" in launch["name"] and len(dims) == 2:
+        return [_Cause(kind, _numel(tensor)) for tensor in dims[1]]
+    return [_Cause(kind, max(map(_numel, dims), default=0))]
+
+
+def _gloo(e: Event, cause: _Cause) -> Transfer:
     types = {str(t).rpartition("::")[2].lower() for t in _args(e).get("Input type", ())}
     each = _NBYTES.get(types.pop()) if len(types) == 1 else None
-    numel = max((_numel(dims) for dims in _args(cause).get("Input Dims", ())[:2]), default=0)
-    known = cause is not e and each and numel
-    nbytes = numel * each if known and each else None
-    return Transfer(_kind(cause["name"]), str(e["name"]), *_span(e), nbytes)
+    nbytes = cause.numel * each if cause.numel and each else None
+    return Transfer(cause.kind, str(e["name"]), *_span(e), nbytes)
 
 
 def _numel(dims: Any) -> int:
