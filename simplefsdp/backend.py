@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
 from simplefsdp.gather import GatherSpec
 from simplefsdp.options import Options, parse_options
 from simplefsdp.recompute import tag_for_recompute
+from simplefsdp.watch import Seen, show
 from simplefsdp.wrap import known_fqns
 
 log = logging.getLogger("simplefsdp")
@@ -181,9 +183,11 @@ def _observe(
     line = describe(take_census(gm.graph), is_backward=is_backward)
     part = "backward" if is_backward else "forward"
     planned = failure = None
+    begin = time.perf_counter()
     try:
         rehearsal = rehearse(gm, settings, fqn_of, _plans)
         planned = rehearsal.planned
+        show(Seen(part, rehearsal, settings, time.perf_counter() - begin))
         lines = launches(rehearsal)
         line += describe_passes(rehearsal, settings)
     except Exception as error:  # of whatever kind: the others wait to hear of it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
 from simplefsdp.trace import TracedStep
 
@@ -17,24 +17,24 @@ def modules_of_step(step: TracedStep) -> dict[str, dict[str, str]]:
 
     What backward gets from forward belongs to the module that made it there.
     """
-    forward = modules_of(step.forward, step.fqns)
-    backward = modules_of(step.backward, step.fqns)
+    forward = modules_of(step.forward.graph, step.fqns)
+    backward = modules_of(step.backward.graph, step.fqns)
     for node in step.backward.graph.nodes:
         if node.op == "placeholder" and node.name in forward:
             backward[node.name] = forward[node.name]
     return {"forward": forward, "backward": backward}
 
 
-def modules_of(gm: GraphModule, fqns: Iterable[str]) -> dict[str, str]:
+def modules_of(graph: Graph, fqns: Iterable[str]) -> dict[str, str]:
     """Module path by node name; a node without one belongs with the node before it.
 
     Paths are as in ``fqns``: a module around the wrapped one, such as a loss, is left out.
     """
-    paths = {node: path for node in gm.graph.nodes if (path := _path(node)) is not None}
+    paths = {node: path for node in graph.nodes if (path := _path(node)) is not None}
     around = _around(paths.values(), {fqn.partition(".")[0] for fqn in fqns})
     found: dict[str, str] = {}
     last = ""
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if node in paths:
             last = paths[node].removeprefix(around)
         if last and node.op == "call_function":

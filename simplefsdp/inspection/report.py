@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from inductor_passes.cluster import ClusterCost
 from inductor_passes.program import Op, Program
@@ -94,6 +95,30 @@ class GraphReport:
         return dict(found.most_common())
 
 
+class Step(Protocol):
+    """What is predicted of a step; :class:`simplefsdp.prediction.StepPrediction` is one."""
+
+    @property
+    def graphs(self) -> tuple[GraphPrediction, ...]: ...
+    @property
+    def optimizer_us(self) -> float: ...
+    @property
+    def parameters_nbytes(self) -> int: ...
+    @property
+    def optimizer_nbytes(self) -> int: ...
+    @property
+    def step_us(self) -> float: ...
+    @property
+    def exposed_us(self) -> float: ...
+    @property
+    def lower_bound_us(self) -> float: ...
+    @property
+    def peak_graph(self) -> GraphPrediction: ...
+    @property
+    def peak_nbytes(self) -> int: ...
+    def peak_by_use(self) -> dict[str, int]: ...
+
+
 @dataclass(frozen=True)
 class PlanReport:
     """A step under one choice of passes.
@@ -108,7 +133,7 @@ class PlanReport:
     """
 
     name: str
-    step: StepPrediction
+    step: Step
     graphs: Mapping[str, GraphReport]
     tokens: int | None
     flops: float
@@ -117,12 +142,12 @@ class PlanReport:
     @property
     def tokens_per_second_per_rank(self) -> float | None:
         """Tokens that a rank gets through."""
-        return self.step.tokens_per_second(self.tokens) if self.tokens else None
+        return self.tokens / (self.step.step_us / 1e6) if self.tokens else None
 
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation; None for a model without matmuls."""
-        return self.step.mfu(self.flops, self.peak_tflops) if self.flops else None
+        return self.flops / (self.step.step_us * self.peak_tflops * 1e6) if self.flops else None
 
 
 def report_plan(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SENTENCES = 8
 _MODULES = 8
-_WIDTH = 160
+WIDTH = 160
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -29,7 +29,7 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     found = Console(stderr=stderr, highlight=False)
-    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
+    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
 
 
 def print_plans(out: Console, plans: Sequence[PlanReport], heading: str) -> None:
