@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_inspection_perfetto import plan
 
-from simplefsdp.inspection.page import page
+from simplefsdp.inspection.page import _MOST_POINTS, _thinned, page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -42,6 +42,15 @@ def test_the_page_is_one_file_with_the_whole_report(html):
     last = manual["buckets"][-1]
     assert (last["graph"], last["what"]) == ("backward", "layers.0.weight")
     assert last["begin_us"] >= begin
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_peak():
+    curve = [(float(us), us * 7919 % 10007) for us in range(10_000)]
+    thin = list(_thinned(curve))
+    assert len(thin) <= _MOST_POINTS + 1
+    assert max(n for _, n in thin) == max(n for _, n in curve)
+    assert [us for us, _ in thin] == sorted(us for us, _ in thin)
+    assert list(_thinned(curve[:100])) == curve[:100]
 
 
 def test_many_ops_are_drawn_by_module(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -16,6 +17,10 @@ from simplefsdp.inspection.report import GraphReport, PlanReport
 _ASSETS = Path(__file__).parent / "assets"
 _MOST_SPANS = 1500
 """Compute ops of a plan that are drawn one by one; more are drawn by module."""
+_MOST_POINTS = 1500
+_MOST_NAMES = 20
+_SHOWN = ("kind", "bytes", "dtype", "ranks", "duration_us", "exposed_us", "reason", "why")
+_TIMES = ("launch_us", "begin_us", "end_us", "needed_us")
 
 
 def page(plans: Sequence[PlanReport], title: str) -> str:
@@ -46,7 +51,7 @@ def _plan(plan: PlanReport) -> dict[str, Any]:
         graphs.append(_graph(graph, begin_us))
         compute += [[round(us + begin_us, 2), *rest] for us, *rest in _compute(graph)]
         buckets += [{**row, "graph": graph.name} for row in _buckets(graph, begin_us)]
-        memory += [[round(us + begin_us, 2), n + at_rest] for us, n in graph.memory.curve]
+        memory += [[round(us + begin_us, 2), n + at_rest] for us, n in _thinned(graph.memory.curve)]
         begin_us += graph.prediction.timeline.total_us
     if plan.step.optimizer_us:
         compute.append([begin_us, plan.step.optimizer_us, "optimizer"])
@@ -101,15 +106,29 @@ def _compute(graph: GraphReport) -> Iterator[tuple[float, float, str]]:
 
 
 def _buckets(graph: GraphReport, begin_us: float) -> Iterator[dict[str, Any]]:
+    """What the page shows of each bucket, and no more: there may be a thousand."""
     for bucket in graph.buckets:
         found = bucket_document(bucket)
-        for name in ("launch_us", "begin_us", "end_us", "needed_us"):
-            found[name] = round(found[name] + begin_us, 3)
-        names = ", ".join(bucket.fqns[:40])
+        row = {name: found[name] for name in _SHOWN}
+        times = {name: round(found[name] + begin_us, 3) for name in _TIMES}
+        more = f" and {len(bucket.fqns) - _MOST_NAMES} more"
         yield {
-            **found,
-            "parameters": names,
+            **row,
+            **times,
+            "parameters": ", ".join(bucket.fqns[:_MOST_NAMES])
+            + more * (len(bucket.fqns) > _MOST_NAMES),
             "what": bucket.parameters or bucket.name,
             "lane": f"wire {bucket.ranks} ({bucket.group})",
             "hidden_by": shorten_blocks(sorted(map(block_of, bucket.hidden_by[:3]))),
         }
+
+
+def _thinned(curve: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    """The curve with at most so many points: the highest of each stretch of time."""
+    if len(curve) <= _MOST_POINTS:
+        yield from curve
+        return
+    stretch = curve[-1][0] / _MOST_POINTS
+    for _, points in groupby(curve, key=lambda point: point[0] // stretch):
+        begin, *rest = points
+        yield begin[0], max(nbytes for _, nbytes in (begin, *rest))
