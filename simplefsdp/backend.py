@@ -26,6 +26,7 @@ from inductor_passes.planned import PlannedBucket
 from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import Auto, Plans, Rehearsal, Settings, launches, predict
 from inductor_passes.roofline import cluster_of
+from inductor_passes.text import to_text
 from simplefsdp import _torch, provenance, rank_guard
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
@@ -188,6 +189,7 @@ def _observe(
         rehearsal = rehearse(gm, settings, fqn_of, _plans)
         planned = rehearsal.planned
         show(Seen(part, rehearsal, settings, time.perf_counter() - begin))
+        _torch.trace_artifact(f"simplefsdp_{part}", lambda: to_text(rehearsal.after))
         lines = launches(rehearsal)
         line += describe_passes(rehearsal, settings)
     except Exception as error:  # of whatever kind: the others wait to hear of it

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 
 import simplefsdp
+from inductor_passes.text import parse
 from simplefsdp.inspection.capture import compare
 
 
@@ -148,3 +150,37 @@ def test_ranks_are_compared():
         "forward, rank 2 has gather c in forward"
     )
     assert compare([launches, launches[:2]]).difference.endswith("rank 1 has no more")
+
+
+def test_what_is_compiled_is_in_torchs_trace(fake_mesh, monkeypatch):
+    from torch._logging._internal import trace_log
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = records.append
+    monkeypatch.setattr(trace_log, "handlers", [handler])
+    monkeypatch.setattr(trace_log, "level", logging.DEBUG)
+    step(compiled(fake_mesh(4)))
+    texts = {
+        record.metadata["artifact"]["name"]: record.payload
+        for record in records
+        if record.metadata.get("artifact", {}).get("name", "").startswith("simplefsdp_")
+    }
+    assert set(texts) == {"simplefsdp_forward", "simplefsdp_backward"}
+    starts = [op for _, op in parse(texts["simplefsdp_forward"]).starts()]
+    assert [op.collective.bucket for op in starts] == [f"layers.{k}" for k in range(3)]
+
+
+def test_real_steps_beside_the_prediction(pools):
+    for rank, (rate, unmatched, exposed) in enumerate(pools(2).run(_measured_steps)):
+        assert (rate, unmatched) == (1.0, 0), rank
+        assert all(us is not None and us >= 0 for us in exposed)
+
+
+def _measured_steps():
+    model = compiled(init_device_mesh("cpu", (2,)))
+    with simplefsdp.inspect() as report:
+        step(model)
+    found = report.measure(lambda: step(model), steps=2)
+    assert report.compare_ranks()
+    return found.match_rate, found.unmatched, [row.exposed_us for row in found.rows]

@@ -11,6 +11,7 @@ from test_inspection_perfetto import plan
 
 from simplefsdp.cli import main
 from simplefsdp.inspection.intervals import difference, intersection, length, union
+from simplefsdp.inspection.matching import match
 from simplefsdp.inspection.measured import measure, measured_document
 from simplefsdp.inspection.perfetto import trace_events
 from simplefsdp.inspection.profile import read_profiles
@@ -162,6 +163,29 @@ def test_what_was_predicted_is_measured_in_its_own_trace(tmp_path):
         assert report.exposed_us == pytest.approx(predicted.step.exposed_us)
         assert report.total_us == pytest.approx(predicted.step.step_us)
         assert {m.transfer.nbytes for m in report.transfers} == {64}
+
+
+def test_predicted_and_measured_are_matched_bucket_by_bucket(tmp_path):
+    predicted = plan("manual")
+    events = trace_events([predicted])["traceEvents"]
+    # A second step, and somebody else's all-reduce between the two.
+    last = predicted.step.step_us + 1
+    other = event("all_reduce norm", last, 9, "all_reduce", 2, bytes=4) | {"pid": 1}
+    later = [{**e, "ts": e["ts"] + last + 10} for e in events if e["ph"] == "X"]
+    (profile,) = read_profiles(written(tmp_path, [*events, other, *later]))
+    graphs = list(predicted.graphs.values())
+    found = match(graphs, measure(profile), 2)
+    assert (found.match_rate, found.unmatched, len(found.rows)) == (1.0, 1, 9)
+    for row in found.rows:
+        exposure = row.bucket.exposure
+        assert row.duration_us == pytest.approx(exposure.duration_us)
+        assert row.gb_s == pytest.approx(64 / 64e3)
+    assert "2 steps: 18 of 18 buckets found in the profile (100%)" in str(found)
+    assert json.loads(json.dumps(found.to_json()))["buckets"][0]["matched"] == 2
+    (profile,) = read_profiles(written(tmp_path, [e for e in events if e.get("cat") != "reduce"]))
+    without = match(graphs, measure(profile), 1)
+    assert [bool(row.launches) for row in without.rows].count(True) == 6
+    assert without.match_rate == pytest.approx(6 / 9)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -24,6 +24,9 @@ from simplefsdp.inspection.plans import limits_of
 from simplefsdp.inspection.report import GraphReport, PlanReport, report_graph
 from simplefsdp.prediction import GraphPrediction, live_by_use, predict_rehearsed
 from simplefsdp.watch import Seen, watching
+
+if TYPE_CHECKING:
+    from simplefsdp.inspection.matching import Comparison
 
 
 class RankComparison(NamedTuple):
@@ -182,6 +185,22 @@ class Report:
         if _rank() != 0:
             return
         Path(name).write_text(_written(name, plan, self))
+
+    def measure(self, step_fn: Callable[[], object], steps: int = 5) -> Comparison:
+        """Profile real steps, and lay what they sent beside what was predicted.
+
+        Every rank must call this, as ``step_fn`` communicates.
+
+        Args:
+            step_fn: a step that runs the graphs that were captured, each once and in their order.
+            steps: to measure, after one that is not counted.
+
+        Raises:
+            ValueError: fewer than one step, nothing was compiled, or nothing communicates.
+        """
+        from simplefsdp.inspection.matching import measure_steps
+
+        return measure_steps(list(self.graphs.values()), step_fn, steps)
 
     def compare_ranks(self) -> RankComparison:
         """Whether all ranks compiled the same plan. Every rank must call this."""

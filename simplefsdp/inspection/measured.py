@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from simplefsdp.inspection.intervals import difference, intersection, length, union
+from simplefsdp.inspection.intervals import Intervals, difference, intersection, length, union
 from simplefsdp.inspection.names import nbytes_text, time_text
 from simplefsdp.inspection.profile import Profile, Transfer
 
@@ -26,11 +26,16 @@ class Measured:
 
     Attributes:
         transfer: when, and how much.
-        exposed_us: of its time, while nothing is computed.
+        exposed: the parts of its time in which nothing is computed.
     """
 
     transfer: Transfer
-    exposed_us: float
+    exposed: Intervals
+
+    @property
+    def exposed_us(self) -> float:
+        """Time in which nothing is computed."""
+        return length(self.exposed)
 
     @property
     def duration_us(self) -> float:
@@ -107,13 +112,11 @@ def measure(profile: Profile) -> MeasuredReport:
         length(profile.compute),
         length(sent),
         length(exposed),
-        tuple(Measured(t, _exposed_us(t, exposed)) for t in profile.transfers),
+        tuple(
+            Measured(t, intersection([(t.begin_us, t.end_us)], exposed)) for t in profile.transfers
+        ),
         tuple(_gaps(profile, busy)),
     )
-
-
-def _exposed_us(transfer: Transfer, exposed: Sequence[tuple[float, float]]) -> float:
-    return length(intersection([(transfer.begin_us, transfer.end_us)], exposed))
 
 
 def _gaps(profile: Profile, busy: Sequence[tuple[float, float]]) -> list[Gap]:

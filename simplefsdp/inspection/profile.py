@@ -44,6 +44,7 @@ class Transfer:
         begin_us: in the trace's clock.
         end_us: likewise.
         nbytes: of the full tensors; None if the trace does not tell.
+        launch: number of the launch that it is of, which may have several.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Transfer:
     begin_us: float
     end_us: float
     nbytes: int | None
+    launch: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,12 @@ def _on_devices(spans: Sequence[Event], name: str) -> list[Profile]:
 
 def _profile(name: str, transfers: Iterable[Transfer], kernels: Iterable[Event]) -> Profile:
     spans = sorted((*_span(e), str(e["name"])) for e in kernels)
+    ordered = sorted(transfers, key=lambda t: (t.begin_us, t.end_us))
+    if not any(t.launch for t in ordered):
+        ordered = [replace(t, launch=n) for n, t in enumerate(ordered)]
     return Profile(
         name,
-        tuple(sorted(transfers, key=lambda t: (t.begin_us, t.end_us))),
+        tuple(ordered),
         union((begin, end) for begin, end, _ in spans),
         tuple(spans),
         (None,) * len(spans),
@@ -206,9 +211,9 @@ def _on_threads(spans: Sequence[Event], name: str) -> list[Profile]:
     own = [e for e in spans if e.get("tid") not in theirs and not _is_frame(e)]
     launches = sorted((e for e in own if _LAUNCH.match(e["name"])), key=_span)
     # gloo reduces to shards by all-reduce, tensor by tensor: the launches tell what it is for.
-    causes: Sequence[_Cause] = [cause for e in launches for cause in _causes(e)]
+    causes = [cause for n, e in enumerate(launches) for cause in _causes(e, n)]
     if len(causes) != len(sent):
-        causes = [_Cause(_kind(e["name"]), 0) for e in sent]
+        causes = [_Cause(_kind(e["name"]), 0, n) for n, e in enumerate(sent)]
     transfers = [_gloo(e, cause) for e, cause in zip(sent, causes, strict=True)]
     apart = union(_span(e) for e in own if _WAIT.match(e["name"]) or _LAUNCH.match(e["name"]))
     busy = difference(union(map(_span, own)), apart)
@@ -224,22 +229,23 @@ def _is_frame(e: Event) -> bool:
 class _Cause(NamedTuple):
     kind: str
     numel: int
+    launch: int
 
 
-def _causes(launch: Event) -> list[_Cause]:
+def _causes(launch: Event, number: int) -> list[_Cause]:
     """What a launch hands to gloo's threads: of the full tensors, the larger of in and out."""
     dims = [d for d in _args(launch).get("Input Dims", ())[:2] if isinstance(d, list)]
     kind = _kind(launch["name"])
     if kind == "reduce" and "coalesced" in launch["name"] and len(dims) == 2:
-        return [_Cause(kind, _numel(tensor)) for tensor in dims[1]]
-    return [_Cause(kind, max(map(_numel, dims), default=0))]
+        return [_Cause(kind, _numel(tensor), number) for tensor in dims[1]]
+    return [_Cause(kind, max(map(_numel, dims), default=0), number)]
 
 
 def _gloo(e: Event, cause: _Cause) -> Transfer:
     types = {str(t).rpartition("::")[2].lower() for t in _args(e).get("Input type", ())}
     each = _NBYTES.get(types.pop()) if len(types) == 1 else None
     nbytes = cause.numel * each if cause.numel and each else None
-    return Transfer(cause.kind, str(e["name"]), *_span(e), nbytes)
+    return Transfer(cause.kind, str(e["name"]), *_span(e), nbytes, cause.launch)
 
 
 def _numel(dims: Any) -> int:
