@@ -121,6 +121,15 @@ def line_of(node: Node | None) -> str:
     return f" ({': '.join(lines[frames[-1] : frames[-1] + 2])})" if frames else ""
 
 
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to what ``TORCH_TRACE`` collects (tlparse shows it); nothing is made without."""
+    torch._logging._internal.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+    )
+
+
 def compile_with_inductor(
     gm: GraphModule,
     example_inputs: Sequence[Any],

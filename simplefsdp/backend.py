@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from inductor_passes.planned import PlannedBucket
 from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import Auto, Plans, Rehearsal, Settings, launches, predict
 from inductor_passes.roofline import cluster_of
+from inductor_passes.text import to_text
 from simplefsdp import _torch, provenance, rank_guard
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
@@ -32,6 +34,7 @@ from simplefsdp.gather import GatherSpec
 from simplefsdp.options import Options, parse_options
 from simplefsdp.recompute import tag_for_recompute
 from simplefsdp.reshard import decide_resharding
+from simplefsdp.watch import Seen, show
 from simplefsdp.wrap import known_fqns
 
 log = logging.getLogger("simplefsdp")
@@ -186,9 +189,12 @@ def _observe(
     line = describe(take_census(gm.graph), is_backward=is_backward)
     part = "backward" if is_backward else "forward"
     planned = failure = None
+    begin = time.perf_counter()
     try:
         rehearsal = rehearse(gm, settings, fqn_of, _plans)
         planned = rehearsal.planned
+        show(Seen(part, rehearsal, settings, time.perf_counter() - begin))
+        _torch.trace_artifact(f"simplefsdp_{part}", lambda: to_text(rehearsal.after))
         lines = launches(rehearsal)
         line += describe_passes(rehearsal, settings)
     except Exception as error:  # of whatever kind: the others wait to hear of it

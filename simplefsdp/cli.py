@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "simplefsdp.train.command",
     "export": "simplefsdp.train.export",
     "calibrate": "simplefsdp.calibrate.command",
+    "inspect": "simplefsdp.inspection.command",
 }
 
 

@@ -18,7 +18,7 @@ from inductor_passes.order import overlap
 from inductor_passes.passes import rehearse
 from inductor_passes.planned import in_program
 from inductor_passes.program import Program
-from inductor_passes.rehearsal import Settings
+from inductor_passes.rehearsal import Rehearsal, Settings
 from inductor_passes.roofline import cost_of, fused_program
 from inductor_passes.simulate import Memory, Timeline, live_at_peak, memory, simulate
 from simplefsdp.backend import fqn_of
@@ -161,12 +161,23 @@ def predict_graph(
     begin = time.process_time()
     rehearsal = rehearse(gm, settings, fqn_of)
     seconds = time.process_time() - begin
+    return predict_rehearsed(name, rehearsal, settings, cluster, seconds)
+
+
+def predict_rehearsed(
+    name: str,
+    rehearsal: Rehearsal,
+    settings: Settings | None,
+    cluster: Cluster,
+    pass_seconds: float,
+) -> GraphPrediction:
+    """Predict a graph that was planned already."""
     before = fused_program(rehearsal.reading)
     cost = cost_of(rehearsal.reading, cluster)
     after = merge(before, in_program(before, rehearsal.planned))
     if settings is not None and settings.reorder:
         after = after.reorder(overlap(after, settings.policy))
-    return predict_program(name, before, after, cost, seconds)
+    return predict_program(name, before, after, cost, pass_seconds)
 
 
 def predict_program(

@@ -47,7 +47,7 @@ def trace(model: nn.Module, *inputs: object) -> TracedStep:
     """Trace forward and backward of a wrapped model.
 
     Args:
-        model: wrapped by :func:`simplefsdp.simple_fsdp`. Its forward returns a tensor, which
+        model: wrapped by :func:`simplefsdp.simple_fsdp`. What its forward returns
             is differentiated. If its parameters are fake tensors, nothing is computed; call this
             inside their mode.
         inputs: of the model, fake likewise.

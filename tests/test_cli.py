@@ -228,7 +228,8 @@ def test_dry_run_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_import_stays_light() -> None:
     code = (
         "import sys, simplefsdp, simplefsdp.backend\n"
-        "heavy = {'tyro', 'rich', 'tensorboard', 'safetensors', 'transformers'} & {*sys.modules}\n"
+        "heavy = {'tyro', 'rich', 'tensorboard', 'safetensors', 'transformers', 'plotly',\n"
+        "         'simplefsdp.inspection'} & {*sys.modules}\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

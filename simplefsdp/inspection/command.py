@@ -1,0 +1,174 @@
+"""``simplefsdp inspect``: from the command line to a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inductor_passes.cluster import Cluster
+from simplefsdp.inspection.options import FILES, InspectOptions, check, parse
+from simplefsdp.train.config import ModelOptions, ParallelOptions
+from simplefsdp.train.errors import UserError, user_errors
+
+if TYPE_CHECKING:
+    from simplefsdp.inspection.report import PlanReport
+    from simplefsdp.inspection.subject import Subject
+
+SUMMARY = "see what is merged, when it runs, what is exposed and why"
+
+
+def run(args: list[str]) -> int:
+    """Run ``simplefsdp inspect *args``; return the exit code."""
+    options = parse(args)
+    with user_errors():
+        cluster = check(options)
+    if options.trace:
+        return _measured(options)
+    from simplefsdp.train.dry_run import fake_ranks
+
+    with fake_ranks(options.ranks):
+        subject = _trace(options, cluster)
+        plans = _plans(options, cluster, subject)
+    _tell(options, cluster, subject, plans)
+    return 0
+
+
+def _measured(options: InspectOptions) -> int:
+    """Report on traces of a run."""
+    from simplefsdp.inspection.measured import measure, measured_document, print_measured
+    from simplefsdp.inspection.profile import read_profiles
+    from simplefsdp.inspection.tables import console
+
+    with user_errors():
+        profiles = [profile for path in options.trace for profile in read_profiles(path)]
+    reports = [measure(profile) for profile in profiles]
+    print_measured(console(), reports)
+    if options.json is not None:
+        found = {"version": 1, "ranks": [measured_document(report) for report in reports]}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"wrote {options.json}")
+    return 0
+
+
+def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
+    from simplefsdp.inspection.subject import trace_llama, trace_target
+    from simplefsdp.train.distributed import make_mesh, plan_layout
+
+    what = options.model or options.target
+    with working(f"tracing {what} as one of {options.ranks} ranks"), user_errors():
+        if options.target is not None and options.input is not None:
+            return trace_target(options.target, options.input, options.ranks)
+        model = ModelOptions(options.model or "", options.activation_checkpointing)
+        parallel = ParallelOptions(
+            mode=options.mode,
+            shard_size=options.shard_size,
+            tp=options.tp,
+            reshard_after_forward=options.reshard_after_forward,
+            mixed_precision=options.mixed_precision,
+        )
+        layout = plan_layout(parallel, options.ranks, cluster.ranks_per_node)
+        mesh = make_mesh(layout, parallel, "cpu")
+        return trace_llama(
+            model,
+            parallel,
+            mesh,
+            layers=options.layers,
+            seq_len=options.seq_len or _default_seq_len(model),
+            batch_size=options.batch_size,
+        )
+
+
+def _default_seq_len(model: ModelOptions) -> int:
+    from simplefsdp.train.build import model_config
+
+    try:
+        return min(8192, model_config(model).max_seq_len)
+    except ValueError as error:
+        raise UserError(str(error).replace("--config", "--model")) from error
+
+
+def _plans(options: InspectOptions, cluster: Cluster, subject: Subject) -> list[PlanReport]:
+    from simplefsdp.inspection.plans import inspect_plan
+
+    budget = options.memory_budget_gb
+    budget_nbytes = None if budget is None else int(budget * 1e9)
+    plans = []
+    for name in dict.fromkeys((options.bucketing, *options.compare)):
+        with working(f"planning and simulating {name}"), user_errors():
+            plans.append(inspect_plan(name, subject, cluster, budget_nbytes))
+    return plans
+
+
+def _tell(
+    options: InspectOptions, cluster: Cluster, subject: Subject, plans: list[PlanReport]
+) -> None:
+    from simplefsdp.inspection.tables import console, print_plans
+
+    heading = f"{subject.name} on {options.ranks} ranks of {cluster.name}"
+    out = console()
+    print_plans(out, plans, heading)
+    if options.diff:
+        print_diff(plans[0])
+    for name in FILES:
+        path: Path | None = getattr(options, name)
+        if path is not None:
+            path.write_text(_text(name, options, cluster, subject, plans))
+            out.print(f"wrote {path}", soft_wrap=True)
+
+
+def _text(
+    name: str,
+    options: InspectOptions,
+    cluster: Cluster,
+    subject: Subject,
+    plans: list[PlanReport],
+) -> str:
+    """What goes into the file of an option."""
+    if name == "json":
+        from simplefsdp.inspection.document import document
+
+        found = document(plans, subject=subject.name, ranks=options.ranks, cluster=cluster.name)
+        return json.dumps(found, indent=1) + "\n"
+    if name == "html":
+        from simplefsdp.inspection.page import page
+
+        return page(plans, f"{subject.name} on {options.ranks} ranks of {cluster.name}")
+    if name == "perfetto":
+        from simplefsdp.inspection.perfetto import trace_events
+
+        return json.dumps(trace_events(plans))
+    from simplefsdp.inspection.diff import texts
+
+    graphs = [graph.prediction for graph in plans[0].graphs.values()]
+    return "\n".join(f"# {g.name}\n{texts(g.before, g.after)}" for g in graphs)
+
+
+def print_diff(plan: PlanReport) -> None:
+    """What a plan merged and moved."""
+    from simplefsdp.inspection.diff import describe_changes
+
+    for graph in plan.graphs.values():
+        changes = describe_changes(graph.prediction.before, graph.prediction.after)
+        print(f"\n{graph.name}, what changed:")
+        print("\n".join(f"  {line}" for line in changes) or "  nothing")
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say what goes on: with a running clock on a terminal, else a line when it is done."""
+    import sys
+    import time
+
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    out = Console(stderr=True, highlight=False)
+    begin = time.perf_counter()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
+        progress.add_task(what)
+        yield
+    print(f"{what}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)

@@ -1,0 +1,63 @@
+"""What the passes merged and moved, one line a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from inductor_passes.program import Program
+from inductor_passes.text import to_text
+from simplefsdp.inspection.names import plural, shorten_fqns
+
+
+def texts(before: Program, after: Program) -> str:
+    """Both programs in full, in the language of :mod:`inductor_passes.text`."""
+    return f"# before the passes\n{to_text(before)}\n# after the passes\n{to_text(after)}"
+
+
+def describe_changes(before: Program, after: Program) -> list[str]:
+    """What happened to each collective of ``after``: what was merged, and how far start and wait
+    moved, counted in compute ops. One that is as it was is left out."""
+    was, computed = _places(before), _computed(after)
+    lines = []
+    for i, op in after.starts():
+        c = op.collective
+        # Merging leaves the buffers that the members fill alone.
+        members = [was[name] for name in op.writes if name in was]
+        if c is None or not members:
+            continue
+        moved = _moved(after, computed, i, members)
+        merged = f"{len(members)} {c.kind}s merged" if len(members) > 1 else ""
+        changes = [change for change in (merged, *moved) if change]
+        if changes:
+            lines.append(f"{c.kind} {shorten_fqns(c.fqns) or op.name}: {'; '.join(changes)}")
+    return lines
+
+
+def _moved(
+    after: Program, computed: list[int], i: int, members: list[tuple[int, int]]
+) -> Iterator[str]:
+    # Against the member that was first to start, and first to be waited for.
+    start = computed[i] - min(start for start, _ in members)
+    wait = computed[min(after.waits_of[i])] - min(wait for _, wait in members)
+    for name, places in (("start", start), ("wait", wait)):
+        if places:
+            way = "earlier" if places < 0 else "later"
+            yield f"{name} {plural(abs(places), 'compute op')} {way}"
+
+
+def _places(program: Program) -> dict[str, tuple[int, int]]:
+    """Compute ops before start and wait of each collective, by the buffers that it fills."""
+    computed = _computed(program)
+    return {
+        name: (computed[i], computed[min(program.waits_of[i])])
+        for i, op in program.starts()
+        for name in op.writes
+    }
+
+
+def _computed(program: Program) -> list[int]:
+    found, n = [], 0
+    for op in program.ops:
+        found.append(n)
+        n += op.kind == "compute"
+    return found

@@ -1,0 +1,246 @@
+"""Predicted buckets beside measured transfers: ``report.measure(step_fn)``."""
+
+from __future__ import annotations
+
+import io
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from simplefsdp.inspection.intervals import length, union
+from simplefsdp.inspection.measured import Measured, MeasuredReport, measure
+from simplefsdp.inspection.names import plural, time_text
+from simplefsdp.inspection.profile import read_profiles
+from simplefsdp.inspection.report import BucketReport, GraphReport
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class Launch(NamedTuple):
+    """What one launch sent: several transfers, if gloo reduces tensor by tensor."""
+
+    kind: str
+    begin_us: float
+    end_us: float
+    exposed_us: float
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A bucket, predicted and measured.
+
+    Attributes:
+        graph: its name.
+        bucket: what was predicted.
+        launches: what was measured, one for each step that has it.
+    """
+
+    graph: str
+    bucket: BucketReport
+    launches: tuple[Launch, ...]
+
+    @property
+    def duration_us(self) -> float | None:
+        """Median of the measured times."""
+        return _median(launch.end_us - launch.begin_us for launch in self.launches)
+
+    @property
+    def exposed_us(self) -> float | None:
+        """Median of what no compute covers."""
+        return _median(launch.exposed_us for launch in self.launches)
+
+    @property
+    def overlap(self) -> float | None:
+        """Fraction of the measured time that compute covers."""
+        us, exposed = self.duration_us, self.exposed_us
+        return 1 - exposed / us if us and exposed is not None else None
+
+    @property
+    def gb_s(self) -> float | None:
+        """Achieved 1e9 bytes of full tensors per second."""
+        us = self.duration_us
+        return self.bucket.nbytes / us / 1e3 if us else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted and measured, bucket by bucket.
+
+    Attributes:
+        rows: of all graphs, in launch order.
+        steps: that were measured.
+        unmatched: measured launches that are no bucket's: a gradient norm's, say.
+        measured: all of the run.
+    """
+
+    rows: tuple[Row, ...]
+    steps: int
+    unmatched: int
+    measured: MeasuredReport
+
+    @property
+    def match_rate(self) -> float:
+        """Fraction of the buckets of all steps that were found in the profile."""
+        wanted = len(self.rows) * self.steps
+        return sum(len(row.launches) for row in self.rows) / wanted if wanted else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; times are medians over steps."""
+        return {
+            "steps": self.steps,
+            "match_rate": self.match_rate,
+            "unmatched": self.unmatched,
+            "buckets": [
+                {
+                    "graph": row.graph,
+                    "kind": row.bucket.kind,
+                    "parameters": list(row.bucket.fqns),
+                    "bytes": row.bucket.nbytes,
+                    "predicted_us": row.bucket.exposure.duration_us,
+                    "predicted_exposed_us": row.bucket.exposure.exposed_us,
+                    "measured_us": row.duration_us,
+                    "measured_exposed_us": row.exposed_us,
+                    "overlap": row.overlap,
+                    "gb_s": row.gb_s,
+                    "matched": len(row.launches),
+                }
+                for row in self.rows
+            ],
+        }
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        from simplefsdp.inspection.tables import WIDTH
+
+        file = io.StringIO()
+        out = Console(file=file, width=WIDTH, highlight=False)
+        out.print(_table(self.rows))
+        found, wanted = sum(len(row.launches) for row in self.rows), len(self.rows) * self.steps
+        out.print(
+            f"{plural(self.steps, 'step')}: {found} of {wanted} buckets found in the profile "
+            f"({self.match_rate:.0%}), launches that are no bucket's: {self.unmatched}; medians "
+            "over steps"
+        )
+        return file.getvalue().rstrip()
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    from rich.table import Table
+
+    table = Table("graph", "kind", "parameters")
+    for name in ("predicted", "measured", "exposed: predicted", "measured", "covered", "GB/s"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        exposure = row.bucket.exposure
+        us, exposed, overlap, rate = row.duration_us, row.exposed_us, row.overlap, row.gb_s
+        table.add_row(
+            row.graph,
+            row.bucket.kind,
+            row.bucket.parameters or row.bucket.name,
+            time_text(exposure.duration_us),
+            time_text(us) if us is not None else "-",
+            time_text(exposure.exposed_us),
+            time_text(exposed) if exposed is not None else "-",
+            f"{overlap:.0%}" if overlap is not None else "-",
+            f"{rate:.3g}" if rate is not None else "-",
+        )
+    return table
+
+
+def measure_steps(
+    graphs: Sequence[GraphReport], step_fn: Callable[[], object], steps: int
+) -> Comparison:
+    """Profile ``steps`` calls of ``step_fn``, after one that is not counted, and match them.
+
+    Raises:
+        ValueError: ``steps`` is below 1, there are no graphs, or nothing communicates.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if not graphs:
+        raise ValueError(
+            "nothing was compiled inside `with simplefsdp.inspect()`: nothing to match"
+        )
+    step_fn()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        for _ in range(steps):
+            step_fn()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        (profile,) = read_profiles(path)
+    return match(graphs, measure(profile), steps)
+
+
+def match(graphs: Sequence[GraphReport], measured: MeasuredReport, steps: int) -> Comparison:
+    """Find each bucket of ``graphs``, which run one after the other, in each of ``steps`` steps.
+
+    Launches keep their order, so a bucket is the next launch of its kind and size; of its kind, if
+    the trace does not tell sizes. What lies between is somebody else's. One that is not found
+    within a step's launches is missing, and costs the others nothing.
+    """
+    launches = launches_of(measured.transfers)
+    wanted = [(graph.name, bucket) for graph in graphs for bucket in graph.buckets]
+    found: dict[int, list[Launch]] = {i: [] for i in range(len(wanted))}
+    at = 0
+    for _ in range(steps):
+        for i, (_, bucket) in enumerate(wanted):
+            near = range(at, min(at + len(wanted), len(launches)))
+            hit = next((j for j in near if _fits(bucket, launches[j])), None)
+            if hit is not None:
+                found[i].append(launches[hit])
+                at = hit + 1
+    rows = [Row(name, bucket, tuple(found[i])) for i, (name, bucket) in enumerate(wanted)]
+    matched = sum(map(len, found.values()))
+    return Comparison(tuple(rows), steps, len(launches) - matched, measured)
+
+
+def _fits(bucket: BucketReport, launch: Launch) -> bool:
+    # Shards that are padded are gathered with their padding.
+    same = launch.nbytes is None or bucket.nbytes <= launch.nbytes <= 1.1 * bucket.nbytes + 4096
+    return launch.kind == bucket.kind and same
+
+
+def launches_of(transfers: Sequence[Measured]) -> list[Launch]:
+    """Transfers by launch, in the order of the launches."""
+    found = []
+    numbered = sorted(transfers, key=lambda m: (m.transfer.launch, m.transfer.begin_us))
+    for _, group in groupby(numbered, key=lambda m: m.transfer.launch):
+        members = list(group)
+        sizes = [m.transfer.nbytes for m in members]
+        known = [n for n in sizes if n is not None]
+        found.append(
+            Launch(
+                members[0].transfer.kind,
+                min(m.transfer.begin_us for m in members),
+                max(m.transfer.end_us for m in members),
+                _exposed_us(members),
+                sum(known) if len(known) == len(sizes) else None,
+            )
+        )
+    return found
+
+
+def _exposed_us(members: Sequence[Measured]) -> float:
+    """Exposed time of one launch; transfers side by side expose the same time once."""
+    return length(union(span for m in members for span in m.exposed))
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None

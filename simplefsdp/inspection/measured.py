@@ -1,0 +1,230 @@
+"""What a measured run exposes: communication that no compute covers, on any stream; idle time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from simplefsdp.inspection.intervals import Intervals, difference, intersection, length, union
+from simplefsdp.inspection.names import nbytes_text, time_text
+from simplefsdp.inspection.profile import Profile, Transfer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_GAP_US = 10.0
+"""Shorter gaps lie between any two kernels."""
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A transfer and what of it is exposed.
+
+    Attributes:
+        transfer: when, and how much.
+        exposed: the parts of its time in which nothing is computed.
+    """
+
+    transfer: Transfer
+    exposed: Intervals
+
+    @property
+    def exposed_us(self) -> float:
+        """Time in which nothing is computed."""
+        return length(self.exposed)
+
+    @property
+    def duration_us(self) -> float:
+        """Of the transfer. NCCL's kernels wait for the other ranks in this time."""
+        return self.transfer.end_us - self.transfer.begin_us
+
+    @property
+    def gb_s(self) -> float | None:
+        """1e9 bytes of full tensors per second."""
+        nbytes = self.transfer.nbytes
+        return nbytes / self.duration_us / 1e3 if nbytes and self.duration_us else None
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time without compute and communication.
+
+    Attributes:
+        begin_us: in the trace's clock.
+        us: how long.
+        before: the compute that ends it; empty if a transfer does.
+        launch_bound: the host launched that only after the gap had begun. None: not known.
+    """
+
+    begin_us: float
+    us: float
+    before: str
+    launch_bound: bool | None
+
+
+@dataclass(frozen=True)
+class MeasuredReport:
+    """A rank's run.
+
+    Attributes:
+        name: of the rank.
+        total_us: from the first compute or transfer to the end of the last.
+        compute_us: something is computed.
+        communication_us: something is sent.
+        exposed_us: something is sent and nothing computed.
+        transfers: in the order in which they began. Their exposed times add up to more than
+            ``exposed_us`` where transfers overlap each other.
+        gaps: longer than 10 us, the longest first.
+    """
+
+    name: str
+    total_us: float
+    compute_us: float
+    communication_us: float
+    exposed_us: float
+    transfers: tuple[Measured, ...]
+    gaps: tuple[Gap, ...]
+
+    @property
+    def overlap(self) -> float:
+        """Fraction of the communication that compute covers."""
+        covered = self.communication_us - self.exposed_us
+        return covered / self.communication_us if self.communication_us else 1.0
+
+    @property
+    def idle_us(self) -> float:
+        """Time without compute and communication."""
+        return self.total_us - self.compute_us - self.exposed_us
+
+
+def measure(profile: Profile) -> MeasuredReport:
+    """What a profile exposes."""
+    sent = union((t.begin_us, t.end_us) for t in profile.transfers)
+    busy = union([*profile.compute, *sent])
+    exposed = difference(sent, profile.compute)
+    return MeasuredReport(
+        profile.name,
+        busy[-1][1] - busy[0][0] if busy else 0.0,
+        length(profile.compute),
+        length(sent),
+        length(exposed),
+        tuple(
+            Measured(t, intersection([(t.begin_us, t.end_us)], exposed)) for t in profile.transfers
+        ),
+        tuple(_gaps(profile, busy)),
+    )
+
+
+def _gaps(profile: Profile, busy: Sequence[tuple[float, float]]) -> list[Gap]:
+    kernel_at = {begin: i for i, (begin, _, _) in reversed(list(enumerate(profile.kernels)))}
+    found = []
+    for (_, begin), (end, _) in pairwise(busy):
+        if end - begin >= _GAP_US:
+            i = kernel_at.get(end)
+            launched = profile.launched_us[i] if i is not None else None
+            late = launched > begin if launched is not None else None
+            name = profile.kernels[i][2] if i is not None else ""
+            found.append(Gap(begin, end - begin, name, late))
+    return sorted(found, key=lambda gap: -gap.us)
+
+
+def measured_document(report: MeasuredReport) -> dict[str, Any]:
+    """The report in plain JSON values; times in us, from the rank's first event on."""
+    first = min((m.transfer.begin_us for m in report.transfers), default=0.0)
+    return {
+        "name": report.name,
+        "total_us": report.total_us,
+        "compute_us": report.compute_us,
+        "communication_us": report.communication_us,
+        "exposed_us": report.exposed_us,
+        "overlap": report.overlap,
+        "idle_us": report.idle_us,
+        "collectives": [
+            {
+                "kind": m.transfer.kind,
+                "name": m.transfer.name,
+                "begin_us": m.transfer.begin_us - first,
+                "duration_us": m.duration_us,
+                "exposed_us": m.exposed_us,
+                "bytes": m.transfer.nbytes,
+                "gb_s": m.gb_s,
+            }
+            for m in report.transfers
+        ],
+        "gaps": [
+            {
+                "begin_us": gap.begin_us - first,
+                "us": gap.us,
+                "before": gap.before,
+                "launch_bound": gap.launch_bound,
+            }
+            for gap in report.gaps
+        ],
+    }
+
+
+def print_measured(out: Console, reports: Sequence[MeasuredReport]) -> None:
+    """Ranks side by side, then the collectives and gaps of the one that exposes most."""
+    from rich.table import Table
+
+    table = Table("rank", "total", "compute", "communication", "exposed", "overlap", "idle")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for r in reports:
+        times = (r.total_us, r.compute_us, r.communication_us, r.exposed_us)
+        table.add_row(r.name, *map(time_text, times), f"{r.overlap:.1%}", time_text(r.idle_us))
+    out.print(table)
+    worst = max(reports, key=lambda report: report.exposed_us)
+    if len(reports) > 1:
+        out.print(f"most is exposed on {worst.name}:")
+    out.print(_by_kind(worst))
+    for m in sorted(worst.transfers, key=lambda m: -m.exposed_us)[:_SHOWN]:
+        if m.exposed_us:
+            out.print(f"  exposed {time_text(m.exposed_us)} of {time_text(m.duration_us)}: "
+                      f"{m.transfer.kind} {_size(m.transfer)}{m.transfer.name}")  # fmt: skip
+    for line in _gap_lines(worst):
+        out.print(line, soft_wrap=True)
+
+
+def _size(transfer: Transfer) -> str:
+    return f"of {nbytes_text(transfer.nbytes)}, " if transfer.nbytes else ""
+
+
+def _by_kind(report: MeasuredReport) -> Any:
+    from rich.table import Table
+
+    table = Table("collectives", "number", "time", "exposed", "covered", "bytes", "median GB/s")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind in dict.fromkeys(m.transfer.kind for m in report.transfers):
+        found = [m for m in report.transfers if m.transfer.kind == kind]
+        us, exposed = sum(m.duration_us for m in found), sum(m.exposed_us for m in found)
+        known = [m.transfer.nbytes for m in found if m.transfer.nbytes]
+        rates = [m.gb_s for m in found if m.gb_s]
+        table.add_row(
+            kind,
+            str(len(found)),
+            time_text(us),
+            time_text(exposed),
+            f"{1 - exposed / us:.1%}" if us else "-",
+            nbytes_text(sum(known)) if len(known) == len(found) else "-",
+            f"{statistics.median(rates):.3g}" if rates else "-",
+        )
+    return table
+
+
+def _gap_lines(report: MeasuredReport) -> list[str]:
+    if not report.gaps:
+        return ["no idle gaps of 10 us or more"]
+    us = sum(gap.us for gap in report.gaps)
+    late = [gap.us for gap in report.gaps if gap.launch_bound]
+    bound = f", {time_text(sum(late))} of them launch-bound" if late else ""
+    lines = [f"{len(report.gaps)} idle gaps of 10 us or more, {time_text(us)} in all{bound}:"]
+    for gap in report.gaps[:_SHOWN]:
+        why = "; the host launched it too late" if gap.launch_bound else ""
+        lines.append(f"  {time_text(gap.us)} before {gap.before or 'a transfer'}{why}")
+    return lines

@@ -1,0 +1,95 @@
+"""What takes the memory of a graph: over time, and at the peak by kind and by module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from inductor_passes.program import Program
+from inductor_passes.simulate import Memory, live_at_peak
+from simplefsdp.inspection.names import block_of
+from simplefsdp.prediction import live_by_use
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Memory of a graph beside what is resident (parameter shards, which it gathers).
+
+    Attributes:
+        peak_nbytes: most live bytes, without resident ones.
+        resident_nbytes: those.
+        peak_op: the op during which it is.
+        peak_us: when it begins.
+        by_kind: bytes at the peak: activations, gathered parameters, full gradients, gradient
+            shards.
+        by_module: bytes at the peak by the block that made them (or whose parameters they are),
+            largest first.
+        curve: (us, live bytes) wherever these change, from the beginning to the end.
+    """
+
+    peak_nbytes: int
+    resident_nbytes: int
+    peak_op: str
+    peak_us: float
+    by_kind: Mapping[str, int]
+    by_module: Mapping[str, int]
+    curve: tuple[tuple[float, int], ...]
+
+
+def memory_report(
+    program: Program, memory: Memory, arrival: Sequence[float], module_of: Mapping[str, str]
+) -> MemoryReport:
+    """Report on a program.
+
+    Args:
+        program: the one that ``memory`` is of.
+        memory: see :func:`inductor_passes.simulate.memory`.
+        arrival: when each op begins, and the end.
+        module_of: module path by op or input name; what is not there has no module.
+    """
+    at = program.index.get(memory.peak_op, 0)
+    return MemoryReport(
+        memory.peak_nbytes - memory.resident_nbytes,
+        memory.resident_nbytes,
+        memory.peak_op,
+        arrival[at],
+        {kind: nbytes for kind, nbytes in live_by_use(program).items() if nbytes},
+        _by_module(program, module_of),
+        _curve(memory, arrival),
+    )
+
+
+def _by_module(program: Program, module_of: Mapping[str, str]) -> dict[str, int]:
+    owner = _owners(program, module_of)
+    found: Counter[str] = Counter()
+    for storage, nbytes in live_at_peak(program).items():
+        found[owner.get(storage, "")] += nbytes
+    return {block or "(no module)": nbytes for block, nbytes in found.most_common() if nbytes}
+
+
+def _owners(program: Program, module_of: Mapping[str, str]) -> dict[str, str]:
+    """The block that each storage belongs to."""
+    owner = {name: block_of(module_of[name]) for name in program.inputs if name in module_of}
+    for op in program.ops:
+        module = module_of.get(op.name, "")
+        if op.collective is not None and op.collective.fqns:
+            module = op.collective.fqns[0].rpartition(".")[0]
+        for name in op.writes:
+            owner.setdefault(program.buffers[name].storage, block_of(module))
+    for _, op in program.starts():
+        if op.collective is not None and len(op.collective.fqns) == len(op.writes):
+            for name, fqn in zip(op.writes, op.collective.fqns, strict=True):
+                owner[program.buffers[name].storage] = block_of(fqn.rpartition(".")[0])
+    return owner
+
+
+def _curve(memory: Memory, arrival: Sequence[float]) -> tuple[tuple[float, int], ...]:
+    points: list[tuple[float, int]] = []
+    for us, nbytes in zip(arrival, memory.live_nbytes, strict=False):
+        if points and points[-1][0] == us:
+            points[-1] = (us, max(nbytes, points[-1][1]))
+        elif not points or points[-1][1] != nbytes:
+            points.append((us, nbytes))
+    end = memory.live_nbytes[-1] if memory.live_nbytes else 0
+    return (*points, (arrival[-1], end))

@@ -1,0 +1,61 @@
+"""Which module each node of a traced graph belongs to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from torch.fx import Graph, Node
+
+from simplefsdp.trace import TracedStep
+
+_ROOT = re.compile(r"^L\['\w+'\]\.?")
+
+
+def modules_of_step(step: TracedStep) -> dict[str, dict[str, str]]:
+    """Module path by node name, of the forward and of the backward graph.
+
+    What backward gets from forward belongs to the module that made it there.
+    """
+    forward = modules_of(step.forward.graph, step.fqns)
+    backward = modules_of(step.backward.graph, step.fqns)
+    for node in step.backward.graph.nodes:
+        if node.op == "placeholder" and node.name in forward:
+            backward[node.name] = forward[node.name]
+    return {"forward": forward, "backward": backward}
+
+
+def modules_of(graph: Graph, fqns: Iterable[str]) -> dict[str, str]:
+    """Module path by node name; a node without one belongs with the node before it.
+
+    Paths are as in ``fqns``: a module around the wrapped one, such as a loss, is left out.
+    """
+    paths = {node: path for node in graph.nodes if (path := _path(node)) is not None}
+    around = _around(paths.values(), {fqn.partition(".")[0] for fqn in fqns})
+    found: dict[str, str] = {}
+    last = ""
+    for node in graph.nodes:
+        if node in paths:
+            last = paths[node].removeprefix(around)
+        if last and node.op == "call_function":
+            found[node.name] = last
+    return found
+
+
+def _path(node: Node) -> str | None:
+    for key in ("nn_module_stack", "fwd_nn_module_stack"):
+        stack = node.meta.get(key)
+        if isinstance(stack, Mapping) and stack:
+            path, _ = list(stack.values())[-1]
+            return _ROOT.sub("", path)
+    return None
+
+
+def _around(paths: Iterable[str], roots: set[str]) -> str:
+    """What comes before the wrapped module's own names."""
+    for path in paths:
+        parts = path.split(".")
+        if not roots.isdisjoint(parts):
+            at = next(i for i, part in enumerate(parts) if part in roots)
+            return "".join(f"{part}." for part in parts[:at])
+    return ""

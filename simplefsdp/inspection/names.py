@@ -1,0 +1,76 @@
+"""Names short enough for a table: parameters, modules, bytes and times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+
+def shorten_fqns(fqns: Sequence[str]) -> str:
+    """Parameters in a few words: ``layers.3.* (9)``, ``layers.{3..5}.* (27)``, ``norm.weight``."""
+    if len(fqns) <= 1:
+        return "".join(fqns)
+    blocks = list(dict.fromkeys(block_of(fqn.rpartition(".")[0]) for fqn in fqns))
+    if len(blocks) == 1 and blocks[0]:
+        return f"{'.'.join(_shared([fqn.split('.') for fqn in fqns]))}.* ({len(fqns)})"
+    if len(blocks) == 2 == len(fqns):
+        return ", ".join(fqns)
+    return f"{shorten_blocks(blocks)} ({len(fqns)})"
+
+
+def _shared(paths: Sequence[Sequence[str]]) -> Sequence[str]:
+    """What all paths begin with."""
+    first = paths[0]
+    n = next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), None)
+    return first[:n]
+
+
+def shorten_blocks(blocks: Sequence[str]) -> str:
+    """Modules in a few words: runs of numbered ones as ``layers.{3..5}``, others one by one."""
+    parts: list[tuple[str, int, int]] = []
+    for block in blocks:
+        stem, dot, number = block.rpartition(".")
+        stem += dot
+        at = int(number) if number.isdecimal() else -1
+        if at >= 0 and parts and parts[-1][0] == stem and abs(parts[-1][2] - at) == 1:
+            parts[-1] = (stem, parts[-1][1], at)
+        else:
+            parts.append((stem, at, at) if at >= 0 else (block, -1, -1))
+    named = [
+        stem if first < 0 else f"{stem}{first}" if first == last else f"{stem}{{{first}..{last}}}"
+        for stem, first, last in parts
+    ]
+    return ", ".join(named) if len(named) <= 3 else f"{named[0]}, {named[1]} .. {named[-1]}"
+
+
+def block_of(module: str) -> str:
+    """The block that a module is part of: its path up to the last number in it, else all of it."""
+    numbered = re.match(r"^(?:.*\.)?\d+(?=\.|$)", module)
+    return numbered[0] if numbered else module
+
+
+def nbytes_text(nbytes: float) -> str:
+    """Bytes in 1e3s, three digits: ``436 MB``."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(nbytes) >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def time_text(us: float) -> str:
+    """A time, three digits: ``1.21 ms``."""
+    if abs(us) >= 1e6:
+        return f"{us / 1e6:.3g} s"
+    if abs(us) >= 1e3:
+        return f"{us / 1e3:.3g} ms" if abs(us) < 1e5 else f"{us / 1e3:.0f} ms"
+    return f"{us:.3g} us"
+
+
+def plural(n: int, word: str) -> str:
+    """A number and its word: ``1 bucket``, ``2 buckets``."""
+    return f"{n} {word}{'s'[: n != 1]}"
+
+
+def counted(counts: Iterable[tuple[str, int]]) -> str:
+    """Counts of kinds, those of nothing left out: ``57 gathers, 57 reduces``."""
+    return ", ".join(plural(n, kind) for kind, n in counts if n) or "none"

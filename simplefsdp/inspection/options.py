@@ -1,0 +1,165 @@
+"""The options of ``simplefsdp inspect``, and what is refused of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from inductor_passes.cluster import Cluster
+from inductor_passes.cluster_file import as_cluster
+from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
+from simplefsdp.placement import Mode
+
+DESCRIPTION = """See what the compiler does with a model's collectives: per bucket when it runs, what
+hides it, what is exposed, and why; and memory over time. No GPU and no cluster needed: the step is
+traced with tensors that have no memory, and simulated on what --cluster is known to do.
+
+--target is a function that returns a model wrapped by simple_fsdp (it gets a mesh of all ranks if it
+takes an argument), and --input one that returns its inputs on a rank. --trace shows what a run
+really exposed: torch profiler's JSON, or what --perfetto wrote.
+
+examples:
+  simplefsdp inspect --model debug --ranks 4 --cluster cpu-gloo --seq-len 128 --batch-size 2
+  simplefsdp inspect --model 8b --layers 2 --ranks 64 --compare none manual --json report.json
+  simplefsdp inspect --model 8b --layers 1 --ranks 8 --bucketing manual --diff --graph graphs.txt
+  simplefsdp inspect --model 8b --layers 4 --ranks 64 --compare manual --html report.html
+  simplefsdp inspect --model 8b --layers 1 --ranks 8 --bucketing none --perfetto trace.json
+  simplefsdp inspect --trace trace.json
+  simplefsdp inspect --target simplefsdp.inspection.example:build_model --input simplefsdp.inspection.example:example_batch --ranks 8
+"""  # noqa: E501 - examples are one line each, to be copied
+
+_OF_MODEL = (
+    "layers",
+    "seq_len",
+    "batch_size",
+    "activation_checkpointing",
+    "mode",
+    "shard_size",
+    "tp",
+    "mixed_precision",
+    "reshard_after_forward",
+)
+FILES = ("json", "html", "perfetto", "graph")
+PlanName = Literal["none", "manual", "auto", "greedy"]
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """What to inspect, and where the report goes."""
+
+    model: str | None = None
+    """A Llama 3 of ours: debug, 160m, 1b, 8b, 70b or 405b."""
+    target: str | None = None
+    """A model of yours: module:function."""
+    input: str | None = None
+    """What --target's model is called with, on one rank: module:function."""
+    trace: tuple[Path, ...] = ()
+    """A measured run instead: JSON of torch.profiler's export_chrome_trace, of one rank or more."""
+    ranks: int = 8
+    """Ranks in all."""
+    cluster: str = "h100"
+    """What they are: a preset, or a file of `simplefsdp calibrate`."""
+    bucketing: PlanName = "auto"
+    """The plan to show in full."""
+    compare: tuple[PlanName, ...] = ()
+    """Plans to set beside it."""
+    memory_budget_gb: float | None = None
+    """Of auto and greedy: 1e9 bytes for activations, full parameters and gradients. Default: what
+    manual takes."""
+    layers: int | None = None
+    """With --model: only so many layers, for a quick look."""
+    seq_len: int | None = None
+    """With --model: tokens per sequence. Default: 8192, or as many as the model takes."""
+    batch_size: int = 1
+    """With --model: sequences per rank."""
+    activation_checkpointing: ActivationCheckpointing = "selective"
+    """With --model: recompute in no block, in part of each block, or whole blocks."""
+    mode: Mode = "fully_shard"
+    """With --model: shard over all ranks, shard in groups and replicate across, or replicate."""
+    shard_size: int | None = None
+    """With --model and --mode hybrid_shard: ranks per group. Default: a node's."""
+    tp: int = 1
+    """With --model: tensor-parallel ranks."""
+    mixed_precision: Literal["none", "bf16"] = "bf16"
+    """With --model: gather and compute in bfloat16 and reduce in float32, or all in float32."""
+    reshard_after_forward: bool = True
+    """With --model: gather parameters again in backward."""
+    json: Path | None = None
+    """Write all of it; the keys are in simplefsdp/inspection/document.py."""
+    html: Path | None = None
+    """Write a page: timelines, memory over time, and tables; it opens offline."""
+    perfetto: Path | None = None
+    """Write a trace that ui.perfetto.dev and chrome://tracing open."""
+    graph: Path | None = None
+    """Write the programs before and after the passes, as text."""
+    diff: bool = False
+    """Print what was merged and moved."""
+
+
+def parse(args: list[str]) -> InspectOptions:
+    """Read the options.
+
+    Raises:
+        SystemExit: they cannot be read (code 2), or ``--help`` was shown (0).
+    """
+    import tyro
+
+    return tyro.cli(InspectOptions, prog="simplefsdp inspect", description=DESCRIPTION, args=args)
+
+
+def check(options: InspectOptions) -> Cluster:
+    """Refuse what could not end well; return the cluster.
+
+    Raises:
+        ValueError: nothing to inspect or two things, an option that would be ignored, a number
+            that is too small, an unknown cluster, or a file that cannot be written.
+    """
+    given = [options.model is not None, options.target is not None, bool(options.trace)]
+    if sum(given) != 1:
+        raise ValueError("give one of --model NAME, --target module:function and --trace FILE")
+    if (options.target is None) != (options.input is None):
+        raise ValueError("--target module:function and --input module:function go together")
+    _refuse_ignored(options)
+    least = {"--ranks": (options.ranks, 2), "--batch-size": (options.batch_size, 1)}
+    least |= {"--tp": (options.tp, 1)}
+    optional = {"--layers": (options.layers, 1), "--seq-len": (options.seq_len, 2)}
+    for flag, (value, smallest) in (least | optional).items():
+        if value is not None and value < smallest:
+            raise ValueError(f"{flag} must be at least {smallest}, got {value}")
+    budget = options.memory_budget_gb
+    if budget is not None and not 0 < budget < float("inf"):
+        raise ValueError(f"--memory-budget-gb must be a number above 0, got {budget}")
+    for name in FILES:
+        _check_writable(f"--{name}", getattr(options, name))
+    return as_cluster(options.cluster)
+
+
+def _refuse_ignored(options: InspectOptions) -> None:
+    default = InspectOptions()
+    names = [field.name for field in fields(options)]
+    given = [name for name in names if getattr(options, name) != getattr(default, name)]
+    ignored: dict[str, str] = {}
+    if options.target is not None:
+        ignored = dict.fromkeys(_OF_MODEL, "--model; --target's function decides for itself")
+    if options.trace:
+        ignored = dict.fromkeys(
+            {*names} - {"trace", "json"}, "a prediction, and --trace is of a run"
+        )
+    for name in given:
+        if name in ignored:
+            raise ValueError(f"--{name.replace('_', '-')} belongs to {ignored[name]}")
+    if options.shard_size is not None and options.mode != "hybrid_shard":
+        raise ValueError("--shard-size belongs to --mode hybrid_shard")
+    planners = {"auto", "greedy"} & {options.bucketing, *options.compare}
+    if options.memory_budget_gb is not None and not planners:
+        raise ValueError("--memory-budget-gb belongs to --bucketing auto or greedy")
+
+
+def _check_writable(flag: str, path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{flag} {path} is a folder: give the name of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {path.parent}")

@@ -1,0 +1,134 @@
+"""The report as one HTML page that needs nothing from anywhere: timelines, memory and tables."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from simplefsdp.inspection.document import bucket_document, plan_document
+from simplefsdp.inspection.names import block_of, counted, plural, shorten_blocks, time_text
+from simplefsdp.inspection.report import GraphReport, PlanReport
+
+_ASSETS = Path(__file__).parent / "assets"
+_MOST_SPANS = 1500
+"""Compute ops of a plan that are drawn one by one; more are drawn by module."""
+_MOST_POINTS = 1500
+_MOST_NAMES = 20
+_SHOWN = ("kind", "bytes", "dtype", "ranks", "duration_us", "exposed_us", "reason", "why")
+_TIMES = ("launch_us", "begin_us", "end_us", "needed_us")
+
+
+def page(plans: Sequence[PlanReport], title: str) -> str:
+    """The page, about 5 MB: most of it is the plotting library."""
+    from plotly.offline import get_plotlyjs
+
+    from simplefsdp import __version__
+
+    template = Template((_ASSETS / "page.html").read_text())
+    report = json.dumps({"plans": [_plan(plan) for plan in plans]}, separators=(",", ":"))
+    return template.substitute(
+        title=html.escape(title),
+        version=__version__,
+        css=(_ASSETS / "page.css").read_text(),
+        js=(_ASSETS / "page.js").read_text(),
+        plotly=get_plotlyjs(),
+        report=report.replace("</", "<\\/"),  # or a name could end the script
+    )
+
+
+def _plan(plan: PlanReport) -> dict[str, Any]:
+    found = plan_document(plan)
+    del found["graphs"]
+    at_rest = plan.step.parameters_nbytes + plan.step.optimizer_nbytes
+    graphs, compute, buckets, memory = [], [], [], []
+    begin_us = 0.0
+    for graph in plan.graphs.values():
+        graphs.append(_graph(graph, begin_us))
+        compute += [[round(us + begin_us, 2), *rest] for us, *rest in _compute(graph)]
+        buckets += [{**row, "graph": graph.name} for row in _buckets(graph, begin_us)]
+        memory += [[round(us + begin_us, 2), n + at_rest] for us, n in _thinned(graph.memory.curve)]
+        begin_us += graph.prediction.timeline.total_us
+    if plan.step.optimizer_us:
+        compute.append([begin_us, plan.step.optimizer_us, "optimizer"])
+        graphs.append({"name": "optimizer", "begin_us": begin_us})
+    lanes = list(dict.fromkeys(row["lane"] for row in buckets))
+    return {
+        **found,
+        "graphs": graphs,
+        "lanes": lanes,
+        "compute": compute,
+        "buckets": buckets,
+        "memory": memory,
+    }
+
+
+def _graph(graph: GraphReport, begin_us: float) -> dict[str, Any]:
+    prediction = graph.prediction
+    causes = ", ".join(f"{name} {time_text(us)}" for name, us in graph.exposed_by_reason().items())
+    return {
+        "name": graph.name,
+        "begin_us": begin_us,
+        "summary": (
+            f"{counted(graph.collectives.items())} in {plural(len(graph.buckets), 'bucket')}; "
+            f"{time_text(prediction.timeline.total_us)}, bound "
+            f"{time_text(prediction.lower_bound_us)}, exposed {time_text(prediction.exposed_us)}"
+            f"{f' ({causes})' if causes else ''}"
+        ),
+        "by_kind": dict(graph.memory.by_kind),
+        "by_module": dict(graph.memory.by_module),
+    }
+
+
+def _compute(graph: GraphReport) -> Iterator[tuple[float, float, str]]:
+    """Begin, time and label of what the compute lane does."""
+    spans = [span for span in graph.prediction.timeline.spans if span.lane == "compute"]
+    if len(spans) <= _MOST_SPANS:
+        for span in spans:
+            module = graph.module_of.get(span.op)
+            label = f"{module} ({span.op})" if module else span.op
+            yield round(span.begin_us, 2), round(span.end_us - span.begin_us, 2), label
+        return
+    begin, end, label, n = 0.0, 0.0, "", 0
+    for span in spans:
+        module = graph.module_of.get(span.op, "")
+        if n and (module != label or span.begin_us > end):
+            yield round(begin, 2), round(end - begin, 2), f"{label}: {plural(n, 'op')}"
+            n = 0
+        begin = begin if n else span.begin_us
+        end, label, n = span.end_us, module, n + 1
+    if n:
+        yield round(begin, 2), round(end - begin, 2), f"{label}: {plural(n, 'op')}"
+
+
+def _buckets(graph: GraphReport, begin_us: float) -> Iterator[dict[str, Any]]:
+    """What the page shows of each bucket, and no more: there may be a thousand."""
+    for bucket in graph.buckets:
+        found = bucket_document(bucket)
+        row = {name: found[name] for name in _SHOWN}
+        times = {name: round(found[name] + begin_us, 3) for name in _TIMES}
+        more = f" and {len(bucket.fqns) - _MOST_NAMES} more"
+        yield {
+            **row,
+            **times,
+            "parameters": ", ".join(bucket.fqns[:_MOST_NAMES])
+            + more * (len(bucket.fqns) > _MOST_NAMES),
+            "what": bucket.parameters or bucket.name,
+            "lane": f"wire {bucket.ranks} ({bucket.group})",
+            "hidden_by": shorten_blocks(sorted(map(block_of, bucket.hidden_by[:3]))),
+        }
+
+
+def _thinned(curve: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    """The curve with at most so many points: the highest of each stretch of time."""
+    if len(curve) <= _MOST_POINTS:
+        yield from curve
+        return
+    stretch = curve[-1][0] / _MOST_POINTS
+    for _, points in groupby(curve, key=lambda point: point[0] // stretch):
+        begin, *rest = points
+        yield begin[0], max(nbytes for _, nbytes in (begin, *rest))

@@ -1,0 +1,75 @@
+"""Plans to inspect by name: what they tell the passes, and the report of what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from inductor_passes.buckets import assign_by_module, plan_buckets
+from inductor_passes.cluster import Cluster
+from inductor_passes.invariant import rank_invariant
+from inductor_passes.plan import scheduled
+from inductor_passes.program import ProgramError
+from inductor_passes.rehearsal import Auto, Settings
+from inductor_passes.simulate import memory
+from simplefsdp.inspection.explain import Limits
+from simplefsdp.inspection.report import PlanReport, report_plan
+from simplefsdp.inspection.subject import Subject
+from simplefsdp.prediction import GraphPrediction, predict_step
+
+PlanName = Literal["none", "manual", "auto", "greedy"]
+
+
+def settings_of(
+    name: PlanName, fqns: Sequence[str], cluster: Cluster, budget_nbytes: int | None
+) -> Settings | None:
+    """What the passes are told; ``budget_nbytes`` is for the automatic planners."""
+    if name == "none":
+        return None
+    assignment = assign_by_module(list(fqns))
+    if name == "manual":
+        return Settings(assignment)
+    planner: Literal["greedy", "search"] = "greedy" if name == "greedy" else "search"
+    return Settings(assignment, auto=Auto(cluster, budget_nbytes, planner))
+
+
+def inspect_plan(
+    name: PlanName, subject: Subject, cluster: Cluster, budget_nbytes: int | None = None
+) -> PlanReport:
+    """Predict a traced step under a plan, and explain it.
+
+    Args:
+        name: of the plan.
+        subject: the step; call this in the process group that it was traced in.
+        cluster: what it is to run on.
+        budget_nbytes: of an automatic plan, see :class:`inductor_passes.rehearsal.Auto`.
+
+    Raises:
+        BudgetError, ValueError: as for :func:`simplefsdp.prediction.predict_step`.
+    """
+    settings = settings_of(name, subject.step.fqns, cluster, budget_nbytes)
+    step = predict_step(subject.step, settings, cluster, subject.parameters_nbytes)
+    limits = {graph.name: limits_of(graph, settings) for graph in step.graphs}
+    return report_plan(name, step, limits, subject.module_of, subject.tokens)
+
+
+def limits_of(graph: GraphPrediction, settings: Settings | None) -> Limits:
+    """What the passes were held back by. Without a budget, automatic plans get manual's peak."""
+    if settings is None or not settings.reorder:
+        return Limits()
+    if settings.auto is None:
+        return Limits(settings.policy)
+    program, _ = rank_invariant(graph.after, graph.cost)
+    budget = settings.auto.budget_nbytes
+    if budget is None:
+        budget = _manual_peak(graph, settings)
+    return Limits(settings.policy, budget, memory(program).live_nbytes)
+
+
+def _manual_peak(graph: GraphPrediction, settings: Settings) -> int | None:
+    program, _ = rank_invariant(graph.before, graph.cost)
+    try:
+        manual = scheduled(program, plan_buckets(program, settings.assignment))
+    except ProgramError:
+        return None  # its members depend on each other; the planner took the least memory
+    return memory(manual).peak_nbytes

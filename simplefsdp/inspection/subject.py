@@ -1,0 +1,217 @@
+"""What is inspected: a model of ours or of the user's, traced as one of many ranks would.
+
+Call these inside a (fake) process group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from simplefsdp.inspection.modules import modules_of_step
+from simplefsdp.models import Llama, apply_tensor_parallel
+from simplefsdp.trace import TracedStep, trace
+from simplefsdp.train.build import model_config
+from simplefsdp.train.config import ModelOptions, ParallelOptions
+from simplefsdp.train.distributed import data_parallel_mesh, precision_policy
+from simplefsdp.train.errors import UserError
+from simplefsdp.train.evaluate import cross_entropy
+from simplefsdp.wrap import simple_fsdp
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A traced step and what else its report needs.
+
+    Attributes:
+        name: for messages.
+        step: its graphs.
+        parameters_nbytes: of this rank's shards.
+        tokens: of a rank's batch; None if its input is no tokens.
+        module_of: module path by node name, by graph.
+    """
+
+    name: str
+    step: TracedStep
+    parameters_nbytes: int
+    tokens: int | None
+    module_of: Mapping[str, Mapping[str, str]]
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.model(tokens), targets)
+
+
+def trace_llama(
+    options: ModelOptions,
+    parallel: ParallelOptions,
+    mesh: DeviceMesh,
+    *,
+    layers: int | None,
+    seq_len: int,
+    batch_size: int,
+) -> Subject:
+    """Trace a step of one of our models with its loss.
+
+    Args:
+        options: which one.
+        parallel: how it is spread.
+        mesh: over whom.
+        layers: how many of its layers; None for all.
+        seq_len: tokens per sequence.
+        batch_size: sequences per rank.
+
+    Raises:
+        ValueError: no such model, or a sequence that is too long for it.
+    """
+    config = model_config(options)
+    if layers is not None:
+        config = replace(config, n_layers=layers)
+    if seq_len > config.max_seq_len:
+        raise ValueError(
+            f"--seq-len {seq_len} is longer than --model {options.config} takes "
+            f"({config.max_seq_len})"
+        )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = Llama(config, activation_checkpointing=options.activation_checkpointing)
+        if parallel.tp > 1:
+            apply_tensor_parallel(model, mesh["tp"])
+        simple_fsdp(
+            model,
+            data_parallel_mesh(mesh),
+            mode=parallel.mode,
+            mp_policy=precision_policy(parallel, mesh.device_type),
+            reshard_after_forward=parallel.reshard_after_forward,
+        )
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
+        return _subject(options.config, _WithLoss(model), (tokens, tokens), seq_len * batch_size)
+
+
+def trace_target(target: str, example: str, ranks: int) -> Subject:
+    """Trace a step of the user's model.
+
+    Args:
+        target: ``module:function``, which returns the wrapped model; it gets a mesh of all ranks
+            if it takes an argument. What it builds without naming a device is on meta.
+        example: ``module:function``, which returns the inputs of a rank: a tensor, or a tuple.
+        ranks: in all.
+
+    Raises:
+        UserError: a function cannot be had or fails, the model is not wrapped, or its forward is
+            not one graph.
+    """
+    build, make_input = load("--target", target), load("--input", example)
+    mesh = init_device_mesh("cpu", (ranks,))
+    takes_mesh = any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(build).parameters.values()
+    )
+    with torch.device("meta"):
+        model = _called("--target", target, build, *([mesh] if takes_mesh else []))
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"--target {target} returned {type(model).__name__}; it must return the wrapped model, "
+            "an nn.Module"
+        )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        if any(p.is_meta for p in model.parameters()):
+            model.to_empty(device="cpu")
+        made = _called("--input", example, make_input)
+        inputs = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        try:
+            return _subject(target, model, inputs, _tokens(inputs))
+        except Unsupported as error:
+            raise UserError(f"--target {target}: {_graph_break(error)}") from error
+        except TorchDynamoException as error:
+            text = " ".join(str(error).split("\n\n", maxsplit=1)[0].split())
+            raise UserError(
+                f"--target {target}: forward failed with what --input {example} returned: "
+                f"{text[:1000]}"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"--target {target}: {error}") from error
+
+
+def load(option: str, path: str) -> Callable[..., Any]:
+    """The function at ``module:function``; the working directory is searched, too.
+
+    Raises:
+        UserError: there is none; names ``option``, and what of the path does not exist.
+    """
+    name, _, attribute = path.partition(":")
+    if not name or not attribute:
+        raise UserError(
+            f"{option} {path}: expected module:function, as in my_package.my_module:build_model"
+        )
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        hint = f"; {folder} and the installed packages were searched"
+        raise UserError(f"{option} {path}: cannot import {name}: {error}{hint}") from error
+    except Exception as error:
+        raise UserError(f"{option} {path}: importing {name} failed: {_told(error)}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        found = inspect.getmembers(module, inspect.isfunction)
+        functions = [n for n, f in found if f.__module__ == name and n[0] != "_"]
+        has = f"its functions are {', '.join(functions)}" if functions else "it has no functions"
+        raise UserError(f"{option} {path}: {name} has no function {attribute}; {has}")
+    return function  # type: ignore[no-any-return]
+
+
+def _called(option: str, path: str, function: Callable[..., Any], *args: object) -> Any:
+    try:
+        return function(*args)
+    except Exception as error:
+        raise UserError(f"{option} {path} failed: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]} ({frame.filename}:{frame.lineno})"
+
+
+def _graph_break(error: Unsupported) -> str:
+    """Dynamo's reason and the line of the user's, without its hints."""
+    reason = str(error).split("Hint:", maxsplit=1)[0].split("\n\n", maxsplit=1)[0]
+    stack: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
+    where = f" at {stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})" if stack else ""
+    return (
+        f"graph break{where}: the whole model must be one graph. Change that line, or inspect the "
+        f"part of the model without it. Dynamo's reason: {' '.join(reason.split())}"
+    )
+
+
+def _tokens(inputs: Sequence[object]) -> int | None:
+    first = next((x for x in inputs if isinstance(x, Tensor)), None)
+    is_tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
+    return first.numel() if first is not None and is_tokens else None
+
+
+def _subject(name: str, model: nn.Module, inputs: Sequence[object], tokens: int | None) -> Subject:
+    locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    nbytes = sum(p.numel() * p.element_size() for p in locals_)
+    step = trace(model, *inputs)
+    return Subject(name, step, nbytes, tokens, modules_of_step(step))

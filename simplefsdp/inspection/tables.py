@@ -1,0 +1,179 @@
+"""The report on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from simplefsdp.inspection.names import (
+    block_of,
+    counted,
+    nbytes_text,
+    plural,
+    shorten_blocks,
+    time_text,
+)
+from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_SENTENCES = 8
+_MODULES = 8
+WIDTH = 160
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console; wide enough for the tables where there is no terminal that says how wide it is."""
+    from rich.console import Console
+
+    found = Console(stderr=stderr, highlight=False)
+    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
+
+
+def print_plans(out: Console, plans: Sequence[PlanReport], heading: str) -> None:
+    """The first plan in full, and all of them side by side if there are several."""
+    first, *others = plans
+    out.print(f"[bold]{heading}[/bold]")
+    out.print(_steps(plans))
+    for graph in first.graphs.values():
+        out.print()
+        print_graph(out, graph, f"{first.name}, " if others else "")
+    out.print()
+    out.print(
+        f"memory of the step at its peak, {nbytes_text(first.step.peak_nbytes)}, in "
+        f"{first.step.peak_graph.name}: {_sizes(first.step.peak_by_use())}"
+    )
+
+
+def print_graph(out: Console, graph: GraphReport, prefix: str = "") -> None:
+    """Summary, buckets, reasons and memory of a graph."""
+    out.print(f"[bold]{prefix}{graph.name}[/bold]: {_summary(graph)}")
+    if graph.buckets:
+        out.print(_buckets(graph.buckets))
+    for line in _reasons(graph):
+        out.print(line, soft_wrap=True)
+    memory = graph.memory
+    out.print(
+        f"memory: peak {nbytes_text(graph.prediction.memory.peak_nbytes)} at "
+        f"{time_text(memory.peak_us)}, during {memory.peak_op or 'nothing'}"
+        f"{_at_module(graph)}: {_sizes(memory.by_kind)}; "
+        f"parameter shards {nbytes_text(memory.resident_nbytes)}",
+        soft_wrap=True,
+    )
+    out.print(f"  by module: {_sizes(memory.by_module, _MODULES)}", soft_wrap=True)
+
+
+def _at_module(graph: GraphReport) -> str:
+    module = graph.module_of.get(graph.memory.peak_op)
+    return f" in {module}" if module else ""
+
+
+def _steps(plans: Sequence[PlanReport]) -> Table:
+    from rich.table import Table
+
+    table = Table("plan", "step", "bound", "exposed", "peak", "tokens/s/rank", "MFU", "buckets")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for plan in plans:
+        tokens, mfu = plan.tokens_per_second_per_rank, plan.mfu
+        table.add_row(
+            plan.name,
+            time_text(plan.step.step_us),
+            time_text(plan.step.lower_bound_us),
+            time_text(plan.step.exposed_us),
+            nbytes_text(plan.step.peak_nbytes),
+            f"{tokens:,.0f}" if tokens is not None else "-",
+            f"{mfu:.1%}" if mfu is not None else "-",
+            str(sum(len(graph.buckets) for graph in plan.graphs.values())),
+        )
+    return table
+
+
+def _summary(graph: GraphReport) -> str:
+    prediction = graph.prediction
+    timeline = prediction.timeline
+    sent = sum(bucket.nbytes for bucket in graph.buckets)
+    return (
+        f"{len(prediction.before.ops):,} nodes; {counted(graph.collectives.items())} -> "
+        f"{plural(len(graph.buckets), 'bucket')} ({counted(graph.bucket_counts.items())}), "
+        f"{nbytes_text(sent)}; takes {time_text(timeline.total_us)} = compute "
+        f"{time_text(timeline.compute_us)} + exposed {time_text(prediction.exposed_us)}, bound "
+        f"{time_text(prediction.lower_bound_us)}; wire {time_text(timeline.wire_us)}; passes took "
+        f"{prediction.pass_seconds:.2g} s"
+    )
+
+
+def _buckets(buckets: Iterable[BucketReport]) -> Table:
+    from rich.table import Table
+
+    table = Table(pad_edge=False)
+    # What may be folded, and what may not.
+    for name in ("kind", "parameters"):
+        table.add_column(name, overflow="fold")
+    for name in ("bytes", "dtype", "ranks", "starts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("at", overflow="fold")
+    table.add_column("took", justify="right", no_wrap=True)
+    table.add_column("needed", justify="right", no_wrap=True)
+    table.add_column("at", overflow="fold")
+    table.add_column("hidden by", overflow="fold")
+    table.add_column("exposed", justify="right", no_wrap=True)
+    table.add_column("reason", no_wrap=True)
+    for bucket in buckets:
+        table.add_row(*_row(bucket), style="" if bucket.exposure.reason else "dim")
+    return table
+
+
+def _row(bucket: BucketReport) -> tuple[str, ...]:
+    exposure = bucket.exposure
+    return (
+        bucket.kind,
+        bucket.parameters or bucket.name,
+        nbytes_text(bucket.nbytes),
+        bucket.dtype,
+        str(bucket.ranks),
+        time_text(exposure.begin_us),
+        _block(bucket.launched_at),
+        time_text(exposure.duration_us),
+        time_text(exposure.needed_us),
+        _block(bucket.needed_at),
+        shorten_blocks(sorted(bucket.hidden_by[:3])),
+        time_text(exposure.exposed_us) if exposure.reason else "-",
+        exposure.reason,
+    )
+
+
+def _block(place: str) -> str:
+    """A place without its op, as far as it has a module."""
+    return block_of(place.partition(" (")[0])
+
+
+def _reasons(graph: GraphReport) -> list[str]:
+    exposed = sorted(
+        (bucket for bucket in graph.buckets if bucket.exposure.reason),
+        key=lambda bucket: -bucket.exposure.exposed_us,
+    )
+    if not exposed:
+        return ["nothing is exposed"]
+    causes = ", ".join(f"{name} {time_text(us)}" for name, us in graph.exposed_by_reason().items())
+    lines = [f"exposed {time_text(graph.prediction.exposed_us)}: {causes}"]
+    for bucket in exposed[:_SENTENCES]:
+        exposure = bucket.exposure
+        what = f"{bucket.kind} {bucket.parameters or bucket.name}"
+        lines.append(
+            f"  {time_text(exposure.exposed_us)} {what}: {exposure.reason}: {exposure.why}"
+        )
+    if len(exposed) > _SENTENCES:
+        lines.append(f"  and {len(exposed) - _SENTENCES} more")
+    return lines
+
+
+def _sizes(sizes: Mapping[str, int], most: int | None = None) -> str:
+    found = sorted(((name, n) for name, n in sizes.items() if n), key=lambda item: -item[1])
+    shown = [f"{name} {nbytes_text(n)}" for name, n in found[:most]]
+    rest = sum(n for _, n in found[len(shown) :])
+    if rest:
+        shown.append(f"{len(found) - len(shown)} others {nbytes_text(rest)}")
+    return ", ".join(shown) or "nothing"

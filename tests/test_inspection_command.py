@@ -1,0 +1,183 @@
+"""``simplefsdp inspect``: what it prints and writes, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from inductor_passes.text import parse
+from simplefsdp.cli import main
+from simplefsdp.inspection import options
+from simplefsdp.inspection.explain import Reason
+
+EXAMPLE = (
+    "--target simplefsdp.inspection.example:build_model "
+    "--input simplefsdp.inspection.example:example_batch"
+)
+MINE = """
+import torch
+from torch import nn
+from simplefsdp import simple_fsdp
+
+
+class Breaks(nn.Linear):
+    def forward(self, x):
+        print("a graph break")
+        return super().forward(x)
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+def unwrapped():
+    return nn.Linear(4, 4)
+
+
+def breaks(mesh):
+    return simple_fsdp(Breaks(4, 4), mesh)
+
+
+def pair(mesh):
+    return simple_fsdp(Pair(4, 4), mesh)
+
+
+def fails():
+    raise KeyError("no such layer")
+
+
+def nothing():
+    return None
+
+
+def batch():
+    return torch.randn(2, 4)
+
+
+def wrong_batch():
+    return torch.randn(2, 5)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("mine_to_inspect.py").write_text(MINE)
+
+
+def run(arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(["inspect", *shlex.split(arguments)])
+    return int(exit_.value.code or 0)
+
+
+def test_a_model_of_the_users(capsys):
+    files = "--json report.json --graph graphs.txt --diff"
+    assert run(f"{EXAMPLE} --ranks 8 --bucketing manual --compare none {files}") == 0
+    printed = capsys.readouterr()
+    assert "tracing simplefsdp.inspection.example:build_model as one of 8 ranks" in printed.err
+    assert "gather 1.0.* (2): 2 gathers merged; start 7 compute ops earlier" in printed.out
+    report = json.loads(Path("report.json").read_text())
+    manual, none = report["plans"]
+    assert (manual["name"], none["name"]) == ("manual", "none")
+    assert manual["step_lower_bound_us"] <= manual["step_us"] < none["step_us"]
+    assert (manual["tokens_per_second_per_rank"], report["ranks"]) == (None, 8)
+    assert 0 < none["mfu"] < manual["mfu"] < 1
+    for plan in report["plans"]:
+        assert [graph["name"] for graph in plan["graphs"]] == ["forward", "backward"]
+        for graph in plan["graphs"]:
+            check_graph(graph)
+    assert [len(plan["graphs"][0]["buckets"]) for plan in (manual, none)] == [5, 10]
+    assert {b["reason"] for b in none["graphs"][0]["buckets"]} <= {
+        "first use",
+        "prefetch limit",
+        "wire-bound",
+    }
+    before, after = Path("graphs.txt").read_text().split("# backward")[0].split("# after")
+    assert (before.count(" | gather"), after.count(" | gather")) == (10, 5)
+    parse(before.split("\n", 2)[2])
+
+
+def check_graph(graph):
+    exposed = [bucket["exposed_us"] for bucket in graph["buckets"]]
+    assert sum(exposed) == pytest.approx(graph["exposed_us"])
+    assert sum(graph["exposed_by_reason"].values()) == pytest.approx(graph["exposed_us"])
+    assert graph["total_us"] == pytest.approx(graph["compute_us"] + graph["exposed_us"])
+    assert graph["peak_bytes"] >= sum(graph["peak_by_kind"].values())
+    assert sum(graph["peak_by_kind"].values()) == sum(graph["peak_by_module"].values())
+    for bucket in graph["buckets"]:
+        assert (bucket["reason"] in Reason.__args__) == (bucket["exposed_us"] > 1e-6)
+
+
+def test_a_model_of_ours(capsys):
+    assert run("--model debug --layers 1 --seq-len 16 --ranks 4 --cluster cpu-gloo") == 0
+    out = capsys.readouterr().out
+    assert "debug on 4 ranks of cpu-gloo" in out
+    rows = [line for line in out.splitlines() if line.startswith(("│gather", "│reduce"))]
+    assert len(rows) == sum(int(n) for n in re.findall(r"-> (\d+) bucket", out)) >= 4
+    assert "layers.0" in out and "by module: " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "give one of --model NAME, --target module:function and"),
+        (f"--model debug {EXAMPLE}", "give one of --model NAME, --target module:function and"),
+        ("--target a:b", "go together"),
+        ("--model debug --trace trace.json", "give one of --model NAME"),
+        ("--trace trace.json --html page.html", "--html belongs to a prediction"),
+        ("--trace missing.json", "No such file or directory: 'missing.json'"),
+        ("--model debug --layers 0", "--layers must be at least 1, got 0"),
+        ("--model 9b", "unknown --model '9b': choose one of debug, 160m, 1b, 8b, 70b, 405b"),
+        ("--model debug --cluster h1000", "there is no preset 'h1000'"),
+        ("--model debug --ranks 1", "--ranks must be at least 2, got 1"),
+        ("--model debug --seq-len 4096", "longer than --model debug takes"),
+        ("--model debug --tp 3", "--tp 3 does not divide 8 ranks"),
+        ("--model debug --shard-size 2", "belongs to --mode hybrid_shard"),
+        ("--model debug --bucketing none --memory-budget-gb 1", "belongs to --bucketing auto"),
+        ("--model debug --json missing/report.json", "there is no folder missing"),
+        (f"{EXAMPLE} --layers 2", "--layers belongs to --model"),
+        ("--target nowhere:f --input nowhere:g", "cannot import nowhere"),
+        ("--target mine_to_inspect --input a:b", "expected module:function"),
+        ("--target mine_to_inspect:built --input a:b", "its functions are batch, breaks, fails"),
+    ],
+)
+def test_bad_options(capsys, arguments, said):
+    assert run(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("build", "batch", "said"),
+    [
+        ("unwrapped", "batch", "no parameter of this Linear is sharded; wrap it by"),
+        ("breaks", "batch", 'mine_to_inspect.py:9 (print("a graph break")): the whole model must'),
+        ("fails", "batch", "failed: KeyError: 'no such layer'"),
+        ("nothing", "batch", "returned NoneType; it must return the wrapped model"),
+        ("breaks", "absent", "has no function absent"),
+        ("pair", "wrong_batch", "forward failed with what --input mine_to_inspect:wrong_batch"),
+    ],
+)
+def test_bad_targets(capsys, build, batch, said):
+    assert run(f"--target mine_to_inspect:{build} --input mine_to_inspect:{batch}") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_budget_that_nothing_fits(capsys):
+    assert run(f"{EXAMPLE} --memory-budget-gb 0.001") == 2
+    assert "memory budget: no schedule fits 1,000,000 bytes" in capsys.readouterr().err
+
+
+def test_help_has_only_options_that_exist():
+    examples = re.findall(r"^  simplefsdp inspect (.*)$", options.DESCRIPTION, re.MULTILINE)
+    assert len(examples) >= 6
+    for example in examples:
+        options.check(options.parse(shlex.split(example)))
