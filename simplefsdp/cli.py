@@ -1,7 +1,7 @@
 """The ``simplefsdp`` command: one subcommand per job.
 
-A subcommand is a module with a one-line ``SUMMARY`` and ``run(args) -> exit code``; it is imported
-only when it is called for, and reads its own options.
+A subcommand is a module with ``run(args) -> exit code``; it is imported only when it is called for,
+and reads its own options.
 """
 
 import importlib
@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 COMMANDS = {
-    "train": "simplefsdp.train.command",
-    "export": "simplefsdp.train.export",
-    "calibrate": "simplefsdp.calibrate.command",
-    "inspect": "simplefsdp.inspection.command",
+    "train": ("simplefsdp.train.command", "train a Llama 3 on text"),
+    "export": ("simplefsdp.train.export", "write a checkpoint as safetensors, for transformers"),
+    "calibrate": ("simplefsdp.calibrate.command", "measure this machine, for the planner"),
+    "inspect": (
+        "simplefsdp.inspection.command",
+        "see what is merged, when it runs, what is exposed and why",
+    ),
 }
 
 
@@ -50,13 +53,12 @@ def _dispatch(args: list[str]) -> int:
         from simplefsdp.train.errors import UserError
 
         raise UserError(f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}")
-    return int(importlib.import_module(COMMANDS[args[0]]).run(args[1:]))
+    return int(importlib.import_module(COMMANDS[args[0]][0]).run(args[1:]))
 
 
 def _usage() -> str:
     lines = ["usage: simplefsdp COMMAND [OPTIONS]", "", "commands:"]
-    for name, module in COMMANDS.items():
-        lines.append(f"  {name:10} {importlib.import_module(module).SUMMARY}")
+    lines += [f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items()]
     lines += ["", "simplefsdp COMMAND --help describes the options of a command."]
     return "\n".join(lines)
 

@@ -22,8 +22,6 @@ from simplefsdp.train.distributed import (
 )
 from simplefsdp.train.errors import user_errors
 
-SUMMARY = "measure this machine, for the planner"
-
 _DESCRIPTION = """Measure collectives, matmuls, attention and memory, and write them as a cluster
 file, for options={"cluster": "cluster.json"}. All ranks of a run use one file: copy it to them.
 

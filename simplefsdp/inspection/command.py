@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from simplefsdp.inspection.report import PlanReport
     from simplefsdp.inspection.subject import Subject
 
-SUMMARY = "see what is merged, when it runs, what is exposed and why"
-
 
 def run(args: list[str]) -> int:
     """Run ``simplefsdp inspect *args``; return the exit code."""

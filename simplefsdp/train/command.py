@@ -10,7 +10,6 @@ from simplefsdp.train.distributed import check_devices, default_ranks, join_rank
 from simplefsdp.train.errors import UserError, user_errors
 from simplefsdp.train.preflight import RunPlan, make_layout, plan_run
 
-SUMMARY = "train a Llama 3 on text"
 _DRY_RUN_NODE_RANKS = 8
 
 _DESCRIPTION = """Train a Llama 3 under SimpleFSDP.

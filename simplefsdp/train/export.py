@@ -21,8 +21,6 @@ from simplefsdp.train.restore import (
     open_checkpoint,
 )
 
-SUMMARY = "write a checkpoint as safetensors, for transformers"
-
 _DESCRIPTION = """Write a checkpoint's weights as safetensors with a config.json, the folder format
 of Hugging Face transformers. One tensor at a time is in memory, so any model fits.
 
