@@ -57,7 +57,7 @@ def check_memory() -> None:
         found = peaks(cell)
         layers = "" if cell.layers is None else f", {cell.layers} layers"
         print(
-            f"{cell}{layers}, {cell.seq_len} tokens, {cell.checkpointing} AC: ours "
+            f"{cell}{layers}, {cell.seq_len} tokens: ours "
             f"{found.ours / 1e9:.4f} GB, FSDPMemTracker {found.torchs / 1e9:.4f} GB, ratio "
             f"{found.ours / found.torchs:.3f}",
             flush=True,
