@@ -100,11 +100,15 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Have ``model``, a wrapped root, cast its inputs and outputs as ``policy`` says."""
+    """Have ``model``, a wrapped root, cast its inputs and outputs as ``policy`` says.
+
+    With nothing to cast, its forward is ours nevertheless: Dynamo does not start at a forward of
+    torch's own, so ``nn.Sequential(...).compile()`` would compile each read of a parameter apart.
+    """
     model.__dict__[POLICY] = policy
     use_subclass(model, ())
     cls = type(model)
-    if "forward" not in vars(cls) and (policy.param_dtype or policy.output_dtype):
+    if "forward" not in vars(cls):
         cls.forward = _casting_forward(cls.forward)  # type: ignore[method-assign]
 
 

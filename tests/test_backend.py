@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from graphs import capture, gathers
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config as inductor_config
@@ -41,6 +42,16 @@ def test_backend_is_registered_without_import():
         "assert 'simplefsdp' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_model_of_torchs_own_modules_is_one_graph(fake_mesh):
+    """Dynamo does not start at a forward in torch.nn, and would take each parameter's read."""
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fake_mesh(2))
+    model.compile(backend="simplefsdp", options=EAGER)
+    with capture() as captured:
+        model(torch.ones(2, 4)).sum().backward()
+    assert len(captured.forward) == len(captured.backward) == 1
+    assert len(gathers(captured.forward[0])) == 4
 
 
 def test_unknown_option_fails_the_compilation(fake_mesh):

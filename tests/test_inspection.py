@@ -86,6 +86,8 @@ def test_what_holds_it_back_is_the_budget_if_it_does_not_fit(budget, reason):
     live = (70, 100, 40, 40, 40)
     found = explained(*LATE, limits=Limits(OverlapPolicy(), budget, live))["g"]
     assert found.shares == {reason: 20, "first use": 5}  # 100 + 25 bytes
+    beside = "but 25 B more do not fit beside 100 B into 124 B"
+    assert (beside in found.why) == (reason == "memory budget")
 
 
 def test_a_lane_that_is_busy():
@@ -156,6 +158,17 @@ def test_a_reduce_that_is_waited_for_early_is_held_back():
     )
     full = Limits(OverlapPolicy(), 100, (80,) * 5)
     assert explained(*BACKWARD, *more, limits=full)["r"].reason == "memory budget"
+
+
+def test_a_reduce_that_starts_late_is_held_back():
+    lines = (*BACKWARD[:1], "compute g(x) -> e: 8", *BACKWARD[1:])
+    found = explained(*lines, limits=Limits(OverlapPolicy(2, 1), 108, (100,) * 4))["r"]
+    # Its 30 bytes of gradients are alive anyhow, and 8 of shards fit.
+    assert (found.ready_us, found.shares) == (10, {"prefetch limit": 10, "first use": 20})
+    assert explained(*lines, limits=Limits(OverlapPolicy(2, 1), 107, (100,) * 4))["r"].shares == {
+        "memory budget": 10,
+        "first use": 20,
+    }
 
 
 def test_shares_add_up_to_the_timeline():

@@ -118,10 +118,10 @@ def check_graph(graph):
 
 
 def test_a_model_of_ours(capsys):
-    assert run("--model debug --layers 1 --seq-len 16 --ranks 4 --cluster cpu-gloo") == 0
+    assert run("--model debug --layers 1 --seq-len 16 --ranks 4 --tp 2 --cluster cpu-gloo") == 0
     out = capsys.readouterr().out
     assert "debug on 4 ranks of cpu-gloo" in out
-    rows = [line for line in out.splitlines() if line.startswith(("│gather", "│reduce"))]
+    rows = [line for line in out.splitlines() if line.startswith(("│gather", "│reduce", "│other"))]
     assert len(rows) == sum(int(n) for n in re.findall(r"-> (\d+) bucket", out)) >= 4
     assert "layers.0" in out and "by module: " in out
 

@@ -25,6 +25,7 @@ from inductor_passes.order import OverlapPolicy
 from inductor_passes.program import Collective, Program
 from inductor_passes.simulate import Span, Timeline
 from simplefsdp.inspection.lanes import Lane, arrivals, lanes_of
+from simplefsdp.inspection.names import nbytes_text
 
 Reason = Literal["first use", "memory budget", "prefetch limit", "dependency", "wire-bound"]
 _TINY_US = 1e-6
@@ -163,22 +164,25 @@ class _Run:
     def _held_back(
         self, i: int, wait: int, c: Collective, held: float, lane: Lane
     ) -> tuple[Reason, float, str]:
-        begin = self.span_of[self.program.ops[i].name].begin_us
+        op = self.program.ops[i]
+        begin, nbytes = self.span_of[op.name].begin_us, c.nbytes
         if c.kind == "gather" or lane.idle_us(self._ready_us(i), begin) >= held:
             from_us, to_us = lane.idle_before(begin, held), self.arrival[i]
             change = f"started {begin - from_us:,.0f} us earlier, {held:,.0f} us would be hidden"
+            # What a reduce reads is there already.
+            nbytes = sum(self.program.buffers[name].nbytes for name in op.writes)
         else:
             from_us = self.arrival[wait]
             to_us = from_us + held
             change = f"waited for {held:,.0f} us later, {held:,.0f} us would be hidden"
         live = self._most_live(from_us, to_us)
         budget = self.limits.budget_nbytes
-        if budget is not None and live + c.nbytes > budget:
+        if budget is not None and live + nbytes > budget:
             return (
                 "memory budget",
                 held,
-                f"{change}, but its {c.nbytes / 1e9:.3g} GB do not fit beside {live / 1e9:.3g} GB "
-                f"into {budget / 1e9:.3g} GB",
+                f"{change}, but {nbytes_text(nbytes)} more do not fit beside {nbytes_text(live)} "
+                f"into {nbytes_text(budget)}",
             )
         return "prefetch limit", held, f"{self._window_text(c)}; {change}"
 

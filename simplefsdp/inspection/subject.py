@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -90,17 +91,22 @@ def trace_llama(
             f"--seq-len {seq_len} is longer than --model {options.config} takes "
             f"({config.max_seq_len})"
         )
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # It warns of layers with in-place ops that are recomputed; ours have none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    # On meta, not fake: a mesh looks into its own tensors when it is cut into groups.
+    with torch.device("meta"):
         model = Llama(config, activation_checkpointing=options.activation_checkpointing)
-        if parallel.tp > 1:
-            apply_tensor_parallel(model, mesh["tp"])
-        simple_fsdp(
-            model,
-            data_parallel_mesh(mesh),
-            mode=parallel.mode,
-            mp_policy=precision_policy(parallel, mesh.device_type),
-            reshard_after_forward=parallel.reshard_after_forward,
-        )
+    if parallel.tp > 1:
+        apply_tensor_parallel(model, mesh["tp"])
+    simple_fsdp(
+        model,
+        data_parallel_mesh(mesh),
+        mode=parallel.mode,
+        mp_policy=precision_policy(parallel, mesh.device_type),
+        reshard_after_forward=parallel.reshard_after_forward,
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
         tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
         return _subject(options.config, _WithLoss(model), (tokens, tokens), seq_len * batch_size)
 
