@@ -52,7 +52,7 @@ def compare_with_none(mode, precision, variants, kind):
     torch.manual_seed(1)
     model = simple_fsdp(Zoo(**kind), mesh_for(mode), mode=mode, mp_policy=POLICIES[precision])
     executor = variants[0].get("executor", "aot_eager")
-    losses, gradients, alone = train(model, {"executor": executor})
+    losses, gradients, alone = train(model, {"executor": executor, "bucketing": "none"})
     for variant in variants:
         options = {"executor": "aot_eager", **variant}
         got_losses, got_gradients, got = train(model, options)
