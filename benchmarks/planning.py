@@ -72,7 +72,8 @@ def backend(stopwatch: Stopwatch, options: Options) -> Callable[..., Any]:
     def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         specs = stopwatch.time("dedupe_gathers", dedupe_gathers, gm)
         device = torch.device("cpu")
-        settings = stopwatch.time("assign_by_module", pass_settings, options, specs, device)
+        fqns = [spec.fqn for spec in specs]
+        settings = stopwatch.time("assign_by_module", pass_settings, options, fqns, device)
 
         def joint_pass(graph: Graph) -> None:
             stopwatch.time("tag_for_recompute", tag_for_recompute, graph)

@@ -83,10 +83,10 @@ def choose_kept(
 
 
 def _growing(n: int) -> list[int]:
-    """A few numbers up to ``n``: each by an eighth, or by one, larger than the one before."""
+    """A few numbers up to ``n``: each by half, or by one, larger than the one before."""
     numbers, at = [], 0
     while at < n:
-        at = min(n, at + max(1, at // 8))
+        at = min(n, at + max(1, at // 2))
         numbers.append(at)
     return numbers
 

@@ -7,9 +7,10 @@ ordered as the compiler would, and simulated on what the cluster is known to do.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.cluster import Cluster, ClusterCost, Work
@@ -21,6 +22,7 @@ from inductor_passes.program import Program
 from inductor_passes.rehearsal import Rehearsal, Settings
 from inductor_passes.roofline import cost_of, fused_program
 from inductor_passes.simulate import Memory, Timeline, live_at_peak, memory, simulate
+from simplefsdp import provenance
 from simplefsdp.backend import fqn_of
 from simplefsdp.trace import TracedStep
 
@@ -120,7 +122,7 @@ class StepPrediction:
         }
         return at_rest | live_by_use(self.peak_graph.after)
 
-    def tokens_per_second(self, tokens: int) -> float:
+    def tokens_per_second(self, tokens: float) -> float:
         """Of a rank that gets ``tokens`` per step."""
         return tokens / (self.step_us / 1e6)
 
@@ -145,9 +147,10 @@ def predict_step(
         ProgramError, ValueError: as for :func:`inductor_passes.passes.rehearse`.
     """
     elements = parameters_nbytes // 4
+    shards = _shards(step.forward.graph)
     return StepPrediction(
-        predict_graph("forward", step.forward, settings, cluster),
-        predict_graph("backward", step.backward, settings, cluster),
+        predict_graph("forward", step.forward, settings, cluster, shards),
+        predict_graph("backward", step.backward, settings, cluster, shards),
         cluster.compute_us(Work(nbytes=elements * _ADAMW_NBYTES)),
         parameters_nbytes,
         2 * parameters_nbytes,
@@ -155,13 +158,29 @@ def predict_step(
 
 
 def predict_graph(
-    name: str, gm: GraphModule, settings: Settings | None, cluster: Cluster
+    name: str,
+    gm: GraphModule,
+    settings: Settings | None,
+    cluster: Cluster,
+    shards: Collection[str] = (),
 ) -> GraphPrediction:
-    """Predict a forward or backward graph; arguments as for :func:`predict_step`."""
+    """Predict a forward or backward graph; arguments as for :func:`predict_step`.
+
+    ``shards`` are names of inputs that are parameters, though the graph may not gather them.
+    """
     begin = time.process_time()
     rehearsal = rehearse(gm, settings, fqn_of)
     seconds = time.process_time() - begin
-    return predict_rehearsed(name, rehearsal, settings, cluster, seconds)
+    return predict_rehearsed(name, rehearsal, settings, cluster, seconds, shards)
+
+
+def _shards(forward: Graph) -> set[str]:
+    """Inputs that are parameters: gathered, or, where every rank has all of one, only read.
+
+    Backward knows them by the same names.
+    """
+    chains = (node for node in forward.nodes if provenance.gathered_fqn(node) is not None)
+    return {n.name for node in chains for n in node.all_input_nodes if n.op == "placeholder"}
 
 
 def predict_rehearsed(
@@ -170,9 +189,11 @@ def predict_rehearsed(
     settings: Settings | None,
     cluster: Cluster,
     pass_seconds: float,
+    shards: Collection[str] = (),
 ) -> GraphPrediction:
     """Predict a graph that was planned already."""
     before = fused_program(rehearsal.reading)
+    before = replace(before, resident=before.resident | set(before.inputs).intersection(shards))
     cost = cost_of(rehearsal.reading, cluster)
     after = merge(before, in_program(before, rehearsal.planned))
     if settings is not None and settings.reorder:
@@ -199,15 +220,17 @@ def predict_program(
 def live_by_use(program: Program) -> dict[str, int]:
     """Live bytes at the peak of a program, without resident ones, by what they are for."""
     use: dict[str, str] = {}
-    for _, op in program.starts():
-        if op.collective is None or op.collective.kind == "other":
-            continue
-        if op.collective.kind == "gather":
-            named = [(op.writes, "gathered parameters")]
-        else:
-            named = [(op.reads, "full gradients"), (op.writes, "gradient shards")]
-        for names, what in named:
-            use.update((program.buffers[name].storage, what) for name in names)
+    for op in program.ops:
+        reads, writes = ([program.buffers[n].storage for n in ns] for ns in (op.reads, op.writes))
+        kind = op.collective.kind if op.collective is not None else ""
+        if kind == "gather":
+            use.update(dict.fromkeys(writes, "gathered parameters"))
+        elif kind in ("reduce", "all_reduce"):
+            for storage in reads:  # of a second reduce: what the first one left
+                use.setdefault(storage, "full gradients")
+            use.update(dict.fromkeys(writes, "gradient shards"))
+        elif reads and all(use.get(storage) == "gradient shards" for storage in reads):
+            use.update(dict.fromkeys(writes, "gradient shards"))
     uses = ("activations", "gathered parameters", "full gradients", "gradient shards")
     live = dict.fromkeys(uses, 0)
     for storage, nbytes in live_at_peak(program).items():

@@ -7,6 +7,7 @@ traced once more, as if nothing were kept.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,11 +24,19 @@ from simplefsdp.dedupe import gathers_of, specs_of
 from simplefsdp.gather import GatherSpec
 from simplefsdp.recompute import tag_for_recompute
 
+log = logging.getLogger("simplefsdp")
+
+# What this process keeps, by settings and gathers. A choice depends on the batch, and one rank may
+# compile again for another one: it must go on with what it chose first, as the others do.
+_kept: dict[object, frozenset[str]] = {}
+
 
 def decide_resharding(
     gm: GraphModule, example_inputs: Sequence[Any], settings: Settings | None
 ) -> list[GatherSpec]:
     """Replace every ``"auto"`` among the gathers of ``gm``, in place, and return their specs.
+
+    What was decided for these gathers before stands.
 
     Raises:
         ValueError: there is an ``"auto"``, but no planner to decide.
@@ -40,9 +49,12 @@ def decide_resharding(
             f"{open_[0]}: simple_fsdp(reshard_after_forward='auto') leaves it to the planner of "
             "bucketing='auto' what is kept; choose that, or wrap with True or False"
         )
+    key = (repr(settings), tuple(specs_of(gm)))
     _set(gm, open_, kept=())
     if torch.is_grad_enabled():
-        _set(gm, open_, kept=_choose(_copied(gm), example_inputs, settings, open_))
+        if key not in _kept:
+            _kept[key] = _chosen_or_none(_copied(gm), example_inputs, settings, open_)
+        _set(gm, open_, kept=_kept[key])
     return specs_of(gm)
 
 
@@ -58,6 +70,21 @@ def _copied(gm: GraphModule) -> GraphModule:
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return GraphModule(gm, graph)
+
+
+def _chosen_or_none(
+    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, candidates: Sequence[str]
+) -> frozenset[str]:
+    """What to keep; nothing, and a warning, if that cannot be found out.
+
+    Whatever is wrong with the graphs, the compilation that follows meets it too, and tells the
+    other ranks.
+    """
+    try:
+        return _choose(gm, example_inputs, settings, candidates)
+    except Exception as error:
+        log.warning("reshard_after_forward='auto': nothing is kept from forward: %s", error)
+        return frozenset()
 
 
 @no_garbage_collection()

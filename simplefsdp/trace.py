@@ -53,24 +53,38 @@ def trace(model: nn.Module, *inputs: object) -> TracedStep:
         inputs: of the model, fake likewise.
 
     Raises:
-        ValueError: nothing of the model is sharded, or nothing is differentiable.
+        ValueError: nothing of the model is sharded, or nothing is differentiable, or
+            ``reshard_after_forward`` is left open.
     """
     graphs: dict[bool, GraphModule] = {}
     fqns: list[str] = []
 
+    undecided: list[str] = []
+
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        fqns.extend(spec.fqn for spec in dedupe_gathers(gm))
+        specs = dedupe_gathers(gm)
+        fqns.extend(spec.fqn for spec in specs)
+        undecided.extend(s.fqn for s in specs if s.reshard_after_forward == "auto")
         # On a CPU attention's output would be kept from recomputation; on the GPUs that are
         # planned for, it is not.
         graphs.update(_torch.graphs_of(gm, example_inputs, tag_gather_chains))
         return _stop
 
-    with no_garbage_collection(), contextlib.suppress(_TracedError):
+    # Every trace is a compilation of the same code for Dynamo, which gives up after a few.
+    unlimited = torch._dynamo.config.patch(
+        recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20
+    )
+    with no_garbage_collection(), unlimited, contextlib.suppress(_TracedError):
         torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs)
     if not fqns:
         raise ValueError(
             f"model: no parameter of this {type(model).__name__} is sharded; wrap it by "
             "simplefsdp.simple_fsdp(model, mesh) first"
+        )
+    if undecided:
+        raise ValueError(
+            f"{undecided[0]}: wrapped with reshard_after_forward='auto', which is decided when the "
+            "model is compiled for a cluster; to trace it, wrap with True or False"
         )
     if True not in graphs:
         raise ValueError("model: its output needs no gradient; there is no backward to trace")

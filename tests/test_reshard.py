@@ -10,7 +10,7 @@ from graphs import Captured, capture, gathers, reduces
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from simplefsdp import simple_fsdp
+from simplefsdp import reshard, simple_fsdp
 
 OPTIONS = {"executor": "aot_eager", "cluster": "cpu-gloo"}
 FQNS = [f"layers.{i}.weight" for i in range(4)]
@@ -53,6 +53,22 @@ def test_memory_decides(fake_mesh, caplog):
     # With all of them backward takes 72,704 bytes at the peak, a layer's input less with one.
     assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=72.4e-6)) == {FQNS[0], FQNS[3]}
     assert kept_by(graphs_of(mesh, True, memory_budget_gb=1.0)) == {FQNS[0]}
+
+
+def test_another_batch_keeps_what_the_first_one_kept(fake_mesh):
+    """One rank may compile again, alone; it must launch what the others launch."""
+    mesh, kept = fake_mesh(4), []
+    for rows in ((2, 3), (3,)):  # 3 rows take more, and alone there would be no room
+        torch._dynamo.reset()
+        reshard._kept.clear()
+        model = simple_fsdp(Layers(), mesh, reshard_after_forward="auto")
+        options = {**OPTIONS, "memory_budget_gb": 72.4e-6}
+        run = torch.compile(model, backend="simplefsdp", dynamic=False, options=options)
+        with capture() as captured:
+            for n in rows:
+                run(torch.ones(n, 64)).sum().backward()
+        kept += [set(FQNS) - set(gathers(backward)) for backward in captured.backward]
+    assert kept == [{FQNS[0], FQNS[3]}, {FQNS[0], FQNS[3]}, {FQNS[0]}]
 
 
 def test_without_gradients_there_is_nothing_to_decide(fake_mesh):

@@ -135,7 +135,7 @@ class PlanReport:
     name: str
     step: Step
     graphs: Mapping[str, GraphReport]
-    tokens: int | None
+    tokens: float | None
     flops: float
     peak_tflops: float
 
@@ -155,7 +155,7 @@ def report_plan(
     step: StepPrediction,
     limits: Mapping[str, Limits],
     module_of: Mapping[str, Mapping[str, str]],
-    tokens: int | None = None,
+    tokens: float | None = None,
 ) -> PlanReport:
     """Report on a predicted step; ``limits`` and ``module_of`` are by graph."""
     graphs = {

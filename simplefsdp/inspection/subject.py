@@ -41,14 +41,15 @@ class Subject:
         name: for messages.
         step: its graphs.
         parameters_nbytes: of this rank's shards.
-        tokens: of a rank's batch; None if its input is no tokens.
+        tokens: of a rank's batch, with tensor parallelism its share of it; None if its input is
+            no tokens.
         module_of: module path by node name, by graph.
     """
 
     name: str
     step: TracedStep
     parameters_nbytes: int
-    tokens: int | None
+    tokens: float | None
     module_of: Mapping[str, Mapping[str, str]]
 
 
@@ -108,7 +109,8 @@ def trace_llama(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
-        return _subject(options.config, _WithLoss(model), (tokens, tokens), seq_len * batch_size)
+        tokens_per_rank = seq_len * batch_size / parallel.tp  # those that split a layer share them
+        return _subject(options.config, _WithLoss(model), (tokens, tokens), tokens_per_rank)
 
 
 def trace_target(target: str, example: str, ranks: int) -> Subject:
@@ -216,7 +218,9 @@ def _tokens(inputs: Sequence[object]) -> int | None:
     return first.numel() if first is not None and is_tokens else None
 
 
-def _subject(name: str, model: nn.Module, inputs: Sequence[object], tokens: int | None) -> Subject:
+def _subject(
+    name: str, model: nn.Module, inputs: Sequence[object], tokens: float | None
+) -> Subject:
     locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     nbytes = sum(p.numel() * p.element_size() for p in locals_)
     step = trace(model, *inputs)
