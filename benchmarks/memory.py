@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from variants import Variant
+
+from simplefsdp.placement import local_nbytes
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,11 @@ def measure(variant: Variant, step: Callable[[], None]) -> Memory:
     state = (v for s in variant.optimizer.state.values() for v in s.values())
     return Memory(
         step_peak=peak,
-        params=_nbytes(params),
-        grads=_nbytes(p.grad for p in params if p.grad is not None),
-        optimizer=_nbytes(v for v in state if isinstance(v, Tensor)),
+        params=local_nbytes(params),
+        grads=local_nbytes(p.grad for p in params),
+        optimizer=local_nbytes(state),
         extra=variant.extra_nbytes,
     )
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in local)
 
 
 def _cuda_peak(step: Callable[[], None]) -> int:

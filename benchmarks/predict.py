@@ -30,46 +30,37 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rows import ROWS, Row
-from torch.distributed.tensor import DTensor
 from variants import LlamaLoss, Workload
 
 from inductor_passes.cluster import Cluster, Work
 from inductor_passes.program import Program
 from simplefsdp import simple_fsdp
-from simplefsdp.backend import pass_settings
-from simplefsdp.options import parse_options
+from simplefsdp.inspection.plans import PlanName, settings_of
+from simplefsdp.placement import local_nbytes
 from simplefsdp.prediction import StepPrediction, predict_step
 from simplefsdp.trace import TracedStep, trace
 
 RESULTS = Path(__file__).parent / "results"
-OPTIONS: dict[str, dict[str, object]] = {
-    "none": {"bucketing": "none"},
-    "manual": {"bucketing": "manual"},
-    "greedy": {"bucketing": "auto", "planner": "greedy"},
-    "auto": {"bucketing": "auto"},
-}
+VARIANTS: tuple[PlanName, ...] = ("none", "manual", "greedy", "auto")
 
 
 def traced(load: Workload) -> tuple[TracedStep, int]:
     """The step of the wrapped model, and the bytes of this rank's shards."""
     model = simple_fsdp(load.model(LlamaLoss), load.mesh, mp_policy=load.policy())
-    params = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
     step = trace(model, load.tokens, load.targets)
     torch._dynamo.reset()
-    return step, sum(p.numel() * p.element_size() for p in params)
+    return step, local_nbytes(model.parameters())
 
 
-def predictions(load: Workload, cluster: Cluster, names: list[str]) -> dict[str, StepPrediction]:
+def predictions(
+    load: Workload, cluster: Cluster, names: list[PlanName]
+) -> dict[str, StepPrediction]:
     """What is expected of each variant."""
     step, nbytes = traced(load)
-    found = {}
-    for name in names:
-        options = dict(OPTIONS[name])
-        if options["bucketing"] == "auto":
-            options["cluster"] = cluster
-        settings = pass_settings(parse_options(options), step.fqns, load.device)
-        found[name] = predict_step(step, settings, cluster, nbytes)
-    return found
+    return {
+        name: predict_step(step, settings_of(name, step.fqns, cluster, None), cluster, nbytes)
+        for name in names
+    }
 
 
 def copy_us(predicted: StepPrediction, cluster: Cluster, row: Row) -> float:
@@ -89,7 +80,7 @@ def copy_us(predicted: StepPrediction, cluster: Cluster, row: Row) -> float:
 
 def step_nbytes(predicted: StepPrediction) -> int:
     """Most bytes of what the step allocates: its inputs were there before."""
-    given = _inputs_nbytes(predicted.forward.before)
+    given = _inputs_nbytes(predicted.graphs[0].before)
     return max(graph.beside_shards_nbytes for graph in predicted.graphs) - given
 
 
@@ -122,7 +113,7 @@ def compared(predicted: StepPrediction, result: Result, cluster: Cluster, row: R
     return found
 
 
-def run(row_name: str, row: Row, names: list[str], rounds: int) -> dict[str, Any]:
+def run(row_name: str, row: Row, names: list[PlanName], rounds: int) -> dict[str, Any]:
     """Calibrate, predict, measure one row."""
     device = torch.device("cpu")
     wire.connect(row.world_size)
@@ -185,7 +176,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--row", default="default", choices=list(ROWS))
-    parser.add_argument("--variants", nargs="+", default=list(OPTIONS), choices=list(OPTIONS))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--rounds", type=int, default=11, help="timed rounds (default: 11)")
     parser.add_argument("--threads", type=int, default=1, help="threads of compute (default: 1)")
     parser.add_argument("--json", type=Path, help="default: results/predict_<row>.json")

@@ -13,13 +13,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from variants import LlamaLoss
 
 from simplefsdp import simple_fsdp
 from simplefsdp.models import CONFIGS, LlamaConfig, apply_tensor_parallel
 from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
 from simplefsdp.models.configs import flops_per_token
+from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, trace
 from simplefsdp.train.dry_run import fake_ranks
 
@@ -139,13 +139,7 @@ def traced_step(cell: Cell, mesh: DeviceMesh) -> tuple[TracedStep, int]:
         return simple_fsdp(model, data_parallel_mesh(cell, mesh), mode=mode, mp_policy=POLICY)
 
     def run(model: nn.Module) -> tuple[TracedStep, int]:
-        return trace(model, *tokens_and_targets(cell)), shards_nbytes(model)
+        return trace(model, *tokens_and_targets(cell)), local_nbytes(model.parameters())
 
     torch._dynamo.reset()
     return in_fake_model(cell, mesh, wrap, run)
-
-
-def shards_nbytes(model: nn.Module) -> int:
-    """Bytes that this rank holds of the parameters."""
-    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
-    return sum(p.numel() * p.element_size() for p in local)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp2_model import Recording
 from scale_torch import torch_auto, torch_manual
 from torch.fx import GraphModule
 
 from inductor_passes import fx
-from inductor_passes.buckets import assign_by_module
 from inductor_passes.cluster import Cluster, ClusterCost
 from inductor_passes.program import Program
-from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.roofline import cost_of, fused_program, nodes_of
 from inductor_passes.simulate import memory, simulate
 from simplefsdp.backend import fqn_of
+from simplefsdp.inspection.plans import settings_of
 from simplefsdp.prediction import GraphPrediction, StepPrediction, predict_step
 from simplefsdp.trace import TracedStep
 
@@ -121,19 +120,10 @@ def _price(name: str, traced: Traced, cluster: Cluster, base: StepPrediction) ->
             for gm, found in zip(traced.step[:2], base.graphs, strict=True)
         )
         return _of_graphs((forward, backward), cluster, base, time.process_time() - begin)
-    settings = _settings(name, traced, cluster)
+    roomy = name == "auto_room"
+    budget = _room(traced, cluster) if roomy else None
+    settings = settings_of("auto" if roomy else name, traced.step.fqns, cluster, budget)
     return base_outcome(predict_step(traced.step, settings, cluster, traced.parameters_nbytes))
-
-
-def _settings(name: str, traced: Traced, cluster: Cluster) -> Settings:
-    assignment = assign_by_module(list(traced.step.fqns))
-    auto = {
-        "manual": None,
-        "greedy": Auto(cluster, planner="greedy"),
-        "auto": Auto(cluster),
-        "auto_room": Auto(cluster, _room(traced, cluster)),
-    }
-    return Settings(assignment, auto=auto[name])
 
 
 def _room(traced: Traced, cluster: Cluster) -> int:
@@ -166,13 +156,8 @@ def _of_graphs(
     graphs: tuple[GraphModule, GraphModule], cluster: Cluster, base: StepPrediction, seconds: float
 ) -> Outcome:
     """What torch's passes made of the graphs; each in the order it is in."""
-    forward, backward = (
-        _as_it_is(gm, cluster, was) for gm, was in zip(graphs, base.graphs, strict=True)
-    )
-    found = StepPrediction(
-        forward, backward, base.optimizer_us, base.parameters_nbytes, base.optimizer_nbytes
-    )
-    made = base_outcome(found)
+    found = tuple(_as_it_is(gm, cluster, was) for gm, was in zip(graphs, base.graphs, strict=True))
+    made = base_outcome(replace(base, graphs=found))
     return Outcome(made.step_us, made.exposed_us, made.peak_by_use, made.collectives, seconds)
 
 

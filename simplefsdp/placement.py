@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -209,3 +209,9 @@ def _join(tp: DeviceMesh, dp: DeviceMesh) -> DeviceMesh:
 
 def _dim_names(mesh: DeviceMesh, default: str) -> tuple[str, ...]:
     return mesh.mesh_dim_names or tuple(f"{default}_{dim}" for dim in range(mesh.ndim))
+
+
+def local_nbytes(tensors: Iterable[object]) -> int:
+    """Bytes that this rank holds of ``tensors``; what is no tensor counts nothing."""
+    locals_ = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(t.numel() * t.element_size() for t in locals_ if isinstance(t, Tensor))

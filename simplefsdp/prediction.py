@@ -68,26 +68,19 @@ class GraphPrediction:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """What is expected of a training step: forward, backward and optimizer, one after the other.
+    """What is expected of a training step: its graphs and the optimizer, one after the other.
 
     Attributes:
-        forward: see :class:`GraphPrediction`.
-        backward: likewise.
-        optimizer_us: of AdamW, fused, on the shards.
+        graphs: forward and backward, or what else was compiled.
+        optimizer_us: of AdamW, fused, on the shards; 0 if it is left out.
         parameters_nbytes: shards of the parameters on this rank.
-        optimizer_nbytes: AdamW's two moments.
+        optimizer_nbytes: AdamW's two moments; 0 if it is left out.
     """
 
-    forward: GraphPrediction
-    backward: GraphPrediction
+    graphs: tuple[GraphPrediction, ...]
     optimizer_us: float
     parameters_nbytes: int
     optimizer_nbytes: int
-
-    @property
-    def graphs(self) -> tuple[GraphPrediction, GraphPrediction]:
-        """Forward and backward."""
-        return self.forward, self.backward
 
     @property
     def step_us(self) -> float:
@@ -101,7 +94,7 @@ class StepPrediction:
 
     @property
     def lower_bound_us(self) -> float:
-        """Time that no plan of either graph can beat."""
+        """Time that no plan of any graph can beat."""
         return sum(graph.lower_bound_us for graph in self.graphs) + self.optimizer_us
 
     @property
@@ -116,10 +109,9 @@ class StepPrediction:
 
     def peak_by_use(self) -> dict[str, int]:
         """Bytes on this rank at the peak, by what they are for."""
-        at_rest = {
-            "parameter shards": self.parameters_nbytes,
-            "optimizer state": self.optimizer_nbytes,
-        }
+        at_rest = {"parameter shards": self.parameters_nbytes}
+        if self.optimizer_nbytes:
+            at_rest["optimizer state"] = self.optimizer_nbytes
         return at_rest | live_by_use(self.peak_graph.after)
 
     def tokens_per_second(self, tokens: float) -> float:
@@ -148,9 +140,9 @@ def predict_step(
     """
     elements = parameters_nbytes // 4
     shards = _shards(step.forward.graph)
+    graphs = {"forward": step.forward, "backward": step.backward}
     return StepPrediction(
-        predict_graph("forward", step.forward, settings, cluster, shards),
-        predict_graph("backward", step.backward, settings, cluster, shards),
+        tuple(predict_graph(n, gm, settings, cluster, shards) for n, gm in graphs.items()),
         cluster.compute_us(Work(nbytes=elements * _ADAMW_NBYTES)),
         parameters_nbytes,
         2 * parameters_nbytes,

@@ -34,7 +34,7 @@ def test_the_page_is_one_file_with_the_whole_report(html):
     manual, none = report_of(html)["plans"]
     assert [manual["name"], none["name"], manual["lanes"]] == ["manual", "none", ["wire 4 (dp)"]]
     report = plan("manual")
-    begin = report.step.forward.timeline.total_us
+    begin = report.step.graphs[0].timeline.total_us
     assert [graph["begin_us"] for graph in manual["graphs"]] == [0, begin, report.step.step_us - 7]
     assert sum(us for _, us, _ in manual["compute"]) == 30 + 90 + 7
     assert sum(b["exposed_us"] for b in manual["buckets"]) == manual["exposed_us"]

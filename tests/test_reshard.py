@@ -27,9 +27,14 @@ class Layers(nn.Module):
         return x
 
 
-def graphs_of(mesh, reshard, **options) -> Captured:
+@pytest.fixture(autouse=True)
+def nothing_was_kept_before(monkeypatch):
+    monkeypatch.setattr(reshard, "_kept", {})
+
+
+def graphs_of(mesh, reshard_after_forward, **options) -> Captured:
     torch._dynamo.reset()
-    model = simple_fsdp(Layers(), mesh, reshard_after_forward=reshard)
+    model = simple_fsdp(Layers(), mesh, reshard_after_forward=reshard_after_forward)
     with capture() as captured:
         run = torch.compile(
             model, backend="simplefsdp", fullgraph=True, options={**OPTIONS, **options}

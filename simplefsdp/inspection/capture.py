@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +21,7 @@ from simplefsdp.inspection.document import document
 from simplefsdp.inspection.modules import modules_of
 from simplefsdp.inspection.plans import limits_of
 from simplefsdp.inspection.report import GraphReport, PlanReport, report_graph
-from simplefsdp.prediction import GraphPrediction, live_by_use, predict_rehearsed
+from simplefsdp.prediction import StepPrediction, predict_rehearsed
 from simplefsdp.watch import Seen, watching
 
 if TYPE_CHECKING:
@@ -45,50 +44,6 @@ class RankComparison(NamedTuple):
 
     def __str__(self) -> str:
         return self.difference or "all ranks compiled the same plan"
-
-
-@dataclass(frozen=True)
-class CapturedStep:
-    """The graphs that were compiled, one after the other; as
-    :class:`simplefsdp.prediction.StepPrediction`, without an optimizer."""
-
-    graphs: tuple[GraphPrediction, ...]
-    optimizer_us: float = 0.0
-    optimizer_nbytes: int = 0
-
-    @property
-    def parameters_nbytes(self) -> int:
-        """Shards of the parameters that are gathered in one graph, the most of all graphs."""
-        return max((graph.memory.resident_nbytes for graph in self.graphs), default=0)
-
-    @property
-    def step_us(self) -> float:
-        """Time of all graphs."""
-        return sum(graph.timeline.total_us for graph in self.graphs)
-
-    @property
-    def exposed_us(self) -> float:
-        """Time in which the rank only waits for others."""
-        return sum(graph.exposed_us for graph in self.graphs)
-
-    @property
-    def lower_bound_us(self) -> float:
-        """Time that no plan of any graph can beat."""
-        return sum(graph.lower_bound_us for graph in self.graphs)
-
-    @property
-    def peak_graph(self) -> GraphPrediction:
-        """The graph in which most memory is taken."""
-        return max(self.graphs, key=lambda graph: graph.beside_shards_nbytes)
-
-    @property
-    def peak_nbytes(self) -> int:
-        """Most bytes of a graph with the shards."""
-        return sum(self.peak_by_use().values())
-
-    def peak_by_use(self) -> dict[str, int]:
-        """Bytes at the peak, by what they are for."""
-        return {"parameter shards": self.parameters_nbytes} | live_by_use(self.peak_graph.after)
 
 
 class Report:
@@ -139,7 +94,9 @@ class Report:
         if not self.graphs:
             raise ValueError(_NOTHING)
         names = dict.fromkeys(name for name, _ in self._names)
-        step = CapturedStep(tuple(graph.prediction for graph in self.graphs.values()))
+        graphs = tuple(graph.prediction for graph in self.graphs.values())
+        shards_nbytes = max(graph.memory.resident_nbytes for graph in graphs)
+        step = StepPrediction(graphs, 0.0, shards_nbytes, 0)  # without an optimizer
         return PlanReport(" and ".join(names), step, self.graphs, None, 0.0, 0.0)
 
     def __str__(self) -> str:

@@ -13,11 +13,10 @@ from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.simulate import memory
 from simplefsdp.inspection.explain import Limits
+from simplefsdp.inspection.options import PlanName
 from simplefsdp.inspection.report import PlanReport, report_plan
 from simplefsdp.inspection.subject import Subject
 from simplefsdp.prediction import GraphPrediction, predict_step
-
-PlanName = Literal["none", "manual", "auto", "greedy"]
 
 
 def settings_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from inductor_passes.cluster import ClusterCost
 from inductor_passes.program import Op, Program
@@ -95,30 +94,6 @@ class GraphReport:
         return dict(found.most_common())
 
 
-class Step(Protocol):
-    """What is predicted of a step; :class:`simplefsdp.prediction.StepPrediction` is one."""
-
-    @property
-    def graphs(self) -> tuple[GraphPrediction, ...]: ...
-    @property
-    def optimizer_us(self) -> float: ...
-    @property
-    def parameters_nbytes(self) -> int: ...
-    @property
-    def optimizer_nbytes(self) -> int: ...
-    @property
-    def step_us(self) -> float: ...
-    @property
-    def exposed_us(self) -> float: ...
-    @property
-    def lower_bound_us(self) -> float: ...
-    @property
-    def peak_graph(self) -> GraphPrediction: ...
-    @property
-    def peak_nbytes(self) -> int: ...
-    def peak_by_use(self) -> dict[str, int]: ...
-
-
 @dataclass(frozen=True)
 class PlanReport:
     """A step under one choice of passes.
@@ -133,7 +108,7 @@ class PlanReport:
     """
 
     name: str
-    step: Step
+    step: StepPrediction
     graphs: Mapping[str, GraphReport]
     tokens: float | None
     flops: float
@@ -164,7 +139,7 @@ def report_plan(
         )
         for graph in step.graphs
     }
-    flops, peak = model_flops(step.forward.cost)
+    flops, peak = model_flops(step.graphs[0].cost)
     return PlanReport(name, step, graphs, tokens, flops, peak)
 
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.models import Llama, apply_tensor_parallel
+from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, trace
 from simplefsdp.train.build import model_config
 from simplefsdp.train.config import ModelOptions, ParallelOptions
@@ -221,7 +221,6 @@ def _tokens(inputs: Sequence[object]) -> int | None:
 def _subject(
     name: str, model: nn.Module, inputs: Sequence[object], tokens: float | None
 ) -> Subject:
-    locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    nbytes = sum(p.numel() * p.element_size() for p in locals_)
+    nbytes = local_nbytes(model.parameters())
     step = trace(model, *inputs)
     return Subject(name, step, nbytes, tokens, modules_of_step(step))

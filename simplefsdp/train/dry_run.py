@@ -1,15 +1,14 @@
 """Planning: what each rank would hold, from meta tensors and a process group that is not there."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from simplefsdp.placement import local_nbytes
 from simplefsdp.train.build import wrapped_model
 from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.distributed import Layout, make_mesh, precision_policy
@@ -69,20 +68,15 @@ def plan_memory(config: TrainConfig, layout: Layout) -> MemoryPlan:
         compute_dtype = policy.param_dtype if policy else None
         return MemoryPlan(
             n_parameters=sum(p.numel() for p in parameters),
-            parameters_nbytes=_local_nbytes(parameters),
-            gradients_nbytes=_local_nbytes(p for p in parameters if p.requires_grad),
-            optimizer_nbytes=_local_nbytes(
+            parameters_nbytes=local_nbytes(parameters),
+            gradients_nbytes=local_nbytes(p for p in parameters if p.requires_grad),
+            optimizer_nbytes=local_nbytes(
                 value for state in optimizer.state.values() for value in state.values()
             ),
             largest_gather_nbytes=max(
                 p.numel() // layout.tp * (compute_dtype or p.dtype).itemsize for p in parameters
             ),
         )
-
-
-def _local_nbytes(tensors: Iterable[object]) -> int:
-    locals_ = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in locals_ if isinstance(t, Tensor))
 
 
 def print_plan(config: TrainConfig, layout: Layout, plan: MemoryPlan) -> None:
