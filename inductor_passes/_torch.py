@@ -75,6 +75,11 @@ def size_hint(value: Any) -> int:
     return int(hint) if hint is not None else 0
 
 
+def itemsize(dtype: str) -> int:
+    """Bytes of an element, by the name of its dtype."""
+    return int(getattr(torch, dtype).itemsize)
+
+
 def fake_mode_of(value: Any) -> Any:
     """The mode of a traced (fake) tensor, or list of them; operators run in it cost nothing."""
     tensor = value[0] if isinstance(value, (list, tuple)) else value
@@ -143,6 +148,12 @@ def scheduled_reads(snode: Any, launched: Container[str] = ()) -> tuple[str, ...
 def scheduled_writes(snode: Any) -> tuple[str, ...]:
     """Names of the buffers that a scheduler node makes or writes to."""
     return tuple(sorted(map(str, snode.get_buffer_names())))
+
+
+def lowered_at(snode: Any) -> int:
+    """Place of a scheduler node before fusion, in the order of the graph; the last, if it is of
+    several."""
+    return int(snode.max_order)
 
 
 def origins_of(snode: Any) -> list[Node]:

@@ -9,7 +9,7 @@ from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.chain import Chain, chain_of, coarsen
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import rank_invariant
-from inductor_passes.plan import Plan, budget_error, evaluate
+from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.program import Bucket, Program
 from inductor_passes.schedule import Schedule, buckets_of, singles
 from inductor_passes.walk import Limits, Search
@@ -25,6 +25,7 @@ def plan_auto(
     fqns: Sequence[str],
     *,
     budget_nbytes: int | None = None,
+    device_nbytes: int | None = None,
     limits: Limits | None = None,
 ) -> Plan:
     """The buckets and windows that make one graph fast.
@@ -40,7 +41,8 @@ def plan_auto(
         fqns: of the parameters, in an order that all ranks share.
         budget_nbytes: of live bytes, without those of shards (see
             :func:`~inductor_passes.invariant.rank_invariant`); default: what the buckets by
-            module take.
+            module take, or ``device_nbytes``, if that is less and any schedule meets it.
+        device_nbytes: that a device has for them.
         limits: of the search.
 
     Raises:
@@ -55,16 +57,18 @@ def plan_auto(
         return [plan for plan in found if plan is not None]
 
     fine = chain_of(program, cost)
-    least = buckets_of(singles(fine), fine, fqns)
-    manual = plans([plan_buckets(program, assign_by_module(fqns))]) or plans([least])
-    budget = manual[0].peak_nbytes if budget_nbytes is None else budget_nbytes
+    least = plans([buckets_of(singles(fine), fine, fqns)])
+    manual = plans([plan_buckets(program, assign_by_module(fqns))]) or least
+    budget = budget_nbytes
+    if budget is None:
+        budget = default_budget(manual[0], least[0], device_nbytes)
     chain = coarsen(fine, UNITS)
     schedules = Search(chain, Wire(chain, cost), budget, limits or Limits()).run()
     found = [*manual, *plans(_edges_split(manual[0].buckets, fine))]
     searched = plans(buckets_of(s, chain, fqns) for s in _promising(schedules))
     fitting = [plan for plan in (*found, *searched) if plan.peak_nbytes <= budget]
     if not fitting:
-        found += plans([least])
+        found += least
         fitting = [plan for plan in found if plan.peak_nbytes <= budget]
     if not fitting:
         raise budget_error(program, min(found, key=lambda plan: plan.peak_nbytes), budget)

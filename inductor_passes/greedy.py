@@ -10,7 +10,7 @@ from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.chain import Chain, chain_of
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import rank_invariant
-from inductor_passes.plan import Plan, budget_error, evaluate
+from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.program import Program, ProgramError
 from inductor_passes.schedule import Schedule, Segment, buckets_of, singles
 from inductor_passes.wire import Rest, What, Wire
@@ -26,6 +26,7 @@ def plan_greedy(
     fqns: Sequence[str],
     *,
     budget_nbytes: int | None = None,
+    device_nbytes: int | None = None,
     max_nbytes: int = MAX_NBYTES,
 ) -> Plan:
     """Buckets by the greedy rule, gathered one ahead, with one reduce behind.
@@ -48,7 +49,8 @@ def plan_greedy(
         raise ProgramError("the program's collectives cannot be launched one by one")
     if budget_nbytes is None:
         by_module = plan_buckets(program, assign_by_module(fqns))
-        budget_nbytes = (evaluate(program, cost, by_module, bound) or least).peak_nbytes
+        manual = evaluate(program, cost, by_module, bound) or least
+        budget_nbytes = default_budget(manual, least, device_nbytes)
     if least.peak_nbytes > budget_nbytes:
         raise budget_error(program, least, budget_nbytes)
     wire, room = Wire(chain, cost), budget_nbytes - least.peak_nbytes

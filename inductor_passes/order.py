@@ -9,8 +9,10 @@ earlier or follows one that is waited for later.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from math import inf
 
 from inductor_passes.program import CollectiveKind, Program
@@ -62,6 +64,33 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
     _pull_predecessors(program, keys, keep_starts=keep_starts)
     order = sorted(range(len(keys)), key=lambda i: (keys[i], i))
     return [program.ops[i].name for i in order]
+
+
+def in_sequence(program: Program, place: Sequence[int]) -> list[str]:
+    """Names of the ops of ``program`` by their ``place``, as near as dependencies allow.
+
+    An op waits for what it needs, and pulls nothing forward. The sequence of the starts stays.
+    """
+    starts = [i for i, _ in program.starts()]
+    before = [set(found) for found in program.predecessors]
+    for earlier, later in pairwise(starts):
+        before[later].add(earlier)
+    followers: list[list[int]] = [[] for _ in before]
+    for i, found in enumerate(before):
+        for j in found:
+            followers[j].append(i)
+    left = [len(found) for found in before]
+    ready = [(place[i], i) for i, n in enumerate(left) if not n]
+    heapify(ready)
+    order = []
+    while ready:
+        _, i = heappop(ready)
+        order.append(program.ops[i].name)
+        for j in followers[i]:
+            left[j] -= 1
+            if not left[j]:
+                heappush(ready, (place[j], j))
+    return order
 
 
 def _followers(program: Program) -> list[list[int]]:

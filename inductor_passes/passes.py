@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 from inductor_passes import fx, scheduler
 from inductor_passes.layouts import write_buckets
 from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, overlap, starts_in
+from inductor_passes.order import OverlapPolicy, in_sequence, overlap, starts_in
 from inductor_passes.planned import PlannedBucket, in_program
 from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import (
@@ -89,11 +89,15 @@ class ImposeOrder:
     Attributes:
         policy: as in :class:`Settings`.
         on_error: likewise.
+        as_planned: compute, too, in the order that the plan was made for, which Inductor's fusion
+            and its memory reordering change: a wait "before the third next reduce" comes far too
+            early if the weight gradients of a layer are computed one after the other.
         uuid: of the sources and settings.
     """
 
     policy: OverlapPolicy
     on_error: Literal["raise", "fallback"]
+    as_planned: bool
     uuid: str
 
     @no_garbage_collection()
@@ -109,7 +113,10 @@ class ImposeOrder:
                 op.collective and op.collective.bucket for _, op in reading.program.starts()
             ):
                 return snodes  # a graph without buckets, or one that fell back
-            order = overlap(reading.program, self.policy, keep_starts=True)
+            program = reading.program
+            if self.as_planned:
+                program = program.reorder(in_sequence(program, scheduler.lowered_at(reading)))
+            order = overlap(program, self.policy, keep_starts=True)
             reading.program.reorder(order).verify()
             if starts_in(reading.program, order) != starts_in(reading.program, reading.snodes):
                 raise ProgramError(

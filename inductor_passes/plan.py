@@ -68,6 +68,13 @@ def evaluate(
     return Plan(tuple(buckets), timeline.total_us, lower_bound_us, exposed, peak)
 
 
+def default_budget(manual: Plan, least: Plan, device_nbytes: int | None) -> int:
+    """What ``manual`` takes; what a device has left if that is less, but no less than ``least``."""
+    if device_nbytes is None or manual.peak_nbytes <= device_nbytes:
+        return manual.peak_nbytes
+    return max(device_nbytes, least.peak_nbytes)
+
+
 def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> BudgetError:
     """The error that no plan meets ``budget_nbytes``, if ``smallest`` takes the least memory."""
     room = "; ".join(

@@ -23,6 +23,8 @@ from inductor_passes.program import Bucket, Collective, Op, Program
 from inductor_passes.roofline import cluster_of, cost_of, device_of, fused_program
 from inductor_passes.simulate import simulate
 
+_USABLE = 0.9
+
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
@@ -44,7 +46,8 @@ class Auto:
 
     Attributes:
         cluster: what the machine is.
-        budget_nbytes: of memory, see :func:`inductor_passes.auto.plan_auto`.
+        budget_nbytes: of memory, see :func:`inductor_passes.auto.plan_auto`; a default is at
+            most what :func:`room_nbytes` says that the cluster's devices have.
         planner: ``"search"``, or ``"greedy"``, the published rule.
     """
 
@@ -85,11 +88,26 @@ def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]
             cost_of(reading, settings.auto.cluster),
             list(settings.assignment.label_of),
             budget_nbytes=settings.auto.budget_nbytes,
+            device_nbytes=room_nbytes(reading.program, settings.auto.cluster),
         )
     buckets = plan_buckets(reading.program, settings.assignment)
     if not settings.merge:
         return tuple(Bucket(b.label, (start,)) for b in buckets for start in b.starts)
     return buckets
+
+
+def room_nbytes(program: Program, cluster: Cluster) -> int:
+    """What a device has beside shards: of parameters, of gradients, and AdamW's two moments.
+
+    All fp32. A tenth of the device is left for its context, communication's own buffers and
+    fragmentation, which is an estimate. What all ranks share tells the size of a shard.
+    """
+    elements = {
+        c.fqns: c.nbytes // _torch.itemsize(c.dtype) // c.ranks
+        for _, c in _collectives(program)
+        if c.fqns and c.kind in ("gather", "reduce")
+    }
+    return int(_USABLE * cluster.memory_gb * 1e9) - 4 * 4 * sum(elements.values())
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,11 @@ def write(reading: Reading, order: Sequence[str], count: int) -> list[Any]:
     return permuted
 
 
+def lowered_at(reading: Reading) -> list[int]:
+    """Place of each op among all as they were lowered, before fusion; of fused ones, the last."""
+    return [_torch.lowered_at(reading.snodes[op.name][0]) for op in reading.program.ops]
+
+
 def _results_of_starts(
     snodes: Sequence[Any], reads_of: Sequence[tuple[str, ...]]
 ) -> dict[str, str]:

@@ -149,7 +149,9 @@ def _compile(
 
     scheduler_pass = None
     if settings is not None and settings.reorder:
-        scheduler_pass = ImposeOrder(settings.policy, settings.on_error, base)
+        scheduler_pass = ImposeOrder(
+            settings.policy, settings.on_error, settings.auto is not None, base
+        )
     if options.executor == "aot_eager":
         return _torch.compile_with_aot_eager(
             gm,

@@ -16,10 +16,11 @@ from test_fx_adapter import copied
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 import simplefsdp.backend
 from inductor_passes import fx, passes, scheduler
+from inductor_passes._torch import origins_of
 from inductor_passes.layouts import Layout
 from inductor_passes.order import OverlapPolicy
 from inductor_passes.program import Program
@@ -89,12 +90,18 @@ class Compiled(NamedTuple):
         planned: events of the FX graphs after the pass.
         generated: events of the code, none if nothing was generated.
         before: what the pass was given.
+        products: names of the matrix products of each graph: as in the graph, as executed.
     """
 
     log: list[str]
     planned: tuple[list[Event], list[Event]]
     generated: tuple[list[Event], ...]
     before: list[tuple[Graph, Settings]]
+    products: list[tuple[list[str], list[str]]]
+
+
+def is_product(node: Node) -> bool:
+    return node.target is torch.ops.aten.mm.default
 
 
 class Recorder:
@@ -104,6 +111,8 @@ class Recorder:
         self.before: list[tuple[Graph, Settings]] = []
         self.graphs: list[list[Event]] = []
         self.labels: list[dict[str, str]] = []
+        self.products: list[tuple[list[str], list[str]]] = []
+        self.in_graph: list[str] = []
         self.impose_order = passes.ImposeOrder.__call__
         patch.setattr(simplefsdp.backend, "bucket_and_reorder", self.graph_pass)
         recorder = self
@@ -117,10 +126,13 @@ class Recorder:
         self.before.append((copied(graph), settings))
         passes.bucket_and_reorder(graph, settings, fqn_of, planned)
         self.graphs.append(events_of(fx.read(graph, fqn_of).program))
+        self.in_graph = [n.name for n in graph.nodes if is_product(n)]
 
     def order(self, impose_order, snodes):
         ordered = self.impose_order(impose_order, snodes)
         starts = scheduler.read(ordered, lambda node: None).program.starts()
+        executed = [n.name for snode in ordered for n in origins_of(snode) if is_product(n)]
+        self.products.append((self.in_graph, executed))
         self.labels.append({n: op.collective.bucket for _, op in starts for n in op.writes})
         return ordered
 
@@ -159,7 +171,9 @@ def compile_step(mesh, n_layers: int = len(LAYERS), **options) -> Compiled:
             log.removeHandler(handler)
             log.setLevel(level)
     generated = [events_in(*pair) for pair in zip(codes, recorder.labels, strict=False)]
-    return Compiled(handler.lines, tuple(recorder.graphs), tuple(generated), recorder.before)
+    return Compiled(
+        handler.lines, tuple(recorder.graphs), tuple(generated), recorder.before, recorder.products
+    )
 
 
 _done: dict[str, Compiled] = {}
@@ -239,6 +253,8 @@ def test_the_automatic_plan_is_in_the_code(fake_mesh):
         exposed = re.search(r"predicted exposed ([\d.]+) -> ([\d.]+) ms on cpu-gloo", line)
         assert exposed and float(exposed[1]) > float(exposed[2]) > 0, line
     assert most_in_flight(forward, "gather") > 1 and most_in_flight(backward, "reduce") > 0
+    for in_graph, executed in found.products:
+        assert len(executed) > 14 and executed == in_graph, "the plan counts on this compute"
 
 
 def test_each_gather_starts_before_the_one_before_it_is_waited_for(compiled, executor):

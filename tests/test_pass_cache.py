@@ -100,12 +100,12 @@ def test_sources_are_part_of_the_id(monkeypatch):
 
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_the_scheduler_pass_can_be_pickled(protocol):
-    impose_order = ImposeOrder(OverlapPolicy(3, 5), "fallback", "0123456789abcdef")
+    impose_order = ImposeOrder(OverlapPolicy(3, 5), "fallback", True, "0123456789abcdef")
     pickled = pickle.dumps(impose_order, protocol)
     assert pickle.loads(pickled) == impose_order
     held = [argument for _, argument, _ in pickletools.genops(pickled)]
     assert "0123456789abcdef" in held and 5 in held
-    other = ImposeOrder(OverlapPolicy(3, 5), "fallback", "another")
+    other = ImposeOrder(OverlapPolicy(3, 5), "fallback", True, "another")
     assert pickle.dumps(other, protocol) != pickled
 
 

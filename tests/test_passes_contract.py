@@ -287,6 +287,17 @@ def test_scheduled_writes(snodes):
     assert len(every) == len(set(every)), "two scheduler nodes write a buffer of one name"
 
 
+def test_lowered_at(snodes):
+    places = {
+        str(s.get_name()): _torch.lowered_at(s) for found in snodes.values() for s, *_ in found
+    }
+    assert len(set(places.values())) == len(places), f"snode.max_order is not unique: {places}"
+    numbered = sorted(places, key=lambda name: int(name.removeprefix("op")))
+    assert sorted(places, key=places.__getitem__) == numbered, (
+        f"snode.max_order is no longer the place in the order of the graph: {places}"
+    )
+
+
 def test_origins_of(snodes):
     for snode, *_ in snodes["start"]:
         starts = [n for n in _torch.origins_of(snode) if _torch.is_collective_start(n)]

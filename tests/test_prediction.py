@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from inductor_passes import fx
 from inductor_passes.buckets import assign_by_module
 from inductor_passes.presets import preset
-from inductor_passes.rehearsal import Settings
+from inductor_passes.rehearsal import Settings, room_nbytes
 from simplefsdp import simple_fsdp
+from simplefsdp.backend import fqn_of
 from simplefsdp.prediction import StepPrediction, predict_step
 from simplefsdp.trace import trace
 
@@ -44,6 +47,18 @@ def test_the_parts_add_up(fake_mesh, mode):
         step.optimizer_us + sum(g.timeline.compute_us for g in step.graphs) + step.exposed_us
     )
     assert step.lower_bound_us <= step.step_us
+
+
+def test_room_beside_shards(fake_mesh):
+    """Of all parameters: shards, their gradients and two moments in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    simple_fsdp(model, fake_mesh(4), mp_policy=policy)
+    step, h100 = trace(model, torch.ones(ROWS, WIDTH)), preset("h100")
+    elements = 2 * (WIDTH * WIDTH + WIDTH) // 4
+    for graph in (step.forward.graph, step.backward.graph):
+        room = room_nbytes(fx.read(graph, fqn_of).program, h100)
+        assert room == int(0.9 * h100.memory_gb * 1e9) - 16 * elements
 
 
 def test_many_models_are_traced_in_one_process(fake_mesh):

@@ -16,6 +16,7 @@ from inductor_passes.auto import plan_auto
 from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.chain import chain_of, coarsen
 from inductor_passes.cost import LinearCost
+from inductor_passes.greedy import plan_greedy
 from inductor_passes.invariant import rank_invariant
 from inductor_passes.plan import BudgetError, Plan, evaluate
 from inductor_passes.program import Program
@@ -231,6 +232,20 @@ def test_a_budget_that_nothing_meets():
     # d3 and h0 to h2 come in, dgrad2 makes d2; its weight is gathered.
     assert "320 bytes of inputs and activations; 64 bytes of gathered" in str(error.value)
     assert plan_auto(program, ROUND_COST, fqns, budget_nbytes=384).peak_nbytes == 384
+
+
+@pytest.mark.parametrize("planner", [plan_auto, plan_greedy])
+def test_what_the_device_has_caps_the_default_budget(planner):
+    program, fqns = parse(layers(6, "backward")), [f"layers.{k}.weight" for k in range(6)]
+
+    def peak(**limits: int) -> int:
+        return planner(program, ROUND_COST, fqns, **limits).peak_nbytes
+
+    by_default, least = peak(), peak(device_nbytes=1)
+    assert peak(device_nbytes=by_default) == by_default > least
+    assert least <= peak(device_nbytes=by_default - 1) < by_default
+    with pytest.raises(BudgetError, match=f"{least - 1:,} bytes"):  # the user's is a command
+        peak(budget_nbytes=least - 1, device_nbytes=by_default)
 
 
 @pytest.mark.parametrize("value", [None, math.nan, -1.0, math.inf, "3"])

@@ -17,7 +17,7 @@ from programs import ROUND_COST, ancestors, descendants, layers, random_program,
 from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.cost import LinearCost
 from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, overlap, starts_in
+from inductor_passes.order import OverlapPolicy, in_sequence, overlap, starts_in
 from inductor_passes.program import Bucket, Program
 from inductor_passes.simulate import simulate
 from inductor_passes.text import parse
@@ -464,3 +464,34 @@ def test_work_grows_like_the_program(part):
         return bytecodes(passes)
 
     assert work(120) < 4.4 * work(30)
+
+
+def test_ops_come_back_to_their_places():
+    """Whatever moved them, as far as the sequence of the launches allows."""
+    program = parse(layers(3, "backward"))
+    place = {op.name: i for i, op in enumerate(program.ops)}
+    moved = program.reorder(overlap(program, OverlapPolicy(3, 3)))
+    starts = starts_in(moved, [op.name for op in moved.ops])
+    assert starts != starts_in(program, place)
+    back = in_sequence(moved, [place[op.name] for op in moved.ops])
+    assert starts_in(moved, back) == starts
+    assert [n for n in back if "grad" in n] == [n for n in place if "grad" in n]
+
+
+def test_what_was_fused_comes_where_its_last_part_was():
+    text = layers(3, "forward").replace("start g1", "compute f(h1) -> y: 64\nstart g1")
+    program = parse(text + "\noutput y")
+    late = [len(program.ops) if op.name == "f" else i for i, op in enumerate(program.ops)]
+    assert text_of(in_sequence(program, range(len(late)))).startswith("g0 w0 v0 mm0 f")
+    assert text_of(in_sequence(program, late)).endswith("mm2 f")
+
+
+def test_random_sequences_are_legal():
+    for seed in range(200):
+        program = random_program(seed, 40)
+        place = [random.Random(seed + i).randrange(9) for i in range(len(program.ops))]
+        order = in_sequence(program, place)
+        program.reorder(order).verify()
+        names = [op.name for op in program.ops]
+        assert starts_in(program, order) == starts_in(program, names)
+        assert in_sequence(program, range(len(names))) == names
