@@ -1,8 +1,9 @@
 """One training step over real TCP: two network namespaces, a rate-limited link, a core each.
 
-The variants of step.py, gloo between two ranks on one machine. The ranks go through the variants
-in lockstep, round by round. Needs root, iproute2 (`ip`, `tc`) and two cores; says what is missing
-and exits with 0 otherwise. The namespaces have one address each and no way out. Examples:
+The variants of step.py, gloo between two ranks on one machine; and what was predicted of ours. The
+ranks go through the variants in lockstep, round by round. Needs root, iproute2 (`ip`, `tc`) and
+two cores; says what is missing and exits with 0 otherwise. The namespaces have one address each
+and no way out. Examples:
 
     python benchmarks/two_hosts.py
     python benchmarks/two_hosts.py --rounds 3 --variants floor fsdp2_eager manual
@@ -213,12 +214,14 @@ COLUMNS = {
     "sent MB": "by the busier rank, per step",
     "wire s": "what the link takes for them",
     "optim s": "",
+    "predicted s": "of the step, by a cluster that is calibrated on both ranks first (error)",
+    "MiB": "that a step allocates at most, predicted / measured",
 }
 
 
 def print_report(data: dict[str, Any]) -> None:
     """The run as a table, with what is needed to read it."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 180)
     env, setting, link = (data[key] for key in ("environment", "settings", "link"))
     console.print(
         f"\n{setting['layers']} layers, d={setting['dim']}, {setting['batch']} x "
@@ -247,7 +250,12 @@ def _cells(v: dict[str, Any]) -> list[str]:
     cells = [f"{v['step_s']:.3f}", f"{low:.3f}-{high:.3f}"]
     cells += ["-" if v[key] is None else f"{v[key]:.2f}" for key in ratios]
     cells += [f"{v['sent_nbytes'] / 1e6:.0f}", f"{v['wire_s']:.3f}"]
-    return [*cells, f"{v['optimizer_s']:.3f}"]
+    cells.append(f"{v['optimizer_s']:.3f}")
+    if (expected := v.get("predicted")) is None:
+        return cells
+    mib = (expected["step_nbytes"] / 2**20, v["step_nbytes"] / 2**20)
+    predicted = f"{expected['step_s']:.3f} ({v['step_s_error']:+.0%})"
+    return [*cells, predicted, f"{mib[0]:.0f} / {mib[1]:.0f} ({v['step_nbytes_error']:+.0%})"]
 
 
 def _result_path(options: Options) -> Path | None:

@@ -1,4 +1,5 @@
-"""What a rank of two_hosts.py does: measure the link, step the variants, put both ranks together.
+"""What a rank of two_hosts.py does: measure the link, predict and step the variants, put both
+ranks together.
 
 A variant that fails on both ranks is left out; one that fails on one rank only ends the run.
 """
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,10 +27,17 @@ import torch.distributed as dist
 import torch_passes
 import variants
 from measure import Result, Runner, Sample, workload
+from predict import VARIANTS, predictions, step_nbytes
 from rows import Row
 from torch.fx import Node
 from transfers import link as modelled_link
 from two_hosts import ADDRESSES, INTERFACE, RANKS, Options
+
+from inductor_passes.cluster import Cluster
+from simplefsdp.calibrate.measure import sweep_for
+from simplefsdp.calibrate.report import Report
+from simplefsdp.calibrate.session import measure_compute, measure_wires
+from simplefsdp.train.distributed import Rank
 
 PROBE_NBYTES = 64 << 20
 
@@ -70,6 +78,10 @@ class LockstepRunner(Runner):
             self.meet(f"builds {name}")
             super().build([name])
             self.meet(f"{'built' if name in self.variants else 'failed to build'} {name}")
+
+    def _memory(self, name: str) -> None:
+        self.meet(f"watches the memory of {name}")
+        super()._memory(name)
 
     def sample(self, name: str, *, update: bool = True) -> Sample:
         """As the base class, and both ranks start together."""
@@ -154,13 +166,53 @@ def tell_torch_passes(link: dict[str, float], store: dist.Store) -> None:
     torch_passes._measured_ms = rank_0s
 
 
+def calibrated() -> Cluster:
+    """What the two hosts are, as `simplefsdp calibrate` finds it; rank 0's figures are both's."""
+    rank = Rank(dist.get_rank(), len(RANKS), torch.device("cpu"))
+    sweep, silent = sweep_for("cpu", quick=False, nbytes_max=None), Report(enabled=False)
+    wires = measure_wires(sweep, rank, 1, silent)
+    compute = measure_compute(sweep, rank, silent)
+    rank_0s = [Cluster("two hosts", ranks_per_node=1, wires=wires, **compute)]
+    if dist.get_rank() != 0:
+        rank_0s = [None]
+    dist.broadcast_object_list(rank_0s)
+    return rank_0s[0]
+
+
+def predicted(load: variants.Workload, names: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Seconds and bytes that are expected of a step of those variants that are ours.
+
+    The planner and the predictions know the same machine, which is calibrated here.
+    """
+    ours = [name for name in VARIANTS if name in names]
+    if not ours:
+        return {}
+    cluster = calibrated()
+    variants.cluster_here = lambda row, device: cluster
+    found = predictions(load, cluster, ours)
+    return {
+        name: {
+            "step_s": sum(graph.timeline.total_us for graph in step.graphs) / 1e6,
+            "exposed_s": step.exposed_us / 1e6,
+            "step_nbytes": step_nbytes(step),
+        }
+        for name, step in found.items()
+    }
+
+
 def plain(result: Result) -> dict[str, Any]:
     """What the other rank needs to know of a result."""
     if not result.ok:
         return {"failure": result.failure or "never ran"}
     keys = ("step_s", "optimizer_s", "loss", "sent_nbytes")
     columns = {key: [getattr(sample, key) for sample in result.samples] for key in keys}
-    return {**columns, "first_loss": result.first_loss, "build_s": result.compile_s}
+    nbytes = result.memory.step_peak if result.memory else None
+    return {
+        **columns,
+        "first_loss": result.first_loss,
+        "build_s": result.compile_s,
+        "step_nbytes": nbytes,
+    }
 
 
 def together(ranks: list[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -178,6 +230,7 @@ def together(ranks: list[dict[str, Any]], name: str) -> dict[str, Any]:
         "optimizer_s": max(statistics.median(one["optimizer_s"]) for one in both),
         "sent_nbytes": max(statistics.median(one["sent_nbytes"]) for one in both),
         "build_s": max(one["build_s"] for one in both),
+        "step_nbytes": max(one["step_nbytes"] or 0 for one in both),
         "loss": [one["loss"][-1] for one in both],
         "first_loss": [one["first_loss"] for one in both],
     }
@@ -196,6 +249,11 @@ def put_together(options: Options, ranks: list[dict[str, Any]]) -> dict[str, Any
         v["to_floor"] = v["step_s"] / floor_s
         for other in ("fsdp2_eager", "fsdp2_compiled"):
             v[f"{other}_over_this"] = ran[other]["step_s"] / v["step_s"] if other in ran else None
+    for name, expected in ranks[0]["predicted"].items():
+        if name in ran:
+            ran[name]["predicted"] = expected
+            for key in ("step_s", "step_nbytes"):
+                ran[name][f"{key}_error"] = expected[key] / ran[name][key] - 1
     source = next((n for n in ("manual", "none", "fsdp2_eager") if n in ran), "floor")
     return {
         "settings": {k: v for k, v in vars(options).items() if k != "json"},
@@ -283,12 +341,17 @@ def run(options: Options, rank: int, out: Path) -> None:
     print("link:", " ".join(f"{key} {value:.3f}" for key, value in link.items()), flush=True)
     store = dist.distributed_c10d._get_default_store()
     tell_torch_passes(link, store)
-    runner = LockstepRunner(_load(options), say=lambda x: print(x, flush=True), store=store)
-    runner.build(dict.fromkeys(("floor", *(options.variants or variants.DEFAULT))))
+    names = dict.fromkeys(("floor", *(options.variants or variants.DEFAULT)))
+    load = _load(options)
+    expected = predicted(load, names)
+    runner = LockstepRunner(load, say=lambda x: print(x, flush=True), store=store)
+    runner.build(names)
     runner.rounds(options.warmup, options.rounds)
+    runner.memory()
     sharded = {n: r for n, r in runner.results.items() if n not in ("floor", "ddp")}
     mine = {
         "link": link,
+        "predicted": expected,
         "variants": {name: plain(result) for name, result in runner.results.items()},
         "gradients": {n: a.gradient for n, a in compare.agreements(sharded).items()},
     }
