@@ -106,6 +106,47 @@ def test_a_model_of_the_users(capsys):
     parse(before.split("\n", 2)[2])
 
 
+def test_torchs_own_passes(capsys):
+    """On 2.13 each carries every parameter once; an older torch says what it lacks."""
+    names = ("torch-auto", "torch-manual")
+    files = "--json report.json --perfetto trace.json --graph graphs.txt --html page.html --diff"
+    code = run(f"{EXAMPLE} --ranks 8 --bucketing torch-auto --compare torch-manual none {files}")
+    printed = capsys.readouterr()
+    if torch.__version__ < "2.13":
+        assert code == 2
+        assert re.search(r"torch 2\.1\S+ has no .* of schedule_overlap_bucketing", printed.err)
+        return
+    assert code == 0
+    *plans, none = json.loads(Path("report.json").read_text())["plans"]
+    assert tuple(plan["name"] for plan in plans) == names
+    for plan in plans:
+        assert none["step_lower_bound_us"] <= plan["step_us"] < none["step_us"]
+        for graph, was in zip(plan["graphs"], none["graphs"], strict=True):
+            check_graph(graph)
+            assert len(graph["buckets"]) < len(was["buckets"])
+            assert graph["pass_seconds"] > 0
+            for kind in ("gather", "reduce"):
+                carried, single = (
+                    sorted(p for b in g["buckets"] if b["kind"] == kind for p in b["parameters"])
+                    for g in (graph, was)
+                )
+                assert carried == single
+    assert "gathers merged" in printed.out and "reduces merged" in printed.out
+    assert "nothing moves it" in str(none) and "nothing moves it" not in str(plans)
+    parse(Path("graphs.txt").read_text().split("# backward")[0].split("# after the passes\n")[1])
+    assert run("--trace trace.json") == 0
+
+
+def test_a_pass_of_torchs_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "torch._inductor.fx_passes.overlap_manual_scheduling.manual_overlap_bucketing",
+        lambda gm, module_bucket_plans: gm,
+    )
+    assert run(f"{EXAMPLE} --bucketing torch-manual") == 2
+    said = "has no insert_overlap_deps, module_stack_fn of manual_overlap_bucketing, which this"
+    assert said in capsys.readouterr().err
+
+
 def check_graph(graph):
     exposed = [bucket["exposed_us"] for bucket in graph["buckets"]]
     assert sum(exposed) == pytest.approx(graph["exposed_us"])

@@ -41,7 +41,9 @@ _OF_MODEL = (
     "reshard_after_forward",
 )
 FILES = ("json", "html", "perfetto", "graph")
-PlanName = Literal["none", "manual", "auto", "greedy"]
+OwnPlan = Literal["none", "manual", "auto", "greedy"]
+TorchPlan = Literal["torch-manual", "torch-auto"]
+PlanName = OwnPlan | TorchPlan
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class InspectOptions:
     cluster: str = "h100"
     """What they are: a preset, or a file of `simplefsdp calibrate`."""
     bucketing: PlanName = "auto"
-    """The plan to show in full."""
+    """The plan to show in full: one of ours, or PyTorch's own passes on the same graph."""
     compare: tuple[PlanName, ...] = ()
     """Plans to set beside it."""
     memory_budget_gb: float | None = None
