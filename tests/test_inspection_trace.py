@@ -152,6 +152,35 @@ def test_gloo(tmp_path):
     assert report.compute_us == 100 - 10 - 30  # launches and waits are none
 
 
+def test_a_modelled_wire(tmp_path):
+    """Two gathers of 30 us, one behind the other; launches copy for 10 and 5 us."""
+
+    def main_thread(name, begin, us, cat="user_annotation"):
+        return event(name, begin, us, cat, tid=1)
+
+    gather = "wire:gather nbytes=3000 begins_after_us={} takes_us=30.000"
+    report = measured(
+        tmp_path,
+        [
+            main_thread("CompiledFunction", 0, 100, "cpu_op"),
+            main_thread(gather.format("0.000"), 0, 10),
+            main_thread(gather.format("20.000"), 10, 5),
+            main_thread("_c10d_functional::wait_tensor", 18, 14, "cpu_op"),
+            main_thread("wire:wait", 20, 10),
+            main_thread("wire:wait", 50, 10),
+            main_thread("wire:reduce nbytes=500 begins_after_us=0.5 takes_us=9.5", 80, 1),
+            main_thread("wire:wait", 85, 5),
+        ],
+    )
+    assert [m.transfer.kind for m in report.transfers] == ["gather", "gather", "reduce"]
+    spans = [(m.transfer.begin_us, m.transfer.end_us) for m in report.transfers]
+    assert spans == [(0, 30), (30, 60), (80.5, 90)]
+    assert [m.transfer.nbytes for m in report.transfers] == [3000, 3000, 500]
+    # Copies of 15 us and waits of 12; the rest of a wait, and 10; the rest of a copy, and a wait.
+    assert [m.exposed_us for m in report.transfers] == [15 + 12, 2 + 10, 0.5 + 5]
+    assert report.compute_us == 100 - 15 - 14 - 10 - 1 - 5
+
+
 def test_what_was_predicted_is_measured_in_its_own_trace(tmp_path):
     plans = [plan("manual"), plan("none")]
     path = tmp_path / "trace.json.gz"

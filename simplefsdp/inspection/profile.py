@@ -4,6 +4,12 @@ With GPU kernels in the trace, collectives are NCCL's kernels and compute is eve
 copy, on any stream. Without, collectives are what gloo's threads record, and compute is what the
 other threads do but for launching collectives and waiting for them. A trace that
 ``simplefsdp inspect --perfetto`` wrote is read by its categories.
+
+A wire that is modelled (``benchmarks/wire.py``) has no thread to record anything on: it records,
+where a transfer is launched, an event named ``wire:KIND nbytes=N begins_after_us=T takes_us=T``,
+KIND one of ``gather``, ``reduce`` and ``all_reduce``, N the bytes of the full tensors, and the
+transfer's begin counted from that of the event. The event itself covers the launch, with the
+copies that a NIC would make, and ``wire:wait`` covers waiting; neither is compute.
 """
 
 from __future__ import annotations
@@ -25,6 +31,10 @@ _NCCL = re.compile(r"^(void )?nccl\w*Kernel")
 _KIND_OF = {"allgather": "gather", "reducescatter": "reduce", "allreduce": "all_reduce"}
 _LAUNCH = re.compile(r"^c10d::_?(all_?gather|reduce_?scatter|all_?reduce)")
 _WAIT = re.compile(r"^(_c10d_functional|c10d_functional)::wait_tensor|^c10d::(barrier|monitored)")
+_WIRE = re.compile(
+    r"^wire:(?P<kind>gather|reduce|all_reduce) nbytes=(?P<nbytes>\d+) "
+    r"begins_after_us=(?P<after>[\d.]+) takes_us=(?P<takes>[\d.]+)$"
+)
 _OURS = ("gather", "reduce", "all_reduce", "other")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _NBYTES = {
@@ -91,7 +101,8 @@ def read_profiles(path: Path) -> list[Profile]:
     spans = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and "dur" in e]
     told = trace.get("distributedInfo") if isinstance(trace, dict) else None
     name = f"rank {told['rank']}" if isinstance(told, dict) and "rank" in told else path.stem
-    found = _on_devices(spans, name) or _predicted(spans, events) or _on_threads(spans, name)
+    on_host = _on_wire if any(_WIRE.match(e["name"]) for e in spans) else _on_threads
+    found = _on_devices(spans, name) or _predicted(spans, events) or on_host(spans, name)
     found = [profile for profile in found if profile.transfers]
     if not found:
         raise ValueError(f"{path}: {_why_none(spans)}")
@@ -128,7 +139,7 @@ def _why_none(spans: Sequence[Event]) -> str:
         )
     return (
         f"none of its {len(spans):,} timed events is a collective (NCCL's kernels, ncclDevKernel_* "
-        "or older, or gloo:*); profile a step that communicates"
+        "or older, gloo:*, or wire:*); profile a step that communicates"
     )
 
 
@@ -215,10 +226,28 @@ def _on_threads(spans: Sequence[Event], name: str) -> list[Profile]:
     if len(causes) != len(sent):
         causes = [_Cause(_kind(e["name"]), 0, n) for n, e in enumerate(sent)]
     transfers = [_gloo(e, cause) for e, cause in zip(sent, causes, strict=True)]
-    apart = union(_span(e) for e in own if _WAIT.match(e["name"]) or _LAUNCH.match(e["name"]))
-    busy = difference(union(map(_span, own)), apart)
-    kernels = ({"ts": begin, "dur": end - begin, "name": "compute"} for begin, end in busy)
-    return [_profile(name, transfers, kernels)]
+    apart = [e for e in own if _WAIT.match(e["name"]) or _LAUNCH.match(e["name"])]
+    return [_profile(name, transfers, _computed(own, apart))]
+
+
+def _on_wire(spans: Sequence[Event], name: str) -> list[Profile]:
+    """The profile of a rank that computes on the CPU and whose wire is modelled."""
+    own = [e for e in spans if not _is_frame(e)]
+    launches = [(e, found) for e in own if (found := _WIRE.match(e["name"]))]
+    transfers = []
+    for e, found in launches:
+        begin = float(e["ts"]) + float(found["after"])
+        end = begin + float(found["takes"])
+        event_name = f"wire:{found['kind']}"
+        transfers.append(Transfer(found["kind"], event_name, begin, end, int(found["nbytes"])))
+    apart = [e for e in own if e["name"].startswith("wire:") or _WAIT.match(e["name"])]
+    return [_profile(name, transfers, _computed(own, apart))]
+
+
+def _computed(own: Sequence[Event], apart: Sequence[Event]) -> list[Event]:
+    """When a rank's own threads are at work, but for what is no compute."""
+    busy = difference(union(map(_span, own)), union(map(_span, apart)))
+    return [{"ts": begin, "dur": end - begin, "name": "compute"} for begin, end in busy]
 
 
 def _is_frame(e: Event) -> bool:

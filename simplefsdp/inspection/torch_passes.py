@@ -23,7 +23,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -169,7 +169,7 @@ def _after(
     milliseconds: Callable[[Node], float],
 ) -> GraphModule:
     run = _pass(where, arguments)
-    logging.getLogger(_FX_PASSES + "fsdp").setLevel(logging.WARNING)  # it tells of each graph
+    _silence()
     made = copy.deepcopy(gm)
     starts, sources = _starts(made.graph), _sources(made.graph)
     try:
@@ -202,6 +202,13 @@ def _pass(where: tuple[str, str], arguments: dict[str, Any]) -> Callable[..., Gr
     if unknown:
         raise ValueError(_lacks(f"{', '.join(unknown)} of {name}"))
     return function  # type: ignore[no-any-return]
+
+
+def _silence() -> None:
+    """A module of the passes tells of every graph; it sets its own level when it is imported."""
+    with suppress(ImportError):
+        importlib.import_module(_FX_PASSES + "fsdp")
+    logging.getLogger(_FX_PASSES + "fsdp").setLevel(logging.WARNING)
 
 
 def _lacks(what: str) -> str:
