@@ -217,6 +217,24 @@ def test_predicted_and_measured_are_matched_bucket_by_bucket(tmp_path):
     assert without.match_rate == pytest.approx(6 / 9)
 
 
+def test_a_missing_launch_costs_one_match_of_one_step(tmp_path):
+    """Three equal gathers and reduces per graph; one is missing in the first of two steps."""
+    predicted = plan("manual")
+    graphs = list(predicted.graphs.values())
+    length_us = predicted.step.step_us + 100
+    events = [e for e in trace_events([predicted])["traceEvents"] if e["ph"] == "X"]
+    names = [e for e in trace_events([predicted])["traceEvents"] if e["ph"] == "M"]
+    gathers = [e for e in events if e["cat"] == "gather"]
+    steps = [[e for e in events if e is not gathers[1]], events]
+    moved = [{**e, "ts": e["ts"] + n * length_us} for n, step in enumerate(steps) for e in step]
+    (profile,) = read_profiles(written(tmp_path, [*names, *moved]))
+    for bounds in ((), [(0, length_us), (length_us, 2 * length_us)]):
+        found = match(graphs, measure(profile), 2, bounds)
+        short = [row for row in found.rows if len(row.launches) < 2]
+        assert [(row.graph, row.bucket.kind) for row in short] == [("forward", "gather")]
+        assert (found.rows.index(short[0]), found.unmatched) == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -14,8 +14,6 @@ copies that a NIC would make, and ``wire:wait`` covers waiting; neither is compu
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -24,9 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from simplefsdp.inspection.intervals import Intervals, difference, union
+from simplefsdp.inspection.trace_json import load_trace
 
 Event = dict[str, Any]
 
+STEP = "ProfilerStep"
+"""Begin of the name of the event around a step."""
 _NCCL = re.compile(r"^(void )?nccl\w*Kernel")
 _KIND_OF = {"allgather": "gather", "reducescatter": "reduce", "allreduce": "all_reduce"}
 _LAUNCH = re.compile(r"^c10d::_?(all_?gather|reduce_?scatter|all_?reduce)")
@@ -75,6 +76,7 @@ class Profile:
         compute: when something is computed.
         kernels: the compute events, (begin, end, name), in order.
         launched_us: when the host launched each of ``kernels``; None where the trace does not tell.
+        steps: when the profiler's steps ran, in order; none if nobody told it of them.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Profile:
     compute: Intervals
     kernels: tuple[tuple[float, float, str], ...]
     launched_us: tuple[float | None, ...]
+    steps: tuple[tuple[float, float], ...] = ()
 
 
 def read_profiles(path: Path) -> list[Profile]:
@@ -91,7 +94,7 @@ def read_profiles(path: Path) -> list[Profile]:
         ValueError: it is no (whole) JSON, no trace, or has no collectives; says what to do.
         OSError: it cannot be read.
     """
-    trace = _parse(path)
+    trace = load_trace(path)
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
         raise ValueError(
@@ -103,28 +106,11 @@ def read_profiles(path: Path) -> list[Profile]:
     name = f"rank {told['rank']}" if isinstance(told, dict) and "rank" in told else path.stem
     on_host = _on_wire if any(_WIRE.match(e["name"]) for e in spans) else _on_threads
     found = _on_devices(spans, name) or _predicted(spans, events) or on_host(spans, name)
-    found = [profile for profile in found if profile.transfers]
+    steps = tuple(sorted(_span(e) for e in spans if _is_step(e)))
+    found = [replace(profile, steps=steps) for profile in found if profile.transfers]
     if not found:
         raise ValueError(f"{path}: {_why_none(spans)}")
     return found
-
-
-def _parse(path: Path) -> Any:
-    raw = path.read_bytes()
-    try:
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        return json.loads(text)
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: the compressed file is cut short; export it again") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: this is no text, so no JSON: {error}") from error
-    except json.JSONDecodeError as error:
-        near_end = error.pos >= len(text) - 200
-        what = "the JSON is cut short" if near_end else "this is no JSON"
-        raise ValueError(
-            f"{path}: {what}: {error.msg} at byte {error.pos:,} of {len(text):,}; was the program "
-            "stopped while it exported the trace? Export it again"
-        ) from error
 
 
 def _outline(trace: object) -> str:
@@ -252,7 +238,12 @@ def _computed(own: Sequence[Event], apart: Sequence[Event]) -> list[Event]:
 
 def _is_frame(e: Event) -> bool:
     """Whether an event is around others, whatever they do."""
-    return e.get("cat") in ("Trace", "python_function") or e["name"].startswith("ProfilerStep")
+    return e.get("cat") in ("Trace", "python_function") or e["name"].startswith(STEP)
+
+
+def _is_step(e: Event) -> bool:
+    # On a device there is one more event for each, of the kernels of the step.
+    return str(e["name"]).startswith(STEP) and e.get("cat") != "gpu_user_annotation"
 
 
 class _Cause(NamedTuple):
