@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from inductor_passes.presets import preset
 from inductor_passes.text import parse
 from simplefsdp.cli import main
 from simplefsdp.inspection import options
 from simplefsdp.inspection.explain import Reason
+from simplefsdp.inspection.report import BY_CONFIG, BY_TRACE
+from simplefsdp.models import CONFIGS, flops_per_token
 
 EXAMPLE = (
     "--target simplefsdp.inspection.example:build_model "
@@ -91,6 +95,9 @@ def test_a_model_of_the_users(capsys):
     assert manual["step_lower_bound_us"] <= manual["step_us"] < none["step_us"]
     assert (manual["tokens_per_second_per_rank"], report["ranks"]) == (None, 8)
     assert 0 < none["mfu"] < manual["mfu"] < 1
+    # 4096 rows by 4 layers of 2048 x 2048 and one of 2048, 2 + 4 operations each.
+    assert manual["model_flops"] == 6 * 4096 * (4 * 2048**2 + 2048)
+    assert manual["model_flops_are"] == BY_TRACE
     for plan in report["plans"]:
         assert [graph["name"] for graph in plan["graphs"]] == ["forward", "backward"]
         for graph in plan["graphs"]:
@@ -159,8 +166,15 @@ def check_graph(graph):
 
 
 def test_a_model_of_ours(capsys):
-    assert run("--model debug --layers 1 --seq-len 16 --ranks 4 --tp 2 --cluster cpu-gloo") == 0
+    options = "--model debug --layers 1 --seq-len 16 --ranks 4 --tp 2 --cluster cpu-gloo"
+    assert run(f"{options} --json report.json") == 0
     out = capsys.readouterr().out
+    (plan,) = json.loads(Path("report.json").read_text())["plans"]
+    config = replace(CONFIGS["debug"], n_layers=1)
+    assert plan["model_flops"] == 16 / 2 * flops_per_token(config, 16)  # as the trainer counts
+    peak = preset("cpu-gloo").peak("bfloat16").tflops
+    assert plan["mfu"] == pytest.approx(plan["model_flops"] / plan["step_us"] / peak / 1e6)
+    assert f"MFU counts operations: {BY_CONFIG}" in out
     assert "debug on 4 ranks of cpu-gloo" in out
     rows = [line for line in out.splitlines() if line.startswith(("│gather", "│reduce", "│other"))]
     assert len(rows) == sum(int(n) for n in re.findall(r"-> (\d+) bucket", out)) >= 4

@@ -104,7 +104,7 @@ class Report:
         step = StepPrediction(predictions, 0.0, shards_nbytes, 0)
         name = " and ".join(dict.fromkeys(self._plan_names[name] for name in names))
         name = name if n == self._step() else f"{name}, compilation {n}"
-        return PlanReport(name, step, graphs, None, 0.0, 0.0)
+        return PlanReport(name, step, graphs, None)
 
     def plans(self) -> list[PlanReport]:
         """All compilations, each as a step; that of :meth:`plan` first.

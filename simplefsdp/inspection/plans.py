@@ -58,7 +58,7 @@ def inspect_plan(
             settings = settings_of(name, traced.fqns, cluster, budget_nbytes)
             step = predict_step(traced, settings, cluster, nbytes)
             limits = {graph.name: limits_of(graph, settings) for graph in step.graphs}
-    return report_plan(name, step, limits, subject.module_of, subject.tokens)
+    return report_plan(name, step, limits, subject.module_of, subject.tokens, subject.flops)
 
 
 def limits_of(graph: GraphPrediction, settings: Settings | None) -> Limits:
