@@ -4,10 +4,11 @@ On the modelled wire (one process that stands for all ranks), or, under torchrun
 gloo joins:
 
     python benchmarks/measured.py
-    torchrun --nproc-per-node 2 benchmarks/measured.py --cluster cpu-gloo
+    simplefsdp calibrate --ranks 2 --quick --out two.json
+    torchrun --nproc-per-node 2 benchmarks/measured.py --cluster two.json
 
-The machine and the wire are measured first, as step.py and predict.py do; ``--cluster`` says what
-the prediction is for instead. ``--trace`` keeps the profile of one more step, for
+Machine and wire of the first are measured before, as predict.py does; ``--cluster`` says what the
+prediction is for instead (of gloo ranks: by default the preset cpu-gloo). ``--trace`` keeps the profile of one more step, for
 ``simplefsdp inspect --trace``.
 """
 

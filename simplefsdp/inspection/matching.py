@@ -7,31 +7,20 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from simplefsdp.inspection.align import align
-from simplefsdp.inspection.intervals import length, union
-from simplefsdp.inspection.measured import Measured, MeasuredReport, measure
+from simplefsdp.inspection.launches import Launch, launches_of
+from simplefsdp.inspection.measured import MeasuredReport, measure
 from simplefsdp.inspection.names import plural, time_text
 from simplefsdp.inspection.profile import STEP, read_profiles
 from simplefsdp.inspection.report import BucketReport, GraphReport
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-class Launch(NamedTuple):
-    """What one launch sent: several transfers, if gloo reduces tensor by tensor."""
-
-    kind: str
-    begin_us: float
-    end_us: float
-    exposed_us: float
-    nbytes: int | None
 
 
 @dataclass(frozen=True)
@@ -93,6 +82,11 @@ class Comparison:
         wanted = len(self.rows) * self.steps
         return sum(len(row.launches) for row in self.rows) / wanted if wanted else 1.0
 
+    @property
+    def predicted_exposed_us(self) -> float:
+        """Of a step."""
+        return sum(row.bucket.exposure.exposed_us for row in self.rows)
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; times are medians over steps."""
         return {
@@ -129,7 +123,8 @@ class Comparison:
         out.print(
             f"{plural(self.steps, 'step')}: {found} of {wanted} buckets found in the profile "
             f"({self.match_rate:.0%}), launches that are no bucket's: {self.unmatched}; medians "
-            "over steps"
+            f"over steps; exposed per step: {time_text(self.predicted_exposed_us)} predicted, "
+            f"{time_text(self.measured.exposed_us / self.steps)} measured"
         )
         return file.getvalue().rstrip()
 
@@ -268,31 +263,6 @@ def _fits(bucket: BucketReport, launch: Launch) -> bool:
     # Shards that are padded are gathered with their padding.
     same = launch.nbytes is None or bucket.nbytes <= launch.nbytes <= 1.1 * bucket.nbytes + 4096
     return launch.kind == bucket.kind and same
-
-
-def launches_of(transfers: Sequence[Measured]) -> list[Launch]:
-    """Transfers by launch, in the order of the launches."""
-    found = []
-    numbered = sorted(transfers, key=lambda m: (m.transfer.launch, m.transfer.begin_us))
-    for _, group in groupby(numbered, key=lambda m: m.transfer.launch):
-        members = list(group)
-        sizes = [m.transfer.nbytes for m in members]
-        known = [n for n in sizes if n is not None]
-        found.append(
-            Launch(
-                members[0].transfer.kind,
-                min(m.transfer.begin_us for m in members),
-                max(m.transfer.end_us for m in members),
-                _exposed_us(members),
-                sum(known) if len(known) == len(sizes) else None,
-            )
-        )
-    return found
-
-
-def _exposed_us(members: Sequence[Measured]) -> float:
-    """Exposed time of one launch; transfers side by side expose the same time once."""
-    return length(union(span for m in members for span in m.exposed))
 
 
 def _median(values: Iterable[float]) -> float | None:
