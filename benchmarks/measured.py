@@ -8,8 +8,8 @@ gloo joins:
     torchrun --nproc-per-node 2 benchmarks/measured.py --cluster two.json
 
 Machine and wire of the first are measured before, as predict.py does; ``--cluster`` says what the
-prediction is for instead (of gloo ranks: by default the preset cpu-gloo). ``--trace`` keeps the profile of one more step, for
-``simplefsdp inspect --trace``.
+prediction is for instead (of gloo ranks: by default the preset cpu-gloo). ``--trace`` keeps the
+profile of one more step, for ``simplefsdp inspect --trace``.
 """
 
 from __future__ import annotations
