@@ -9,8 +9,9 @@ parameters are gathered in bf16, gradients reduced in fp32, the loss is in the g
 layer is checkpointed in full (its input is kept), without which no 70B and no 405B fits. Then, on
 the same graphs, with the same costs and the same simulator, each variant is priced on each
 cluster: no passes, buckets by layer (manual), the published greedy rule, auto; PyTorch's own
-manual and auto passes (``scale_torch.py`` says what is replaced); and a model of FSDP2 eager
-(``fsdp2_model.py``). Nothing is measured but the time that planning takes on this machine.
+manual and auto passes (``simplefsdp/inspection/torch_passes.py`` says what is replaced); and a
+model of FSDP2 eager (``fsdp2_model.py``). Nothing is measured but the time that planning takes on
+this machine.
 
 The lower bound is that of the traced graphs: no buckets and no order can beat it. Steps are
 forward, backward and fused AdamW; peak memory counts shards, optimizer state and all live bytes,

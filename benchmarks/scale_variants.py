@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdp2_model import Recording
-from scale_torch import torch_auto, torch_manual
 from torch.fx import GraphModule
 
-from inductor_passes import fx
 from inductor_passes.cluster import Cluster, ClusterCost
 from inductor_passes.program import Program
-from inductor_passes.roofline import cost_of, fused_program, nodes_of
-from inductor_passes.simulate import memory, simulate
-from simplefsdp.backend import fqn_of
+from inductor_passes.roofline import nodes_of
+from inductor_passes.simulate import simulate
 from simplefsdp.inspection.plans import settings_of
-from simplefsdp.prediction import GraphPrediction, StepPrediction, predict_step
+from simplefsdp.inspection.torch_passes import (
+    predict_as_it_is,
+    torch_auto,
+    torch_manual,
+    units_of,
+)
+from simplefsdp.prediction import StepPrediction, predict_step
 from simplefsdp.trace import TracedStep
 
 VARIANTS = ("none", "manual", "greedy", "auto", "torch_manual", "torch_auto", "fsdp2")
@@ -71,8 +74,8 @@ class Traced:
     def by_torch_manual(self) -> tuple[tuple[GraphModule, GraphModule], float]:
         """Forward and backward after torch's manual pass, and the seconds it took."""
         begin = time.process_time()
-        plan = _units(self.step.fqns)
-        made = torch_manual(self.step.forward, plan), torch_manual(self.step.backward, plan)
+        units = units_of(self.step.fqns)
+        made = torch_manual(self.step.forward, units), torch_manual(self.step.backward, units)
         return made, time.process_time() - begin
 
 
@@ -138,13 +141,6 @@ def _room(traced: Traced, cluster: Cluster) -> int:
     return room
 
 
-def _units(fqns: tuple[str, ...]) -> list[str | list[str]]:
-    """torchtitan's plan for torch's manual pass: embedding, layers, final norm and head."""
-    layers = dict.fromkeys(".".join(f.split(".")[:2]) for f in fqns if f.startswith("layers."))
-    last = [name for name in ("norm", "lm_head") if f"{name}.weight" in fqns]
-    return ["embed_tokens", *layers, last]
-
-
 def base_outcome(found: StepPrediction) -> Outcome:
     """The outcome that a prediction is."""
     counts = _counts([graph.after for graph in found.graphs])
@@ -156,24 +152,10 @@ def _of_graphs(
     graphs: tuple[GraphModule, GraphModule], cluster: Cluster, base: StepPrediction, seconds: float
 ) -> Outcome:
     """What torch's passes made of the graphs; each in the order it is in."""
-    found = tuple(_as_it_is(gm, cluster, was) for gm, was in zip(graphs, base.graphs, strict=True))
-    made = base_outcome(replace(base, graphs=found))
-    return Outcome(made.step_us, made.exposed_us, made.peak_by_use, made.collectives, seconds)
-
-
-def _as_it_is(gm: GraphModule, cluster: Cluster, was: GraphPrediction) -> GraphPrediction:
-    reading = fx.read(gm.graph, fqn_of)
-    after, cost = fused_program(reading), cost_of(reading, cluster)
-    return GraphPrediction(
-        was.name,
-        was.before,
-        after,
-        cost,
-        simulate(after, cost),
-        memory(after),
-        was.lower_bound_us,
-        0.0,
+    found = tuple(
+        predict_as_it_is(gm, cluster, was, 0.0) for gm, was in zip(graphs, base.graphs, strict=True)
     )
+    return replace(base_outcome(replace(base, graphs=found)), plan_s=seconds)
 
 
 def _fsdp2(traced: Traced, cluster: Cluster, base: StepPrediction) -> Outcome:

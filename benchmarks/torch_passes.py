@@ -24,8 +24,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from transfers import link
 
-from simplefsdp import provenance
 from simplefsdp.dedupe import dedupe_gathers
+from simplefsdp.inspection.torch_passes import module_stack
 from simplefsdp.recompute import tag_for_recompute
 
 GPU_PROBES_REPLACED = (
@@ -137,12 +137,6 @@ def _uncached(function: Callable[[Graph], None]) -> Any:
             return None  # not served from the cache: the plan depends on the wire
 
     return Pass()
-
-
-def module_stack(node: Node) -> list[tuple[str, type[Any]]]:
-    """The module of a gather's or reduce's parameter; PyTorch's pass needs only those."""
-    fqn = provenance.gathered_fqn(node) or provenance.reduced_fqn(node)
-    return [] if fqn is None else [("", torch.nn.Module), (fqn, torch.nn.Module)]
 
 
 def _estimate_ms(node: Node, override_nbytes: int | None = None) -> float | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 _SPIN_S = 2e-4  # sleep() is late by up to this much; the rest is spun away
 
@@ -66,6 +68,20 @@ class Link:
 link = Link()
 
 
+def told_to_profiler(transfer: Transfer, queued_s: float) -> AbstractContextManager[object]:
+    """Around the copies: tell torch.profiler, if it runs, of a transfer that takes no thread.
+
+    The name of the event has all that ``simplefsdp inspect`` needs to put the transfer into the
+    profiler's own clock; :mod:`simplefsdp.inspection.profile` reads it.
+    """
+    if not profiler._is_profiler_enabled or transfer.modelled_s == 0:
+        return nullcontext()
+    return profiler.record_function(
+        f"wire:{transfer.kind} nbytes={transfer.nbytes} begins_after_us={queued_s * 1e6:.3f} "
+        f"takes_us={transfer.modelled_s * 1e6:.3f}"
+    )
+
+
 def exposed_s(transfers: Sequence[Transfer]) -> float:
     """Seconds that waiters stood still.
 
@@ -108,7 +124,9 @@ class WireWork(dist.Work):
         if self._done is not None:
             self._hold_up_stream(self._done)
         else:
-            self._transfer.slept_s += _sleep_until(self._transfer.done_s)
+            telling = profiler._is_profiler_enabled
+            with profiler.record_function("wire:wait") if telling else nullcontext():
+                self._transfer.slept_s += _sleep_until(self._transfer.done_s)
         self._inputs = self._outputs = None
         return True
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transfers import Transfer, WireWork, link
+from transfers import Transfer, WireWork, link, told_to_profiler
 
 # "fake" tells simplefsdp's guard against ranks that differ that the other ranks are not processes.
 BACKEND = "fake_wire"
@@ -192,7 +192,7 @@ class WireGroup(dist.ProcessGroup):
         self._free_s = free + modelled
         transfer = Transfer(kind, nbytes, self.group_name, now, modelled, self._free_s)
         link.transfers.append(transfer)
-        with torch.no_grad():
+        with torch.no_grad(), told_to_profiler(transfer, free - now):
             if full and full[0].is_cuda:
                 done = self._on_stream(copy, modelled)
             else:

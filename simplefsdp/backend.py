@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from simplefsdp.wrap import known_fqns
 log = logging.getLogger("simplefsdp")
 
 _plans: Plans = {}  # of this process, automatic ones
+_compilations = itertools.count()
 
 
 def simplefsdp(
@@ -134,13 +136,19 @@ def _compile(
     current: list[tuple[PlannedBucket, ...] | None] = [None]
     base = _uuid(settings)
     timeout_s = options.rank_guard_timeout_s
+    compilation = next(_compilations)
 
     def uuid() -> str:
         return hashlib.sha256(f"{base}{current[0]}".encode()).hexdigest()
 
     def observe(graph: GraphModule, is_backward: bool) -> None:
         current[0] = _observe(
-            graph, is_backward, settings=settings, ranks=ranks, timeout_s=timeout_s
+            graph,
+            is_backward,
+            settings=settings,
+            ranks=ranks,
+            timeout_s=timeout_s,
+            compilation=compilation,
         )
 
     def graph_pass(graph: Graph) -> None:
@@ -178,6 +186,7 @@ def _observe(
     settings: Settings | None,
     ranks: Sequence[int],
     timeout_s: float,
+    compilation: int,
 ) -> tuple[PlannedBucket, ...] | None:
     """Choose the buckets of a graph; log, and compare with the other ranks, what it will launch.
 
@@ -195,7 +204,7 @@ def _observe(
     try:
         rehearsal = rehearse(gm, settings, fqn_of, _plans)
         planned = rehearsal.planned
-        show(Seen(part, rehearsal, settings, time.perf_counter() - begin))
+        show(Seen(part, rehearsal, settings, time.perf_counter() - begin, compilation))
         _torch.trace_artifact(f"simplefsdp_{part}", lambda: to_text(rehearsal.after))
         lines = launches(rehearsal)
         line += describe_passes(rehearsal, settings)

@@ -24,12 +24,14 @@ class Seen(NamedTuple):
         rehearsal: see :class:`inductor_passes.rehearsal.Rehearsal`.
         settings: of the passes; None for none.
         pass_seconds: that reading, planning and ordering took.
+        compilation: the same for a forward graph and its backward, and for no others.
     """
 
     part: str
     rehearsal: Rehearsal
     settings: Settings | None
     pass_seconds: float
+    compilation: int
 
 
 Watcher = Callable[[Seen], None]

@@ -79,6 +79,8 @@ def test_a_gather_that_starts_late_is_held_back():
         "window 1: at most 1 bucket in flight; started 20 us earlier, 20 us would be hidden"
     )
     assert explained(*LATE)["g"].why.startswith("nothing moves it: it starts in place")
+    theirs = explained(*LATE, limits=Limits(placed_by="torch-auto"))["g"]
+    assert theirs.why.startswith("torch-auto left it here; started 20 us earlier, 20 us would be")
 
 
 @pytest.mark.parametrize(("budget", "reason"), [(124, "memory budget"), (125, "prefetch limit")])

@@ -101,13 +101,33 @@ def test_plans_are_named(fake_mesh):
     assert "as predicted for a100" in str(report)
 
 
-def test_later_graphs_are_numbered(fake_mesh):
+def test_a_step_is_one_compilation(fake_mesh, tmp_path):
+    """Evaluation and a recompilation for another batch are no part of the training step."""
     model = compiled(fake_mesh(4))
     with simplefsdp.inspect() as report:
-        step(model)
         with torch.no_grad():
             model(torch.ones(2, 16))
-    assert list(report.graphs) == ["forward", "backward", "forward 2"]
+        step(model)
+        alone = report.plan()
+        model(torch.ones(3, 16, requires_grad=True)).sum().backward()
+    names = ["forward", "forward 2", "backward 2", "forward 3", "backward 3"]
+    assert list(report.graphs) == names
+    plan, evaluation, other = report.plans()
+    assert (plan.name, evaluation.name, other.name) == (
+        "manual",
+        "manual, compilation 1",
+        "manual, compilation 3",
+    )
+    assert [list(p.graphs) for p in report.plans()] == [names[1:3], names[:1], names[3:]]
+    assert report.plan().step.step_us == alone.step.step_us == report.plan(2).step.step_us
+    assert report.plan(1).step.step_us == evaluation.step.step_us < plan.step.step_us
+    assert "manual, compilation 3" in str(report)
+    report.save(tmp_path / "report.json")
+    written = json.loads((tmp_path / "report.json").read_text())["plans"]
+    assert [len(p["graphs"]) for p in written] == [2, 1, 2]
+    with pytest.raises(ValueError, match="there is no compilation 4: 3 of them, from 1 on"):
+        report.plan(4)
+    assert plan.graphs["backward 2"].module_of  # what it gets from forward has the names there
 
 
 def test_cache_hits_are_seen(fake_mesh):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from inductor_passes.presets import preset
 from inductor_passes.text import parse
 from simplefsdp.cli import main
 from simplefsdp.inspection import options
 from simplefsdp.inspection.explain import Reason
+from simplefsdp.inspection.report import BY_CONFIG, BY_TRACE
+from simplefsdp.models import CONFIGS, flops_per_token
 
 EXAMPLE = (
     "--target simplefsdp.inspection.example:build_model "
@@ -91,6 +95,9 @@ def test_a_model_of_the_users(capsys):
     assert manual["step_lower_bound_us"] <= manual["step_us"] < none["step_us"]
     assert (manual["tokens_per_second_per_rank"], report["ranks"]) == (None, 8)
     assert 0 < none["mfu"] < manual["mfu"] < 1
+    # 4096 rows by 4 layers of 2048 x 2048 and one of 2048, 2 + 4 operations each.
+    assert manual["model_flops"] == 6 * 4096 * (4 * 2048**2 + 2048)
+    assert manual["model_flops_are"] == BY_TRACE
     for plan in report["plans"]:
         assert [graph["name"] for graph in plan["graphs"]] == ["forward", "backward"]
         for graph in plan["graphs"]:
@@ -106,6 +113,47 @@ def test_a_model_of_the_users(capsys):
     parse(before.split("\n", 2)[2])
 
 
+def test_torchs_own_passes(capsys):
+    """On 2.13 each carries every parameter once; an older torch says what it lacks."""
+    names = ("torch-auto", "torch-manual")
+    files = "--json report.json --perfetto trace.json --graph graphs.txt --html page.html --diff"
+    code = run(f"{EXAMPLE} --ranks 8 --bucketing torch-auto --compare torch-manual none {files}")
+    printed = capsys.readouterr()
+    if torch.__version__ < "2.13":
+        assert code == 2
+        assert re.search(r"torch 2\.1\S+ has no .* of schedule_overlap_bucketing", printed.err)
+        return
+    assert code == 0
+    *plans, none = json.loads(Path("report.json").read_text())["plans"]
+    assert tuple(plan["name"] for plan in plans) == names
+    for plan in plans:
+        assert none["step_lower_bound_us"] <= plan["step_us"] < none["step_us"]
+        for graph, was in zip(plan["graphs"], none["graphs"], strict=True):
+            check_graph(graph)
+            assert len(graph["buckets"]) < len(was["buckets"])
+            assert graph["pass_seconds"] > 0
+            for kind in ("gather", "reduce"):
+                carried, single = (
+                    sorted(p for b in g["buckets"] if b["kind"] == kind for p in b["parameters"])
+                    for g in (graph, was)
+                )
+                assert carried == single
+    assert "gathers merged" in printed.out and "reduces merged" in printed.out
+    assert "nothing moves it" in str(none) and "nothing moves it" not in str(plans)
+    parse(Path("graphs.txt").read_text().split("# backward")[0].split("# after the passes\n")[1])
+    assert run("--trace trace.json") == 0
+
+
+def test_a_pass_of_torchs_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "torch._inductor.fx_passes.overlap_manual_scheduling.manual_overlap_bucketing",
+        lambda gm, module_bucket_plans: gm,
+    )
+    assert run(f"{EXAMPLE} --bucketing torch-manual") == 2
+    said = "has no insert_overlap_deps, module_stack_fn of manual_overlap_bucketing, which this"
+    assert said in capsys.readouterr().err
+
+
 def check_graph(graph):
     exposed = [bucket["exposed_us"] for bucket in graph["buckets"]]
     assert sum(exposed) == pytest.approx(graph["exposed_us"])
@@ -118,8 +166,15 @@ def check_graph(graph):
 
 
 def test_a_model_of_ours(capsys):
-    assert run("--model debug --layers 1 --seq-len 16 --ranks 4 --tp 2 --cluster cpu-gloo") == 0
+    options = "--model debug --layers 1 --seq-len 16 --ranks 4 --tp 2 --cluster cpu-gloo"
+    assert run(f"{options} --json report.json") == 0
     out = capsys.readouterr().out
+    (plan,) = json.loads(Path("report.json").read_text())["plans"]
+    config = replace(CONFIGS["debug"], n_layers=1)
+    assert plan["model_flops"] == 16 / 2 * flops_per_token(config, 16)  # as the trainer counts
+    peak = preset("cpu-gloo").peak("bfloat16").tflops
+    assert plan["mfu"] == pytest.approx(plan["model_flops"] / plan["step_us"] / peak / 1e6)
+    assert f"MFU counts operations: {BY_CONFIG}" in out
     assert "debug on 4 ranks of cpu-gloo" in out
     rows = [line for line in out.splitlines() if line.startswith(("│gather", "│reduce", "│other"))]
     assert len(rows) == sum(int(n) for n in re.findall(r"-> (\d+) bucket", out)) >= 4
@@ -176,8 +231,19 @@ def test_a_budget_that_nothing_fits(capsys):
     assert "memory budget: no schedule fits 1,000,000 bytes" in capsys.readouterr().err
 
 
-def test_help_has_only_options_that_exist():
+def test_every_example_of_the_help_runs(capsys):
+    """In their order: --trace reads what --perfetto wrote."""
     examples = re.findall(r"^  simplefsdp inspect (.*)$", options.DESCRIPTION, re.MULTILINE)
-    assert len(examples) >= 6
+    assert len(examples) >= 7
     for example in examples:
-        options.check(options.parse(shlex.split(example)))
+        torch._dynamo.reset()
+        code = run(example)
+        said = capsys.readouterr()
+        if "torch-auto" in example and torch.__version__ < "2.13":
+            assert code == 2 and "of schedule_overlap_bucketing, which this plan needs" in said.err
+            continue
+        assert code == 0, f"{example}: {said.err}"
+        assert "exposed" in said.out
+        for name in re.findall(r"--(?:json|graph|html|perfetto) (\S+)", example):
+            assert Path(name).stat().st_size > 1000
+            assert f"wrote {name}" in said.out

@@ -43,7 +43,7 @@ def plan(name: str, n: int = 3) -> PlanReport:
         prediction = predict_program(part, before, after, ROUND_COST, 0.0)
         graphs[part] = report_graph(prediction, Limits(), {"mm0": "layers.0"})
     predictions = [graph.prediction for graph in graphs.values()]
-    return PlanReport(name, StepPrediction(tuple(predictions), 7.0, 48, 96), graphs, None, 0.0, 0.0)
+    return PlanReport(name, StepPrediction(tuple(predictions), 7.0, 48, 96), graphs, None)
 
 
 @pytest.fixture(scope="module")

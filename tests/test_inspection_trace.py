@@ -152,6 +152,35 @@ def test_gloo(tmp_path):
     assert report.compute_us == 100 - 10 - 30  # launches and waits are none
 
 
+def test_a_modelled_wire(tmp_path):
+    """Two gathers of 30 us, one behind the other; launches copy for 10 and 5 us."""
+
+    def main_thread(name, begin, us, cat="user_annotation"):
+        return event(name, begin, us, cat, tid=1)
+
+    gather = "wire:gather nbytes=3000 begins_after_us={} takes_us=30.000"
+    report = measured(
+        tmp_path,
+        [
+            main_thread("CompiledFunction", 0, 100, "cpu_op"),
+            main_thread(gather.format("0.000"), 0, 10),
+            main_thread(gather.format("20.000"), 10, 5),
+            main_thread("_c10d_functional::wait_tensor", 18, 14, "cpu_op"),
+            main_thread("wire:wait", 20, 10),
+            main_thread("wire:wait", 50, 10),
+            main_thread("wire:reduce nbytes=500 begins_after_us=0.5 takes_us=9.5", 80, 1),
+            main_thread("wire:wait", 85, 5),
+        ],
+    )
+    assert [m.transfer.kind for m in report.transfers] == ["gather", "gather", "reduce"]
+    spans = [(m.transfer.begin_us, m.transfer.end_us) for m in report.transfers]
+    assert spans == [(0, 30), (30, 60), (80.5, 90)]
+    assert [m.transfer.nbytes for m in report.transfers] == [3000, 3000, 500]
+    # Copies of 15 us and waits of 12; the rest of a wait, and 10; the rest of a copy, and a wait.
+    assert [m.exposed_us for m in report.transfers] == [15 + 12, 2 + 10, 0.5 + 5]
+    assert report.compute_us == 100 - 15 - 14 - 10 - 1 - 5
+
+
 def test_what_was_predicted_is_measured_in_its_own_trace(tmp_path):
     plans = [plan("manual"), plan("none")]
     path = tmp_path / "trace.json.gz"
@@ -186,6 +215,24 @@ def test_predicted_and_measured_are_matched_bucket_by_bucket(tmp_path):
     without = match(graphs, measure(profile), 1)
     assert [bool(row.launches) for row in without.rows].count(True) == 6
     assert without.match_rate == pytest.approx(6 / 9)
+
+
+def test_a_missing_launch_costs_one_match_of_one_step(tmp_path):
+    """Three equal gathers and reduces per graph; one is missing in the first of two steps."""
+    predicted = plan("manual")
+    graphs = list(predicted.graphs.values())
+    length_us = predicted.step.step_us + 100
+    events = [e for e in trace_events([predicted])["traceEvents"] if e["ph"] == "X"]
+    names = [e for e in trace_events([predicted])["traceEvents"] if e["ph"] == "M"]
+    gathers = [e for e in events if e["cat"] == "gather"]
+    steps = [[e for e in events if e is not gathers[1]], events]
+    moved = [{**e, "ts": e["ts"] + n * length_us} for n, step in enumerate(steps) for e in step]
+    (profile,) = read_profiles(written(tmp_path, [*names, *moved]))
+    for bounds in ((), [(0, length_us), (length_us, 2 * length_us)]):
+        found = match(graphs, measure(profile), 2, bounds)
+        short = [row for row in found.rows if len(row.launches) < 2]
+        assert [(row.graph, row.bucket.kind) for row in short] == [("forward", "gather")]
+        assert (found.rows.index(short[0]), found.unmatched) == (1, 0)
 
 
 @pytest.mark.parametrize(

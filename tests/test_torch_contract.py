@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
@@ -184,6 +185,30 @@ def test_a_backward_graph_can_be_had_without_running_the_forward():
     assert config.force_non_lazy_backward_lowering is False
     source = inspect.getsource(partitioners.min_cut_rematerialization_partition)
     assert "has_recomputable_rng_ops(" in source
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="inspect says what older ones lack")
+def test_torchs_bucketing_passes_take_what_inspect_tells_them():
+    """``simplefsdp/inspection/torch_passes.py``: which passes, with what, and what is replaced."""
+    from torch._inductor import config
+    from torch._inductor.fx_passes import overlap_scheduling
+    from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
+
+    manual = {"module_bucket_plans", "insert_overlap_deps", "module_stack_fn"}
+    assert parameters_of(manual_overlap_bucketing) >= manual
+    assert parameters_of(overlap_scheduling.schedule_overlap_bucketing) >= {
+        "collective_bucketing",
+        "insert_overlap_deps",
+        "custom_runtime_estimation",
+        "compute_estimator",
+        "pre_bucketing_fsdp_collectives_bucket_cap_mb",
+    }
+    # The GPU is asked through this name, of a node and nothing else.
+    probe = overlap_scheduling.estimate_roofline_runtime_ms
+    assert parameters_of(probe) == {"node"}
+    assert "estimate_roofline_runtime_ms(" in inspect.getsource(overlap_scheduling.OverlapScheduler)
+    names = {f"pre_bucketing_fsdp_collectives_{end}_bucket_cap_mb" for end in ("min", "max")}
+    assert all(hasattr(config.aten_distributed_optimizations, name) for name in names)
 
 
 def test_what_is_fake_has_no_data():

@@ -49,13 +49,19 @@ class RankComparison(NamedTuple):
 class Report:
     """What was compiled inside ``with simplefsdp.inspect() as report``.
 
+    A compilation is a forward graph and, if it is to train, its backward: a step. Evaluation,
+    another batch size or another part of the model is compiled apart, with a number of its own.
+
     Attributes:
-        graphs: ``"forward"`` and ``"backward"``; later ones are numbered, ``"forward 2"``.
+        graphs: of all compilations: ``"forward"`` and ``"backward"`` of the first, ``"forward 2"``
+            and so on of later ones.
     """
 
     def __init__(self, cluster: Cluster | None) -> None:
         self._cluster = cluster
-        self._names: list[tuple[str, str]] = []
+        self._compilations: dict[int, list[str]] = {}  # names of graphs
+        self._plan_names: dict[str, str] = {}
+        self._clusters: dict[str, str] = {}
         self._launches: dict[str, list[str]] = {}
         self.graphs: dict[str, GraphReport] = {}
 
@@ -63,41 +69,57 @@ class Report:
         """Take in a graph; the backend calls this."""
         rehearsal = seen.rehearsal
         cluster = self._cluster or _cluster_for(rehearsal, seen.settings)
-        n = 1 + sum(name.split()[0] == seen.part for name in self.graphs)
-        name = seen.part if n == 1 else f"{seen.part} {n}"
+        known = (*self._compilations, seen.compilation)
+        n = 1 + known.index(seen.compilation)
+        forward, name = (part if n == 1 else f"{part} {n}" for part in ("forward", seen.part))
         self._launches[name] = launches(rehearsal)
         prediction = predict_rehearsed(name, rehearsal, seen.settings, cluster, seen.pass_seconds)
-        self._names.append((_plan_name(seen.settings), cluster.name))
+        made = self.graphs[forward].module_of if forward in self.graphs else {}
         self.graphs[name] = report_graph(
-            prediction, limits_of(prediction, seen.settings), self._modules(seen, rehearsal)
+            prediction, limits_of(prediction, seen.settings), _modules(rehearsal, made)
         )
+        self._plan_names[name], self._clusters[name] = _plan_name(seen.settings), cluster.name
+        self._compilations.setdefault(seen.compilation, []).append(name)
 
-    def _modules(self, seen: Seen, rehearsal: Rehearsal) -> Mapping[str, str]:
-        graph = next(iter(rehearsal.reading.nodes.values()))[0].graph
-        fqns = [fqn for _, op in rehearsal.reading.program.starts() if op.collective
-                for fqn in op.collective.fqns]  # fmt: skip
-        found = modules_of(graph, fqns)
-        forward = self.graphs.get("forward")
-        if seen.part == "backward" and forward is not None:
-            # What backward gets from forward has the name that it has there.
-            inputs = rehearsal.reading.program.inputs
-            made = {name: forward.module_of[name] for name in inputs if name in forward.module_of}
-            return made | found
-        return found
+    def plan(self, compilation: int | None = None) -> PlanReport:
+        """The graphs of one compilation as a step, without an optimizer.
 
-    def plan(self) -> PlanReport:
-        """The graphs as one plan.
+        Args:
+            compilation: its number, from 1 on. None: the first that has a backward graph, or the
+                first if none has.
+
+        Raises:
+            ValueError: nothing was compiled, or there is no such compilation.
+        """
+        if not self.graphs:
+            raise ValueError(_NOTHING)
+        n = self._step() if compilation is None else compilation
+        if not 1 <= n <= len(self._compilations):
+            known = len(self._compilations)
+            raise ValueError(f"there is no compilation {n}: {known} of them, from 1 on")
+        names = [*self._compilations.values()][n - 1]
+        graphs = {name: self.graphs[name] for name in names}
+        predictions = tuple(graph.prediction for graph in graphs.values())
+        shards_nbytes = max(graph.memory.resident_nbytes for graph in predictions)
+        step = StepPrediction(predictions, 0.0, shards_nbytes, 0)
+        name = " and ".join(dict.fromkeys(self._plan_names[name] for name in names))
+        name = name if n == self._step() else f"{name}, compilation {n}"
+        return PlanReport(name, step, graphs, None)
+
+    def plans(self) -> list[PlanReport]:
+        """All compilations, each as a step; that of :meth:`plan` first.
 
         Raises:
             ValueError: nothing was compiled.
         """
-        if not self.graphs:
-            raise ValueError(_NOTHING)
-        names = dict.fromkeys(name for name, _ in self._names)
-        graphs = tuple(graph.prediction for graph in self.graphs.values())
-        shards_nbytes = max(graph.memory.resident_nbytes for graph in graphs)
-        step = StepPrediction(graphs, 0.0, shards_nbytes, 0)  # without an optimizer
-        return PlanReport(" and ".join(names), step, self.graphs, None, 0.0, 0.0)
+        others = set(range(1, len(self._compilations) + 1)) - {self._step()}
+        return [self.plan(), *map(self.plan, sorted(others))]
+
+    def _step(self) -> int:
+        """Number of the first compilation that trains, or of the first."""
+        numbered = enumerate(self._compilations.values(), 1)
+        trains = (n for n, names in numbered if any(x.startswith("backward") for x in names))
+        return next(trains, 1)
 
     def __str__(self) -> str:
         """Tables, on rank 0; nothing on others."""
@@ -110,22 +132,24 @@ class Report:
         if not self.graphs:
             return _NOTHING
         out = Console(file=io.StringIO(), width=WIDTH, highlight=False)
-        print_plans(out, [self.plan()], self._heading())
+        print_plans(out, self.plans(), self._heading())
         assert isinstance(out.file, io.StringIO)
         return out.file.getvalue().rstrip()
 
     def _heading(self) -> str:
-        clusters = " and ".join(dict.fromkeys(cluster for _, cluster in self._names))
+        clusters = " and ".join(dict.fromkeys(self._clusters.values()))
         return f"compiled on {_ranks()} ranks, as predicted for {clusters}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; the keys are those of :mod:`simplefsdp.inspection.document`.
 
+        Its plans are those of :meth:`plans`.
+
         Raises:
             ValueError: nothing was compiled.
         """
-        plan = self.plan()
-        return document([plan], subject="compiled", ranks=_ranks(), cluster=self._names[0][1])
+        cluster = next(iter(self._clusters.values()), "")
+        return document(self.plans(), subject="compiled", ranks=_ranks(), cluster=cluster)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report, on rank 0: a page (``.html``), JSON (``.json``) or a Perfetto trace
@@ -138,10 +162,10 @@ class Report:
         name = os.fspath(path)
         if not name.endswith((".html", ".json")):
             raise ValueError(f"{name}: expected a name that ends in .html, .perfetto.json or .json")
-        plan = self.plan()
+        plans = self.plans()
         if _rank() != 0:
             return
-        Path(name).write_text(_written(name, plan, self))
+        Path(name).write_text(_written(name, plans, self))
 
     def measure(self, step_fn: Callable[[], object], steps: int = 5) -> Comparison:
         """Profile real steps, and lay what they sent beside what was predicted.
@@ -149,7 +173,7 @@ class Report:
         Every rank must call this, as ``step_fn`` communicates.
 
         Args:
-            step_fn: a step that runs the graphs that were captured, each once and in their order.
+            step_fn: a step that runs the graphs of :meth:`plan`, each once and in their order.
             steps: to measure, after one that is not counted.
 
         Raises:
@@ -157,7 +181,8 @@ class Report:
         """
         from simplefsdp.inspection.matching import measure_steps
 
-        return measure_steps(list(self.graphs.values()), step_fn, steps)
+        graphs = self.plan().graphs.values() if self.graphs else ()
+        return measure_steps(list(graphs), step_fn, steps)
 
     def compare_ranks(self) -> RankComparison:
         """Whether all ranks compiled the same plan. Every rank must call this."""
@@ -176,16 +201,25 @@ _NOTHING = (
 )
 
 
-def _written(name: str, plan: PlanReport, report: Report) -> str:
+def _modules(rehearsal: Rehearsal, forward: Mapping[str, str]) -> Mapping[str, str]:
+    """Module by op name; what backward gets from forward has the name that it has there."""
+    graph = next(iter(rehearsal.reading.nodes.values()))[0].graph
+    program = rehearsal.reading.program
+    fqns = [fqn for _, op in program.starts() if op.collective for fqn in op.collective.fqns]
+    made = {name: forward[name] for name in program.inputs if name in forward}
+    return made | modules_of(graph, fqns)
+
+
+def _written(name: str, plans: Sequence[PlanReport], report: Report) -> str:
     if name.endswith(".perfetto.json"):
         from simplefsdp.inspection.perfetto import trace_events
 
-        return json.dumps(trace_events([plan]))
+        return json.dumps(trace_events(plans))
     if name.endswith(".json"):
         return json.dumps(report.to_json(), indent=1) + "\n"
     from simplefsdp.inspection.page import page
 
-    return page([plan], report._heading())
+    return page(plans, report._heading())
 
 
 def compare(launched: Sequence[Sequence[tuple[str, str]]]) -> RankComparison:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from inductor_passes.program import Program
+from inductor_passes.program import Collective, Op, Program
 from inductor_passes.text import to_text
 from simplefsdp.inspection.names import plural, shorten_fqns
+
+Places = dict[str | tuple[str, str], tuple[int, int]]
 
 
 def texts(before: Program, after: Program) -> str:
@@ -21,9 +23,7 @@ def describe_changes(before: Program, after: Program) -> list[str]:
     lines = []
     for i, op in after.starts():
         c = op.collective
-        # Merging leaves the buffers that the members fill alone.
-        members = [was[name] for name in op.writes if name in was]
-        if c is None or not members:
+        if c is None or not (members := _members(was, op, c)):
             continue
         moved = _moved(after, computed, i, members)
         merged = f"{len(members)} {c.kind}s merged" if len(members) > 1 else ""
@@ -45,14 +45,24 @@ def _moved(
             yield f"{name} {plural(abs(places), 'compute op')} {way}"
 
 
-def _places(program: Program) -> dict[str, tuple[int, int]]:
-    """Compute ops before start and wait of each collective, by the buffers that it fills."""
+def _members(was: Places, op: Op, c: Collective) -> list[tuple[int, int]]:
+    """Where the collectives that became ``op`` were."""
+    # Our merging leaves the buffers that the members fill alone; torch's has others.
+    found = [was[name] for name in op.writes if name in was]
+    return found or [was[c.kind, fqn] for fqn in c.fqns if (c.kind, fqn) in was]
+
+
+def _places(program: Program) -> Places:
+    """Compute ops before start and wait of each collective, by the buffers that it fills, and by
+    its kind and parameter."""
     computed = _computed(program)
-    return {
-        name: (computed[i], computed[min(program.waits_of[i])])
-        for i, op in program.starts()
-        for name in op.writes
-    }
+    found: Places = {}
+    for i, op in program.starts():
+        c = op.collective
+        names = [(c.kind, fqn) for fqn in c.fqns] if c is not None else []
+        place = computed[i], computed[min(program.waits_of[i])]
+        found |= dict.fromkeys((*op.writes, *names), place)
+    return found
 
 
 def _computed(program: Program) -> list[int]:

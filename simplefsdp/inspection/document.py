@@ -5,8 +5,11 @@ Times are microseconds (``_us``) but for ``pass_seconds``; sizes are bytes.
 - top: ``version`` (1), ``simplefsdp``, ``subject``, ``ranks``, ``cluster``, ``plans``: a list, the
   inspected plan first, then those compared with.
 - plan: ``name, step_us, step_lower_bound_us, exposed_us, optimizer_us, peak_bytes, peak_by_kind,
-  tokens_per_second_per_rank`` and ``mfu`` (null where there are no tokens, or no matmuls), and
-  ``graphs``, a list: forward, backward.
+  tokens_per_second_per_rank`` and ``mfu`` (null where there are no tokens, or no matmuls),
+  ``model_flops`` (that ``mfu`` counts, per step and rank) and ``model_flops_are`` (in words: those
+  of the configuration, :func:`simplefsdp.models.flops_per_token`, as in the trainer and the
+  benchmarks; of ``--target``, three times those of the traced forward), and ``graphs``, a list:
+  forward, backward.
 - graph: ``name, nodes, collectives`` (number before), ``collectives_by_kind, buckets`` (a list),
   ``bytes`` (sent in all), ``compute_us, wire_us, exposed_us, exposed_by_reason, total_us,
   lower_bound_us, peak_bytes`` (parameter shards included), ``peak_op, peak_by_kind,
@@ -56,6 +59,8 @@ def plan_document(plan: PlanReport) -> dict[str, Any]:
         "peak_by_kind": step.peak_by_use(),
         "tokens_per_second_per_rank": plan.tokens_per_second_per_rank,
         "mfu": plan.mfu,
+        "model_flops": plan.flops,
+        "model_flops_are": plan.flops_are,
         "graphs": [graph_document(graph) for graph in plan.graphs.values()],
     }
 

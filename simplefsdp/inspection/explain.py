@@ -39,11 +39,13 @@ class Limits:
         policy: of buckets that have no window of their own; None if nothing is moved.
         budget_nbytes: most live bytes that were allowed; None if nobody asked.
         live_nbytes: those during each op, as the budget counts them.
+        placed_by: the name of somebody else's pass, whose rules are not known here.
     """
 
     policy: OverlapPolicy | None = None
     budget_nbytes: int | None = None
     live_nbytes: tuple[int, ...] = ()
+    placed_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,9 @@ class _Run:
         policy = self.limits.policy
         gathers = c.kind == "gather"
         if policy is None:
-            return f"nothing moves it: it {'starts' if gathers else 'is waited for'} in place"
+            mover = f"{self.limits.placed_by} left it here" if self.limits.placed_by else ""
+            place = f"it {'starts' if gathers else 'is waited for'} in place"
+            return mover or f"nothing moves it: {place}"
         default = policy.max_inflight_gathers if gathers else policy.max_pending_reduces
         window = c.window or default
         return f"window {window}: at most {window} bucket{'s'[: window != 1]} " + (

@@ -5,32 +5,22 @@ from __future__ import annotations
 import io
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from simplefsdp.inspection.intervals import length, union
-from simplefsdp.inspection.measured import Measured, MeasuredReport, measure
+from simplefsdp.inspection.align import align
+from simplefsdp.inspection.launches import Launch, launches_of
+from simplefsdp.inspection.measured import MeasuredReport, measure
 from simplefsdp.inspection.names import plural, time_text
-from simplefsdp.inspection.profile import read_profiles
+from simplefsdp.inspection.profile import STEP, read_profiles
 from simplefsdp.inspection.report import BucketReport, GraphReport
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-class Launch(NamedTuple):
-    """What one launch sent: several transfers, if gloo reduces tensor by tensor."""
-
-    kind: str
-    begin_us: float
-    end_us: float
-    exposed_us: float
-    nbytes: int | None
 
 
 @dataclass(frozen=True)
@@ -92,6 +82,11 @@ class Comparison:
         wanted = len(self.rows) * self.steps
         return sum(len(row.launches) for row in self.rows) / wanted if wanted else 1.0
 
+    @property
+    def predicted_exposed_us(self) -> float:
+        """Of a step."""
+        return sum(row.bucket.exposure.exposed_us for row in self.rows)
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; times are medians over steps."""
         return {
@@ -128,7 +123,8 @@ class Comparison:
         out.print(
             f"{plural(self.steps, 'step')}: {found} of {wanted} buckets found in the profile "
             f"({self.match_rate:.0%}), launches that are no bucket's: {self.unmatched}; medians "
-            "over steps"
+            f"over steps; exposed per step: {time_text(self.predicted_exposed_us)} predicted, "
+            f"{time_text(self.measured.exposed_us / self.steps)} measured"
         )
         return file.getvalue().rstrip()
 
@@ -176,71 +172,97 @@ def measure_steps(
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
-        for _ in range(steps):
-            step_fn()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        for n in range(steps):
+            with torch.profiler.record_function(f"{STEP}#{n}"):
+                step_fn()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()  # what a step launched ends in it
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         profiles = read_profiles(path)
     # Of a rank that copies to other devices, the one that it communicates from.
     profile = max(profiles, key=lambda profile: len(profile.transfers))
-    return match(graphs, measure(profile), steps)
+    return match(graphs, measure(profile), steps, profile.steps)
 
 
-def match(graphs: Sequence[GraphReport], measured: MeasuredReport, steps: int) -> Comparison:
+def match(
+    graphs: Sequence[GraphReport],
+    measured: MeasuredReport,
+    steps: int,
+    bounds: Sequence[tuple[float, float]] = (),
+) -> Comparison:
     """Find each bucket of ``graphs``, which run one after the other, in each of ``steps`` steps.
 
-    Launches keep their order, so a bucket is the next launch of its kind and size; of its kind, if
-    the trace does not tell sizes. What lies between is somebody else's. One that is not found
-    within a step's launches is missing, and costs the others nothing.
+    Launches of a kind keep their order, and have the size of their bucket, if the trace tells
+    sizes. Of those that are missing the time that goes by between the others tells which they
+    are; each costs one match. What is left over is somebody else's.
+
+    Args:
+        graphs: what was predicted.
+        measured: a run of ``steps`` steps.
+        steps: how many.
+        bounds: when they ran; without, all are one sequence.
     """
     launches = launches_of(measured.transfers)
-    wanted = [(graph.name, bucket) for graph in graphs for bucket in graph.buckets]
-    found: dict[int, list[Launch]] = {i: [] for i in range(len(wanted))}
-    at = 0
-    for _ in range(steps):
-        for i, (_, bucket) in enumerate(wanted):
-            near = range(at, min(at + len(wanted), len(launches)))
-            hit = next((j for j in near if _fits(bucket, launches[j])), None)
-            if hit is not None:
-                found[i].append(launches[hit])
-                at = hit + 1
-    rows = [Row(name, bucket, tuple(found[i])) for i, (name, bucket) in enumerate(wanted)]
-    matched = sum(map(len, found.values()))
-    return Comparison(tuple(rows), steps, len(launches) - matched, measured)
+    if len(bounds) == steps:
+        wanted = _wanted(graphs, 1)
+        runs = [[x for x in launches if begin <= x.begin_us < end] for begin, end in bounds]
+    else:
+        wanted, runs = _wanted(graphs, steps), [launches]
+    found: list[list[Launch]] = [[] for graph in graphs for _ in graph.buckets]
+    for run in runs:
+        for i, launch in _matched(wanted, run):
+            found[i % len(found)].append(launch)
+    rows = [Row(p.graph, p.bucket, tuple(x)) for p, x in zip(wanted, found, strict=False)]
+    return Comparison(tuple(rows), steps, len(launches) - sum(map(len, found)), measured)
+
+
+class _Place(NamedTuple):
+    """A bucket, and when in its step it is predicted to be under way."""
+
+    graph: str
+    bucket: BucketReport
+    begin_us: float
+
+
+def _wanted(graphs: Sequence[GraphReport], steps: int) -> list[_Place]:
+    found: list[_Place] = []
+    us = 0.0
+    for graph in (*graphs,) * steps:
+        found += [_Place(graph.name, b, us + b.exposure.begin_us) for b in graph.buckets]
+        us += graph.prediction.timeline.total_us
+    return found
+
+
+def _matched(wanted: Sequence[_Place], run: Sequence[Launch]) -> Iterator[tuple[int, Launch]]:
+    """Indices of places, and their launches; kind by kind, as each may be on a lane of its own."""
+    kinds = dict.fromkeys(place.bucket.kind for place in wanted)
+    run = [launch for launch in run if launch.kind in kinds]
+    predicted_us = _from_the_first([place.begin_us for place in wanted])
+    measured_us = _from_the_first([launch.begin_us for launch in run])
+    # As if the run took as long as the prediction, from the first launch to the last.
+    pace = max(predicted_us, default=0.0) / (max(measured_us, default=0.0) or 1.0)
+    for kind in kinds:
+        places = [i for i, place in enumerate(wanted) if place.bucket.kind == kind]
+        launches = [j for j, launch in enumerate(run) if launch.kind == kind]
+        pairs = align(
+            [predicted_us[i] for i in places],
+            [measured_us[j] * pace for j in launches],
+            lambda i, j, p=places, x=launches: _fits(wanted[p[i]].bucket, run[x[j]]),  # type: ignore[misc]
+        )
+        yield from ((places[i], run[launches[j]]) for i, j in pairs)
+
+
+def _from_the_first(times: Sequence[float]) -> list[float]:
+    first = min(times, default=0.0)
+    return [us - first for us in times]
 
 
 def _fits(bucket: BucketReport, launch: Launch) -> bool:
     # Shards that are padded are gathered with their padding.
     same = launch.nbytes is None or bucket.nbytes <= launch.nbytes <= 1.1 * bucket.nbytes + 4096
     return launch.kind == bucket.kind and same
-
-
-def launches_of(transfers: Sequence[Measured]) -> list[Launch]:
-    """Transfers by launch, in the order of the launches."""
-    found = []
-    numbered = sorted(transfers, key=lambda m: (m.transfer.launch, m.transfer.begin_us))
-    for _, group in groupby(numbered, key=lambda m: m.transfer.launch):
-        members = list(group)
-        sizes = [m.transfer.nbytes for m in members]
-        known = [n for n in sizes if n is not None]
-        found.append(
-            Launch(
-                members[0].transfer.kind,
-                min(m.transfer.begin_us for m in members),
-                max(m.transfer.end_us for m in members),
-                _exposed_us(members),
-                sum(known) if len(known) == len(sizes) else None,
-            )
-        )
-    return found
-
-
-def _exposed_us(members: Sequence[Measured]) -> float:
-    """Exposed time of one launch; transfers side by side expose the same time once."""
-    return length(union(span for m in members for span in m.exposed))
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -19,12 +19,14 @@ traced with tensors that have no memory, and simulated on what --cluster is know
 takes an argument), and --input one that returns its inputs on a rank. --trace shows what a run
 really exposed: torch profiler's JSON, or what --perfetto wrote.
 
-examples:
-  simplefsdp inspect --model debug --ranks 4 --cluster cpu-gloo --seq-len 128 --batch-size 2
-  simplefsdp inspect --model 8b --layers 2 --ranks 64 --compare none manual --json report.json
+torch-manual and torch-auto (of torch 2.13) are PyTorch's own passes on the same graph.
+
+examples (without --layers the whole model is traced: 8b takes a minute):
+  simplefsdp inspect --model 8b --layers 2 --ranks 64 --cluster h100 --bucketing auto --compare none manual torch-auto
+  simplefsdp inspect --model debug --ranks 4 --cluster cpu-gloo --seq-len 128 --batch-size 2 --json report.json
   simplefsdp inspect --model 8b --layers 1 --ranks 8 --bucketing manual --diff --graph graphs.txt
-  simplefsdp inspect --model 8b --layers 4 --ranks 64 --compare manual --html report.html
-  simplefsdp inspect --model 8b --layers 1 --ranks 8 --bucketing none --perfetto trace.json
+  simplefsdp inspect --model 8b --layers 1 --ranks 64 --compare manual --html report.html
+  simplefsdp inspect --model debug --layers 1 --ranks 8 --bucketing none --perfetto trace.json
   simplefsdp inspect --trace trace.json
   simplefsdp inspect --target simplefsdp.inspection.example:build_model --input simplefsdp.inspection.example:example_batch --ranks 8
 """  # noqa: E501 - examples are one line each, to be copied
@@ -41,7 +43,9 @@ _OF_MODEL = (
     "reshard_after_forward",
 )
 FILES = ("json", "html", "perfetto", "graph")
-PlanName = Literal["none", "manual", "auto", "greedy"]
+OwnPlan = Literal["none", "manual", "auto", "greedy"]
+TorchPlan = Literal["torch-manual", "torch-auto"]
+PlanName = OwnPlan | TorchPlan
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class InspectOptions:
     cluster: str = "h100"
     """What they are: a preset, or a file of `simplefsdp calibrate`."""
     bucketing: PlanName = "auto"
-    """The plan to show in full."""
+    """The plan to show in full: one of ours, or PyTorch's own passes on the same graph."""
     compare: tuple[PlanName, ...] = ()
     """Plans to set beside it."""
     memory_budget_gb: float | None = None

@@ -13,16 +13,16 @@ from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.simulate import memory
 from simplefsdp.inspection.explain import Limits
-from simplefsdp.inspection.options import PlanName
+from simplefsdp.inspection.options import OwnPlan, PlanName
 from simplefsdp.inspection.report import PlanReport, report_plan
 from simplefsdp.inspection.subject import Subject
 from simplefsdp.prediction import GraphPrediction, predict_step
 
 
 def settings_of(
-    name: PlanName, fqns: Sequence[str], cluster: Cluster, budget_nbytes: int | None
+    name: OwnPlan, fqns: Sequence[str], cluster: Cluster, budget_nbytes: int | None
 ) -> Settings | None:
-    """What the passes are told; ``budget_nbytes`` is for the automatic planners."""
+    """What our passes are told; ``budget_nbytes`` is for the automatic planners."""
     if name == "none":
         return None
     assignment = assign_by_module(list(fqns))
@@ -44,12 +44,21 @@ def inspect_plan(
         budget_nbytes: of an automatic plan, see :class:`inductor_passes.rehearsal.Auto`.
 
     Raises:
-        BudgetError, ValueError: as for :func:`simplefsdp.prediction.predict_step`.
+        BudgetError, ValueError: as for :func:`simplefsdp.prediction.predict_step`, and
+            :func:`simplefsdp.inspection.torch_passes.predict_torch_step`.
     """
-    settings = settings_of(name, subject.step.fqns, cluster, budget_nbytes)
-    step = predict_step(subject.step, settings, cluster, subject.parameters_nbytes)
-    limits = {graph.name: limits_of(graph, settings) for graph in step.graphs}
-    return report_plan(name, step, limits, subject.module_of, subject.tokens)
+    traced, nbytes = subject.step, subject.parameters_nbytes
+    match name:
+        case "torch-manual" | "torch-auto":
+            from simplefsdp.inspection.torch_passes import predict_torch_step
+
+            step = predict_torch_step(name, traced, cluster, nbytes)
+            limits = {graph.name: Limits(placed_by=name) for graph in step.graphs}
+        case _:
+            settings = settings_of(name, traced.fqns, cluster, budget_nbytes)
+            step = predict_step(traced, settings, cluster, nbytes)
+            limits = {graph.name: limits_of(graph, settings) for graph in step.graphs}
+    return report_plan(name, step, limits, subject.module_of, subject.tokens, subject.flops)
 
 
 def limits_of(graph: GraphPrediction, settings: Settings | None) -> Limits:

@@ -4,12 +4,16 @@ With GPU kernels in the trace, collectives are NCCL's kernels and compute is eve
 copy, on any stream. Without, collectives are what gloo's threads record, and compute is what the
 other threads do but for launching collectives and waiting for them. A trace that
 ``simplefsdp inspect --perfetto`` wrote is read by its categories.
+
+A wire that is modelled (``benchmarks/wire.py``) has no thread to record anything on: it records,
+where a transfer is launched, an event named ``wire:KIND nbytes=N begins_after_us=T takes_us=T``,
+KIND one of ``gather``, ``reduce`` and ``all_reduce``, N the bytes of the full tensors, and the
+transfer's begin counted from that of the event. The event itself covers the launch, with the
+copies that a NIC would make, and ``wire:wait`` covers waiting; neither is compute.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,13 +22,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from simplefsdp.inspection.intervals import Intervals, difference, union
+from simplefsdp.inspection.trace_json import load_trace
 
 Event = dict[str, Any]
 
+STEP = "ProfilerStep"
+"""Begin of the name of the event around a step."""
 _NCCL = re.compile(r"^(void )?nccl\w*Kernel")
 _KIND_OF = {"allgather": "gather", "reducescatter": "reduce", "allreduce": "all_reduce"}
 _LAUNCH = re.compile(r"^c10d::_?(all_?gather|reduce_?scatter|all_?reduce)")
 _WAIT = re.compile(r"^(_c10d_functional|c10d_functional)::wait_tensor|^c10d::(barrier|monitored)")
+_WIRE = re.compile(
+    r"^wire:(?P<kind>gather|reduce|all_reduce) nbytes=(?P<nbytes>\d+) "
+    r"begins_after_us=(?P<after>[\d.]+) takes_us=(?P<takes>[\d.]+)$"
+)
 _OURS = ("gather", "reduce", "all_reduce", "other")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _NBYTES = {
@@ -65,6 +76,7 @@ class Profile:
         compute: when something is computed.
         kernels: the compute events, (begin, end, name), in order.
         launched_us: when the host launched each of ``kernels``; None where the trace does not tell.
+        steps: when the profiler's steps ran, in order; none if nobody told it of them.
     """
 
     name: str
@@ -72,6 +84,7 @@ class Profile:
     compute: Intervals
     kernels: tuple[tuple[float, float, str], ...]
     launched_us: tuple[float | None, ...]
+    steps: tuple[tuple[float, float], ...] = ()
 
 
 def read_profiles(path: Path) -> list[Profile]:
@@ -81,7 +94,7 @@ def read_profiles(path: Path) -> list[Profile]:
         ValueError: it is no (whole) JSON, no trace, or has no collectives; says what to do.
         OSError: it cannot be read.
     """
-    trace = _parse(path)
+    trace = load_trace(path)
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
         raise ValueError(
@@ -91,29 +104,13 @@ def read_profiles(path: Path) -> list[Profile]:
     spans = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and "dur" in e]
     told = trace.get("distributedInfo") if isinstance(trace, dict) else None
     name = f"rank {told['rank']}" if isinstance(told, dict) and "rank" in told else path.stem
-    found = _on_devices(spans, name) or _predicted(spans, events) or _on_threads(spans, name)
-    found = [profile for profile in found if profile.transfers]
+    on_host = _on_wire if any(_WIRE.match(e["name"]) for e in spans) else _on_threads
+    found = _on_devices(spans, name) or _predicted(spans, events) or on_host(spans, name)
+    steps = tuple(sorted(_span(e) for e in spans if _is_step(e)))
+    found = [replace(profile, steps=steps) for profile in found if profile.transfers]
     if not found:
         raise ValueError(f"{path}: {_why_none(spans)}")
     return found
-
-
-def _parse(path: Path) -> Any:
-    raw = path.read_bytes()
-    try:
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        return json.loads(text)
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: the compressed file is cut short; export it again") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: this is no text, so no JSON: {error}") from error
-    except json.JSONDecodeError as error:
-        near_end = error.pos >= len(text) - 200
-        what = "the JSON is cut short" if near_end else "this is no JSON"
-        raise ValueError(
-            f"{path}: {what}: {error.msg} at byte {error.pos:,} of {len(text):,}; was the program "
-            "stopped while it exported the trace? Export it again"
-        ) from error
 
 
 def _outline(trace: object) -> str:
@@ -128,7 +125,7 @@ def _why_none(spans: Sequence[Event]) -> str:
         )
     return (
         f"none of its {len(spans):,} timed events is a collective (NCCL's kernels, ncclDevKernel_* "
-        "or older, or gloo:*); profile a step that communicates"
+        "or older, gloo:*, or wire:*); profile a step that communicates"
     )
 
 
@@ -215,15 +212,38 @@ def _on_threads(spans: Sequence[Event], name: str) -> list[Profile]:
     if len(causes) != len(sent):
         causes = [_Cause(_kind(e["name"]), 0, n) for n, e in enumerate(sent)]
     transfers = [_gloo(e, cause) for e, cause in zip(sent, causes, strict=True)]
-    apart = union(_span(e) for e in own if _WAIT.match(e["name"]) or _LAUNCH.match(e["name"]))
-    busy = difference(union(map(_span, own)), apart)
-    kernels = ({"ts": begin, "dur": end - begin, "name": "compute"} for begin, end in busy)
-    return [_profile(name, transfers, kernels)]
+    apart = [e for e in own if _WAIT.match(e["name"]) or _LAUNCH.match(e["name"])]
+    return [_profile(name, transfers, _computed(own, apart))]
+
+
+def _on_wire(spans: Sequence[Event], name: str) -> list[Profile]:
+    """The profile of a rank that computes on the CPU and whose wire is modelled."""
+    own = [e for e in spans if not _is_frame(e)]
+    launches = [(e, found) for e in own if (found := _WIRE.match(e["name"]))]
+    transfers = []
+    for e, found in launches:
+        begin = float(e["ts"]) + float(found["after"])
+        end = begin + float(found["takes"])
+        event_name = f"wire:{found['kind']}"
+        transfers.append(Transfer(found["kind"], event_name, begin, end, int(found["nbytes"])))
+    apart = [e for e in own if e["name"].startswith("wire:") or _WAIT.match(e["name"])]
+    return [_profile(name, transfers, _computed(own, apart))]
+
+
+def _computed(own: Sequence[Event], apart: Sequence[Event]) -> list[Event]:
+    """When a rank's own threads are at work, but for what is no compute."""
+    busy = difference(union(map(_span, own)), union(map(_span, apart)))
+    return [{"ts": begin, "dur": end - begin, "name": "compute"} for begin, end in busy]
 
 
 def _is_frame(e: Event) -> bool:
     """Whether an event is around others, whatever they do."""
-    return e.get("cat") in ("Trace", "python_function") or e["name"].startswith("ProfilerStep")
+    return e.get("cat") in ("Trace", "python_function") or e["name"].startswith(STEP)
+
+
+def _is_step(e: Event) -> bool:
+    # On a device there is one more event for each, of the kernels of the step.
+    return str(e["name"]).startswith(STEP) and e.get("cat") != "gpu_user_annotation"
 
 
 class _Cause(NamedTuple):

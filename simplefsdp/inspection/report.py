@@ -15,6 +15,8 @@ from simplefsdp.inspection.memory import MemoryReport, memory_report
 from simplefsdp.inspection.names import block_of, shorten_fqns
 from simplefsdp.prediction import GraphPrediction, StepPrediction
 
+BY_CONFIG = "6 per parameter and token, and attention without its mask (PaLM, appendix B)"
+BY_TRACE = "three times those of the forward's matmuls, as traced"
 KINDS = ("gather", "reduce", "all_reduce", "other")
 
 
@@ -99,30 +101,32 @@ class PlanReport:
     """A step under one choice of passes.
 
     Attributes:
-        name: of the choice: ``"auto"``, ``"manual"``, ``"none"`` or ``"greedy"``.
+        name: of the choice, as ``--bucketing`` has it.
         step: what is predicted.
         graphs: by name.
         tokens: that a rank gets per step; None if the input is no tokens.
-        flops: that the model needs per step on a rank: three times those of its forward.
-        peak_tflops: of the device, in the dtype that most of them are in.
+        flops: that the model needs per step on a rank.
+        flops_are: ``BY_CONFIG``, ``BY_TRACE``, or empty if nobody counted.
+        peak_tflops: of the device, in the dtype that most of the traced ones are in.
     """
 
     name: str
     step: StepPrediction
     graphs: Mapping[str, GraphReport]
     tokens: float | None
-    flops: float
-    peak_tflops: float
+    flops: float = 0.0
+    flops_are: str = ""
+    peak_tflops: float = 0.0
 
     @property
     def tokens_per_second_per_rank(self) -> float | None:
         """Tokens that a rank gets through."""
-        return self.tokens / (self.step.step_us / 1e6) if self.tokens else None
+        return self.step.tokens_per_second(self.tokens) if self.tokens else None
 
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation; None for a model without matmuls."""
-        return self.flops / (self.step.step_us * self.peak_tflops * 1e6) if self.flops else None
+        return self.step.mfu(self.flops, self.peak_tflops) if self.peak_tflops else None
 
 
 def report_plan(
@@ -131,16 +135,23 @@ def report_plan(
     limits: Mapping[str, Limits],
     module_of: Mapping[str, Mapping[str, str]],
     tokens: float | None = None,
+    flops: float | None = None,
 ) -> PlanReport:
-    """Report on a predicted step; ``limits`` and ``module_of`` are by graph."""
+    """Report on a predicted step; ``limits`` and ``module_of`` are by graph.
+
+    ``flops`` are those of :func:`simplefsdp.models.flops_per_token`; None for a model of which
+    nobody knows the configuration: they are counted in the traced forward.
+    """
     graphs = {
         graph.name: report_graph(
             graph, limits.get(graph.name, Limits()), module_of.get(graph.name, {})
         )
         for graph in step.graphs
     }
-    flops, peak = model_flops(step.graphs[0].cost)
-    return PlanReport(name, step, graphs, tokens, flops, peak)
+    traced, peak = traced_flops(step.graphs[0].cost)
+    if flops is None:
+        return PlanReport(name, step, graphs, tokens, traced, BY_TRACE, peak)
+    return PlanReport(name, step, graphs, tokens, flops, BY_CONFIG, peak)
 
 
 def report_graph(
@@ -216,8 +227,9 @@ class _Places:
         return {block: us for block, us in found.most_common() if us > notable}
 
 
-def model_flops(cost: ClusterCost) -> tuple[float, float]:
-    """Operations of a training step, from its forward, and the device's peak in their dtype."""
+def traced_flops(cost: ClusterCost) -> tuple[float, float]:
+    """Operations of a training step, three times those of its forward's matmuls, and the device's
+    peak in the dtype of most of them. A causal mask halves those of attention."""
     by_dtype: Counter[str] = Counter()
     for work in cost.work.values():
         if work.flops:

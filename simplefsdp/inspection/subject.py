@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from simplefsdp.inspection.modules import modules_of_step
-from simplefsdp.models import Llama, apply_tensor_parallel
+from simplefsdp.models import Llama, apply_tensor_parallel, flops_per_token
 from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, trace
 from simplefsdp.train.build import model_config
@@ -43,6 +43,7 @@ class Subject:
         parameters_nbytes: of this rank's shards.
         tokens: of a rank's batch, with tensor parallelism its share of it; None if its input is
             no tokens.
+        flops: of the model for these tokens, if its configuration is known.
         module_of: module path by node name, by graph.
     """
 
@@ -50,6 +51,7 @@ class Subject:
     step: TracedStep
     parameters_nbytes: int
     tokens: float | None
+    flops: float | None
     module_of: Mapping[str, Mapping[str, str]]
 
 
@@ -110,7 +112,8 @@ def trace_llama(
         model.to_empty(device="cpu")
         tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
         tokens_per_rank = seq_len * batch_size / parallel.tp  # those that split a layer share them
-        return _subject(options.config, _WithLoss(model), (tokens, tokens), tokens_per_rank)
+        flops = tokens_per_rank * flops_per_token(config, seq_len)
+        return _subject(options.config, _WithLoss(model), (tokens, tokens), tokens_per_rank, flops)
 
 
 def trace_target(target: str, example: str, ranks: int) -> Subject:
@@ -219,8 +222,12 @@ def _tokens(inputs: Sequence[object]) -> int | None:
 
 
 def _subject(
-    name: str, model: nn.Module, inputs: Sequence[object], tokens: float | None
+    name: str,
+    model: nn.Module,
+    inputs: Sequence[object],
+    tokens: float | None,
+    flops: float | None = None,
 ) -> Subject:
     nbytes = local_nbytes(model.parameters())
     step = trace(model, *inputs)
-    return Subject(name, step, nbytes, tokens, modules_of_step(step))
+    return Subject(name, step, nbytes, tokens, flops, modules_of_step(step))

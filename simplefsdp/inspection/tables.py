@@ -37,6 +37,8 @@ def print_plans(out: Console, plans: Sequence[PlanReport], heading: str) -> None
     first, *others = plans
     out.print(f"[bold]{heading}[/bold]")
     out.print(_steps(plans))
+    if first.mfu is not None:
+        out.print(f"MFU counts operations: {first.flops_are}")
     for graph in first.graphs.values():
         out.print()
         print_graph(out, graph, f"{first.name}, " if others else "")
