@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import assign_by_module, plan_buckets
@@ -72,7 +73,7 @@ def plan_auto(
         fitting = [plan for plan in found if plan.peak_nbytes <= budget]
     if not fitting:
         raise budget_error(program, min(found, key=lambda plan: plan.peak_nbytes), budget)
-    return simplest(fitting, manual[0])
+    return replace(simplest(fitting, manual[0]), budget_nbytes=budget)
 
 
 def simplest(plans: Sequence[Plan], manual: Plan) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from inductor_passes.bound import lower_bound_us
@@ -59,8 +60,8 @@ def plan_greedy(
         schedule = _Greedy(chain, wire, allowed, max_nbytes).schedule()
         plan = evaluate(program, cost, buckets_of(schedule, chain, fqns), bound)
         if plan is not None and plan.peak_nbytes <= budget_nbytes:
-            return plan
-    return least
+            return replace(plan, budget_nbytes=budget_nbytes)
+    return replace(least, budget_nbytes=budget_nbytes)
 
 
 class _Greedy:

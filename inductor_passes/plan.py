@@ -25,6 +25,7 @@ class Plan:
         lower_bound_us: time that no plan can beat.
         exposed_us: time that the compute lane stands still.
         peak_nbytes: most live bytes.
+        budget_nbytes: that it was chosen within; 0 if it was not chosen.
     """
 
     buckets: tuple[Bucket, ...]
@@ -32,6 +33,7 @@ class Plan:
     lower_bound_us: float
     exposed_us: float
     peak_nbytes: int
+    budget_nbytes: int = 0
 
 
 class BudgetError(ValueError):

@@ -44,6 +44,8 @@ class GraphPrediction:
         memory: of ``after``; resident are the parameter shards that the graph gathers.
         lower_bound_us: time that no buckets and no starts of ``before`` can beat.
         pass_seconds: CPU seconds that reading, planning and ordering took here.
+        budget_nbytes: what an automatic plan was chosen within, of
+            :func:`~inductor_passes.invariant.rank_invariant` bytes; None without one.
     """
 
     name: str
@@ -54,6 +56,7 @@ class GraphPrediction:
     memory: Memory
     lower_bound_us: float
     pass_seconds: float
+    budget_nbytes: int | None = None
 
     @property
     def exposed_us(self) -> float:
@@ -190,7 +193,9 @@ def predict_rehearsed(
     after = merge(before, in_program(before, rehearsal.planned))
     if settings is not None and settings.reorder:
         after = after.reorder(overlap(after, settings.policy))
-    return predict_program(name, before, after, cost, pass_seconds)
+    budget_nbytes = rehearsal.plan.budget_nbytes if rehearsal.plan is not None else None
+    predicted = predict_program(name, before, after, cost, pass_seconds)
+    return replace(predicted, budget_nbytes=budget_nbytes)
 
 
 def predict_program(

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from inductor_passes.buckets import assign_by_module, plan_buckets
+from inductor_passes.buckets import assign_by_module
 from inductor_passes.cluster import Cluster
 from inductor_passes.invariant import rank_invariant
-from inductor_passes.plan import scheduled
-from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.simulate import memory
 from simplefsdp.inspection.explain import Limits
@@ -62,22 +60,12 @@ def inspect_plan(
 
 
 def limits_of(graph: GraphPrediction, settings: Settings | None) -> Limits:
-    """What the passes were held back by. Without a budget, automatic plans get manual's peak."""
+    """What the passes were held back by."""
     if settings is None or not settings.reorder:
         return Limits()
     if settings.auto is None:
         return Limits(settings.policy)
     program, _ = rank_invariant(graph.after, graph.cost)
-    budget = settings.auto.budget_nbytes
-    if budget is None:
-        budget = _manual_peak(graph, settings)
+    # A graph that was compiled before has its plan from then, and the user's budget at best.
+    budget = graph.budget_nbytes or settings.auto.budget_nbytes
     return Limits(settings.policy, budget, memory(program).live_nbytes)
-
-
-def _manual_peak(graph: GraphPrediction, settings: Settings) -> int | None:
-    program, _ = rank_invariant(graph.before, graph.cost)
-    try:
-        manual = scheduled(program, plan_buckets(program, settings.assignment))
-    except ProgramError:
-        return None  # its members depend on each other; the planner took the least memory
-    return memory(manual).peak_nbytes
