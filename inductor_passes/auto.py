@@ -16,8 +16,12 @@ from inductor_passes.schedule import Schedule, buckets_of, singles
 from inductor_passes.walk import Limits, Search
 from inductor_passes.wire import Wire
 
-UNITS = 96
 CLOSE = 1.005
+# Units of the chain, and share of the memory beyond the least, of one search after the other: one
+# that may take all prefetches so much that gradients find no room; another may not. The next one
+# is made if the best plan so far takes longer than NEAR the bound.
+SEARCHES = ((96, 1.0), (48, 1.0), (96, 0.5), (48, 0.5))
+NEAR = 1.02
 
 
 def plan_auto(
@@ -63,14 +67,16 @@ def plan_auto(
     budget = budget_nbytes
     if budget is None:
         budget = default_budget(manual[0], least[0], device_nbytes)
-    chain = coarsen(fine, UNITS)
-    schedules = Search(chain, Wire(chain, cost), budget, limits or Limits()).run()
-    found = [*manual, *plans(_edges_split(manual[0].buckets, fine))]
-    searched = plans(buckets_of(s, chain, fqns) for s in _promising(schedules))
-    fitting = [plan for plan in (*found, *searched) if plan.peak_nbytes <= budget]
-    if not fitting:
-        found += least
-        fitting = [plan for plan in found if plan.peak_nbytes <= budget]
+    found = [*manual, *plans(_edges_split(manual[0].buckets, fine)), *least]
+    fitting = [plan for plan in found if plan.peak_nbytes <= budget]
+    for units, share in SEARCHES:
+        room = least[0].peak_nbytes + share * (budget - least[0].peak_nbytes)
+        chain = coarsen(fine, units, room)
+        schedules = Search(chain, Wire(chain, cost), room, limits or Limits()).run()
+        searched = plans(buckets_of(s, chain, fqns) for s in _promising(schedules))
+        fitting += [plan for plan in searched if plan.peak_nbytes <= budget]
+        if fitting and min(plan.step_us for plan in fitting) <= NEAR * bound:
+            break
     if not fitting:
         raise budget_error(program, min(found, key=lambda plan: plan.peak_nbytes), budget)
     return replace(simplest(fitting, manual[0]), budget_nbytes=budget)

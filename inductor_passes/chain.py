@@ -9,10 +9,11 @@ that were launched and not yet used, and gradients that nobody has waited for.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Literal
 
 from inductor_passes.cost import CostModel
@@ -226,13 +227,18 @@ def _dependent(program: Program, follows: dict[int, int]) -> set[int]:
     return dependent
 
 
-def coarsen(chain: Chain, limit: int) -> Chain:
+def coarsen(chain: Chain, limit: int, budget_nbytes: float = inf) -> Chain:
     """Join neighbours so that at most about ``2 * limit`` gathers and as many reduces are left.
 
     Large ones stay as they are, and so do the first and the last few of each kind: what is
-    exposed has its place there.
+    exposed has its place there. So do those that are alive where the budget leaves no room for
+    one more pair of joined ones: there they come and go by themselves, or not at all.
     """
     used, made = _joints(chain.gathers, limit), _joints(chain.reduces, limit)
+    room = budget_nbytes - _largest(chain.gathered, used) - _largest(chain.reduced, made)
+    tight = [event for event in chain.events if event.kind == "run" and event.nbytes > room]
+    used = _parted(used, {event.used for event in tight})
+    made = _parted(made, {event.made for event in tight})
     events = []
     for event in chain.events:
         n_used, n_made = bisect_left(used, event.used), bisect_right(made, event.made) - 1
@@ -246,6 +252,18 @@ def coarsen(chain: Chain, limit: int) -> Chain:
         events.append(replace(event, used=n_used, made=n_made, nbytes=nbytes))
     gathers, reduces = _joined(chain.gathers, used), _joined(chain.reduces, made)
     return Chain(tuple(_joined_runs(events)), gathers, reduces, chain.lanes)
+
+
+def _largest(sums: Sequence[int], joints: Sequence[int]) -> int:
+    """Bytes of the largest of joined units, from the bytes before each unit."""
+    return max((sums[end] - sums[begin] for begin, end in pairwise(joints)), default=0)
+
+
+def _parted(joints: Sequence[int], at: Iterable[int]) -> list[int]:
+    """``joints`` with the joined units around some counts of units apart."""
+    parted = {bisect_left(joints, n) for n in at}
+    singles = {i for k in parted if k for i in range(joints[k - 1], joints[k])}
+    return sorted(singles.union(joints))
 
 
 def _joints(units: Sequence[Unit], limit: int) -> list[int]:

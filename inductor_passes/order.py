@@ -8,6 +8,7 @@ earlier or follows one that is waited for later.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -53,10 +54,10 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
     keys: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
     followers = _followers(program)
     first_use = _first_uses(program, followers)
-    _place_gathers(program, policy, keys, first_use)
+    uses = _place_gathers(program, policy, keys, first_use)
     late: set[int] = set()
     for kind in ("reduce", "all_reduce"):
-        _place_reduces(program, kind, policy, keys, late)
+        _place_reduces(program, kind, policy, keys, late, uses)
         _push_followers(program, keys, late)
     if keep_starts:
         _keep_starts(program, keys, first_use)
@@ -123,7 +124,8 @@ def _buckets(program: Program, kind: CollectiveKind) -> list[list[int]]:
 
 def _place_gathers(
     program: Program, policy: OverlapPolicy, keys: list[Key], first_use: list[float]
-) -> None:
+) -> list[float]:
+    """Set the keys of gathers; returns where each bucket is first used, in that order."""
     end = float(len(program.ops))
     used = [
         (min(end, *(first_use[i] for i in starts)), starts)
@@ -142,6 +144,7 @@ def _place_gathers(
             keys[i] = where
             for wait in program.waits_of[i]:
                 keys[wait] = (use, _GATHER, k + 0.5)
+    return [use for use, _ in used]
 
 
 def _window(program: Program, starts: Iterable[int], default: int) -> int:
@@ -155,7 +158,9 @@ def _place_reduces(
     policy: OverlapPolicy,
     keys: list[Key],
     late: set[int],
+    uses: list[float],
 ) -> None:
+    end = float(len(program.ops))
     ready: list[tuple[Key, list[int]]] = []
     made = _made_at(program, keys)
     for starts in _buckets(program, kind):
@@ -163,13 +168,19 @@ def _place_reduces(
         ready.append(((at[0], _REDUCE, at[2]), starts))
     ready.sort()
     for k, (where, starts) in enumerate(ready):
-        due = k + _window(program, starts, policy.max_pending_reduces)
-        # One reduce more would be one too many: wait for the oldest just before it starts.
-        until = ready[due][0][0] if due < len(ready) else float(len(program.ops))
+        window = _window(program, starts, policy.max_pending_reduces)
+        if window > 0:
+            # One reduce more would be one too many: wait for the oldest just before it starts.
+            due = k + window
+            until: Key = (ready[due][0][0] if due < len(ready) else end, _REDUCE, due - 0.5)
+        else:
+            # Before the gathers that go out where that one is used.
+            use = bisect_right(uses, where[0]) - window - 1
+            until = (uses[use], _GATHER, use - 0.25) if use < len(uses) else (end, _REDUCE, k)
         for i in starts:
             keys[i] = (where[0], _REDUCE, k)
             for wait in program.waits_of[i]:
-                keys[wait] = (until, _REDUCE, due - 0.5)
+                keys[wait] = until
                 late.add(wait)
 
 

@@ -100,7 +100,8 @@ class Bucket:
         label: what the user calls it, a module FQN mostly.
         starts: names of the start ops, in their order on the wire.
         window: buckets in flight when a gather starts, or pending before a reduce is waited for,
-            itself included; 0 leaves it to the policy of :mod:`inductor_passes.order`.
+            itself included; 0 leaves it to the policy of :mod:`inductor_passes.order`. A reduce's
+            may be negative: -n waits just before the n-th next bucket of gathers is first used.
     """
 
     label: str

@@ -18,12 +18,14 @@ class Segment(NamedTuple):
 
     ``turn`` is the first unit of the bucket before which it has its turn: of a gather, the one
     before whose wait it starts (-1: before everything); of a reduce, the one before whose start
-    it is waited for (the number of units: after everything).
+    it is waited for (the number of units: after everything). If ``use`` is not None, a reduce is
+    waited for before the gather bucket that begins with that unit is first used.
     """
 
     begin: int
     end: int
     turn: int
+    use: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,18 @@ Named = tuple[str, Collective]
 def singles(chain: Chain) -> Schedule:
     """Every unit by itself, as late and as briefly as can be: what takes the least memory."""
     gathers = tuple(Segment(i, i + 1, i) for i in range(len(chain.gathers)))
-    reduces = tuple(Segment(i, i + 1, i + 1) for i in range(len(chain.reduces)))
+    used = _used_at(chain)
+    last = {used[i + 1]: i for i in range(len(chain.reduces))}  # ready before that unit is used
+    reduces = tuple(
+        Segment(i, i + 1, i + 1, use if last[use] == i and use < len(gathers) else None)
+        for i, use in enumerate(used[1:])
+    )
     return Schedule(gathers, reduces, inf)
+
+
+def _used_at(chain: Chain) -> list[int]:
+    """Gather units that were first used before so many reduces are ready."""
+    return [0, *(event.used for event in chain.events if event.kind == "made")]
 
 
 def buckets_of(schedule: Schedule, chain: Chain, fqns: Sequence[str]) -> tuple[Bucket, ...]:
@@ -53,6 +65,8 @@ def buckets_of(schedule: Schedule, chain: Chain, fqns: Sequence[str]) -> tuple[B
     for segments, units in ((schedule.gathers, chain.gathers), (schedule.reduces, chain.reduces)):
         labels = _labels(segments, units)
         windows = _windows(segments, units)
+        if units is chain.reduces:
+            windows |= _windows_by_use(schedule, chain, windows)
         for segment, label in zip(segments, labels, strict=True):
             members = units[segment.begin : segment.end]
             for key, starts in _classes(map(_sent, members), place).items():
@@ -98,6 +112,28 @@ def _labels(segments: Sequence[Segment], units: Sequence[Unit]) -> list[str]:
             label += "'"
         labels[label] = None
     return list(labels)
+
+
+def _windows_by_use(
+    schedule: Schedule, chain: Chain, windows: Iterable[tuple[int, tuple[object, object]]]
+) -> dict[tuple[int, tuple[object, object]], int]:
+    """Windows of the reduces that are waited for before a gather's use, as ``overlap`` counts."""
+    buckets = [0]  # of gathers, that begin before each unit
+    pairs = {
+        s.begin: len(
+            {(c.kind, c.group) for u in chain.gathers[s.begin : s.end] for c in u.collectives}
+        )
+        for s in schedule.gathers
+    }
+    for unit in range(len(chain.gathers)):
+        buckets.append(buckets[-1] + pairs.get(unit, 0))
+    used = _used_at(chain)
+    until = {s.begin: (used[s.end], s.use) for s in schedule.reduces if s.use is not None}
+    return {
+        (begin, key): -(buckets[until[begin][1]] - buckets[until[begin][0]] + 1)
+        for begin, key in windows
+        if begin in until and key[0] == "reduce"
+    }
 
 
 def _windows(

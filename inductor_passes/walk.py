@@ -127,8 +127,9 @@ class Search:
     def _use(self, frontier: list[State], at: int, event: Event) -> list[State]:
         unit = event.used - 1
         waited = [s for s in frontier if s.waited > unit]
-        ahead = [s for s in frontier if s.waited <= unit and s.flying]
-        late = [s for s in frontier if s.waited <= unit and not s.flying]
+        due = [child for s in frontier if s.waited <= unit for child in self._relieved(s)]
+        ahead = [s for s in due if s.flying]
+        late = [s for s in due if not s.flying]
         ahead += self._best([child for s in late for child in self._launches(s, at)], at)
         arrived = [
             s._replace(
@@ -140,6 +141,13 @@ class Search:
             for s in self._launched(ahead, at)
         ]
         return self._best(waited + arrived, at)
+
+    def _relieved(self, s: State) -> Iterator[State]:
+        """``s``, at the use of a bucket, with ever fewer pending reduces."""
+        # What has arrived is waited for: that is free.
+        arrived = sum(done <= s.now for done in s.dones)
+        for waits in range(arrived, len(s.dones) + 1):
+            yield self._waited(s, waits, s.opened, use=s.waited)
 
     def _launched(self, states: list[State], at: int) -> list[State]:
         """``states``, and what becomes of them if they launch one gather or several."""
@@ -199,14 +207,14 @@ class Search:
             dones=(*s.dones, done),
         )
 
-    def _waited(self, s: State, waits: int, turn: int) -> State:
+    def _waited(self, s: State, waits: int, turn: int, use: int | None = None) -> State:
         now, owed, lanes, trace = s.now, s.owed, s.lanes, s.trace
         ends = (*s.pending[1:], s.opened)
         for k in range(waits):
             now = max(now, s.dones[k])
             lanes, done = self.wire.launch("then", s.pending[k], ends[k], now, lanes)
             owed = max(owed, done)
-            trace = (trace, "reduce", Segment(s.pending[k], ends[k], turn))
+            trace = (trace, "reduce", Segment(s.pending[k], ends[k], turn, use))
         return s._replace(
             pending=s.pending[waits:],
             dones=s.dones[waits:],
@@ -223,7 +231,11 @@ class Search:
     def _best(self, states: list[State], at: int) -> list[State]:
         """The states that fit into memory and are not dominated, as many as the width allows."""
         run = self.rest.next_run(at)
-        fitting = [s for s in states if run is None or self._nbytes(s, run) <= self.budget]
+        # At a use on the way there pending reduces can still be waited for.
+        relieved = run is not None and self.rest.next_use(at) < self.rest.next_run_at(at)
+        fitting = [
+            s for s in states if run is None or self._nbytes(s, run, relieved) <= self.budget
+        ]
         compute = self.rest.compute[at + 1]
         ranked = sorted((self._rank(s, compute), k) for k, s in enumerate(fitting))
         kept: list[State] = []
@@ -239,11 +251,12 @@ class Search:
                 kept.append(s)
         return kept
 
-    def _nbytes(self, s: State, run: Event) -> int:
-        """Live bytes at most during ``run``."""
+    def _nbytes(self, s: State, run: Event, relieved: bool) -> int:
+        """Live bytes at most during ``run``; if ``relieved``, with no reduce pending."""
         gathered, reduced = self.chain.gathered, self.chain.reduced
         ahead = gathered[max(run.used, s.launched)] - gathered[run.used]
-        return run.nbytes + ahead + reduced[run.made] - reduced[s.held]
+        held = s.opened if relieved else s.held
+        return run.nbytes + ahead + reduced[run.made] - reduced[held]
 
     def _ahead(self, s: State) -> int:
         """Bytes of what is launched and of what is not waited for: least is safest."""

@@ -114,8 +114,20 @@ class Rest:
 
     def next_run(self, at: int) -> Event | None:
         """The first stretch of compute behind event ``at``."""
-        i = bisect_left(self.runs, at + 1)
-        return self.chain.events[self.runs[i]] if i < len(self.runs) else None
+        i = self.next_run_at(at)
+        return self.chain.events[i] if i < len(self.chain.events) else None
+
+    def next_run_at(self, at: int) -> int:
+        """Where that is; the number of events if there is none."""
+        return self._next(self.runs, at)
+
+    def next_use(self, at: int) -> int:
+        """Where the first use of a gather behind event ``at`` is, likewise."""
+        return self._next(self.uses, at)
+
+    def _next(self, places: Sequence[int], at: int) -> int:
+        i = bisect_left(places, at + 1)
+        return places[i] if i < len(places) else len(self.chain.events)
 
     def runs_between(self, unit: int, other: int) -> list[Event]:
         """The compute between the first uses of two gathers."""

@@ -197,6 +197,8 @@ class _Run:
             return mover or f"nothing moves it: {place}"
         default = policy.max_inflight_gathers if gathers else policy.max_pending_reduces
         window = c.window or default
+        if window < 0:
+            return f"window {window}: waited for before use {-window} of a gather behind it"
         return f"window {window}: at most {window} bucket{'s'[: window != 1]} " + (
             "in flight" if gathers else "of gradients pending"
         )

@@ -98,7 +98,8 @@ def _reduce(k: int, nbytes: int, dtype: str) -> list[str]:
 
 
 def all_plans(program: Program, each: bool) -> Iterator[list[Bucket]]:
-    """Every partition of the gathers, and of the reduces, into runs, with windows of 1, 2 and 3.
+    """Every partition of the gathers, and of the reduces, into runs, with windows of 1, 2 and 3,
+    and those of reduces that end at the next use of a gather, or at the one after it.
 
     Windows are those of each bucket if ``each``, else all gathers share one, and all reduces.
     """
@@ -108,8 +109,9 @@ def all_plans(program: Program, each: bool) -> Iterator[list[Bucket]]:
             kinds[op.collective.kind].append(op.name)
     gathers, reduces, all_reduces = kinds.values()
     followed = bool(reduces and all_reduces)
-    for some in _sides(program, gathers, each):
-        for others in _sides(program, reduces or all_reduces, each):
+    for some in _sides(program, gathers, each, (1, 2, 3)):
+        windows = (1, 2, 3, -1, -2) if gathers and reduces else (1, 2, 3)
+        for others in _sides(program, reduces or all_reduces, each, windows):
             then = [
                 Bucket(b.label, tuple(name.replace("r", "a") for name in b.starts), 9)
                 for b in others
@@ -117,13 +119,15 @@ def all_plans(program: Program, each: bool) -> Iterator[list[Bucket]]:
             yield [*some, *others, *(then if followed else ())]
 
 
-def _sides(program: Program, names: Sequence[str], each: bool) -> list[list[Bucket]]:
+def _sides(
+    program: Program, names: Sequence[str], each: bool, choices: Sequence[int]
+) -> list[list[Bucket]]:
     found = []
     for cuts in itertools.product((False, True), repeat=max(0, len(names) - 1)):
         ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [len(names)]
         runs = [names[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
         runs = [run for run in runs if run]
-        for windows in itertools.product((1, 2, 3), repeat=len(runs) if each else 1):
+        for windows in itertools.product(choices, repeat=len(runs) if each else 1):
             pairs = zip(runs, windows * (1 if each else len(runs)), strict=True)
             found.append(
                 [bucket for run, window in pairs for bucket in _by_dtype(program, run, window)]

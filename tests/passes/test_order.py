@@ -122,11 +122,26 @@ def test_each_reduce_has_its_window():
     )
 
 
+def test_a_reduce_is_waited_for_where_a_gather_is_used():
+    """r3 before g2's use, before g1 goes out there; r2 before g0's, the second use behind it; and
+    r0 has no use behind it."""
+    windows = {"r3": -1, "r2": -2, "r1": 1, "r0": -1, "g3": 1, "g2": 1, "g1": 2, "g0": 1}
+    assert text_of(overlapped(windowed("backward", 4, **windows))) == (
+        "g3 w3 v3 dgrad3 wgrad3 r3 "
+        "rw3 divide3 g2 g1 w2 v2 dgrad2 wgrad2 r2 "
+        "w1 v1 dgrad1 wgrad1 r1 "
+        "rw2 divide2 g0 w0 v0 dgrad0 wgrad0 rw1 divide1 r0 "
+        "rw0 divide0"
+    )
+
+
 def test_windows_of_random_buckets_are_legal_and_keep_the_gathers_in_order():
     for seed in range(200):
         rng, n = random.Random(seed), 6
         names = [f"{kind}{k}" for k in range(n) for kind in "gr"]
-        program = windowed("backward", n, **{name: rng.randint(0, 4) for name in names})
+        program = windowed(
+            "backward", n, **{name: rng.randint(-3 * (name[0] == "r"), 4) for name in names}
+        )
         order = overlapped(program, rng.choice(LIMITS), rng.choice(LIMITS))
         gathers = [name for name in starts_in(program, order) if name[0] == "g"]
         assert gathers == [f"g{k}" for k in reversed(range(n))], seed
