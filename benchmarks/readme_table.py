@@ -47,31 +47,35 @@ def _cells(v: dict[str, Any]) -> list[str]:
 
 
 def summary() -> str:
-    """All rows of the grid that there are results of, a line each, by the variant manual."""
+    """All rows of the grid that there are results of, a line each, by the variant auto."""
     lines = [
-        "| row | / limit | FSDP2 eager / manual | FSDP2 compiled / manual | torch's manual pass / "
-        "manual | torch's auto pass / manual | above the floor, MiB (FSDP2 eager's) | "
-        "total / FSDP2 eager's |",
-        "|---|---|---|---|---|---|---|---|",
+        "| row | auto / limit | manual / limit | manual / auto | FSDP2 eager / auto | "
+        "FSDP2 compiled / auto | torch's manual pass / auto | torch's auto pass / auto | "
+        "exposed s: auto, manual, torch's auto pass | step's MiB: auto, manual, FSDP2 eager |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in ROWS:
         path = RESULTS / f"step_{row}.json"
-        if path.exists():
-            variants = json.loads(path.read_text())["variants"]
+        variants = json.loads(path.read_text())["variants"] if path.exists() else {}
+        if "step_s" in variants.get("auto", {}):
             lines.append(f"| {row} | " + " | ".join(_summary_cells(variants)) + " |")
     return "\n".join(lines)
 
 
 def _summary_cells(variants: dict[str, Any]) -> list[str]:
-    manual, eager = variants["manual"], variants["fsdp2_eager"]
-    others = ("fsdp2_eager", "fsdp2_compiled", "torch_manual", "torch_auto")
-    steps = [variants[name].get("step_s") for name in others]
-    ours, theirs = manual["memory_nbytes"], eager["memory_nbytes"]
+    def of(key: str, *names: str) -> list[float | None]:
+        return [variants[name].get(key) for name in names]
+
+    auto_s = variants["auto"]["step_s"]
+    others = ("manual", "fsdp2_eager", "fsdp2_compiled", "torch_manual", "torch_auto")
+    limits = of("to_limit", "auto", "manual")
+    ratios = [s / auto_s if s else None for s in of("step_s", *others)]
+    exposed = of("exposed_s", "auto", "manual", "torch_auto")
+    memory = of("memory_nbytes", "auto", "manual", "fsdp2_eager")
     return [
-        f"{manual['to_limit']:.2f}",
-        *(f"{s / manual['step_s']:.2f}" if s else "failed" for s in steps),
-        f"{ours['above_floor'] / MIB:.0f} ({theirs['above_floor'] / MIB:.0f})",
-        f"{ours['total_peak'] / theirs['total_peak']:.2f}",
+        *(f"{ratio:.2f}" if ratio else "failed" for ratio in (*limits, *ratios)),
+        ", ".join("-" if s is None else f"{s:.3f}" for s in exposed),
+        ", ".join("-" if m is None else f"{m['step_peak'] / MIB:.0f}" for m in memory),
     ]
 
 

@@ -5,7 +5,10 @@ Each has a contract test in ``tests/test_passes_contract.py`` that says what mov
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from math import inf
 from typing import Any
 
 import torch
@@ -154,6 +157,41 @@ def lowered_at(snode: Any) -> int:
     """Place of a scheduler node before fusion, in the order of the graph; the last, if it is of
     several."""
     return int(snode.max_order)
+
+
+@contextmanager
+def no_fusion_past_launches() -> Iterator[None]:
+    """While Inductor lowers a graph: what a launch needs is not fused with what comes after it.
+
+    Fusion of two norms' gradients, say, would hold the launch that needs the first one back until
+    the second one is there.
+    """
+    from torch._inductor.virtualized import V
+
+    inherited = V.choices
+    choices = copy(inherited)
+
+    def can_fuse(scheduler: Any, one: Any, other: Any, shared_data_score: int) -> bool:
+        last, launch = max(one.max_order, other.max_order), min(_launch_of(one), _launch_of(other))
+        return last < launch and inherited.can_fuse(scheduler, one, other, shared_data_score)
+
+    choices.can_fuse = can_fuse  # type: ignore[method-assign, assignment]
+    with V.set_choices_handler(choices):
+        yield
+
+
+def _launch_of(snode: Any, *, through_cast: bool = True) -> float:
+    """Place of the first launch that needs what a scheduler node makes, as it is or cast."""
+    places = [inf]
+    for buffer in snode.get_outputs():
+        for user in buffer.users:
+            if getattr(user.node, "node", None) is None:
+                continue  # an output of the graph
+            if is_scheduled_start(user.node):
+                places.append(user.node.min_order)
+            elif through_cast and len(user.node.unmet_dependencies) == 1:
+                places.append(_launch_of(user.node, through_cast=False))
+    return min(places)
 
 
 def origins_of(snode: Any) -> list[Node]:

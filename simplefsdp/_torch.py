@@ -10,7 +10,7 @@ import hashlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -138,6 +138,7 @@ def compile_with_inductor(
     joint_pass: GraphPass,
     graph_pass: GraphPass | None,
     scheduler_pass: Callable[[list[Any]], list[Any]] | None,
+    lowering: Callable[[], AbstractContextManager[None]],
     uuid: Callable[[], str],
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
@@ -151,6 +152,7 @@ def compile_with_inductor(
         graph_pass: mutates the forward and the backward graph just before they are lowered.
         scheduler_pass: permutes Inductor's scheduler nodes, last of all. Its pickle becomes part
             of the FX-graph cache's key.
+        lowering: makes a context that each graph is lowered in.
         uuid: identifies the other passes and all they depend on, for that key; asked for when
             a graph has been observed.
     """
@@ -160,7 +162,7 @@ def compile_with_inductor(
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         observe(graph, bool(kwargs.get("is_backward", False)))
-        with _stable_mesh_hashes(inputs):
+        with _stable_mesh_hashes(inputs), lowering():
             return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
 
     patches = _after_the_users("joint_custom_post_pass", joint_pass, uuid)

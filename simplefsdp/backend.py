@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 
 import inductor_passes
+from inductor_passes._torch import no_fusion_past_launches
 from inductor_passes.buckets import assign_by_module
 from inductor_passes.cluster_file import as_cluster
 from inductor_passes.order import OverlapPolicy
@@ -155,11 +157,10 @@ def _compile(
         if settings is not None and current[0] is not None:
             bucket_and_reorder(graph, settings, fqn_of, current[0])
 
-    scheduler_pass = None
+    scheduler_pass, as_planned = None, False
     if settings is not None and settings.reorder:
-        scheduler_pass = ImposeOrder(
-            settings.policy, settings.on_error, settings.auto is not None, base
-        )
+        as_planned = settings.auto is not None
+        scheduler_pass = ImposeOrder(settings.policy, settings.on_error, as_planned, base)
     if options.executor == "aot_eager":
         return _torch.compile_with_aot_eager(
             gm,
@@ -175,6 +176,7 @@ def _compile(
         joint_pass=tag_for_recompute,
         graph_pass=graph_pass if settings is not None else None,
         scheduler_pass=scheduler_pass,
+        lowering=no_fusion_past_launches if as_planned else nullcontext,
         uuid=uuid,
     )
 

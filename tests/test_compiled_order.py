@@ -255,6 +255,8 @@ def test_the_automatic_plan_is_in_the_code(fake_mesh):
     assert most_in_flight(forward, "gather") > 1 and most_in_flight(backward, "reduce") > 0
     for in_graph, executed in found.products:
         assert len(executed) > 14 and executed == in_graph, "the plan counts on this compute"
+    for graph, code in zip(found.planned, found.generated, strict=True):
+        assert code == graph, "something is launched or waited for elsewhere than planned"
 
 
 def test_each_gather_starts_before_the_one_before_it_is_waited_for(compiled, executor):

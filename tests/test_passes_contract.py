@@ -381,3 +381,43 @@ def test_shared_store(pools):
     assert answers == [(["from 0", "from 1"], True)] * 2, (
         "the default store lost one of add, set, multi_get and delete_key, or is not shared"
     )
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_no_fusion_past_launches(apart):
+    """Two sums over the same tensors; the first is sent before the second is there."""
+    from contextlib import nullcontext
+
+    from torch._inductor import config
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    kernels: list[int] = []
+
+    def scheduler_pass(given: list[Any]) -> list[Any]:
+        kernels.extend(len(s.get_nodes()) for s in given if s.is_reduction())
+        return given
+
+    def function(x, y, w):
+        group = dist.group.WORLD.group_name
+        sent = _ops.reduce_scatter_tensor((x * y).sum(0), "sum", 4, group)
+        product = torch.mm(x, w)
+        return _ops.wait_tensor(sent), product, (x * y * 2).sum(0)
+
+    patches = {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": [scheduler_pass],
+        "fx_graph_cache": False,
+    }
+    torch._dynamo.reset()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    lowering = _torch.no_fusion_past_launches() if apart else nullcontext()
+    try:
+        with config.patch(patches), lowering:
+            torch.compile(function, fullgraph=True)(*torch.ones(3, 64, 64))
+    finally:
+        dist.destroy_process_group()
+    assert kernels == ([1, 1] if apart else [2]), (
+        "V.choices.can_fuse is no longer asked"
+        if apart
+        else "Inductor no longer fuses such sums: no_fusion_past_launches has nothing to do"
+    )
