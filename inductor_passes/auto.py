@@ -17,11 +17,12 @@ from inductor_passes.walk import Limits, Search
 from inductor_passes.wire import Wire
 
 CLOSE = 1.005
-# Units of the chain, and share of the memory beyond the least, of one search after the other: one
-# that may take all prefetches so much that gradients find no room; another may not. The next one
+# Of one search after the other: units of the chain; share of the memory beyond the least, since
+# one that may take all prefetches so much that gradients find no room; and whether reduces may be
+# waited for at uses, which is more to choose from, and so more for the walk to drop. The next one
 # is made if the best plan so far takes longer than NEAR the bound.
-SEARCHES = ((96, 1.0), (48, 1.0), (96, 0.5), (48, 0.5))
-NEAR = 1.02
+SEARCHES = ((96, 1.0, False), (96, 1.0, True), (48, 1.0, True), (96, 0.5, True), (48, 0.5, True))
+NEAR = 1.01
 
 
 def plan_auto(
@@ -69,10 +70,10 @@ def plan_auto(
         budget = default_budget(manual[0], least[0], device_nbytes)
     found = [*manual, *plans(_edges_split(manual[0].buckets, fine)), *least]
     fitting = [plan for plan in found if plan.peak_nbytes <= budget]
-    for units, share in SEARCHES:
+    for units, share, at_uses in SEARCHES:
         room = least[0].peak_nbytes + share * (budget - least[0].peak_nbytes)
         chain = coarsen(fine, units, room)
-        schedules = Search(chain, Wire(chain, cost), room, limits or Limits()).run()
+        schedules = Search(chain, Wire(chain, cost), room, limits or Limits(), at_uses).run()
         searched = plans(buckets_of(s, chain, fqns) for s in _promising(schedules))
         fitting += [plan for plan in searched if plan.peak_nbytes <= budget]
         if fitting and min(plan.step_us for plan in fitting) <= NEAR * bound:

@@ -85,9 +85,20 @@ class State(NamedTuple):
 
 
 class Search:
-    """The walk: ``run`` it once; ``extended`` counts the states that it made."""
+    """The walk: ``run`` it once; ``extended`` counts the states that it made.
 
-    def __init__(self, chain: Chain, wire: Wire, budget_nbytes: float, limits: Limits) -> None:
+    With ``at_uses`` it waits for reduces where gathers are used, too.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        wire: Wire,
+        budget_nbytes: float,
+        limits: Limits,
+        at_uses: bool = True,
+    ) -> None:
+        self.at_uses = at_uses
         self.chain, self.wire, self.budget, self.limits = chain, wire, budget_nbytes, limits
         share = limits.work // max(1, len(chain.events))
         self.width = min(limits.most_width, max(limits.least_width, share))
@@ -146,7 +157,7 @@ class Search:
         """``s``, at the use of a bucket, with ever fewer pending reduces."""
         # What has arrived is waited for: that is free.
         arrived = sum(done <= s.now for done in s.dones)
-        for waits in range(arrived, len(s.dones) + 1):
+        for waits in range(arrived, len(s.dones) + 1) if self.at_uses else (0,):
             yield self._waited(s, waits, s.opened, use=s.waited)
 
     def _launched(self, states: list[State], at: int) -> list[State]:
@@ -232,7 +243,7 @@ class Search:
         """The states that fit into memory and are not dominated, as many as the width allows."""
         run = self.rest.next_run(at)
         # At a use on the way there pending reduces can still be waited for.
-        relieved = run is not None and self.rest.next_use(at) < self.rest.next_run_at(at)
+        relieved = self.at_uses and self.rest.next_use(at) < self.rest.next_run_at(at)
         fitting = [
             s for s in states if run is None or self._nbytes(s, run, relieved) <= self.budget
         ]
