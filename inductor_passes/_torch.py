@@ -164,7 +164,8 @@ def no_fusion_past_launches() -> Iterator[None]:
     """While Inductor lowers a graph: what a launch needs is not fused with what comes after it.
 
     Fusion of two norms' gradients, say, would hold the launch that needs the first one back until
-    the second one is there.
+    the second one is there. What a launch needs is known through one cast, and combo kernels, an
+    option of Inductor's, are not asked.
     """
     from torch._inductor.virtualized import V
 

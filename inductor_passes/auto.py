@@ -11,7 +11,7 @@ from inductor_passes.chain import Chain, chain_of, coarsen
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import rank_invariant
 from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
-from inductor_passes.program import Bucket, Program
+from inductor_passes.program import Bucket, Program, ProgramError
 from inductor_passes.schedule import Schedule, buckets_of, singles
 from inductor_passes.walk import Limits, Search
 from inductor_passes.wire import Wire
@@ -47,13 +47,14 @@ def plan_auto(
         fqns: of the parameters, in an order that all ranks share.
         budget_nbytes: of live bytes, without those of shards (see
             :func:`~inductor_passes.invariant.rank_invariant`); default: what the buckets by
-            module take, or ``device_nbytes``, if that is less and any schedule meets it.
+            module take, or ``device_nbytes``, if that is less and single collectives meet it.
         device_nbytes: that a device has for them.
         limits: of the search.
 
     Raises:
         BudgetError: no schedule meets the budget.
         ValueError: the cost model has no time for an op.
+        ProgramError: the collectives cannot be launched one by one.
     """
     program, cost = rank_invariant(program, cost)
     bound = lower_bound_us(program, cost)
@@ -64,15 +65,22 @@ def plan_auto(
 
     fine = chain_of(program, cost)
     least = plans([buckets_of(singles(fine), fine, fqns)])
+    if not least:
+        raise ProgramError("the program's collectives cannot be launched one by one")
     manual = plans([plan_buckets(program, assign_by_module(fqns))]) or least
     budget = budget_nbytes
     if budget is None:
         budget = default_budget(manual[0], least[0], device_nbytes)
     found = [*manual, *plans(_edges_split(manual[0].buckets, fine)), *least]
     fitting = [plan for plan in found if plan.peak_nbytes <= budget]
+    made: set[tuple[object, ...]] = set()
     for units, share, at_uses in SEARCHES:
         room = least[0].peak_nbytes + share * (budget - least[0].peak_nbytes)
         chain = coarsen(fine, units, room)
+        search = (len(chain.events), room, at_uses and bool(chain.gathers))
+        if search in made:
+            continue
+        made.add(search)
         schedules = Search(chain, Wire(chain, cost), room, limits or Limits(), at_uses).run()
         searched = plans(buckets_of(s, chain, fqns) for s in _promising(schedules))
         fitting += [plan for plan in searched if plan.peak_nbytes <= budget]

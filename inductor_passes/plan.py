@@ -71,10 +71,14 @@ def evaluate(
 
 
 def default_budget(manual: Plan, least: Plan, device_nbytes: int | None) -> int:
-    """What ``manual`` takes; what a device has left if that is less, but no less than ``least``."""
-    if device_nbytes is None or manual.peak_nbytes <= device_nbytes:
+    """What ``manual`` takes; what a device has left if that is less.
+
+    If not even ``least`` meets that, it was estimated wrongly (fewer bytes of optimizer state,
+    frozen parameters, evaluation), and a plan that is slow for its sake helps nobody.
+    """
+    if device_nbytes is None or device_nbytes < least.peak_nbytes:
         return manual.peak_nbytes
-    return max(device_nbytes, least.peak_nbytes)
+    return min(manual.peak_nbytes, device_nbytes)
 
 
 def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> BudgetError:

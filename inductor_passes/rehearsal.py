@@ -83,12 +83,15 @@ def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]
     """The buckets of a graph by the planner that the settings name."""
     if settings.auto is not None:
         plan = plan_greedy if settings.auto.planner == "greedy" else plan_auto
+        room = None
+        if settings.auto.budget_nbytes is None:
+            room = room_nbytes(reading.program, settings.auto.cluster)
         return plan(
             fused_program(reading),
             cost_of(reading, settings.auto.cluster),
             list(settings.assignment.label_of),
             budget_nbytes=settings.auto.budget_nbytes,
-            device_nbytes=room_nbytes(reading.program, settings.auto.cluster),
+            device_nbytes=room,
         )
     buckets = plan_buckets(reading.program, settings.assignment)
     if not settings.merge:

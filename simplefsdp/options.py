@@ -93,7 +93,7 @@ class Options:
             for the device's name.
         memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters and gradients,
             in forward and in backward; parameter shards, gradient shards and optimizer state come
-            on top. None: what ``"manual"`` takes.
+            on top. None: what ``"manual"`` takes, or what the device has, if that is less.
         planner: of ``"auto"``: ``"search"``, or ``"greedy"``, the published rule, to compare with.
         reorder: move collectives to where compute hides them. None: unless bucketing is "none".
             With ``bucketing="none"`` the collectives of a bucket move together, unmerged.
