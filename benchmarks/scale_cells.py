@@ -16,10 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from variants import LlamaLoss
 
 from simplefsdp import simple_fsdp
+from simplefsdp.deepen import trace_deep
 from simplefsdp.models import CONFIGS, LlamaConfig, apply_tensor_parallel
 from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
 from simplefsdp.models.configs import flops_per_token
-from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, trace
 from simplefsdp.train.dry_run import fake_ranks
 
@@ -138,8 +138,11 @@ def traced_step(cell: Cell, mesh: DeviceMesh) -> tuple[TracedStep, int]:
         mode = "hybrid_shard" if cell.layout == "hybrid" else "fully_shard"
         return simple_fsdp(model, data_parallel_mesh(cell, mesh), mode=mode, mp_policy=POLICY)
 
-    def run(model: nn.Module) -> tuple[TracedStep, int]:
-        return trace(model, *tokens_and_targets(cell)), local_nbytes(model.parameters())
+    def run(model: nn.Module) -> tuple[TracedStep, nn.Module]:
+        return trace(model, *tokens_and_targets(cell)), model
 
-    torch._dynamo.reset()
-    return in_fake_model(cell, mesh, wrap, run)
+    def traced(depth: int) -> tuple[TracedStep, nn.Module]:
+        torch._dynamo.reset()
+        return in_fake_model(replace(cell, layers=depth), mesh, wrap, run)
+
+    return trace_deep(traced, "layers", cell.config.n_layers)

@@ -351,6 +351,26 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
+def storage_of(value: object) -> int | None:
+    """What tells a fake tensor's storage from others; None for anything else."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
+
+
+def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:
+    """A fake tensor like ``tensor``, on the storage of ``owner``, or on one of its own."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    nbytes = tensor.untyped_storage().nbytes()
+    storage = torch.UntypedStorage(nbytes, device="meta")
+    if owner is not None:
+        storage = owner.untyped_storage()
+    meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+    meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    return FakeTensor(tensor.fake_mode, meta, tensor.device)
+
+
 def shared_store(prefix: str) -> Any:
     """The key-value store that all ranks of the default process group share, under ``prefix``."""
     from torch.distributed import distributed_c10d

@@ -7,7 +7,7 @@ recorded when the node is made (``torch.fx.traceback.annotate``) and travels in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch.fx.traceback as fx_traceback
@@ -28,6 +28,14 @@ def gather_of(fqn: str, *, reshard_after_forward: bool | str) -> AbstractContext
 def reduce_of(fqn: str) -> AbstractContextManager[object]:
     """Mark the nodes traced inside as the reduce chain of the parameter ``fqn``."""
     return annotate_backward({_REDUCE: fqn})
+
+
+def renamed(marks: Mapping[str, object], rename: Callable[[str], str]) -> dict[str, object]:
+    """What ``node.meta["custom"]`` is to be if parameters are called otherwise."""
+    return {
+        key: rename(value) if key in (_GATHER, _REDUCE) and isinstance(value, str) else value
+        for key, value in marks.items()
+    }
 
 
 def _marks(node: Node) -> Mapping[str, object]:

@@ -35,7 +35,7 @@ def modules_of(graph: Graph, fqns: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     last = ""
     for node in graph.nodes:
-        if node in paths:
+        if node in paths and node.op != "placeholder":
             last = paths[node].removeprefix(around)
         if last and node.op == "call_function":
             found[node.name] = last

@@ -21,6 +21,7 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from simplefsdp.deepen import trace_deep
 from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.models import Llama, apply_tensor_parallel, flops_per_token
 from simplefsdp.placement import local_nbytes
@@ -96,24 +97,32 @@ def trace_llama(
         )
     # It warns of layers with in-place ops that are recomputed; ours have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    # On meta, not fake: a mesh looks into its own tensors when it is cut into groups.
-    with torch.device("meta"):
-        model = Llama(config, activation_checkpointing=options.activation_checkpointing)
-    if parallel.tp > 1:
-        apply_tensor_parallel(model, mesh["tp"])
-    simple_fsdp(
-        model,
-        data_parallel_mesh(mesh),
-        mode=parallel.mode,
-        mp_policy=precision_policy(parallel, mesh.device_type),
-        reshard_after_forward=parallel.reshard_after_forward,
-    )
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu")
-        tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
-        tokens_per_rank = seq_len * batch_size / parallel.tp  # those that split a layer share them
-        flops = tokens_per_rank * flops_per_token(config, seq_len)
-        return _subject(options.config, _WithLoss(model), (tokens, tokens), tokens_per_rank, flops)
+
+    def traced(depth: int) -> tuple[TracedStep, nn.Module]:
+        # On meta, not fake: a mesh looks into its own tensors when it is cut into groups.
+        with torch.device("meta"):
+            model = Llama(
+                replace(config, n_layers=depth),
+                activation_checkpointing=options.activation_checkpointing,
+            )
+        if parallel.tp > 1:
+            apply_tensor_parallel(model, mesh["tp"])
+        simple_fsdp(
+            model,
+            data_parallel_mesh(mesh),
+            mode=parallel.mode,
+            mp_policy=precision_policy(parallel, mesh.device_type),
+            reshard_after_forward=parallel.reshard_after_forward,
+        )
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
+            return trace(_WithLoss(model), tokens, tokens), model
+
+    step, nbytes = trace_deep(traced, "layers", config.n_layers)
+    tokens = seq_len * batch_size / parallel.tp  # those that split a layer share them
+    flops = tokens * flops_per_token(config, seq_len)
+    return Subject(options.config, step, nbytes, tokens, flops, modules_of_step(step))
 
 
 def trace_target(target: str, example: str, ranks: int) -> Subject:
@@ -222,12 +231,8 @@ def _tokens(inputs: Sequence[object]) -> int | None:
 
 
 def _subject(
-    name: str,
-    model: nn.Module,
-    inputs: Sequence[object],
-    tokens: float | None,
-    flops: float | None = None,
+    name: str, model: nn.Module, inputs: Sequence[object], tokens: float | None
 ) -> Subject:
     nbytes = local_nbytes(model.parameters())
     step = trace(model, *inputs)
-    return Subject(name, step, nbytes, tokens, flops, modules_of_step(step))
+    return Subject(name, step, nbytes, tokens, None, modules_of_step(step))

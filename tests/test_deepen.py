@@ -1,0 +1,181 @@
+"""A deep model's step made of a shallow one's: the same as the one that is traced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from inductor_passes import fx
+from inductor_passes.presets import preset
+from inductor_passes.program import Program
+from inductor_passes.roofline import cost_of
+from simplefsdp import _torch, simple_fsdp
+from simplefsdp.backend import fqn_of
+from simplefsdp.deepen import SHALLOW, deepen, trace_deep
+from simplefsdp.inspection.modules import modules_of_step
+from simplefsdp.models import CONFIGS, Llama, apply_tensor_parallel
+from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
+from simplefsdp.placement import local_nbytes
+from simplefsdp.trace import TracedStep, trace
+
+DEPTH = SHALLOW + 2
+
+
+def _llama(mesh, depth, ac: ActivationCheckpointing, mode="fully_shard") -> tuple:
+    config = replace(CONFIGS["debug"], n_layers=depth)
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        model = Llama(config, activation_checkpointing=ac)
+    if mode == "tp":
+        apply_tensor_parallel(model, mesh["tp"])
+        simple_fsdp(model, mesh["dp"])
+    else:
+        simple_fsdp(model, mesh, mode=mode)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        return trace(model, torch.zeros(2, 16, dtype=torch.long)), model
+
+
+def _canonical(program: Program) -> tuple[list[object], dict[str, int]]:
+    """Ops with their buffers by the order in which they come up, and that order."""
+    order: dict[str, int] = {}
+
+    def known(names: Sequence[str]) -> list[tuple[int, int, int]]:
+        found = []
+        for name in names:
+            at = order.setdefault(name, len(order))
+            buffer = program.buffers[name]
+            storage = order.setdefault(buffer.storage, len(order))
+            found.append((at, storage, buffer.nbytes))
+        return found
+
+    return [
+        (op.kind, known(op.reads), known(op.writes), op.collective) for op in program.ops
+    ], order
+
+
+def _same(deep: TracedStep, whole: TracedStep) -> None:
+    assert deep.fqns == whole.fqns
+    modules, cluster = [modules_of_step(step) for step in (deep, whole)], preset("h100")
+    orders: dict[str, list[dict[str, int]]] = {}
+    for name in ("forward", "backward"):
+        readings = [fx.read(getattr(step, name).graph, fqn_of) for step in (deep, whole)]
+        (ours, our_order), (theirs, their_order) = [_canonical(r.program) for r in readings]
+        assert ours == theirs
+        orders[name] = [our_order, their_order]
+        for key in ("outputs", "resident"):
+            ends = [
+                sorted(order[n] for n in getattr(r.program, key) if n in order)
+                for r, order in zip(readings, orders[name], strict=True)
+            ]
+            assert ends[0] == ends[1], key
+        found = [
+            [modules[i][name].get(op.name) for op in r.program.ops] for i, r in enumerate(readings)
+        ]
+        assert found[0] == found[1]
+        works = [
+            [cost.work.get(op.name) for op in r.program.ops]
+            for r in readings
+            for cost in [cost_of(r, cluster)]
+        ]
+        assert works[0] == works[1] and any(works[0])
+    passed = []
+    for i, step in enumerate((deep, whole)):
+        forward, backward = orders["forward"][i], orders["backward"][i]
+        gets = [n.name for n in step.backward.graph.nodes if n.op == "placeholder" and n.users]
+        passed.append(sorted((backward[n], forward[n]) for n in gets if n in forward))
+    assert passed[0] == passed[1] and len(passed[0]) > DEPTH  # by what forward calls it
+
+
+def _storages(gm) -> list[int | None]:
+    found = [_torch.storage_of(n.meta.get("val")) for n in gm.graph.nodes if n.users]
+    first: dict[int | None, int] = {}
+    return [first.setdefault(storage, len(first)) for storage in found]
+
+
+@pytest.mark.parametrize(
+    ("ac", "mode"), [("selective", "fully_shard"), ("full", "tp"), ("none", "hybrid_shard")]
+)
+def test_it_is_the_step_that_is_traced(fake_mesh, ac, mode):
+    mesh = {
+        "fully_shard": lambda: fake_mesh(8),
+        "hybrid_shard": lambda: fake_mesh(4, 2, names=("replicate", "shard")),
+        "tp": lambda: fake_mesh(4, 2, names=("dp", "tp")),
+    }[mode]()
+    shallow, small = _llama(mesh, SHALLOW, ac, mode)
+    traced, model = _llama(mesh, DEPTH, ac, mode)
+    whole = deepen(traced, "layers", DEPTH)  # which moves aliases, and nothing else
+    for ours, theirs in zip(whole[:2], traced[:2], strict=True):
+        counts = [
+            Counter(str(n.target) for n in gm.graph.nodes if n.users) for gm in (ours, theirs)
+        ]
+        assert {k: v for k, v in counts[0].items() if "primals" not in k} == {
+            k: v for k, v in counts[1].items() if "primals" not in k
+        }
+    deep, nbytes = trace_deep(lambda depth: (shallow, small), "layers", DEPTH)
+    assert nbytes == local_nbytes(model.parameters())
+    _same(deep, whole)
+    for ours, theirs in zip(deep[:2], whole[:2], strict=True):
+        # Who tracks memory goes by storages: those of copies are their own.
+        assert len(set(_storages(ours))) == len(set(_storages(theirs))) > len(whole.fqns)
+
+
+def test_too_shallow(fake_mesh):
+    mesh = fake_mesh(8)
+    step, _ = _llama(mesh, 2, "none")
+    with pytest.raises(ValueError, match="layers: 2 layers with parameters were traced"):
+        deepen(step, "layers", DEPTH)
+    with pytest.raises(ValueError, match="blocks: 0 layers"):
+        deepen(step, "blocks", DEPTH)
+    assert trace_deep(lambda depth: _llama(mesh, depth, "none"), "layers", 2)[0].fqns == step.fqns
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class _Stack(nn.Module):
+    def __init__(self, widths: Sequence[int], twice: bool = False) -> None:
+        super().__init__()
+        self.layers, self.twice = nn.ModuleList(map(_Layer, widths)), twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = []
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x)
+        return x + seen[2] if self.twice else x
+
+
+def _stack(mesh, widths: Sequence[int], twice: bool = False) -> tuple[TracedStep, nn.Module]:
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        model = simple_fsdp(_Stack(widths, twice), mesh)
+        return trace(model, torch.ones(2, 8)), model
+
+
+def test_any_model_with_a_list_of_layers(fake_mesh):
+    mesh = fake_mesh(8)
+    _same(deepen(_stack(mesh, [16] * SHALLOW)[0], "layers", DEPTH), _stack(mesh, [16] * DEPTH)[0])
+
+
+def test_layers_that_are_not_alike_are_traced(fake_mesh, caplog):
+    mesh, widths = fake_mesh(8), [16, 16, 24, 16, 16, 16, 32, 16, 8]
+    with pytest.raises(ValueError, match="the layers are not alike in the traced graph"):
+        deepen(_stack(mesh, widths[:SHALLOW])[0], "layers", len(widths))
+    with caplog.at_level("WARNING", "simplefsdp"):
+        step, nbytes = trace_deep(lambda n: _stack(mesh, widths[:n]), "layers", len(widths))
+    assert "tracing all 9 layers" in caplog.text
+    whole, model = _stack(mesh, widths)
+    assert step.fqns == whole.fqns and nbytes == local_nbytes(model.parameters())
