@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import inf
 
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.chain import Chain, chain_of, coarsen
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import rank_invariant
+from inductor_passes.parts import in_parts
 from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.program import Bucket, Program, ProgramError
 from inductor_passes.schedule import Schedule, buckets_of, singles
@@ -57,38 +61,92 @@ def plan_auto(
         ProgramError: the collectives cannot be launched one by one.
     """
     program, cost = rank_invariant(program, cost)
-    bound = lower_bound_us(program, cost)
-
-    def plans(candidates: Iterable[Sequence[Bucket]]) -> list[Plan]:
-        found = (evaluate(program, cost, buckets, bound) for buckets in candidates)
-        return [plan for plan in found if plan is not None]
-
-    fine = chain_of(program, cost)
-    least = plans([buckets_of(singles(fine), fine, fqns)])
-    if not least:
+    found = _Found(program, cost, lower_bound_us(program, cost))
+    fine = chain_of(found.program, cost)
+    least = found.add(buckets_of(singles(fine), fine, fqns))
+    if least is None:
         raise ProgramError("the program's collectives cannot be launched one by one")
-    manual = plans([plan_buckets(program, assign_by_module(fqns))]) or least
-    budget = budget_nbytes
-    if budget is None:
-        budget = default_budget(manual[0], least[0], device_nbytes)
-    found = [*manual, *plans(_edges_split(manual[0].buckets, fine)), *least]
-    fitting = [plan for plan in found if plan.peak_nbytes <= budget]
+    manual = found.add(plan_buckets(program, assign_by_module(fqns))) or least
+    if budget_nbytes is None:
+        budget_nbytes = default_budget(manual, least, device_nbytes)
+    found.budget_nbytes = budget_nbytes
+    _vary(found, manual, fine)
+    _search(found, least, fine, fqns, limits or Limits())
+    if not found.fitting:
+        smallest = min(found.plans, key=lambda plan: plan.peak_nbytes)
+        raise budget_error(program, smallest, budget_nbytes)
+    return replace(simplest(found.fitting, manual), budget_nbytes=budget_nbytes)
+
+
+@dataclass
+class _Found:
+    """The plans so far.
+
+    Attributes:
+        program: what they are of.
+        cost: of it.
+        bound_us: time that no plan can beat.
+        budget_nbytes: that they must fit, once it is known.
+        plans: all of them.
+    """
+
+    program: Program
+    cost: CostModel
+    bound_us: float
+    budget_nbytes: float = inf
+    plans: list[Plan] = field(default_factory=list)
+
+    def add(self, buckets: Sequence[Bucket]) -> Plan | None:
+        """The plan that ``buckets`` are, if they are one."""
+        plan = evaluate(self.program, self.cost, buckets, self.bound_us)
+        self.plans += [plan] if plan is not None else []
+        return plan
+
+    @property
+    def fitting(self) -> list[Plan]:
+        """Those within the budget."""
+        return [plan for plan in self.plans if plan.peak_nbytes <= self.budget_nbytes]
+
+    def is_within(self, factor: float) -> bool:
+        """Whether the fastest that fits takes at most so many times the bound."""
+        fastest = min((plan.step_us for plan in self.fitting), default=inf)
+        return fastest <= factor * self.bound_us
+
+
+def _vary(found: _Found, manual: Plan, chain: Chain) -> None:
+    """Add plans like ``manual``, until one is so close to the bound that no other matters."""
+    for buckets in _edges_split(manual.buckets, chain):
+        if not found.is_within(CLOSE):
+            found.add(buckets)
+    if manual.peak_nbytes > found.budget_nbytes:
+        shapes = in_parts(manual.buckets, found.program)
+        plan_of = cache(lambda i: found.add(shapes[i]))
+
+        def fits(i: int) -> bool:
+            plan = plan_of(i)
+            return plan is not None and plan.peak_nbytes <= found.budget_nbytes
+
+        # Each takes less memory than those before, as a rule.
+        first = bisect_left(range(len(shapes)), True, key=fits)
+        for i in range(first, len(shapes)):
+            if not found.is_within(CLOSE):
+                plan_of(i)
+
+
+def _search(found: _Found, least: Plan, fine: Chain, fqns: Sequence[str], limits: Limits) -> None:
+    """Add what searches find, until a plan is close to the bound."""
     made: set[tuple[object, ...]] = set()
     for units, share, at_uses in SEARCHES:
-        room = least[0].peak_nbytes + share * (budget - least[0].peak_nbytes)
+        if found.is_within(NEAR if made else CLOSE):
+            return
+        room = least.peak_nbytes + share * (found.budget_nbytes - least.peak_nbytes)
         chain = coarsen(fine, units, room)
         search = (len(chain.events), room, at_uses and bool(chain.gathers))
-        if search in made:
-            continue
-        made.add(search)
-        schedules = Search(chain, Wire(chain, cost), room, limits or Limits(), at_uses).run()
-        searched = plans(buckets_of(s, chain, fqns) for s in _promising(schedules))
-        fitting += [plan for plan in searched if plan.peak_nbytes <= budget]
-        if fitting and min(plan.step_us for plan in fitting) <= NEAR * bound:
-            break
-    if not fitting:
-        raise budget_error(program, min(found, key=lambda plan: plan.peak_nbytes), budget)
-    return replace(simplest(fitting, manual[0]), budget_nbytes=budget)
+        if search not in made:
+            made.add(search)
+            wire = Wire(chain, found.cost)
+            for schedule in _promising(Search(chain, wire, room, limits, at_uses).run()):
+                found.add(buckets_of(schedule, chain, fqns))
 
 
 def simplest(plans: Sequence[Plan], manual: Plan) -> Plan:

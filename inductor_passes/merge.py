@@ -99,7 +99,13 @@ def _topological(
             f"bucket {label_of[stuck]}: one member's result is needed to make another member, so "
             "they cannot be launched together; put them into different buckets"
         )
-    return replace(before, ops=tuple(ops[at] for at in order))
+    after = replace(before, ops=tuple(ops[at] for at in order))
+    sent = {before.buffers[n].storage for _, op in before.starts() for n in (*op.reads, *op.writes)}
+    if sent.isdisjoint(before.in_place):  # else a wait touches what all of its bucket do
+        # They are known, and dear to find again in a large program.
+        now = {at: i for i, at in enumerate(order)}
+        after.__dict__["predecessors"] = tuple(tuple(now[j] for j in needs[at]) for at in order)
+    return after
 
 
 def _pulled(needs: Sequence[set[int]], gathers: Sequence[int]) -> list[int]:

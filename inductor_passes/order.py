@@ -164,7 +164,7 @@ def _place_reduces(
     ready: list[tuple[Key, list[int]]] = []
     made = _made_at(program, keys)
     for starts in _buckets(program, kind):
-        at = max((made[j] for i in starts for j in program.predecessors[i]), default=keys[0])
+        at = max((made[j] for i in starts for j in program.predecessors[i]), default=(-1, 0, 0))
         ready.append(((at[0], _REDUCE, at[2]), starts))
     ready.sort()
     for k, (where, starts) in enumerate(ready):

@@ -176,6 +176,17 @@ class Program:
         names = (name for op in ops for name in (*op.reads, *op.writes))
         return (self.buffers[name].storage for name in names)
 
+    def all_touched(self) -> list[list[str]]:
+        """The storages that each op needs alive, each once."""
+        storage = {name: buffer.storage for name, buffer in self.buffers.items()}
+        found = []
+        for i, op in enumerate(self.ops):
+            names = [*op.reads, *op.writes]
+            for start in self.start_of.get(i, ()):
+                names += [*self.ops[start].reads, *self.ops[start].writes]
+            found.append(list(dict.fromkeys([storage[name] for name in names])))
+        return found
+
     def mutated(self, i: int) -> Iterator[str]:
         """Storages that op ``i`` writes in place."""
         ops = [i, *self.start_of.get(i, ())]
@@ -187,6 +198,11 @@ class Program:
         )
 
     @cached_property
+    def in_place(self) -> frozenset[str]:
+        """Storages that are written in place."""
+        return frozenset(s for i in range(len(self.ops)) for s in self.mutated(i))
+
+    @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
         """For each op, positions of the ops that must come before it.
 
@@ -194,34 +210,40 @@ class Program:
         and everything that touches the storage keep their order. So do the starts of collectives
         that are not data parallelism's: whoever made them chose their sequence.
         """
-        before: list[tuple[int, ...]] = []
-        writes_in_place = {s for i in range(len(self.ops)) for s in self.mutated(i)}
-        mutation: dict[str, int] = {}
-        since: dict[str, list[int]] = {s: [] for s in writes_in_place}
+        before = self._after_mutations()
         arrival: dict[str, int] = {}
-        others = [i for i, op in self.starts() if op.collective and op.collective.kind == "other"]
-        previous_other = {i: [j] for j, i in pairwise(others)}
         for i, op in enumerate(self.ops):
-            found = dict.fromkeys(self.writer[n] for n in op.reads if n in self.writer)
-            found.update(dict.fromkeys(self.writer[n] for n in op.writes if n in self.writer))
-            found.update(dict.fromkeys(arrival[n] for n in (*op.reads, *op.writes) if n in arrival))
+            for name in (*op.reads, *op.writes):
+                if name in self.writer:
+                    before[i][self.writer[name]] = None
+                if name in arrival:
+                    before[i][arrival[name]] = None
             if op.kind == "wait":
                 arrival.update(dict.fromkeys(op.reads, i))
-            found.update(dict.fromkeys(previous_other.get(i, ())))
-            mutates = set(self.mutated(i))
-            for storage in dict.fromkeys(self.touched(i)) if writes_in_place else ():
-                if storage not in writes_in_place:
-                    continue
+            before[i].pop(i, None)
+        others = [i for i, op in self.starts() if op.collective and op.collective.kind == "other"]
+        for j, i in pairwise(others):
+            before[i][j] = None
+        return tuple(map(tuple, before))
+
+    def _after_mutations(self) -> list[dict[int, None]]:
+        """For each op, those before it that its storages' being written in place puts there."""
+        before: list[dict[int, None]] = [{} for _ in self.ops]
+        if not self.in_place:
+            return before
+        mutated = [set(self.mutated(i)) for i in range(len(self.ops))]
+        mutation: dict[str, int] = {}
+        since: dict[str, list[int]] = {s: [] for s in self.in_place}
+        for i in range(len(self.ops)):
+            for storage in dict.fromkeys(s for s in self.touched(i) if s in self.in_place):
                 if storage in mutation:
-                    found[mutation[storage]] = None
-                if storage in mutates:
-                    found.update(dict.fromkeys(since[storage]))
+                    before[i][mutation[storage]] = None
+                if storage in mutated[i]:
+                    before[i].update(dict.fromkeys(since[storage]))
                     mutation[storage], since[storage] = i, []
                 else:
                     since[storage].append(i)
-            found.pop(i, None)
-            before.append(tuple(found))
-        return tuple(before)
+        return before
 
     def reorder(self, order: Sequence[str]) -> Program:
         """The same program with its ops in another order.

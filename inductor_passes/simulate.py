@@ -95,25 +95,25 @@ def memory(program: Program) -> Memory:
     collective lives until the wait.
     """
     resident = {program.buffers[n].storage for n in program.resident}
-    size: dict[str, int] = {}
-    for buffer in program.buffers.values():
-        size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
+    size = _sizes(program)
     last: dict[str, int] = {}
-    for i in range(len(program.ops)):
-        last.update(dict.fromkeys(program.touched(i), i))
+    touched = program.all_touched()
+    for i, storages in enumerate(touched):
+        last.update(dict.fromkeys(storages, i))
     kept = {program.buffers[n].storage for n in program.outputs} | resident
     alive = {program.buffers[n].storage for n in program.inputs} - resident
     total = sum(size[s] for s in alive)
     seen = alive | resident
     live = []
-    for i in range(len(program.ops)):
-        touched = dict.fromkeys(program.touched(i))
-        for storage in touched:
+    for i, storages in enumerate(touched):
+        for storage in storages:
             if storage not in seen:
                 seen.add(storage)
                 total += size[storage]
         live.append(total)
-        total -= sum(size[s] for s in touched if last[s] == i and s not in kept)
+        for storage in storages:
+            if last[storage] == i and storage not in kept:
+                total -= size[storage]
     at_rest = sum(size[s] for s in resident)
     peak = max(range(len(live)), key=live.__getitem__, default=None)
     if peak is None:
@@ -121,20 +121,26 @@ def memory(program: Program) -> Memory:
     return Memory(tuple(live), at_rest, at_rest + live[peak], program.ops[peak].name)
 
 
+def _sizes(program: Program) -> dict[str, int]:
+    """Bytes of each storage."""
+    size: dict[str, int] = {}
+    for buffer in program.buffers.values():
+        size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
+    return size
+
+
 def live_at_peak(program: Program) -> dict[str, int]:
     """Bytes by storage during the op at the peak, without what is resident."""
     found = memory(program)
     at = program.index.get(found.peak_op, 0)
-    size: dict[str, int] = {}
-    for buffer in program.buffers.values():
-        size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
+    size = _sizes(program)
+    touched = program.all_touched()
     before, after = (
-        {s for i in part for s in program.touched(i)}
-        for part in (range(at + 1), range(at, len(program.ops)))
+        {s for storages in part for s in storages} for part in (touched[: at + 1], touched[at:])
     )
     before |= {program.buffers[name].storage for name in program.inputs}
     after |= {program.buffers[name].storage for name in program.outputs}
     # An input that nothing touches is never freed.
-    untouched = before - {s for i in range(len(program.ops)) for s in program.touched(i)}
+    untouched = before - {s for storages in touched for s in storages}
     resident = {program.buffers[name].storage for name in program.resident}
     return {s: size[s] for s in sorted((before & after | untouched) - resident)}

@@ -53,6 +53,20 @@ class Wire:
             self._sends[key] = found
         return found
 
+    def sends_to_the_end(self, what: What) -> list[Sends]:
+        """The same of all units from each to the end, and of none."""
+        units = self.chain.gathers if what == "gather" else self.chain.reduces
+        merged: dict[tuple[object, ...], Collective] = {}
+        found: list[Sends] = [()]
+        for unit in reversed(units):
+            for c in _carried(unit, what):
+                same = merged.get(bucket_class(c))
+                nbytes = c.nbytes + (same.nbytes if same else 0)
+                merged[bucket_class(c)] = replace(c, nbytes=nbytes)
+            us = merged_us(merged.values(), self.cost)
+            found.append(tuple((self.chain.lanes[group], time) for group, time in us.items()))
+        return found[::-1]
+
     def latency_us(self, what: What) -> dict[int, float]:
         """What one bucket more costs on each lane: two units apart, less the two as one."""
         units = self.chain.gathers if what == "gather" else self.chain.reduces
@@ -104,10 +118,10 @@ class Rest:
         latency_us = wire.latency_us(what)
         nbytes = self.chain.gathered if what == "gather" else self.chain.reduced
         found = []
-        for i in range(n + 1):
+        for i, sends in enumerate(wire.sends_to_the_end(what)):
             lanes = [0.0] * len(self.chain.lanes)
             more = max(0.0, (nbytes[n] - nbytes[i]) / self.bucket_nbytes - 1)
-            for lane, us in wire.sends(what, i, n):
+            for lane, us in sends:
                 lanes[lane] = us + more * latency_us[lane]
             found.append(tuple(lanes))
         return found

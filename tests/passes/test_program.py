@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from programs import layers, random_program
 
+from inductor_passes.buckets import assign_by_module, plan_buckets
+from inductor_passes.merge import merge
 from inductor_passes.program import Buffer, Collective, Op, Program, ProgramError
 from inductor_passes.text import parse
 
@@ -240,3 +242,19 @@ def test_programs_are_values():
     assert program != parse(ONE_GATHER.replace("x: 64", "x: 32"))
     assert hash(program) == hash(parse(ONE_GATHER))
     assert Collective("gather", "dp", 4, 64, "f32") == program.ops[0].collective
+
+
+def test_merging_knows_what_comes_before_what():
+    merged = 0
+    for seed in range(100):
+        program = random_program(seed, 40)
+        sent = [op.collective.fqns for _, op in program.starts() if op.collective]
+        fqns = list(dict.fromkeys(fqn for found in sent for fqn in found))
+        try:
+            after = merge(program, plan_buckets(program, assign_by_module(fqns)))
+        except ProgramError:
+            continue
+        merged += len(after.ops) < len(program.ops)
+        again = replace(after)  # which forgets what was found out
+        assert list(map(set, after.predecessors)) == list(map(set, again.predecessors)), seed
+    assert merged > 10

@@ -1,0 +1,96 @@
+"""Buckets in parts: what they are, and that they fit where whole modules do not."""
+
+from __future__ import annotations
+
+import pytest
+from programs import layers
+
+from inductor_passes import auto, parts
+from inductor_passes.auto import plan_auto
+from inductor_passes.buckets import assign_by_module, plan_buckets
+from inductor_passes.cost import LinearCost
+from inductor_passes.invariant import rank_invariant
+from inductor_passes.parts import in_parts
+from inductor_passes.plan import evaluate
+from inductor_passes.program import Bucket
+from inductor_passes.text import parse
+
+SIZES = (10, 10, 60, 10, 10)
+ONE_MODULE = "\n".join(
+    [
+        *(f"resident p{i}: 4" for i in range(len(SIZES))),
+        *(
+            f"start g{i}(p{i}) -> f{i}: {n} | gather group=dp ranks=4 nbytes={n} dtype=f32 "
+            f"fqns=m.p{i}\nwait w{i}(f{i}) -> v{i}: {n} @f{i}\ncompute c{i}(v{i}) -> y{i}: 1"
+            for i, n in enumerate(SIZES)
+        ),
+        *(f"output y{i}" for i in range(len(SIZES))),
+    ]
+)
+
+
+def test_parts_have_about_as_many_bytes():
+    program = parse(ONE_MODULE)
+    (whole,) = plan_buckets(program, assign_by_module([f"m.p{i}" for i in range(len(SIZES))]))
+    found = {len(buckets): buckets for buckets in in_parts([whole], program)}
+    assert [b.starts for b in found[1]] == [whole.starts]
+    assert [b.starts for b in found[2]] == [("g0", "g1"), ("g2", "g3", "g4")]
+    assert [b.starts for b in found[3]] == [("g0", "g1"), ("g2",), ("g3", "g4")]
+    assert [b.label for b in found[2]] == ["m/0", "m/1"]
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_all_is_sent_once_and_in_order(part):
+    program = parse(layers(5, part))
+    fqns = list(dict.fromkeys(f for _, op in program.starts() for f in op.collective.fqns))
+    manual = plan_buckets(program, assign_by_module(fqns))
+    shapes = in_parts(manual, program)
+    assert len(shapes) > 1
+    for buckets in shapes:
+        assert [s for b in buckets for s in b.starts] == [s for b in manual for s in b.starts]
+        assert len({(b.label, b.starts[0][0]) for b in buckets}) == len(buckets)
+
+
+def test_collectives_that_are_neither_stay_together():
+    text = ONE_MODULE.replace("gather", "all_reduce").replace("dtype=f32", "dtype=f32 op=sum")
+    program = parse(text)
+    whole = Bucket("m", tuple(f"g{i}" for i in range(len(SIZES))))
+    assert in_parts([whole], program) == [[whole]]
+
+
+def backward(n: int) -> str:
+    """Layers of four parameters, each gathered, computed with, and its gradient reduced."""
+    lines = ["input x: 8"]
+    for k in reversed(range(n)):
+        names = [f"{k}_{i}" for i in range(4)]
+        for i, name in enumerate(names):
+            lines += [
+                f"resident p{name}: 16",
+                f"start g{name}(p{name}) -> f{name}: 64 | gather group=dp ranks=4 nbytes=64 "
+                f"dtype=f32 fqns=layers.{k}.p{i}",
+                f"wait w{name}(f{name}) -> v{name}: 64 @f{name}",
+            ]
+        for i, name in enumerate(names):
+            lines += [
+                f"compute c{name}(v{name}, x) -> d{name}: 64",
+                f"start r{name}(d{name}) -> s{name}: 16 | reduce group=dp ranks=4 nbytes=64 "
+                f"dtype=f32 op=sum fqns=layers.{k}.p{i}",
+                f"wait q{name}(s{name}) -> t{name}: 16 @s{name}",
+                f"output t{name}",
+            ]
+    return "\n".join(lines)
+
+
+def test_where_modules_do_not_fit_parts_do(monkeypatch):
+    program, cost = parse(backward(12)), LinearCost(1, link_gb_s=0.02, launch_us=10)
+    fqns = list(dict.fromkeys(f for _, op in program.starts() for f in op.collective.fqns))
+    invariant = rank_invariant(program, cost)
+    manual = evaluate(*invariant, plan_buckets(program, assign_by_module(fqns)), 0.0)
+    made = [evaluate(*invariant, b, 0.0) for b in in_parts(manual.buckets, invariant[0])]
+    budget = made[-1].peak_nbytes
+    assert budget < 0.9 * manual.peak_nbytes
+    monkeypatch.setattr(auto, "SEARCHES", ())
+    found = plan_auto(program, cost, fqns, budget_nbytes=budget)
+    monkeypatch.setattr(parts, "SHAPES", ())
+    without = plan_auto(program, cost, fqns, budget_nbytes=budget)
+    assert found.peak_nbytes <= budget and found.step_us < 0.95 * without.step_us
