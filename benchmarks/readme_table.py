@@ -1,7 +1,8 @@
-"""The tables of the README, as Markdown, from the results of ``step.py`` and ``two_hosts.py``.
+"""The tables of the README, as Markdown, from the results of ``step.py`` and ``scale.py``.
 
     python benchmarks/readme_table.py default long_sequence
     python benchmarks/readme_table.py --summary
+    python benchmarks/readme_table.py --scale
 
 Nothing is computed here but ratios and MiB.
 """
@@ -79,10 +80,45 @@ def _summary_cells(variants: dict[str, Any]) -> list[str]:
     ]
 
 
+SCALE = ("none", "greedy", "torch_manual", "torch_auto", "fsdp2", "manual", "auto")
+
+
+def scale() -> str:
+    """The cells of ``scale.py``, all checkpointed in full: step / bound, exposed ms, peak GB."""
+    lines = [
+        "| model, ranks, cluster, batch | bound ms | none | greedy | torch's manual pass | "
+        "torch's auto pass | FSDP2 eager | manual | auto | auto: tokens/s/GPU, MFU |",
+        "|" + "---|" * 10,
+    ]
+    rows = json.loads((RESULTS / "scale.json").read_text())["rows"]
+    for row in rows:
+        if row["checkpointing"] == "full":
+            auto = row["variants"]["auto"]
+            layout = "" if row["layout"] == "shard" else f" ({row['layout']})"
+            cells = [
+                f"{row['model'].upper()}{layout}, {row['ranks']} {row['cluster'].upper()}, "
+                f"{row['batch']}",
+                f"{row['lower_bound_ms']:.0f}",
+                *(_scale_cell(row["variants"].get(name)) for name in SCALE),
+                f"{auto['tokens_per_s_per_gpu']:.0f}, {auto['mfu']:.1%}",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _scale_cell(v: dict[str, Any] | None) -> str:
+    if v is None:
+        return "-"
+    if "failure" in v:
+        return "failed"
+    too_much = "" if v["fits"] else " > device"
+    return f"{v['to_bound']:.3f}, {v['exposed_ms']:.0f}, {v['peak_gb']:.1f}{too_much}"
+
+
 def main() -> None:
-    """Print the table of each row named on the command line, or the summary of all."""
-    if sys.argv[1:] == ["--summary"]:
-        print(summary())
+    """Print the table of each row named on the command line, or one of the others."""
+    if sys.argv[1:] in (["--summary"], ["--scale"]):
+        print(summary() if sys.argv[1] == "--summary" else scale())
         return
     for name in sys.argv[1:]:
         result = json.loads((RESULTS / f"step_{name}.json").read_text())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from math import inf
 
 from inductor_passes.bound import lower_bound_us
@@ -40,10 +38,12 @@ def plan_auto(
 ) -> Plan:
     """The buckets and windows that make one graph fast.
 
-    The search sees the graph as a chain; what it finds best is merged, ordered and simulated,
-    and so are the buckets of :func:`~inductor_passes.buckets.assign_by_module`. Of the plans that
-    fit the budget and take at most 0.5 % longer than the fastest, it is that by module if that is
-    one of them, else the one with the fewest buckets: costs that differ a little give one plan.
+    Plans are merged, ordered and simulated: first the buckets of
+    :func:`~inductor_passes.buckets.assign_by_module`, then these with the first or last one smaller
+    and, if they do not fit, in parts; then what a search finds, which sees the graph as a chain. No
+    more are made once one that fits takes at most 0.5 % longer than the lower bound. Of those that
+    fit and take at most 0.5 % longer than the fastest, it is that by module if that is one of them,
+    else the one with the fewest buckets: costs that differ a little give one plan.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
@@ -62,11 +62,19 @@ def plan_auto(
     """
     program, cost = rank_invariant(program, cost)
     found = _Found(program, cost, lower_bound_us(program, cost))
-    fine = chain_of(found.program, cost)
+    by_module = found.add(plan_buckets(program, assign_by_module(fqns)))
+    if by_module is not None:
+        most = inf if device_nbytes is None else device_nbytes
+        found.budget_nbytes = min(by_module.peak_nbytes, most)
+        if budget_nbytes is not None:
+            found.budget_nbytes = budget_nbytes
+        if found.is_within(CLOSE):
+            return replace(by_module, budget_nbytes=int(found.budget_nbytes))
+    fine = chain_of(program, cost)
     least = found.add(buckets_of(singles(fine), fine, fqns))
     if least is None:
         raise ProgramError("the program's collectives cannot be launched one by one")
-    manual = found.add(plan_buckets(program, assign_by_module(fqns))) or least
+    manual = by_module or least
     if budget_nbytes is None:
         budget_nbytes = default_budget(manual, least, device_nbytes)
     found.budget_nbytes = budget_nbytes
@@ -119,18 +127,9 @@ def _vary(found: _Found, manual: Plan, chain: Chain) -> None:
         if not found.is_within(CLOSE):
             found.add(buckets)
     if manual.peak_nbytes > found.budget_nbytes:
-        shapes = in_parts(manual.buckets, found.program)
-        plan_of = cache(lambda i: found.add(shapes[i]))
-
-        def fits(i: int) -> bool:
-            plan = plan_of(i)
-            return plan is not None and plan.peak_nbytes <= found.budget_nbytes
-
-        # Each takes less memory than those before, as a rule.
-        first = bisect_left(range(len(shapes)), True, key=fits)
-        for i in range(first, len(shapes)):
+        for buckets in in_parts(manual.buckets, found.program):
             if not found.is_within(CLOSE):
-                plan_of(i)
+                found.add(buckets)
 
 
 def _search(found: _Found, least: Plan, fine: Chain, fqns: Sequence[str], limits: Limits) -> None:

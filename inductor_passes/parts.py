@@ -14,7 +14,7 @@ from inductor_passes.program import Bucket, Program
 
 # Parts of a bucket of gathers and of one of reduces, and the window of gathers: the best for their
 # memory of all with up to four parts and windows up to three, for Llama 3 405B on 512 H100
-# (benchmarks/LOG.md), most memory first.
+# (benchmarks/LOG.md), those that take most memory first there.
 SHAPES = (
     (1, 1, 2),
     (2, 1, 3),
@@ -29,7 +29,7 @@ REDUCE_WINDOW = -2
 
 
 def in_parts(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
-    """``buckets`` in ever smaller parts, those that take most memory first."""
+    """``buckets`` in ever smaller parts; those that take most memory first, mostly."""
     seen: list[list[Bucket]] = []
     for gathers, reduces, window in SHAPES:
         found: list[Bucket] = []

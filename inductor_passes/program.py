@@ -167,17 +167,12 @@ class Program:
         """Position and op of each start."""
         return ((i, op) for i, op in enumerate(self.ops) if op.kind == "start")
 
-    def touched(self, i: int) -> Iterator[str]:
-        """Storages that op ``i`` needs alive.
+    @cached_property
+    def touched(self) -> list[list[str]]:
+        """The storages that each op needs alive, each once.
 
         A collective reads its inputs until it is waited for, so a wait touches them, too.
         """
-        ops = [self.ops[i], *(self.ops[s] for s in self.start_of.get(i, ()))]
-        names = (name for op in ops for name in (*op.reads, *op.writes))
-        return (self.buffers[name].storage for name in names)
-
-    def all_touched(self) -> list[list[str]]:
-        """The storages that each op needs alive, each once."""
         storage = {name: buffer.storage for name, buffer in self.buffers.items()}
         found = []
         for i, op in enumerate(self.ops):
@@ -235,7 +230,7 @@ class Program:
         mutation: dict[str, int] = {}
         since: dict[str, list[int]] = {s: [] for s in self.in_place}
         for i in range(len(self.ops)):
-            for storage in dict.fromkeys(s for s in self.touched(i) if s in self.in_place):
+            for storage in (s for s in self.touched[i] if s in self.in_place):
                 if storage in mutation:
                     before[i][mutation[storage]] = None
                 if storage in mutated[i]:

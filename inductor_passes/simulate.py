@@ -97,15 +97,14 @@ def memory(program: Program) -> Memory:
     resident = {program.buffers[n].storage for n in program.resident}
     size = _sizes(program)
     last: dict[str, int] = {}
-    touched = program.all_touched()
-    for i, storages in enumerate(touched):
+    for i, storages in enumerate(program.touched):
         last.update(dict.fromkeys(storages, i))
     kept = {program.buffers[n].storage for n in program.outputs} | resident
     alive = {program.buffers[n].storage for n in program.inputs} - resident
     total = sum(size[s] for s in alive)
     seen = alive | resident
     live = []
-    for i, storages in enumerate(touched):
+    for i, storages in enumerate(program.touched):
         for storage in storages:
             if storage not in seen:
                 seen.add(storage)
@@ -134,7 +133,7 @@ def live_at_peak(program: Program) -> dict[str, int]:
     found = memory(program)
     at = program.index.get(found.peak_op, 0)
     size = _sizes(program)
-    touched = program.all_touched()
+    touched = program.touched
     before, after = (
         {s for storages in part for s in storages} for part in (touched[: at + 1], touched[at:])
     )

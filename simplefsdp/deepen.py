@@ -3,26 +3,23 @@
 Tracing takes seconds per layer, whatever its size. In the graphs of a model with a list of equal
 layers each layer is the same sequence of nodes, and refers to the same places in the layers next
 to it and outside. So the graphs of any depth are those of a few layers with one of them repeated.
-That the layers are alike is not assumed: one is compared with its neighbours, node by node and in
-both graphs, before it is repeated.
+That the traced layers are alike is not assumed: they are compared node by node, in both graphs.
+That those which are not traced are like them is for the caller to know.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from simplefsdp import _torch, provenance
+from simplefsdp.alike import Layout, Numbering, Place, laid_out
 from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep
 
@@ -33,58 +30,36 @@ SHALLOW = 7
 neighbours of their own; the first and last ones differ, as a graph begins or ends with them."""
 
 
-class Place(NamedTuple):
-    """Where a node is: the ``member``-th of the layer that is ``layer``-th in its graph."""
-
-    layer: int
-    member: int
-
-
-@dataclass(frozen=True)
-class _Numbering:
-    """The numbers of layers in FQNs and module paths."""
-
-    layers: str
-
-    def of(self, path: str) -> int | None:
-        """The number of the layer that ``path`` is in."""
-        found = self._search(path)
-        return int(found[1]) if found else None
-
-    def moved(self, path: str, by: int) -> str:
-        """``path`` in a layer further on."""
-        found = self._search(path)
-        if found is None:
-            return path
-        return f"{path[: found.start(1)]}{int(found[1]) + by}{path[found.end(1) :]}"
-
-    def _search(self, path: str) -> re.Match[str] | None:
-        return re.search(rf"(?:^|(?<=\.)){re.escape(self.layers)}\.(\d+)(?=\.|$)", path)
-
-
 def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
     """The step of the same model with more layers; call this in the same process group.
+
+    Inputs and outputs of what is repeated come behind the others of the graph.
 
     Args:
         step: of a model with at least :data:`SHALLOW` layers.
         layers: FQN of the list of layers.
-        depth: how many there are to be, at least as many as there are.
+        depth: how many there are to be, at least as many as there are; all like those that are.
 
     Raises:
         ValueError: the layers are not alike in the graphs, or there are too few or too many.
     """
-    numbering = _Numbering(layers)
+    numbering = Numbering(layers)
     there = len({numbering.of(fqn) for fqn in step.fqns} - {None})
-    if not SHALLOW <= there <= depth:
+    if there < SHALLOW:
         raise ValueError(
-            f"{layers}: {there} layers with parameters were traced; to make {depth} of them, trace "
-            f"{SHALLOW} to {depth}"
+            f"{layers}: the traced step has {there} layers with parameters; trace at least "
+            f"{SHALLOW}"
         )
+    if depth < there:
+        raise ValueError(f"{layers}: the traced step has {there} layers already, not {depth}")
     template, more = there // 2, depth - there
-    forward = _Deep(_laid_out(step.forward.graph, numbering, template), numbering, more)
-    backward = _Deep(
-        _laid_out(step.backward.graph, numbering, template), numbering, more, forward.renamed
-    )
+    layouts = [laid_out(gm.graph, numbering, template) for gm in (step.forward, step.backward)]
+    try:
+        forward = _Deep(layouts[0], numbering, more)
+        backward = _Deep(layouts[1], numbering, more, forward.renamed)
+    except KeyError as error:
+        raise ValueError(f"{layers}: a layer lacks what another refers to: {error}") from error
+    _check_names(step, forward.graph, backward.graph)
     return TracedStep(
         GraphModule(step.forward, forward.graph),
         GraphModule(step.backward, backward.graph),
@@ -92,8 +67,19 @@ def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
     )
 
 
+def _check_names(step: TracedStep, forward: Graph, backward: Graph) -> None:
+    """See that backward gets from forward, by name, what it got before, for all layers."""
+
+    def unknown(ahead: Graph, behind: Graph) -> int:
+        names = {node.name for node in ahead.nodes}
+        return sum(n.op == "placeholder" and n.name not in names for n in behind.nodes)
+
+    if unknown(forward, backward) != unknown(step.forward.graph, step.backward.graph):
+        raise ValueError("backward gets something of a layer that is not forward's of one layer")
+
+
 def _deep_fqns(
-    fqns: Sequence[str], numbering: _Numbering, template: int, more: int
+    fqns: Sequence[str], numbering: Numbering, template: int, more: int
 ) -> Iterator[str]:
     repeated = [fqn for fqn in fqns if numbering.of(fqn) == template]
     for fqn in fqns:
@@ -121,7 +107,7 @@ def trace_deep(
     nbytes = local_nbytes(model.parameters())
     if depth <= SHALLOW:
         return step, nbytes
-    numbering = _Numbering(layers)
+    numbering = Numbering(layers)
     try:
         deep = deepen(step, layers, depth)
     except ValueError as error:
@@ -130,147 +116,6 @@ def trace_deep(
         return step, local_nbytes(model.parameters())
     one = (p for fqn, p in model.named_parameters() if numbering.of(fqn) == SHALLOW // 2)
     return deep, nbytes + (depth - SHALLOW) * local_nbytes(one)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """A graph and where its layers lie.
-
-    Attributes:
-        graph: it.
-        before: nodes ahead of the layers.
-        layers: nodes of those in the middle, all of one length, in their order in the graph.
-        after: nodes behind them.
-        numbers: of the layers in the model; they fall in a backward graph.
-        template: index of the one that is to be repeated.
-        shared: what layers next to each other refer to at the same place.
-        place: of the layers' nodes, and of inputs that a layer is the first to use: these come
-            behind its nodes, by where they are used.
-    """
-
-    graph: Graph
-    before: list[Node]
-    layers: list[list[Node]]
-    after: list[Node]
-    numbers: list[int]
-    template: int
-    shared: set[Node]
-    place: dict[Node, Place]
-
-    def reference(self, node: Node, layer: int) -> Any:
-        """``node`` as a layer sees it: the same for all layers that are alike."""
-        if node not in self.place:
-            return node
-        return layer - self.place[node].layer, self.place[node].member
-
-
-def _laid_out(graph: Graph, numbering: _Numbering, template: int) -> _Layout:
-    """Find the layers of a graph; each begins with its first collective.
-
-    Raises:
-        ValueError: there are no three in a row that are alike, with ``template`` in the middle.
-    """
-    body = _aliases_moved([n for n in graph.nodes if n.op not in ("placeholder", "output")])
-    begins: dict[int, int] = {}
-    for at, node in enumerate(body):
-        layer = numbering.of(provenance.carried_fqn(node) or "")
-        if layer is not None:
-            begins.setdefault(layer, at)
-    numbers, cuts = list(begins), list(begins.values())
-    lengths = [end - begin for begin, end in pairwise(cuts)]
-    at = numbers.index(template) if template in numbers else len(numbers)
-    if not 0 < at < len(lengths) - 1 or abs(numbers[at + 1] - numbers[at - 1]) != 2:
-        raise ValueError("the layers are not one behind the other in the traced graph")
-    first, last = at, at
-    while first and lengths[first - 1] == lengths[at]:
-        first -= 1
-    while last + 1 < len(lengths) and lengths[last + 1] == lengths[at]:
-        last += 1
-    layers = [body[cuts[i] : cuts[i + 1]] for i in range(first, last + 1)]
-    before, after = body[: cuts[first]], body[cuts[last + 1] :]
-    shared = _shared(layers)
-    place = _places(before, layers, shared)
-    found = _Layout(
-        graph, before, layers, after, numbers[first : last + 1], at - first, shared, place
-    )
-    _compare(found)
-    return found
-
-
-def _aliases_moved(body: Sequence[Node]) -> list[Node]:
-    """``body`` with aliases directly behind what they are of: of what attention keeps for backward
-    there are some at the end of forward, of all layers."""
-    aliases: dict[Node, list[Node]] = {}
-    inside = set(body)
-    for node in body:
-        if node.target is torch.ops.aten.alias.default and _arguments(node)[0] in inside:
-            aliases.setdefault(_arguments(node)[0], []).append(node)
-
-    def behind(node: Node) -> Iterator[Node]:
-        yield node
-        for alias in aliases.get(node, ()):
-            yield from behind(alias)
-
-    moved = {alias for nodes in aliases.values() for alias in nodes}
-    return [node for root in body if root not in moved for node in behind(root)]
-
-
-def _shared(layers: Sequence[Sequence[Node]]) -> set[Node]:
-    found: set[Node] = set()
-    for nodes, others in pairwise(layers):
-        for node, other in zip(nodes, others, strict=True):
-            pairs = zip(_arguments(node), _arguments(other), strict=False)
-            found.update(ours for ours, theirs in pairs if ours is theirs)
-    return found
-
-
-def _places(
-    before: Sequence[Node], layers: Sequence[Sequence[Node]], shared: set[Node]
-) -> dict[Node, Place]:
-    outside = shared.union(*map(_arguments, before))
-    place: dict[Node, Place] = {}
-    for layer, nodes in enumerate(layers):
-        used = (argument for node in nodes for argument in _arguments(node))
-        for member, node in enumerate((*nodes, *used)):
-            if node not in outside and (member < len(nodes) or node.op == "placeholder"):
-                place.setdefault(node, Place(layer, member))
-    return place
-
-
-def _arguments(node: Node) -> list[Node]:
-    found: list[Node] = []
-    map_arg((node.args, node.kwargs), found.append)
-    return found
-
-
-def _compare(layout: _Layout) -> None:
-    template = layout.template
-    for other in (template - 1, template + 1):
-        if not 0 <= other < len(layout.layers):
-            raise ValueError("the layers have not the same number of nodes in the traced graph")
-        pairs = zip(layout.layers[template], layout.layers[other], strict=True)
-        for ours, theirs in pairs:
-            if _described(ours, layout, template) != _described(theirs, layout, other):
-                raise ValueError(
-                    "the layers are not alike in the traced graph: "
-                    f"{ours.format_node()} and {theirs.format_node()}"
-                )
-    for node in layout.after:
-        for argument in _arguments(node):
-            if argument in layout.place and layout.place[argument].layer <= template:
-                raise ValueError(
-                    f"{node.format_node()}, behind the layers, refers to one in the middle"
-                )
-
-
-def _described(node: Node, layout: _Layout, layer: int) -> object:
-    """All that matters of a node, the same in layers that are alike."""
-    arguments = map_arg((node.args, node.kwargs), lambda n: layout.reference(n, layer))
-    values = [
-        (v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v
-        for v in pytree.tree_leaves(node.meta.get("val"))
-    ]
-    return node.op, node.target, arguments, values
 
 
 # What an input is called now: by its name, and the number of its layer as it was and as it is.
@@ -290,7 +135,7 @@ class _Deep:
     """
 
     def __init__(
-        self, layout: _Layout, numbering: _Numbering, more: int, name_of: Renamed | None = None
+        self, layout: Layout, numbering: Numbering, more: int, name_of: Renamed | None = None
     ) -> None:
         self.layout, self.numbering, self.name_of = layout, numbering, name_of
         self.graph, self.at, self.made = Graph(), dict[Place, Node](), dict[Node, Node]()
@@ -316,16 +161,16 @@ class _Deep:
 
     def _make(self, before: int, after: int) -> None:
         layout = self.layout
+        high = layout.numbers[layout.template]
         self._inputs()
         for node in layout.before:
-            self.made[node] = self._made(node, node.name, self.made.__getitem__, before)
+            self.made[node] = self._made(node, node.name, self._referring(0, 0), before, high)
         for deep, source in enumerate(self.sources):
             for node in layout.layers[source]:
                 self._member(node, deep)
-        ends = len(self.sources), len(layout.layers)
+        behind = self._referring(len(self.sources), len(layout.layers))
         for node in layout.after:
-            refer = self._referring(*ends)
-            self.made[node] = self._made(node, node.name, refer, after)
+            self.made[node] = self._made(node, node.name, behind, after, high)
         self._output()
         self.graph.lint()
 
@@ -364,6 +209,7 @@ class _Deep:
         if self.name_of is not None:
             name = self.name_of(node.name, self.layout.numbers[layer], self.numbers[deep])
         made = self._input(node, name or self._name(node, deep))
+        made.meta = self._renumbered(node.meta, self.numbers[deep] - self.layout.numbers[layer])
         self.at[Place(deep, member)] = made
         if deep in self.copies:
             self._renew(made, deep)
@@ -381,19 +227,18 @@ class _Deep:
         source = self.sources[deep]
         by = self.numbers[deep] - self.layout.numbers[source]
         made = self._made(node, self._name(node, deep), self._referring(deep, source), by)
-        if node in self.layout.shared:
-            self.made.setdefault(node, made)
-        else:
-            self.at[Place(deep, self.layout.place[node].member)] = made
+        self.at[Place(deep, self.layout.place[node].member)] = made
         if deep in self.copies:
             self._renew(made, deep)
         else:
             self.made[node] = made
 
-    def _made(self, node: Node, name: str, refer: Callable[[Node], Node], by: int) -> Node:
+    def _made(
+        self, node: Node, name: str, refer: Callable[[Node], Node], by: int, at_least: int = 0
+    ) -> Node:
         arguments, keywords = map_arg((node.args, node.kwargs), refer)
         made = self.graph.create_node(node.op, node.target, arguments, keywords, name, node.type)
-        made.meta = self._renumbered(node.meta, by)
+        made.meta = self._renumbered(node.meta, by, at_least)
         return made
 
     def _output(self) -> None:
@@ -406,12 +251,12 @@ class _Deep:
         returned += [self.at[Place(deep, member)] for deep in self.copies for member in members]
         self.graph.output(tuple(returned)).meta = dict(output.meta)
 
-    def _renumbered(self, meta: dict[str, Any], by: int) -> dict[str, Any]:
-        """What is noted on a node, for a layer further on."""
+    def _renumbered(self, meta: dict[str, Any], by: int, at_least: int = 0) -> dict[str, Any]:
+        """What is noted on a node, for a layer further on if its number is ``at_least`` so much."""
         found = dict(meta)
 
         def moved(path: str) -> str:
-            return self.numbering.moved(path, by)
+            return self.numbering.moved(path, by, at_least)
 
         if by and "custom" in meta:
             found["custom"] = provenance.renamed(meta["custom"], moved)

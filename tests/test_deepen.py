@@ -15,6 +15,7 @@ from inductor_passes import fx
 from inductor_passes.presets import preset
 from inductor_passes.program import Program
 from inductor_passes.roofline import cost_of
+from inductor_passes.simulate import memory
 from simplefsdp import _torch, simple_fsdp
 from simplefsdp.backend import fqn_of
 from simplefsdp.deepen import SHALLOW, deepen, trace_deep
@@ -69,6 +70,7 @@ def _same(deep: TracedStep, whole: TracedStep) -> None:
         (ours, our_order), (theirs, their_order) = [_canonical(r.program) for r in readings]
         assert ours == theirs
         orders[name] = [our_order, their_order]
+        assert memory(readings[0].program).live_nbytes == memory(readings[1].program).live_nbytes
         for key in ("outputs", "resident"):
             ends = [
                 sorted(order[n] for n in getattr(r.program, key) if n in order)
@@ -99,12 +101,9 @@ def _storages(gm) -> list[int | None]:
     return [first.setdefault(storage, len(first)) for storage in found]
 
 
-@pytest.mark.parametrize(
-    ("ac", "mode"), [("selective", "fully_shard"), ("full", "tp"), ("none", "hybrid_shard")]
-)
+@pytest.mark.parametrize(("ac", "mode"), [("selective", "hybrid_shard"), ("full", "tp")])
 def test_it_is_the_step_that_is_traced(fake_mesh, ac, mode):
     mesh = {
-        "fully_shard": lambda: fake_mesh(8),
         "hybrid_shard": lambda: fake_mesh(4, 2, names=("replicate", "shard")),
         "tp": lambda: fake_mesh(4, 2, names=("dp", "tp")),
     }[mode]()
@@ -129,10 +128,12 @@ def test_it_is_the_step_that_is_traced(fake_mesh, ac, mode):
 def test_too_shallow(fake_mesh):
     mesh = fake_mesh(8)
     step, _ = _llama(mesh, 2, "none")
-    with pytest.raises(ValueError, match="layers: 2 layers with parameters were traced"):
+    with pytest.raises(ValueError, match="layers: the traced step has 2 layers with parameters"):
         deepen(step, "layers", DEPTH)
-    with pytest.raises(ValueError, match="blocks: 0 layers"):
+    with pytest.raises(ValueError, match="blocks: the traced step has 0 layers"):
         deepen(step, "blocks", DEPTH)
+    with pytest.raises(ValueError, match="layers: the traced step has 7 layers already, not 6"):
+        deepen(_stack(mesh, [16] * SHALLOW)[0], "layers", SHALLOW - 1)
     assert trace_deep(lambda depth: _llama(mesh, depth, "none"), "layers", 2)[0].fqns == step.fqns
 
 
@@ -146,36 +147,66 @@ class _Layer(nn.Module):
 
 
 class _Stack(nn.Module):
-    def __init__(self, widths: Sequence[int], twice: bool = False) -> None:
+    def __init__(
+        self, widths: Sequence[int], twice: bool = False, order: Sequence[int] | None = None
+    ) -> None:
         super().__init__()
         self.layers, self.twice = nn.ModuleList(map(_Layer, widths)), twice
+        self.order = order or range(len(widths))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen = []
-        for layer in self.layers:
-            x = layer(x)
+        for i in self.order:
+            x = self.layers[i](x)
             seen.append(x)
         return x + seen[2] if self.twice else x
 
 
-def _stack(mesh, widths: Sequence[int], twice: bool = False) -> tuple[TracedStep, nn.Module]:
+def _stack(mesh, widths: Sequence[int], **how) -> tuple[TracedStep, nn.Module]:
     torch._dynamo.reset()
+    reshard = how.pop("reshard", True)
     with FakeTensorMode():
-        model = simple_fsdp(_Stack(widths, twice), mesh)
+        model = _Stack(widths, **how)
+        simple_fsdp(model, mesh, reshard_after_forward=reshard)
         return trace(model, torch.ones(2, 8)), model
 
 
-def test_any_model_with_a_list_of_layers(fake_mesh):
+@pytest.mark.parametrize("reshard", [True, False])
+def test_any_model_with_a_list_of_layers(fake_mesh, reshard):
     mesh = fake_mesh(8)
-    _same(deepen(_stack(mesh, [16] * SHALLOW)[0], "layers", DEPTH), _stack(mesh, [16] * DEPTH)[0])
+    shallow, whole = (_stack(mesh, [16] * n, reshard=reshard)[0] for n in (SHALLOW, DEPTH))
+    _same(deepen(shallow, "layers", DEPTH), deepen(whole, "layers", DEPTH))
+
+
+def test_what_comes_behind_may_not_look_into_the_middle(fake_mesh):
+    step, _ = _stack(fake_mesh(8), [16] * SHALLOW, twice=True)
+    with pytest.raises(ValueError, match="behind the layers, refers to one in the middle"):
+        deepen(step, "layers", DEPTH)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ((1, 0, 2, 3, 4, 5, 6), None),
+        ((0, 2, 4, 3, 1, 5, 6), "one behind"),
+    ],
+)
+def test_layers_in_another_order(fake_mesh, order, message):
+    """Those in the middle are in order, or it is refused."""
+    step, _ = _stack(fake_mesh(8), [16] * SHALLOW, order=order)
+    if message is None:
+        deep = deepen(step, "layers", DEPTH)
+        assert len(deep.fqns) == DEPTH * 4 and len(set(deep.fqns)) == DEPTH * 4
+    else:
+        with pytest.raises(ValueError, match=message):
+            deepen(step, "layers", DEPTH)
 
 
 def test_layers_that_are_not_alike_are_traced(fake_mesh, caplog):
-    mesh, widths = fake_mesh(8), [16, 16, 24, 16, 16, 16, 32, 16, 8]
-    with pytest.raises(ValueError, match="the layers are not alike in the traced graph"):
-        deepen(_stack(mesh, widths[:SHALLOW])[0], "layers", len(widths))
+    mesh, widths = fake_mesh(8), [16, 16, 16, 16, 16, 24, 16, 8]
     with caplog.at_level("WARNING", "simplefsdp"):
         step, nbytes = trace_deep(lambda n: _stack(mesh, widths[:n]), "layers", len(widths))
-    assert "tracing all 9 layers" in caplog.text
-    whole, model = _stack(mesh, widths)
-    assert step.fqns == whole.fqns and nbytes == local_nbytes(model.parameters())
+    assert "layers are not alike in the traced graph" in caplog.text
+    assert "tracing all 8 layers" in caplog.text
+    _, model = _stack(mesh, widths)
+    assert len(step.fqns) == 4 * len(widths) and nbytes == local_nbytes(model.parameters())

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -218,3 +219,18 @@ def test_what_is_fake_has_no_data():
         assert _torch.has_no_data(torch.ones(1))
     assert _torch.has_no_data(torch.ones(1, device="meta"))
     assert not _torch.has_no_data(torch.ones(1))
+
+
+def test_fake_tensors_can_be_made_again_on_other_storages():
+    """``deepen`` gives copies of a layer values of their own."""
+    with FakeTensorMode():
+        whole = torch.empty(4, 6, dtype=torch.bfloat16)
+        view = whole[1:].t()
+    assert _torch.storage_of(whole) == _torch.storage_of(view) is not None
+    assert _torch.storage_of(3) is None and _torch.storage_of(torch.empty(2)) is None
+    again = _torch.fake_again(whole, None)
+    part = _torch.fake_again(view, again)
+    assert _torch.storage_of(again) == _torch.storage_of(part) != _torch.storage_of(whole)
+    for new, old in ((again, whole), (part, view)):
+        assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
+        assert new.device == old.device and new.storage_offset() == old.storage_offset()

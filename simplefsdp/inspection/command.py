@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from inductor_passes.cluster import Cluster
 from simplefsdp.inspection.options import FILES, InspectOptions, check, parse
@@ -25,6 +25,8 @@ def run(args: list[str]) -> int:
         cluster = check(options)
     if options.trace:
         return _measured(options)
+    with user_errors():
+        _require(options)
     from simplefsdp.train.dry_run import fake_ranks
 
     with fake_ranks(options.ranks):
@@ -32,6 +34,16 @@ def run(args: list[str]) -> int:
         plans = _plans(options, cluster, subject)
     _tell(options, cluster, subject, plans)
     return 0
+
+
+def _require(options: InspectOptions) -> None:
+    """See that the passes of torch's that are asked for are there, before minutes of tracing."""
+    from simplefsdp.inspection.options import TorchPlan
+    from simplefsdp.inspection.torch_passes import require
+
+    for name in (options.bucketing, *options.compare):
+        if name in get_args(TorchPlan):
+            require(name)  # type: ignore[arg-type]
 
 
 def _measured(options: InspectOptions) -> int:

@@ -48,6 +48,25 @@ _FX_PASSES = "torch._inductor.fx_passes."
 _MANUAL = ("overlap_manual_scheduling", "manual_overlap_bucketing")
 _AUTO = ("overlap_scheduling", "schedule_overlap_bucketing")
 _SATURATION = 0.9
+_TAKES = {
+    _MANUAL: ("module_bucket_plans", "insert_overlap_deps", "module_stack_fn"),
+    _AUTO: (
+        "collective_bucketing",
+        "insert_overlap_deps",
+        "custom_runtime_estimation",
+        "compute_estimator",
+        "pre_bucketing_fsdp_collectives_bucket_cap_mb",
+    ),
+}
+
+
+def require(name: TorchPlan) -> None:
+    """See that there is the pass that a plan needs.
+
+    Raises:
+        ValueError: there is not; names what this torch lacks.
+    """
+    _pass(_MANUAL if name == "torch-manual" else _AUTO)
 
 
 def predict_torch_step(
@@ -116,11 +135,8 @@ def torch_manual(gm: GraphModule, units: Sequence[Sequence[str]]) -> GraphModule
     Raises:
         ValueError: this torch has not what the pass is called with, or the pass fails.
     """
-    arguments = {
-        "module_bucket_plans": [list(unit) for unit in units],
-        "insert_overlap_deps": False,
-        "module_stack_fn": module_stack,
-    }
+    values = [list(unit) for unit in units], False, module_stack
+    arguments = dict(zip(_TAKES[_MANUAL], values, strict=True))
     return _after(gm, _MANUAL, arguments, lambda node: 0.0)  # an estimate is asked for, not used
 
 
@@ -146,13 +162,8 @@ def torch_auto(gm: GraphModule, program: Program, cost: ClusterCost) -> GraphMod
         work = cost.work.get(node.name)
         return None if work is None else cost.cluster.compute_us(work) / 1e3
 
-    arguments = {
-        "collective_bucketing": True,
-        "insert_overlap_deps": False,
-        "custom_runtime_estimation": estimate_ms,
-        "compute_estimator": "analytical",
-        "pre_bucketing_fsdp_collectives_bucket_cap_mb": _saturating_mib(program, cost),
-    }
+    values = True, False, estimate_ms, "analytical", _saturating_mib(program, cost)
+    arguments = dict(zip(_TAKES[_AUTO], values, strict=True))
     return _after(gm, _AUTO, arguments, lambda node: estimate_ms(node) or 0.0)
 
 
@@ -168,7 +179,7 @@ def _after(
     arguments: dict[str, Any],
     milliseconds: Callable[[Node], float],
 ) -> GraphModule:
-    run = _pass(where, arguments)
+    run = _pass(where)
     _silence()
     made = copy.deepcopy(gm)
     starts, sources = _starts(made.graph), _sources(made.graph)
@@ -186,8 +197,8 @@ def _after(
     return made
 
 
-def _pass(where: tuple[str, str], arguments: dict[str, Any]) -> Callable[..., GraphModule]:
-    """A function of torch's that takes ``arguments``.
+def _pass(where: tuple[str, str]) -> Callable[..., GraphModule]:
+    """A function of torch's that takes what it is to be called with.
 
     Raises:
         ValueError: there is none; names what is missing.
@@ -198,7 +209,7 @@ def _pass(where: tuple[str, str], arguments: dict[str, Any]) -> Callable[..., Gr
     except (ImportError, AttributeError) as error:
         missing = f"{_FX_PASSES}{module}.{name}"
         raise ValueError(_lacks(missing)) from error
-    unknown = [key for key in arguments if key not in inspect.signature(function).parameters]
+    unknown = [key for key in _TAKES[where] if key not in inspect.signature(function).parameters]
     if unknown:
         raise ValueError(_lacks(f"{', '.join(unknown)} of {name}"))
     return function  # type: ignore[no-any-return]

@@ -282,3 +282,16 @@ def test_work_grows_like_the_program():
         return search.extended
 
     assert extended(160) < 2.2 * extended(80)
+
+
+def test_what_is_sent_to_the_end():
+    for seed in range(20):
+        program, cost, _ = layered(seed, 4, KINDS[seed % len(KINDS)])
+        chain = chain_of(*rank_invariant(program, cost))
+        wire = Wire(chain, cost)
+        for what, units in (("gather", chain.gathers), ("reduce", chain.reduces)):
+            ends = [dict(wire.sends(what, i, len(units))) for i in range(len(units) + 1)]
+            found = list(map(dict, wire.sends_to_the_end(what)))
+            assert [e.keys() for e in found] == [e.keys() for e in ends]
+            for one, other in zip(found, ends, strict=True):
+                assert all(one[lane] == pytest.approx(other[lane]) for lane in one), seed

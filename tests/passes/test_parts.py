@@ -58,8 +58,8 @@ def test_collectives_that_are_neither_stay_together():
     assert in_parts([whole], program) == [[whole]]
 
 
-def backward(n: int) -> str:
-    """Layers of four parameters, each gathered, computed with, and its gradient reduced."""
+def four_each(n: int, reduced: bool) -> str:
+    """Layers of four parameters, each gathered, computed with, and its gradient reduced or not."""
     lines = ["input x: 8"]
     for k in reversed(range(n)):
         names = [f"{k}_{i}" for i in range(4)]
@@ -71,23 +71,26 @@ def backward(n: int) -> str:
                 f"wait w{name}(f{name}) -> v{name}: 64 @f{name}",
             ]
         for i, name in enumerate(names):
-            lines += [
-                f"compute c{name}(v{name}, x) -> d{name}: 64",
-                f"start r{name}(d{name}) -> s{name}: 16 | reduce group=dp ranks=4 nbytes=64 "
-                f"dtype=f32 op=sum fqns=layers.{k}.p{i}",
-                f"wait q{name}(s{name}) -> t{name}: 16 @s{name}",
-                f"output t{name}",
-            ]
+            lines += [f"compute c{name}(v{name}, x) -> d{name}: {64 if reduced else 1}"]
+            if reduced:
+                lines += [
+                    f"start r{name}(d{name}) -> s{name}: 16 | reduce group=dp ranks=4 nbytes=64 "
+                    f"dtype=f32 op=sum fqns=layers.{k}.p{i}",
+                    f"wait q{name}(s{name}) -> t{name}: 16 @s{name}",
+                ]
+            lines += [f"output {'t' if reduced else 'd'}{name}"]
     return "\n".join(lines)
 
 
-def test_where_modules_do_not_fit_parts_do(monkeypatch):
-    program, cost = parse(backward(12)), LinearCost(1, link_gb_s=0.02, launch_us=10)
+@pytest.mark.parametrize("reduced", [True, False])
+def test_where_modules_do_not_fit_parts_do(monkeypatch, reduced):
+    text = four_each(12, reduced)
+    program, cost = parse(text), LinearCost(1, link_gb_s=0.02, launch_us=10)
     fqns = list(dict.fromkeys(f for _, op in program.starts() for f in op.collective.fqns))
     invariant = rank_invariant(program, cost)
     manual = evaluate(*invariant, plan_buckets(program, assign_by_module(fqns)), 0.0)
     made = [evaluate(*invariant, b, 0.0) for b in in_parts(manual.buckets, invariant[0])]
-    budget = made[-1].peak_nbytes
+    budget = min(plan.peak_nbytes for plan in made)
     assert budget < 0.9 * manual.peak_nbytes
     monkeypatch.setattr(auto, "SEARCHES", ())
     found = plan_auto(program, cost, fqns, budget_nbytes=budget)

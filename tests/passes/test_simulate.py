@@ -222,7 +222,7 @@ def brute_force(program) -> tuple[int, ...]:
     storage = {b.name: b.storage for b in program.buffers.values()}
     ops = range(len(program.ops))
     resident = {storage[n] for n in program.resident}
-    uses = {s: [i for i in ops if s in set(program.touched(i))] for s in size}
+    uses = {s: [i for i in ops if s in set(program.touched[i])] for s in size}
     for name in program.inputs:
         uses[storage[name]] = [0, *(uses[storage[name]] or ops)]
     for name in program.outputs:
