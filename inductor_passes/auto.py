@@ -39,11 +39,11 @@ def plan_auto(
     """The buckets and windows that make one graph fast.
 
     Plans are merged, ordered and simulated: first the buckets of
-    :func:`~inductor_passes.buckets.assign_by_module`, then these with the first or last one smaller
-    and, if they do not fit, in parts; then what a search finds, which sees the graph as a chain. No
-    more are made once one that fits takes at most 0.5 % longer than the lower bound. Of those that
-    fit and take at most 0.5 % longer than the fastest, it is that by module if that is one of them,
-    else the one with the fewest buckets: costs that differ a little give one plan.
+    :func:`~inductor_passes.buckets.assign_by_module`; if they do not fit, these in parts; these with
+    the first or the last one smaller; then what a search finds, which sees the graph as a chain.
+    No more are made once one that fits takes at most 0.5 % longer than the lower bound. Of those
+    that fit and take at most 0.5 % longer than the fastest, it is that by module if that is one of
+    them, else the one with the fewest buckets: costs that differ a little give one plan.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
@@ -123,13 +123,11 @@ class _Found:
 
 def _vary(found: _Found, manual: Plan, chain: Chain) -> None:
     """Add plans like ``manual``, until one is so close to the bound that no other matters."""
-    for buckets in _edges_split(manual.buckets, chain):
+    fits = manual.peak_nbytes <= found.budget_nbytes
+    shapes = [] if fits else in_parts(manual.buckets, found.program)
+    for buckets in (*shapes, *_edges_split(manual.buckets, chain)):
         if not found.is_within(CLOSE):
             found.add(buckets)
-    if manual.peak_nbytes > found.budget_nbytes:
-        for buckets in in_parts(manual.buckets, found.program):
-            if not found.is_within(CLOSE):
-                found.add(buckets)
 
 
 def _search(found: _Found, least: Plan, fine: Chain, fqns: Sequence[str], limits: Limits) -> None:
