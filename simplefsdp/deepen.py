@@ -26,8 +26,8 @@ from simplefsdp.trace import TracedStep
 log = logging.getLogger("simplefsdp")
 
 SHALLOW = 7
-"""Layers to trace. The one in the middle is repeated and compared with those next to it, which need
-neighbours of their own; the first and last ones differ, as a graph begins or ends with them."""
+"""Layers to trace. The one in the middle is repeated; it and those next to it need neighbours of
+their own, and the first and last ones differ, as a graph begins or ends with them."""
 
 
 def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:

@@ -204,3 +204,11 @@ def _measured_steps():
     found = report.measure(lambda: step(model), steps=2)
     assert report.compare_ranks()
     return found.match_rate, found.unmatched, [row.exposed_us for row in found.rows]
+
+
+def test_one_rank_has_nothing_to_measure(fake_mesh):
+    with simplefsdp.inspect() as report:
+        step(model := compiled(fake_mesh(1)))
+    assert all(not graph.buckets for graph in report.graphs.values())
+    with pytest.raises(ValueError, match="use two ranks or more"):
+        report.measure(lambda: step(model))

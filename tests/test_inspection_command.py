@@ -189,7 +189,7 @@ def test_a_model_of_ours(capsys):
         ("--target a:b", "go together"),
         ("--model debug --trace trace.json", "give one of --model NAME"),
         ("--trace trace.json --html page.html", "--html belongs to a prediction"),
-        ("--trace missing.json", "No such file or directory: 'missing.json'"),
+        ("--trace missing.json", "--trace missing.json: there is no such file; expected the JSON"),
         ("--model debug --layers 0", "--layers must be at least 1, got 0"),
         ("--model 9b", "unknown --model '9b': choose one of debug, 160m, 1b, 8b, 70b, 405b"),
         ("--model debug --cluster h1000", "there is no preset 'h1000'"),

@@ -166,6 +166,11 @@ def measure_steps(
         raise ValueError(
             "nothing was compiled inside `with simplefsdp.inspect()`: nothing to match"
         )
+    if not any(graph.buckets for graph in graphs):
+        raise ValueError(
+            "measure: the compiled graphs have no buckets, so there is nothing to compare with a "
+            "run; use two ranks or more"
+        )
     step_fn()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():

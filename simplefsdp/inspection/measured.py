@@ -98,7 +98,8 @@ class MeasuredReport:
     @property
     def idle_us(self) -> float:
         """Time without compute and communication."""
-        return self.total_us - self.compute_us - self.exposed_us
+        # To a nanosecond: sums of spans differ in their last bits.
+        return round(max(0.0, self.total_us - self.compute_us - self.exposed_us), 3)
 
 
 def measure(profile: Profile) -> MeasuredReport:

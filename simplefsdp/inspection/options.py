@@ -125,6 +125,7 @@ def check(options: InspectOptions) -> Cluster:
     if (options.target is None) != (options.input is None):
         raise ValueError("--target module:function and --input module:function go together")
     _refuse_ignored(options)
+    _refuse_missing(options)
     least = {"--ranks": (options.ranks, 2), "--batch-size": (options.batch_size, 1)}
     least |= {"--tp": (options.tp, 1)}
     optional = {"--layers": (options.layers, 1), "--seq-len": (options.seq_len, 2)}
@@ -137,6 +138,15 @@ def check(options: InspectOptions) -> Cluster:
     for name in FILES:
         _check_writable(f"--{name}", getattr(options, name))
     return as_cluster(options.cluster)
+
+
+def _refuse_missing(options: InspectOptions) -> None:
+    for path in options.trace:
+        if not path.is_file():
+            raise ValueError(
+                f"--trace {path}: there is no such file; expected the JSON that a torch profiler's "
+                "export_chrome_trace wrote"
+            )
 
 
 def _refuse_ignored(options: InspectOptions) -> None:
