@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from inductor_passes.program import Bucket, Program
+from inductor_passes.program import Bucket, Collective, Program
 
 # Parts of a bucket of gathers and of one of reduces, and the window of gathers: the best for their
 # memory of all with up to four parts and windows up to three, for Llama 3 405B on 512 H100
@@ -35,11 +35,11 @@ def in_parts(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
     for gathers, reduces, window in SHAPES:
         found: list[Bucket] = []
         for bucket in buckets:
-            kind = _kind(program, bucket)
-            if kind == "gather":
-                found += _parts(bucket, program, gathers, window)
-            elif kind == "reduce":
-                found += _parts(bucket, program, reduces, REDUCE_WINDOW)
+            sent = _sent(program, bucket)
+            if sent[0].kind == "gather":
+                found += _parts(bucket, sent, gathers, window)
+            elif sent[0].kind == "reduce":
+                found += _parts(bucket, sent, reduces, REDUCE_WINDOW)
             else:
                 found.append(bucket)
         if found not in seen:
@@ -47,22 +47,22 @@ def in_parts(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
     return seen
 
 
-def _kind(program: Program, bucket: Bucket) -> str:
-    collective = program.ops[program.index[bucket.starts[0]]].collective
-    return collective.kind if collective is not None else "other"
+def _sent(program: Program, bucket: Bucket) -> list[Collective]:
+    collectives = (program.ops[program.index[name]].collective for name in bucket.starts)
+    return [c for c in collectives if c is not None]
 
 
-def _parts(bucket: Bucket, program: Program, n: int, window: int) -> Iterator[Bucket]:
-    """``bucket`` in up to ``n`` parts of about as many bytes."""
-    collectives = [program.ops[program.index[name]].collective for name in bucket.starts]
-    nbytes = [c.nbytes if c is not None else 0 for c in collectives]
+def _parts(bucket: Bucket, sent: Sequence[Collective], n: int, window: int) -> Iterator[Bucket]:
+    """``bucket``, of which each start sends one of ``sent``, in up to ``n`` parts of about as many
+    bytes."""
+    nbytes = sum(c.nbytes for c in sent)
     members: list[list[str]] = [[]]
     before = 0
-    for name, size in zip(bucket.starts, nbytes, strict=True):
-        if members[-1] and len(members) < n and before + size / 2 >= sum(nbytes) * len(members) / n:
+    for name, c in zip(bucket.starts, sent, strict=True):
+        if members[-1] and len(members) < n and before + c.nbytes / 2 >= nbytes * len(members) / n:
             members.append([])
         members[-1].append(name)
-        before += size
+        before += c.nbytes
     for i, names in enumerate(members):
         label = f"{bucket.label}/{i}" if len(members) > 1 else bucket.label
         yield Bucket(label, tuple(names), window)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,14 +31,18 @@ class Numbering:
 
     layers: str
 
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(rf"(?:^|(?<=\.)){re.escape(self.layers)}\.(\d+)(?=\.|$)")
+
     def of(self, fqn: str) -> int | None:
         """The number of the layer that a parameter is in."""
-        found = re.match(rf"{re.escape(self.layers)}\.(\d+)(?=\.|$)", fqn)
+        found = self._pattern.match(fqn)
         return int(found[1]) if found else None
 
     def moved(self, path: str, by: int, at_least: int = 0) -> str:
         """``path`` in a layer further on, if its number is ``at_least`` so much."""
-        found = re.search(rf"(?:^|(?<=\.)){re.escape(self.layers)}\.(\d+)(?=\.|$)", path)
+        found = self._pattern.search(path)
         if found is None or int(found[1]) < at_least:
             return path
         return f"{path[: found.start(1)]}{int(found[1]) + by}{path[found.end(1) :]}"

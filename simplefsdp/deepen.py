@@ -208,16 +208,16 @@ class _Deep:
         name = None
         if self.name_of is not None:
             name = self.name_of(node.name, self.layout.numbers[layer], self.numbers[deep])
-        made = self._input(node, name or self._name(node, deep))
-        made.meta = self._renumbered(node.meta, self.numbers[deep] - self.layout.numbers[layer])
+        by = self.numbers[deep] - self.layout.numbers[layer]
+        made = self._input(node, name or self._name(node, deep), by)
         self.at[Place(deep, member)] = made
         if deep in self.copies:
             self._renew(made, deep)
         return made
 
-    def _input(self, node: Node, name: str) -> Node:
+    def _input(self, node: Node, name: str, by: int = 0) -> Node:
         made = self.graph.create_node("placeholder", name, node.args, {}, name, node.type)
-        made.meta = dict(node.meta)
+        made.meta = self._renumbered(node.meta, by)
         return made
 
     def _name(self, node: Node, deep: int) -> str:
