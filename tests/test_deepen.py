@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
 
 from inductor_passes import fx
 from inductor_passes.presets import preset
@@ -20,7 +26,7 @@ from simplefsdp import _torch, simple_fsdp
 from simplefsdp.backend import fqn_of
 from simplefsdp.deepen import SHALLOW, deepen, trace_deep
 from simplefsdp.inspection.modules import modules_of_step
-from simplefsdp.models import CONFIGS, Llama, apply_tensor_parallel
+from simplefsdp.models import CONFIGS, Llama
 from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
 from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, trace
@@ -28,16 +34,12 @@ from simplefsdp.trace import TracedStep, trace
 DEPTH = SHALLOW + 2
 
 
-def _llama(mesh, depth, ac: ActivationCheckpointing, mode="fully_shard") -> tuple:
+def _llama(mesh, depth, ac: ActivationCheckpointing) -> tuple[TracedStep, nn.Module]:
     config = replace(CONFIGS["debug"], n_layers=depth)
     torch._dynamo.reset()
     with torch.device("meta"):
         model = Llama(config, activation_checkpointing=ac)
-    if mode == "tp":
-        apply_tensor_parallel(model, mesh["tp"])
-        simple_fsdp(model, mesh["dp"])
-    else:
-        simple_fsdp(model, mesh, mode=mode)
+    simple_fsdp(model, mesh, mode="hybrid_shard")
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         return trace(model, torch.zeros(2, 16, dtype=torch.long)), model
@@ -101,16 +103,16 @@ def _storages(gm) -> list[int | None]:
     return [first.setdefault(storage, len(first)) for storage in found]
 
 
-@pytest.mark.parametrize(("ac", "mode"), [("selective", "hybrid_shard"), ("full", "tp")])
-def test_it_is_the_step_that_is_traced(fake_mesh, ac, mode):
-    mesh = {
-        "hybrid_shard": lambda: fake_mesh(4, 2, names=("replicate", "shard")),
-        "tp": lambda: fake_mesh(4, 2, names=("dp", "tp")),
-    }[mode]()
-    shallow, small = _llama(mesh, SHALLOW, ac, mode)
-    traced, model = _llama(mesh, DEPTH, ac, mode)
-    whole = deepen(traced, "layers", DEPTH)  # which moves aliases, and nothing else
-    for ours, theirs in zip(whole[:2], traced[:2], strict=True):
+def test_it_is_the_step_that_is_traced(fake_mesh):
+    mesh = fake_mesh(4, 2, names=("replicate", "shard"))
+    _compare(lambda depth: _llama(mesh, depth, "selective"))
+
+
+def _compare(traced: Callable[[int], tuple[TracedStep, nn.Module]]) -> None:
+    shallow, small = traced(SHALLOW)
+    step, model = traced(DEPTH)
+    whole = deepen(step, "layers", DEPTH)  # which moves aliases, and nothing else
+    for ours, theirs in zip(whole[:2], step[:2], strict=True):
         counts = [
             Counter(str(n.target) for n in gm.graph.nodes if n.users) for gm in (ours, theirs)
         ]
@@ -127,20 +129,20 @@ def test_it_is_the_step_that_is_traced(fake_mesh, ac, mode):
 
 def test_too_shallow(fake_mesh):
     mesh = fake_mesh(8)
-    step, _ = _llama(mesh, 2, "none")
+    step, _ = _stack(mesh, [16] * 2)
     with pytest.raises(ValueError, match="layers: the traced step has 2 layers with parameters"):
         deepen(step, "layers", DEPTH)
     with pytest.raises(ValueError, match="blocks: the traced step has 0 layers"):
         deepen(step, "blocks", DEPTH)
     with pytest.raises(ValueError, match="layers: the traced step has 7 layers already, not 6"):
         deepen(_stack(mesh, [16] * SHALLOW)[0], "layers", SHALLOW - 1)
-    assert trace_deep(lambda depth: _llama(mesh, depth, "none"), "layers", 2)[0].fqns == step.fqns
+    assert trace_deep(lambda n: _stack(mesh, [16] * n), "layers", 2)[0].fqns == step.fqns
 
 
 class _Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(x).relu())
@@ -148,16 +150,22 @@ class _Layer(nn.Module):
 
 class _Stack(nn.Module):
     def __init__(
-        self, widths: Sequence[int], twice: bool = False, order: Sequence[int] | None = None
+        self,
+        widths: Sequence[int],
+        twice: bool = False,
+        order: Sequence[int] | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.layers, self.twice = nn.ModuleList(map(_Layer, widths)), twice
+        self.layers = nn.ModuleList(map(_Layer, widths))
+        self.twice, self.recompute = twice, recompute
         self.order = order or range(len(widths))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen = []
         for i in self.order:
-            x = self.layers[i](x)
+            layer = self.layers[i]
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
             seen.append(x)
         return x + seen[2] if self.twice else x
 
@@ -165,17 +173,27 @@ class _Stack(nn.Module):
 def _stack(mesh, widths: Sequence[int], **how) -> tuple[TracedStep, nn.Module]:
     torch._dynamo.reset()
     reshard = how.pop("reshard", True)
-    with FakeTensorMode():
+    with torch.device("meta"):
         model = _Stack(widths, **how)
-        simple_fsdp(model, mesh, reshard_after_forward=reshard)
+    if mesh.ndim == 2:
+        split = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for layer in model.layers:
+            parallelize_module(layer, mesh["tp"], split)
+        mesh = mesh["dp"]
+    simple_fsdp(model, mesh, reshard_after_forward=reshard)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
         return trace(model, torch.ones(2, 8)), model
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_any_model_with_a_list_of_layers(fake_mesh, reshard):
+def test_tensor_parallel_and_checkpointed(fake_mesh):
+    mesh = fake_mesh(4, 2, names=("dp", "tp"))
+    _compare(lambda depth: _stack(mesh, [16] * depth, recompute=True))
+
+
+def test_kept_from_forward_to_backward(fake_mesh):
     mesh = fake_mesh(8)
-    shallow, whole = (_stack(mesh, [16] * n, reshard=reshard)[0] for n in (SHALLOW, DEPTH))
-    _same(deepen(shallow, "layers", DEPTH), deepen(whole, "layers", DEPTH))
+    _compare(lambda depth: _stack(mesh, [16] * depth, reshard=False))
 
 
 def test_what_comes_behind_may_not_look_into_the_middle(fake_mesh):
@@ -196,7 +214,7 @@ def test_layers_in_another_order(fake_mesh, order, message):
     step, _ = _stack(fake_mesh(8), [16] * SHALLOW, order=order)
     if message is None:
         deep = deepen(step, "layers", DEPTH)
-        assert len(deep.fqns) == DEPTH * 4 and len(set(deep.fqns)) == DEPTH * 4
+        assert len(deep.fqns) == len(set(deep.fqns)) == DEPTH * 3
     else:
         with pytest.raises(ValueError, match=message):
             deepen(step, "layers", DEPTH)
@@ -209,4 +227,4 @@ def test_layers_that_are_not_alike_are_traced(fake_mesh, caplog):
     assert "layers are not alike in the traced graph" in caplog.text
     assert "tracing all 8 layers" in caplog.text
     _, model = _stack(mesh, widths)
-    assert len(step.fqns) == 4 * len(widths) and nbytes == local_nbytes(model.parameters())
+    assert len(step.fqns) == 3 * len(widths) and nbytes == local_nbytes(model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from graphs import STARTS, Captured, calls, capture, gathers, reduces
 from torch import nn
+from torch._inductor.async_compile import AsyncCompile
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -268,7 +270,9 @@ def test_reads_with_and_without_gradients_share_one_gather(fake_mesh, recompute)
 
 
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
-def test_ranks_agree_on_the_order_of_collectives(fake_mesh, executor):
+def test_ranks_agree_on_the_order_of_collectives(fake_mesh, executor, monkeypatch):
+    # It is the graphs that count: no kernel is compiled.
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *args: None)
     orders = set()
     for rank in (0, 3):  # 3 holds smaller and empty shards
         torch._dynamo.reset()
@@ -329,9 +333,10 @@ def test_no_grad_graph_has_gathers_only(fake_mesh):
 
 @pytest.mark.parametrize("activation_checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
-def test_the_debug_llama(fake_mesh, reshard, activation_checkpointing):
+def test_a_llama(fake_mesh, reshard, activation_checkpointing):
+    config = replace(CONFIGS["debug"], n_layers=2)
     with torch.device("meta"):
-        model = Llama(CONFIGS["debug"], activation_checkpointing=activation_checkpointing)
+        model = Llama(config, activation_checkpointing=activation_checkpointing)
     init_weights(simple_fsdp(model, fake_mesh(2), reshard_after_forward=reshard))
     with capture() as captured:
         compiled = torch.compile(
@@ -339,7 +344,7 @@ def test_the_debug_llama(fake_mesh, reshard, activation_checkpointing):
         )
         compiled(torch.zeros(1, 16, dtype=torch.int64)).sum().backward()
     parameters = sorted(fqn for fqn, _ in model.named_parameters())
-    assert len(parameters) == 57
+    assert len(parameters) == 21
     assert sorted(gathers(captured.forward[0])) == parameters
     assert sorted(reduces(captured.backward[0])) == parameters
     again = gathers(captured.backward[0])

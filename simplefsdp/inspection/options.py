@@ -21,9 +21,9 @@ really exposed: torch profiler's JSON, or what --perfetto wrote.
 
 torch-manual and torch-auto (of torch 2.13) are PyTorch's own passes on the same graph.
 
-examples (without --layers the whole model is traced: 8b takes a minute):
+examples (without --layers all of the model is planned: 8b takes a minute):
   simplefsdp inspect --model 8b --layers 2 --ranks 64 --cluster h100 --bucketing auto --compare none manual torch-auto
-  simplefsdp inspect --model debug --ranks 4 --cluster cpu-gloo --seq-len 128 --batch-size 2 --json report.json
+  simplefsdp inspect --model debug --layers 2 --ranks 4 --cluster cpu-gloo --seq-len 128 --batch-size 2 --json report.json
   simplefsdp inspect --model 8b --layers 1 --ranks 8 --bucketing manual --diff --graph graphs.txt
   simplefsdp inspect --model 8b --layers 1 --ranks 64 --compare manual --html report.html
   simplefsdp inspect --model debug --layers 1 --ranks 8 --bucketing none --perfetto trace.json
