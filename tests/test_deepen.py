@@ -105,13 +105,13 @@ def _storages(gm) -> list[int | None]:
 
 def test_it_is_the_step_that_is_traced(fake_mesh):
     mesh = fake_mesh(4, 2, names=("replicate", "shard"))
-    _compare(lambda depth: _llama(mesh, depth, "selective"))
+    _compare(lambda depth: _llama(mesh, depth, "selective"), SHALLOW + 1)
 
 
-def _compare(traced: Callable[[int], tuple[TracedStep, nn.Module]]) -> None:
+def _compare(traced: Callable[[int], tuple[TracedStep, nn.Module]], depth: int = DEPTH) -> None:
     shallow, small = traced(SHALLOW)
-    step, model = traced(DEPTH)
-    whole = deepen(step, "layers", DEPTH)  # which moves aliases, and nothing else
+    step, model = traced(depth)
+    whole = deepen(step, "layers", depth)  # which moves aliases, and nothing else
     for ours, theirs in zip(whole[:2], step[:2], strict=True):
         counts = [
             Counter(str(n.target) for n in gm.graph.nodes if n.users) for gm in (ours, theirs)
@@ -119,7 +119,7 @@ def _compare(traced: Callable[[int], tuple[TracedStep, nn.Module]]) -> None:
         assert {k: v for k, v in counts[0].items() if "primals" not in k} == {
             k: v for k, v in counts[1].items() if "primals" not in k
         }
-    deep, nbytes = trace_deep(lambda depth: (shallow, small), "layers", DEPTH)
+    deep, nbytes = trace_deep(lambda _: (shallow, small), "layers", depth)
     assert nbytes == local_nbytes(model.parameters())
     _same(deep, whole)
     for ours, theirs in zip(deep[:2], whole[:2], strict=True):

@@ -195,7 +195,6 @@ def test_lanes():
     wire = lanes_of(timeline)["dp"]
     assert (wire.busy_us(0, 100), wire.busy_us(25, 30), wire.idle_us(0, 30)) == (25, 5, 20)
     assert wire.idle_before(60, 20) == 15
-    assert wire.idle_intervals(55) == [(0, 20), (45, 55)]
     assert Lane([]).idle_us(3, 5) == 2
     assert [span.op for span in lanes_of(timeline)["compute"].overlapping(10, 45)] == ["f2"]
 

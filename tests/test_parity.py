@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from zoo import Zoo, batch, loss_of
+from zoo import Small, Zoo, batch, loss_of
 
 from simplefsdp import clip_grad_norm_, simple_fsdp
 
@@ -61,9 +61,9 @@ def compile_for(model: nn.Module, executor: str) -> nn.Module:
     return torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
 
 
-def compare_with_one_process(mode, precision, reshard, executor, **kind):
+def compare_with_one_process(mode, precision, reshard, executor, build=Zoo, **kind):
     torch.manual_seed(1)
-    plain = Zoo(**{"mixed": False, **kind})
+    plain = build(**{"mixed": False, **kind})
     model = copy.deepcopy(plain)
     policy = POLICIES[precision]
     simple_fsdp(model, mesh_for(mode), mode=mode, mp_policy=policy, reshard_after_forward=reshard)
@@ -135,14 +135,14 @@ def test_compiled_graphs_equal_one_process(pools, ranks, mode, precision, reshar
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mode", "precision", "reshard"),
+    ("ranks", "mode", "precision", "reshard", "build"),
     [
-        (2, "fully_shard", "fp32", False),
-        (4, "hybrid_shard", "bf16", True),
+        (2, "fully_shard", "fp32", False, Zoo),
+        (4, "hybrid_shard", "bf16", True, Small),
     ],
 )
-def test_generated_code_equals_one_process(pools, ranks, mode, precision, reshard):
-    arguments = (mode, precision, reshard, "inductor")
+def test_generated_code_equals_one_process(pools, ranks, mode, precision, reshard, build):
+    arguments = (mode, precision, reshard, "inductor", build)
     pools(ranks).run(compare_with_one_process, *arguments, timeout=300)
 
 

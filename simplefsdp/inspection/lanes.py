@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from inductor_passes.program import Program
 from inductor_passes.simulate import Span, Timeline
@@ -56,11 +56,6 @@ class Lane:
             idle_us -= max(0.0, gap)
             end = span.begin_us
         return max(0.0, end - idle_us)
-
-    def idle_intervals(self, total_us: float) -> list[tuple[float, float]]:
-        """When it stands still between 0 and ``total_us``."""
-        edges = [(0.0, 0.0), *zip(self._begins, self._ends, strict=True), (total_us, total_us)]
-        return [(a, b) for (_, a), (b, _) in pairwise(edges) if b > a]
 
     def _busy_until(self, us: float) -> float:
         n = bisect_left(self._begins, us)

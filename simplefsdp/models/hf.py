@@ -22,11 +22,6 @@ def to_hf_name(fqn: str) -> str:
     return fqn if fqn.startswith("lm_head.") else f"model.{fqn}"
 
 
-def from_hf_name(name: str) -> str:
-    """Our FQN of the parameter `name` of `transformers`' LlamaForCausalLM."""
-    return name.removeprefix("model.")
-
-
 def to_hf_config(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """The contents of `config.json`, with the keys of Meta's own Llama 3 repositories.
 
