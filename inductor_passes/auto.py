@@ -11,9 +11,9 @@ from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.chain import Chain, chain_of, coarsen
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import rank_invariant
-from inductor_passes.parts import in_parts
 from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.program import Bucket, Program, ProgramError
+from inductor_passes.regular import in_parts, joined, sent_on
 from inductor_passes.schedule import Schedule, buckets_of, singles
 from inductor_passes.walk import Limits, Search
 from inductor_passes.wire import Wire
@@ -39,9 +39,10 @@ def plan_auto(
     """The buckets and windows that make one graph fast.
 
     Plans are merged, ordered and simulated: first the buckets of
-    :func:`~inductor_passes.buckets.assign_by_module`; if they do not fit, these in parts; these
-    with the first or the last one smaller; then what a search of the chain finds. No more are made
-    once one that fits takes at most 0.5 % longer than the lower bound. Of those that fit and take
+    :func:`~inductor_passes.buckets.assign_by_module`; if they do not fit, these in parts; if
+    all-reduces send on what is reduced, these with reduces waited for early; these with the first
+    or the last one smaller; then what a search of the chain finds. No more are made once one that
+    fits takes at most 0.5 % longer than the lower bound. Of those that fit and take
     at most 0.5 % longer than the fastest, it is that by module if that is one of them, else the one
     with the fewest buckets: costs that differ a little give one plan.
 
@@ -125,6 +126,8 @@ def _vary(found: _Found, manual: Plan, chain: Chain) -> None:
     """Add plans like ``manual``, until one is so close to the bound that no other matters."""
     fits = manual.peak_nbytes <= found.budget_nbytes
     shapes = [] if fits else in_parts(manual.buckets, found.program)
+    shapes += sent_on(manual.buckets, found.program)
+    shapes += joined(manual.buckets, found.program)
     for buckets in (*shapes, *_edges_split(manual.buckets, chain)):
         if not found.is_within(CLOSE):
             found.add(buckets)

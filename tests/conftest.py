@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -53,6 +54,12 @@ def fake_mesh() -> Iterator[Callable[..., DeviceMesh]]:
     yield make
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: the collector, which compilers keep busy, need not walk it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

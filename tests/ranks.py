@@ -8,6 +8,7 @@ that hangs is killed.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -83,6 +84,7 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], pipe: Connec
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # as in conftest.py
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size

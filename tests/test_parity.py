@@ -157,8 +157,9 @@ def compare_resharding_by_plan():
     assert gathers(captured.forward[0]) and not gathers(captured.backward[0])
 
 
-def test_resharding_by_plan(pools):
-    pools(4).run(compare_resharding_by_plan)
+@pytest.mark.parametrize("ranks", [2])
+def test_resharding_by_plan(pools, ranks):
+    pools(ranks).run(compare_resharding_by_plan)
 
 
 def compare_variant(executor, kind):

@@ -1,18 +1,19 @@
-"""Buckets in parts: what they are, and that they fit where whole modules do not."""
+"""Regular plans: what they are, and that they are better where those by module fall short."""
 
 from __future__ import annotations
 
 import pytest
+from layered import KINDS, layered
 from programs import layers
 
-from inductor_passes import auto, parts
+from inductor_passes import auto, regular
 from inductor_passes.auto import plan_auto
 from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.cost import LinearCost
 from inductor_passes.invariant import rank_invariant
-from inductor_passes.parts import in_parts
 from inductor_passes.plan import evaluate
 from inductor_passes.program import Bucket
+from inductor_passes.regular import in_parts, joined, sent_on
 from inductor_passes.text import parse
 
 SIZES = (10, 10, 60, 10, 10)
@@ -94,6 +95,68 @@ def test_where_modules_do_not_fit_parts_do(monkeypatch, reduced):
     assert budget < 0.9 * manual.peak_nbytes
     monkeypatch.setattr(auto, "SEARCHES", ())
     found = plan_auto(program, cost, fqns, budget_nbytes=budget)
-    monkeypatch.setattr(parts, "SHAPES", ())
+    monkeypatch.setattr(regular, "SHAPES", ())
     without = plan_auto(program, cost, fqns, budget_nbytes=budget)
     assert found.peak_nbytes <= budget and found.step_us < 0.95 * without.step_us
+
+
+def _all_regular(buckets, program):
+    return [shape for make in (in_parts, joined, sent_on) for shape in make(buckets, program)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_regular_plans_can_be_made(kind):
+    """Each sends the same, in buckets of one kind, group, op and dtype, in some legal order."""
+    program, cost, fqns = layered(3, 9, kind)
+    manual = plan_buckets(program, assign_by_module(fqns))
+    shapes = _all_regular(manual, program)
+    assert bool(sent_on(manual, program)) == (kind in ("hybrid",))
+    for buckets in shapes:
+        assert sorted(s for b in buckets for s in b.starts) == sorted(
+            s for b in manual for s in b.starts
+        )
+        for bucket in buckets:
+            sent = [program.ops[program.index[name]].collective for name in bucket.starts]
+            assert len({(c.kind, c.group, c.reduce_op, c.dtype) for c in sent}) == 1
+        assert evaluate(program, cost, buckets, 0.0) is not None
+
+
+def test_joined_but_for_what_nothing_hides():
+    program = parse(layers(9, "backward"))
+    fqns = list(dict.fromkeys(f for _, op in program.starts() for f in op.collective.fqns))
+    shapes = joined(plan_buckets(program, assign_by_module(fqns)), program)
+    sizes = [
+        [len(b.starts) for b in buckets if b.starts[0][0] == kind]
+        for buckets in shapes
+        for kind in "gr"
+    ]
+    assert sizes == [[1, 2, 2, 2, 2], [1] * 9, [1, 4, 4], [4, 4, 1]]
+
+
+def _hybrid(n: int) -> tuple[str, list[str]]:
+    """Backward of ``n`` layers whose reduced gradients are all-reduced; all is launched late."""
+    lines = ["input x: 8"]
+    for k in reversed(range(n)):
+        lines += [
+            f"compute c{k}(x) -> d{k}: 64",
+            f"start r{k}(d{k}) -> s{k}: 16 | reduce group=dp ranks=4 nbytes=64 dtype=f32 op=sum "
+            f"fqns=layers.{k}.weight",
+            f"wait q{k}(s{k}) -> t{k}: 16 @s{k}",
+            f"start a{k}(t{k}) -> u{k}: 16 | all_reduce group=copies ranks=2 nbytes=16 dtype=f32 "
+            f"op=sum fqns=layers.{k}.weight",
+            f"wait b{k}(u{k}) -> v{k}: 16 @u{k}",
+            f"output v{k}",
+        ]
+    return "\n".join(lines), [f"layers.{k}.weight" for k in range(n)]
+
+
+def test_what_is_sent_on_goes_sooner():
+    text, fqns = _hybrid(8)
+    program, cost = parse(text), LinearCost(6, link_gb_s=1e3, op_us={f"c{k}": 10 for k in range(8)})
+    manual = plan_buckets(program, assign_by_module(fqns))
+    late = evaluate(program, cost, manual, 0.0)
+    for buckets in sent_on(manual, program):
+        soon = evaluate(program, cost, buckets, 0.0)
+        # One all-reduce of 6 us less is left at the end.
+        assert soon.step_us == pytest.approx(late.step_us - 6, abs=0.1)
+        assert soon.peak_nbytes <= late.peak_nbytes
