@@ -39,10 +39,10 @@ def plan_auto(
     """The buckets and windows that make one graph fast.
 
     Plans are merged, ordered and simulated: first the buckets of
-    :func:`~inductor_passes.buckets.assign_by_module`; if they do not fit, these in parts; if
-    all-reduces send on what is reduced, these with reduces waited for early; these with the first
-    or the last one smaller; then what a search of the chain finds. No more are made once one that
-    fits takes at most 0.5 % longer than the lower bound. Of those that fit and take
+    :func:`~inductor_passes.buckets.assign_by_module`; then regular plans like it
+    (:mod:`inductor_passes.regular`); it with the first or the last bucket smaller; then what a
+    search of the chain finds. No more are made once one that fits takes at most 0.5 % longer than
+    the lower bound. Of those that fit and take
     at most 0.5 % longer than the fastest, it is that by module if that is one of them, else the one
     with the fewest buckets: costs that differ a little give one plan.
 
@@ -79,7 +79,7 @@ def plan_auto(
     if budget_nbytes is None:
         budget_nbytes = default_budget(manual, least, device_nbytes)
     found.budget_nbytes = budget_nbytes
-    _vary(found, manual, fine)
+    _vary(found, manual, fine, fqns)
     _search(found, least, fine, fqns, limits or Limits())
     if not found.fitting:
         smallest = min(found.plans, key=lambda plan: plan.peak_nbytes)
@@ -122,15 +122,16 @@ class _Found:
         return fastest <= factor * self.bound_us
 
 
-def _vary(found: _Found, manual: Plan, chain: Chain) -> None:
+def _vary(found: _Found, manual: Plan, chain: Chain, fqns: Sequence[str]) -> None:
     """Add plans like ``manual``, until one is so close to the bound that no other matters."""
+    buckets, program = manual.buckets, found.program
     fits = manual.peak_nbytes <= found.budget_nbytes
-    shapes = [] if fits else in_parts(manual.buckets, found.program)
-    shapes += sent_on(manual.buckets, found.program)
-    shapes += joined(manual.buckets, found.program)
-    for buckets in (*shapes, *_edges_split(manual.buckets, chain)):
+    shapes = [*sent_on(buckets, program), *joined(buckets, program, fqns)]
+    if not fits:  # nor do larger ones
+        shapes = [*in_parts(buckets, program), *sent_on(buckets, program)]
+    for shape in (*shapes, *_edges_split(buckets, chain)):
         if not found.is_within(CLOSE):
-            found.add(buckets)
+            found.add(shape)
 
 
 def _search(found: _Found, least: Plan, fine: Chain, fqns: Sequence[str], limits: Limits) -> None:

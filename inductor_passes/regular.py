@@ -18,8 +18,9 @@ modules send on is left at the end, where nothing hides it; parts of them can go
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from inductor_passes.merge import bucket_class
 from inductor_passes.program import Bucket, Collective, Program
 
 # Parts of a bucket of gathers and of one of reduces, and the window of gathers: the best for their
@@ -37,11 +38,11 @@ SHAPES = (
     (4, 2, 3),
 )
 REDUCE_WINDOW = -2
-# How many modules are the last ones, and parts of their reduces and all-reduces: the best of all
-# with up to 3, 9 and 3 for Llama 3 8B on 64 B200 (benchmarks/LOG.md) after the simplest.
+# How many buckets are the last ones, and parts of their reduces and all-reduces: the simplest, and
+# the best of those tried for Llama 3 8B on 64 B200 (benchmarks/LOG.md).
 ENDS = ((0, 1, 1), (3, 3, 2))
-# Modules of a bucket of gathers and of one of reduces: the best of all with up to eight for Llama 3
-# 70B with tensor parallelism on 64 H100 and B200 (benchmarks/LOG.md).
+# Buckets of gathers and of reduces that are joined to one: the best of those tried for Llama 3 70B
+# with tensor parallelism on 64 H100 and B200 (benchmarks/LOG.md).
 MODULES = ((2, 1), (4, 4))
 
 
@@ -63,56 +64,62 @@ def in_parts(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
     return seen
 
 
-def joined(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
-    """``buckets`` of several modules each, in the order of :data:`MODULES`, but for the first
-    gather and the last reduce, which nothing hides."""
-    alike: defaultdict[tuple[str, ...], list[Bucket]] = defaultdict(list)
-    for bucket in sorted(buckets, key=lambda b: program.index[b.starts[-1]]):
-        c = _sent(program, bucket)[0]
-        alike[c.kind, c.group, c.reduce_op, c.dtype].append(bucket)
-    found = []
+def joined(buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]) -> list[list[Bucket]]:
+    """``buckets`` of gathers and reduces joined, in the order of :data:`MODULES`, but for the first
+    gather and the last reduce (of each group and dtype), which nothing hides.
+
+    Members travel in the order of ``fqns``, as in all plans.
+    """
+    alike: defaultdict[tuple[object, ...], list[Bucket]] = defaultdict(list)
+    for bucket in sorted(buckets, key=lambda b: _turn(b, program)):
+        alike[bucket_class(_sent(program, bucket)[0])].append(bucket)
+    place = {fqn: i for i, fqn in enumerate(fqns)}
+    found: list[list[Bucket]] = []
     for gathered, reduced in MODULES:
         together: list[Bucket] = []
         for (kind, *_), same in alike.items():
             first = 1 if kind == "gather" else 0
             last = len(same) - 1 if kind == "reduce" else len(same)
-            n = {"gather": gathered, "reduce": reduced}.get(kind, 1)
+            n = {"gather": gathered, "reduce": reduced}.get(str(kind), 1)
             runs = [same[i : min(i + n, last)] for i in range(first, last, n)]
-            together += [*same[:first], *map(_join, runs), *same[last:]]
-        found.append(together)
+            together += same[:first]
+            together += [_join(run, program, place) if run[1:] else run[0] for run in runs]
+            together += same[last:]
+        if len(together) < len(buckets) and together not in found:
+            found.append(together)
     return found
 
 
-def _join(buckets: Sequence[Bucket]) -> Bucket:
-    label = "+".join(bucket.label for bucket in buckets)
-    return Bucket(label, tuple(name for b in buckets for name in b.starts), buckets[0].window)
+def _turn(bucket: Bucket, program: Program) -> int:
+    """Where its first gather is due, or its last gradient is ready."""
+    places = [program.index[name] for name in bucket.starts]
+    return min(places) if _sent(program, bucket)[0].kind == "gather" else max(places)
+
+
+def _join(buckets: Sequence[Bucket], program: Program, place: Mapping[str, int]) -> Bucket:
+    sent = {n: c for b in buckets for n, c in zip(b.starts, _sent(program, b), strict=True)}
+    names = sorted(sent, key=lambda n: min(place.get(f, len(place)) for f in sent[n].fqns))
+    return Bucket("+".join(bucket.label for bucket in buckets), tuple(names), buckets[0].window)
 
 
 def sent_on(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
     """``buckets`` with reduces waited for early, in the order of :data:`ENDS`; none if there are no
-    all-reduces to send on what is reduced."""
+    all-reduces beside reduces, which send on what is reduced."""
     kinds = [_sent(program, bucket)[0].kind for bucket in buckets]
     if not {"reduce", "all_reduce"} <= set(kinds):
         return []
-    order = sorted(range(len(buckets)), key=lambda i: program.index[buckets[i].starts[-1]])
+    order = sorted(range(len(buckets)), key=lambda i: _turn(buckets[i], program))
     reduces, all_reduces = ([i for i in order if kinds[i] == k] for k in ("reduce", "all_reduce"))
-    found = []
+    found: list[list[Bucket]] = []
     for last, parts, parts_sent_on in ENDS:
-        parts_of = dict.fromkeys(reduces, 1)
-        parts_of |= dict.fromkeys(reduces[len(reduces) - last :], parts)
-        parts_of |= dict.fromkeys(all_reduces[len(all_reduces) - last :], parts_sent_on)
-        found.append(
-            [
-                part
-                for i, bucket in enumerate(buckets)
-                for part in _parts(
-                    bucket,
-                    _sent(program, bucket),
-                    parts_of.get(i, 1),
-                    1 if kinds[i] == "reduce" else bucket.window,
-                )
-            ]
-        )
+        parts_of = dict.fromkeys(reduces[max(0, len(reduces) - last) :], parts)
+        parts_of |= dict.fromkeys(all_reduces[max(0, len(all_reduces) - last) :], parts_sent_on)
+        shape: list[Bucket] = []
+        for i, bucket in enumerate(buckets):
+            window = 1 if kinds[i] == "reduce" else bucket.window
+            shape += _parts(bucket, _sent(program, bucket), parts_of.get(i, 1), window)
+        if shape not in found:
+            found.append(shape)
     return found
 
 

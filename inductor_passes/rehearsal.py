@@ -100,10 +100,11 @@ def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]
 
 
 def room_nbytes(program: Program, cluster: Cluster) -> int:
-    """What a device has beside the shards of parameters and of AdamW's two moments, all fp32.
+    """What a device has beside shards: of parameters, of gradients, and AdamW's two moments.
 
-    Gradients are in the program, as it makes them; those that are kept from an earlier backward,
-    to be added to, are not known here. A tenth of the device is left for its context,
+    All fp32, and gradients from the first to the last, though backward makes them one by one: in
+    what plans are made from they take no bytes (:mod:`inductor_passes.invariant`). Whole parameters
+    that are only all-reduced are not counted. A tenth of the device is left for its context,
     communication's own buffers and fragmentation, which is an estimate. What all ranks share tells
     the size of a shard.
     """
@@ -112,7 +113,7 @@ def room_nbytes(program: Program, cluster: Cluster) -> int:
         for _, c in _collectives(program)
         if c.fqns and c.kind in ("gather", "reduce")
     }
-    return int(_USABLE * cluster.memory_gb * 1e9) - 3 * 4 * sum(elements.values())
+    return int(_USABLE * cluster.memory_gb * 1e9) - 4 * 4 * sum(elements.values())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,11 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
 from torch.fx import GraphModule, Node
 
 import simplefsdp.backend
@@ -41,6 +45,19 @@ def capture() -> Iterator[Captured]:
         yield captured
     finally:
         simplefsdp.backend._observe = original
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Let Inductor generate code, but compile no kernel: nothing computes, nothing is cached."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *args: None)
+    try:
+        with config.patch(fx_graph_cache=False):
+            yield
+    finally:
+        patch.undo()
+        PyCodeCache.cache_clear()
 
 
 def calls(gm: GraphModule, *targets: object) -> list[Node]:

@@ -84,6 +84,7 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], pipe: Connec
     import torch
     import torch.distributed as dist
 
+    gc.collect()
     gc.freeze()  # as in conftest.py
     torch.set_num_threads(1)
     dist.init_process_group(

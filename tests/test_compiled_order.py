@@ -12,9 +12,8 @@ from typing import NamedTuple, get_args
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import no_kernels
 from test_fx_adapter import copied
-from torch._inductor import config
-from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, Node
 
@@ -159,9 +158,7 @@ def compile_step(mesh, n_layers: int = len(LAYERS), **options) -> Compiled:
 
     log, handler = logging.getLogger("simplefsdp"), Lines()
     level = log.level
-    with pytest.MonkeyPatch.context() as patch, config.patch(fx_graph_cache=False):
-        # It is the order of the calls that counts here: no kernel is compiled, none computes.
-        patch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *args: None)
+    with pytest.MonkeyPatch.context() as patch, no_kernels():
         recorder = Recorder(patch)
         log.addHandler(handler)
         log.setLevel(logging.INFO)

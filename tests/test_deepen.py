@@ -10,11 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.utils.checkpoint import checkpoint
 
 from inductor_passes import fx
@@ -26,7 +21,7 @@ from simplefsdp import _torch, simple_fsdp
 from simplefsdp.backend import fqn_of
 from simplefsdp.deepen import SHALLOW, deepen, trace_deep
 from simplefsdp.inspection.modules import modules_of_step
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS, Llama, apply_tensor_parallel
 from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
 from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, trace
@@ -39,7 +34,8 @@ def _llama(mesh, depth, ac: ActivationCheckpointing) -> tuple[TracedStep, nn.Mod
     torch._dynamo.reset()
     with torch.device("meta"):
         model = Llama(config, activation_checkpointing=ac)
-    simple_fsdp(model, mesh, mode="hybrid_shard")
+    apply_tensor_parallel(model, mesh["tp"])
+    simple_fsdp(model, mesh["dp"])
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         return trace(model, torch.zeros(2, 16, dtype=torch.long)), model
@@ -104,7 +100,7 @@ def _storages(gm) -> list[int | None]:
 
 
 def test_it_is_the_step_that_is_traced(fake_mesh):
-    mesh = fake_mesh(4, 2, names=("replicate", "shard"))
+    mesh = fake_mesh(4, 2, names=("dp", "tp"))
     _compare(lambda depth: _llama(mesh, depth, "selective"), SHALLOW + 1)
 
 
@@ -175,19 +171,15 @@ def _stack(mesh, widths: Sequence[int], **how) -> tuple[TracedStep, nn.Module]:
     reshard = how.pop("reshard", True)
     with torch.device("meta"):
         model = _Stack(widths, **how)
-    if mesh.ndim == 2:
-        split = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        for layer in model.layers:
-            parallelize_module(layer, mesh["tp"], split)
-        mesh = mesh["dp"]
-    simple_fsdp(model, mesh, reshard_after_forward=reshard)
+    mode = "fully_shard" if mesh.ndim == 1 else "hybrid_shard"
+    simple_fsdp(model, mesh, mode=mode, reshard_after_forward=reshard)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         return trace(model, torch.ones(2, 8)), model
 
 
-def test_tensor_parallel_and_checkpointed(fake_mesh):
-    mesh = fake_mesh(4, 2, names=("dp", "tp"))
+def test_hybrid_and_checkpointed(fake_mesh):
+    mesh = fake_mesh(4, 2, names=("replicate", "shard"))
     _compare(lambda depth: _stack(mesh, [16] * depth, recompute=True))
 
 

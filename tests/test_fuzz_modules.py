@@ -144,17 +144,21 @@ def random_options(rng: random.Random, model: Fuzzed) -> dict[str, Any]:
     }
 
 
+MODES = ["fully_shard", "hybrid_shard", "replicate"]
+SEEDS = (0, 2, 3, 4, 5, 7, 9, 10, 11, 28)  # what they draw is checked below
+
+
 def launches(program: Program) -> int:
     return sum(op.collective.kind != "other" for _, op in program.starts())
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_module(fake_mesh, monkeypatch, caplog, seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = Fuzzed(rng)
     options = random_options(rng, model)
-    mode = ["fully_shard", "hybrid_shard", "replicate"][seed % 3]
+    mode = MODES[seed % 3]
     policy = rng.choice(
         [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy()]
     )
@@ -184,9 +188,15 @@ def test_random_module(fake_mesh, monkeypatch, caplog, seed):
         assert same_numbers(*graphs)
 
 
-def test_the_modules_are_of_every_kind():
-    kinds = set()
-    for seed in range(9):
+def test_the_modules_and_options_are_of_every_kind():
+    kinds, combined, layouts = set(), set(), set()
+    for seed in SEEDS:
         rng = random.Random(seed)
-        kinds |= {m.kind for m in Fuzzed(rng).modules() if isinstance(m, Leaf)}
+        model = Fuzzed(rng)
+        kinds |= {m.kind for m in model.modules() if isinstance(m, Leaf)}
+        options = random_options(rng, model)
+        combined.add((MODES[seed % 3], options["bucketing"]))
+        layouts.add((MODES[seed % 3], options["layout"]))
     assert len(kinds) == 9
+    assert {(mode, b) for mode in MODES for b in ("manual", "auto")} < combined
+    assert {("fully_shard", "coalesced"), ("fully_shard", "flat")} < layouts

@@ -11,6 +11,7 @@ from inductor_passes.auto import plan_auto
 from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.cost import LinearCost
 from inductor_passes.invariant import rank_invariant
+from inductor_passes.merge import bucket_class
 from inductor_passes.plan import evaluate
 from inductor_passes.program import Bucket
 from inductor_passes.regular import in_parts, joined, sent_on
@@ -100,8 +101,12 @@ def test_where_modules_do_not_fit_parts_do(monkeypatch, reduced):
     assert found.peak_nbytes <= budget and found.step_us < 0.95 * without.step_us
 
 
-def _all_regular(buckets, program):
-    return [shape for make in (in_parts, joined, sent_on) for shape in make(buckets, program)]
+def _regular(buckets, program, fqns):
+    return [
+        *in_parts(buckets, program),
+        *sent_on(buckets, program),
+        *joined(buckets, program, fqns),
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,54 +114,92 @@ def test_regular_plans_can_be_made(kind):
     """Each sends the same, in buckets of one kind, group, op and dtype, in some legal order."""
     program, cost, fqns = layered(3, 9, kind)
     manual = plan_buckets(program, assign_by_module(fqns))
-    shapes = _all_regular(manual, program)
-    assert bool(sent_on(manual, program)) == (kind in ("hybrid",))
+    shapes = _regular(manual, program, fqns)
+    assert bool(sent_on(manual, program)) == (kind == "hybrid")
+    assert bool(joined(manual, program, fqns)) == (kind != "replicate")
     for buckets in shapes:
         assert sorted(s for b in buckets for s in b.starts) == sorted(
             s for b in manual for s in b.starts
         )
         for bucket in buckets:
             sent = [program.ops[program.index[name]].collective for name in bucket.starts]
-            assert len({(c.kind, c.group, c.reduce_op, c.dtype) for c in sent}) == 1
+            assert len({bucket_class(c) for c in sent}) == 1
         assert evaluate(program, cost, buckets, 0.0) is not None
+
+
+def fqns_of(program) -> list[str]:
+    return sorted({f for _, op in program.starts() for f in op.collective.fqns})
 
 
 def test_joined_but_for_what_nothing_hides():
     program = parse(layers(9, "backward"))
-    fqns = list(dict.fromkeys(f for _, op in program.starts() for f in op.collective.fqns))
-    shapes = joined(plan_buckets(program, assign_by_module(fqns)), program)
+    manual = plan_buckets(program, assign_by_module(fqns_of(program)))
+    shapes = joined(manual, program, fqns_of(program))
     sizes = [
         [len(b.starts) for b in buckets if b.starts[0][0] == kind]
         for buckets in shapes
         for kind in "gr"
     ]
     assert sizes == [[1, 2, 2, 2, 2], [1] * 9, [1, 4, 4], [4, 4, 1]]
+    assert shapes[0][1].starts == ("g6", "g7"), "in the order of the parameters"
+    assert joined(manual[:2], program, fqns_of(program)) == []
 
 
-def _hybrid(n: int) -> tuple[str, list[str]]:
-    """Backward of ``n`` layers whose reduced gradients are all-reduced; all is launched late."""
+def test_where_the_wire_is_as_busy_as_compute_modules_are_joined(monkeypatch):
+    """A gather takes 6 us and 10 a layer, whose compute takes 14: joined, two take 26 of 28."""
+    program = parse(layers(16, "forward"))
+    cost = LinearCost(6, link_gb_s=64e-4, op_us={f"mm{k}": 14 for k in range(16)})
+    monkeypatch.setattr(auto, "SEARCHES", ())
+    found = plan_auto(program, cost, fqns_of(program), budget_nbytes=1e9)
+    monkeypatch.setattr(regular, "MODULES", ())
+    without = plan_auto(program, cost, fqns_of(program), budget_nbytes=1e9)
+    assert found.step_us < without.step_us - 10
+
+
+def hybrid(n: int) -> str:
+    """Backward of ``n`` layers of three parameters; what is reduced is all-reduced."""
     lines = ["input x: 8"]
-    for k in reversed(range(n)):
+    for name in (f"{k}_{i}" for k in reversed(range(n)) for i in range(3)):
+        fqn = f"layers.{name.replace('_', '.p')}"
         lines += [
-            f"compute c{k}(x) -> d{k}: 64",
-            f"start r{k}(d{k}) -> s{k}: 16 | reduce group=dp ranks=4 nbytes=64 dtype=f32 op=sum "
-            f"fqns=layers.{k}.weight",
-            f"wait q{k}(s{k}) -> t{k}: 16 @s{k}",
-            f"start a{k}(t{k}) -> u{k}: 16 | all_reduce group=copies ranks=2 nbytes=16 dtype=f32 "
-            f"op=sum fqns=layers.{k}.weight",
-            f"wait b{k}(u{k}) -> v{k}: 16 @u{k}",
-            f"output v{k}",
+            f"compute c{name}(x) -> d{name}: 64",
+            f"start r{name}(d{name}) -> s{name}: 16 | reduce group=dp ranks=4 nbytes=64 dtype=f32 "
+            f"op=sum fqns={fqn}",
+            f"wait q{name}(s{name}) -> t{name}: 16 @s{name}",
+            f"start a{name}(t{name}) -> u{name}: 16 | all_reduce group=copies ranks=2 nbytes=16 "
+            f"dtype=f32 op=sum fqns={fqn}",
+            f"wait b{name}(u{name}) -> v{name}: 16 @u{name}",
+            f"output v{name}",
         ]
-    return "\n".join(lines), [f"layers.{k}.weight" for k in range(n)]
+    return "\n".join(lines)
 
 
-def test_what_is_sent_on_goes_sooner():
-    text, fqns = _hybrid(8)
-    program, cost = parse(text), LinearCost(6, link_gb_s=1e3, op_us={f"c{k}": 10 for k in range(8)})
-    manual = plan_buckets(program, assign_by_module(fqns))
-    late = evaluate(program, cost, manual, 0.0)
-    for buckets in sent_on(manual, program):
-        soon = evaluate(program, cost, buckets, 0.0)
-        # One all-reduce of 6 us less is left at the end.
-        assert soon.step_us == pytest.approx(late.step_us - 6, abs=0.1)
-        assert soon.peak_nbytes <= late.peak_nbytes
+@pytest.mark.parametrize("n", [2, 8])
+def test_the_last_ones_are_sent_on_in_parts(n):
+    program = parse(hybrid(n))
+    whole, ends = sent_on(plan_buckets(program, assign_by_module(fqns_of(program))), program)
+    last = min(n, 3)
+    for kind, sizes in (("r", [1, 1, 1]), ("a", [1, 2])):
+        assert [len(b.starts) for b in whole if b.starts[0][0] == kind] == [3] * n
+        found = [len(b.starts) for b in ends if b.starts[0][0] == kind]
+        assert found == [3] * (n - last) + sizes * last
+    assert {b.window for b in ends if b.starts[0][0] == "r"} == {1}
+
+
+def test_what_is_sent_on_goes_sooner(monkeypatch):
+    """Each next module's compute of 12 us hides an all-reduce, if the reduce is waited for."""
+    program = parse(hybrid(8))
+    us = {op.name: 4 for op in program.ops if op.kind == "compute"}
+    cost = LinearCost(6, link_gb_s=1e3, op_us=us)
+    monkeypatch.setattr(auto, "SEARCHES", ())
+    monkeypatch.setattr(auto, "_edges_split", lambda *_: ())
+    steps = []
+    for ends in (regular.ENDS, regular.ENDS[:1], ()):
+        monkeypatch.setattr(regular, "ENDS", ends)
+        found = evaluate(
+            *rank_invariant(program, cost),
+            plan_auto(program, cost, fqns_of(program), budget_nbytes=1e9).buckets,
+            0.0,
+        )
+        steps.append(found.step_us)
+    assert steps[0] <= steps[1] < steps[2] - 5
