@@ -98,8 +98,12 @@ def _turn(bucket: Bucket, program: Program) -> int:
 
 def _join(buckets: Sequence[Bucket], program: Program, place: Mapping[str, int]) -> Bucket:
     sent = {n: c for b in buckets for n, c in zip(b.starts, _sent(program, b), strict=True)}
-    names = sorted(sent, key=lambda n: min(place.get(f, len(place)) for f in sent[n].fqns))
-    return Bucket("+".join(bucket.label for bucket in buckets), tuple(names), buckets[0].window)
+
+    def at(name: str) -> int:
+        return min((place.get(fqn, len(place)) for fqn in sent[name].fqns), default=len(place))
+
+    label = "+".join(bucket.label for bucket in buckets)
+    return Bucket(label, tuple(sorted(sent, key=at)), buckets[0].window)
 
 
 def sent_on(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:

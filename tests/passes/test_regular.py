@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from layered import KINDS, layered
 from programs import layers
@@ -143,6 +145,9 @@ def test_joined_but_for_what_nothing_hides():
     assert sizes == [[1, 2, 2, 2, 2], [1] * 9, [1, 4, 4], [4, 4, 1]]
     assert shapes[0][1].starts == ("g6", "g7"), "in the order of the parameters"
     assert joined(manual[:2], program, fqns_of(program)) == []
+    nameless = parse(re.sub(r" fqns=\S+", "", layers(9, "forward")))
+    singles = [Bucket("", (op.name,)) for _, op in nameless.starts()]
+    assert [len(b.starts) for b in joined(singles, nameless, [])[0]] == [1, 2, 2, 2, 2]
 
 
 def test_where_the_wire_is_as_busy_as_compute_modules_are_joined(monkeypatch):
