@@ -42,9 +42,9 @@ def plan_auto(
     :func:`~inductor_passes.buckets.assign_by_module`; then regular plans like it
     (:mod:`inductor_passes.regular`); it with the first or the last bucket smaller; then what a
     search of the chain finds. No more are made once one that fits takes at most 0.5 % longer than
-    the lower bound. Of those that fit and take
-    at most 0.5 % longer than the fastest, it is that by module if that is one of them, else the one
-    with the fewest buckets: costs that differ a little give one plan.
+    the lower bound. Of those that fit and take at most 0.5 % longer than the fastest, it is that by
+    module if that is one of them, else the one with the fewest buckets: costs that differ a little
+    give one plan.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
@@ -125,10 +125,11 @@ class _Found:
 def _vary(found: _Found, manual: Plan, chain: Chain, fqns: Sequence[str]) -> None:
     """Add plans like ``manual``, until one is so close to the bound that no other matters."""
     buckets, program = manual.buckets, found.program
-    fits = manual.peak_nbytes <= found.budget_nbytes
-    shapes = [*sent_on(buckets, program), *joined(buckets, program, fqns)]
-    if not fits:  # nor do larger ones
-        shapes = [*in_parts(buckets, program), *sent_on(buckets, program)]
+    shapes = sent_on(buckets, program)
+    if manual.peak_nbytes <= found.budget_nbytes:
+        shapes = [*shapes, *joined(buckets, program, fqns)]
+    else:
+        shapes = [*in_parts(buckets, program), *shapes]
     for shape in (*shapes, *_edges_split(buckets, chain)):
         if not found.is_within(CLOSE):
             found.add(shape)

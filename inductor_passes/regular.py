@@ -52,7 +52,7 @@ def in_parts(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
     for gathers, reduces, window in SHAPES:
         found: list[Bucket] = []
         for bucket in buckets:
-            sent = _sent(program, bucket)
+            sent = _sent(bucket, program)
             if sent[0].kind == "gather":
                 found += _parts(bucket, sent, gathers, window)
             elif sent[0].kind == "reduce":
@@ -72,7 +72,7 @@ def joined(buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]) -> 
     """
     alike: defaultdict[tuple[object, ...], list[Bucket]] = defaultdict(list)
     for bucket in sorted(buckets, key=lambda b: _turn(b, program)):
-        alike[bucket_class(_sent(program, bucket)[0])].append(bucket)
+        alike[bucket_class(_sent(bucket, program)[0])].append(bucket)
     place = {fqn: i for i, fqn in enumerate(fqns)}
     found: list[list[Bucket]] = []
     for gathered, reduced in MODULES:
@@ -93,11 +93,11 @@ def joined(buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]) -> 
 def _turn(bucket: Bucket, program: Program) -> int:
     """Where its first gather is due, or its last gradient is ready."""
     places = [program.index[name] for name in bucket.starts]
-    return min(places) if _sent(program, bucket)[0].kind == "gather" else max(places)
+    return min(places) if _sent(bucket, program)[0].kind == "gather" else max(places)
 
 
 def _join(buckets: Sequence[Bucket], program: Program, place: Mapping[str, int]) -> Bucket:
-    sent = {n: c for b in buckets for n, c in zip(b.starts, _sent(program, b), strict=True)}
+    sent = {n: c for b in buckets for n, c in zip(b.starts, _sent(b, program), strict=True)}
 
     def at(name: str) -> int:
         return min((place.get(fqn, len(place)) for fqn in sent[name].fqns), default=len(place))
@@ -109,7 +109,7 @@ def _join(buckets: Sequence[Bucket], program: Program, place: Mapping[str, int])
 def sent_on(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
     """``buckets`` with reduces waited for early, in the order of :data:`ENDS`; none if there are no
     all-reduces beside reduces, which send on what is reduced."""
-    kinds = [_sent(program, bucket)[0].kind for bucket in buckets]
+    kinds = [_sent(bucket, program)[0].kind for bucket in buckets]
     if not {"reduce", "all_reduce"} <= set(kinds):
         return []
     order = sorted(range(len(buckets)), key=lambda i: _turn(buckets[i], program))
@@ -121,13 +121,13 @@ def sent_on(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
         shape: list[Bucket] = []
         for i, bucket in enumerate(buckets):
             window = 1 if kinds[i] == "reduce" else bucket.window
-            shape += _parts(bucket, _sent(program, bucket), parts_of.get(i, 1), window)
+            shape += _parts(bucket, _sent(bucket, program), parts_of.get(i, 1), window)
         if shape not in found:
             found.append(shape)
     return found
 
 
-def _sent(program: Program, bucket: Bucket) -> list[Collective]:
+def _sent(bucket: Bucket, program: Program) -> list[Collective]:
     collectives = (program.ops[program.index[name]].collective for name in bucket.starts)
     return [c for c in collectives if c is not None]
 

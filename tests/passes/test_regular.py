@@ -33,6 +33,10 @@ ONE_MODULE = "\n".join(
 )
 
 
+def fqns_of(program) -> list[str]:
+    return sorted({f for _, op in program.starts() for f in op.collective.fqns})
+
+
 def test_parts_have_about_as_many_bytes():
     program = parse(ONE_MODULE)
     (whole,) = plan_buckets(program, assign_by_module([f"m.p{i}" for i in range(len(SIZES))]))
@@ -46,7 +50,7 @@ def test_parts_have_about_as_many_bytes():
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_all_is_sent_once_and_in_order(part):
     program = parse(layers(5, part))
-    fqns = list(dict.fromkeys(f for _, op in program.starts() for f in op.collective.fqns))
+    fqns = fqns_of(program)
     manual = plan_buckets(program, assign_by_module(fqns))
     shapes = in_parts(manual, program)
     assert len(shapes) > 1
@@ -90,7 +94,7 @@ def four_each(n: int, reduced: bool) -> str:
 def test_where_modules_do_not_fit_parts_do(monkeypatch, reduced):
     text = four_each(12, reduced)
     program, cost = parse(text), LinearCost(1, link_gb_s=0.02, launch_us=10)
-    fqns = list(dict.fromkeys(f for _, op in program.starts() for f in op.collective.fqns))
+    fqns = fqns_of(program)
     invariant = rank_invariant(program, cost)
     manual = evaluate(*invariant, plan_buckets(program, assign_by_module(fqns)), 0.0)
     made = [evaluate(*invariant, b, 0.0) for b in in_parts(manual.buckets, invariant[0])]
@@ -127,10 +131,6 @@ def test_regular_plans_can_be_made(kind):
             sent = [program.ops[program.index[name]].collective for name in bucket.starts]
             assert len({bucket_class(c) for c in sent}) == 1
         assert evaluate(program, cost, buckets, 0.0) is not None
-
-
-def fqns_of(program) -> list[str]:
-    return sorted({f for _, op in program.starts() for f in op.collective.fqns})
 
 
 def test_joined_but_for_what_nothing_hides():
