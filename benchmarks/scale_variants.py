@@ -130,12 +130,12 @@ def _price(name: str, traced: Traced, cluster: Cluster, base: StepPrediction) ->
 
 
 def _room(traced: Traced, cluster: Cluster) -> int:
-    """Bytes of a device beside shards: of parameters, their gradients, and the two moments.
+    """Bytes of a device beside the shards of parameters and of AdamW's two moments.
 
     Raises:
         ValueError: there are none.
     """
-    room = int(cluster.memory_gb * 1e9) - 4 * traced.parameters_nbytes
+    room = int(cluster.memory_gb * 1e9) - 3 * traced.parameters_nbytes
     if room <= 0:
         raise ValueError(f"shards and optimizer state alone take {-room / 1e9:.0f} GB too much")
     return room

@@ -50,7 +50,7 @@ def plan_auto(
         program: a forward or backward graph as it was read, nothing merged.
         cost: the same on all ranks.
         fqns: of the parameters, in an order that all ranks share.
-        budget_nbytes: of live bytes, without those of shards (see
+        budget_nbytes: of live bytes, those of parameters' shards not counted (see
             :func:`~inductor_passes.invariant.rank_invariant`); default: what the buckets by
             module take, or ``device_nbytes``, if that is less and single collectives meet it.
         device_nbytes: that a device has for them.

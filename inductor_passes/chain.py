@@ -3,7 +3,8 @@
 Compute keeps its order under :func:`~inductor_passes.order.overlap`, so it is a line on which
 gathers are first used and gradients become ready. With every gather as late and every reduce
 waited for as early as can be, that line is laid bare; what a plan adds to its memory are gathers
-that were launched and not yet used, and gradients that nobody has waited for.
+that were launched and not yet used, gradients that nobody has waited for, and what launched reduces
+leave.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from math import inf
 from typing import Literal
 
 from inductor_passes.cost import CostModel
+from inductor_passes.invariant import reduced_nbytes
 from inductor_passes.order import OverlapPolicy, overlap
 from inductor_passes.program import Collective, Program
 from inductor_passes.simulate import memory
@@ -32,6 +34,8 @@ class Unit:
         starts: names of the start ops.
         collectives: theirs.
         nbytes: of a gather, what it fills; of a reduce, the gradients that it keeps alive.
+        left_nbytes: of a reduce, what it fills, which stays to the end.
+        then_nbytes: what ``then`` fills, likewise.
         alone: its place depends on other collectives, so it shares a bucket with none.
         then: the all-reduces of what it reduced, by the names of their starts.
     """
@@ -39,6 +43,8 @@ class Unit:
     starts: tuple[str, ...]
     collectives: tuple[Collective, ...]
     nbytes: int
+    left_nbytes: int
+    then_nbytes: int
     alone: bool
     then: tuple[tuple[str, Collective], ...] = ()
 
@@ -94,6 +100,16 @@ class Chain:
         """Bytes of the gradients of all reduces before each, and of all."""
         return list(accumulate((unit.nbytes for unit in self.reduces), initial=0))
 
+    @cached_property
+    def left(self) -> list[int]:
+        """Bytes of what all reduces before each leave, and of all."""
+        return list(accumulate((unit.left_nbytes for unit in self.reduces), initial=0))
+
+    @cached_property
+    def then_left(self) -> list[int]:
+        """Bytes of what the all-reduces that follow them leave, likewise."""
+        return list(accumulate((unit.then_nbytes for unit in self.reduces), initial=0))
+
 
 def chain_of(program: Program, cost: CostModel) -> Chain:
     """The chain of a program whose collectives are single."""
@@ -137,12 +153,17 @@ def _events(
 
 
 def _without_gradients(program: Program) -> Program:
-    """``program`` without what reduces keep alive."""
+    """``program`` without what reduces keep alive and what they leave."""
+    left = reduced_nbytes(program)
     ops = tuple(
         replace(op, reads=()) if op.collective and "reduce" in op.collective.kind else op
         for op in program.ops
     )
-    return replace(program, ops=ops)
+    buffers = {
+        name: replace(buffer, nbytes=0) if buffer.storage in left else buffer
+        for name, buffer in program.buffers.items()
+    }
+    return replace(program, ops=ops, buffers=buffers)
 
 
 def _joined_runs(events: Sequence[Event]) -> list[Event]:
@@ -164,14 +185,19 @@ def _units(
     for buffer in program.buffers.values():
         size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
     kept = {program.buffers[name].storage for name in (*program.outputs, *program.resident)}
-    dependent = _dependent(program, follows)
+    dependent, left_nbytes = _dependent(program, follows), reduced_nbytes(program)
 
     def unit(i: int, storages: set[str]) -> Unit:
         op, nbytes = program.ops[i], sum(size[s] for s in storages - kept)
-        then = tuple((program.ops[j].name, program.ops[j].collective) for j in after.get(i, ()))
+        ops_then = [program.ops[j] for j in after.get(i, ())]
+        left, then_left = (
+            sum(left_nbytes.get(s, 0) for o in ops for s in _storages(program, o.writes))
+            for ops in ((op,), ops_then)
+        )
+        then = tuple((o.name, o.collective) for o in ops_then if o.collective)
         collectives = (op.collective,) if op.collective else ()
         alone = i in dependent or not all(c.fqns for c in collectives)
-        return Unit((op.name,), collectives, nbytes, alone, tuple((n, c) for n, c in then if c))
+        return Unit((op.name,), collectives, nbytes, left, then_left, alone, then)
 
     after: dict[int, list[int]] = {}
     for all_reduce, reduce in follows.items():
@@ -186,7 +212,7 @@ def _units(
     return tuple(found_gathers), tuple(found_reduces)
 
 
-def _storages(program: Program, names: Sequence[str]) -> set[str]:
+def _storages(program: Program, names: Iterable[str]) -> set[str]:
     return {program.buffers[name].storage for name in names}
 
 
@@ -289,6 +315,7 @@ def _joined(units: Sequence[Unit], joints: Sequence[int]) -> tuple[Unit, ...]:
         starts = tuple(name for unit in parts for name in unit.starts)
         collectives = tuple(c for unit in parts for c in unit.collectives)
         then = tuple(pair for unit in parts for pair in unit.then)
-        nbytes = sum(unit.nbytes for unit in parts)
-        joined.append(Unit(starts, collectives, nbytes, parts[0].alone, then))
+        nbytes, left = sum(unit.nbytes for unit in parts), sum(unit.left_nbytes for unit in parts)
+        then_left = sum(unit.then_nbytes for unit in parts)
+        joined.append(Unit(starts, collectives, nbytes, left, then_left, parts[0].alone, then))
     return tuple(joined)

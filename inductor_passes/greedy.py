@@ -116,10 +116,15 @@ class _Greedy:
 
     def _peak(self, before: int, last: int, end: int, held: int) -> int:
         """Live bytes at most while the bucket before is computed with and the last is in flight."""
-        gathered, reduced = self.chain.gathered, self.chain.reduced
+        gathered, reduced, left = self.chain.gathered, self.chain.reduced, self.chain.left
         return max(
             (
-                run.nbytes + gathered[end] - gathered[run.used] + reduced[run.made] - reduced[held]
+                run.nbytes
+                + gathered[end]
+                - gathered[run.used]
+                + reduced[run.made]
+                - reduced[held]
+                + left[run.made]
                 for run in self.rest.runs_between(before, last)
             ),
             default=0,

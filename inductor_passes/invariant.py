@@ -1,14 +1,15 @@
 """What all ranks see of a program: plans are made from this, so that they come out alike.
 
 Shards differ in size between ranks, and so may the ops around them (pads, slices, casts). Here
-they take no time and no bytes: what only prepares shards for a gather, and what only follows the
-wait for a reduce. What is left is full tensors, whose sizes all ranks share. (What follows an
-all-reduce handles full gradients; it takes no time either, as it moves with the wait.)
+they take no time: what only prepares shards for a gather, and what only follows the wait for a
+reduce. (What follows an all-reduce handles full gradients; it takes no time either, as it moves
+with the wait.) Shards of parameters take no bytes, as they are there throughout; those of gradients
+take an equal part of what is reduced. What is left is full tensors, whose sizes all ranks share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -52,7 +53,8 @@ def checked_us(what: str, value: object) -> float:
 
 
 def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
-    """The program without the bytes of shards, and the cost without the ops that handle them.
+    """The program with shards of sizes that all ranks share, and the cost without what is done to
+    them.
 
     Compute times are rounded to three significant digits. (Times of collectives are not: they are
     functions of sizes that all ranks share, and rounding could make a merged one dearer than its
@@ -61,7 +63,7 @@ def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCos
     Raises:
         ValueError: the cost model has no time for an op.
     """
-    local, storages = _local(program)
+    local, shard_nbytes = _local(program)
     free = local | _following_all_reduce(program)
     op_us = {}
     for i, op in enumerate(program.ops):
@@ -69,30 +71,54 @@ def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCos
             us = 0.0 if i in free else checked_us(op.name, cost.compute_us(program, op))
             op_us[op.name] = float(f"{us:.3g}")
     buffers = {
-        name: replace(buffer, nbytes=0) if buffer.storage in storages else buffer
+        name: replace(buffer, nbytes=shard_nbytes.get(buffer.storage, buffer.nbytes))
         for name, buffer in program.buffers.items()
     }
     return replace(program, buffers=buffers), FixedCost(op_us, cost)
 
 
-def _local(program: Program) -> tuple[set[int], set[str]]:
-    """Ops that handle shards alone, and the storages of the shards."""
+def reduced_nbytes(program: Program) -> dict[str, int]:
+    """Bytes on every rank, by storage, of what reduces leave and of what is made of it.
+
+    Those of a reduce are an equal part of what it sends; what is made of it has as many, whatever
+    it is cast to.
+    """
+    nbytes: dict[str, int] = {}
+    for i, op in enumerate(program.ops):
+        c = op.collective
+        sources = [nbytes[s] for s in _storages(program, op.reads) if s in nbytes]
+        if c is not None and c.kind == "reduce":
+            nbytes.update(dict.fromkeys(_made(program, i), -(-c.nbytes // c.ranks)))
+        elif sources and (c is None or c.kind == "all_reduce"):
+            nbytes.update(dict.fromkeys(_made(program, i) - nbytes.keys(), max(sources)))
+    return nbytes
+
+
+def _local(program: Program) -> tuple[set[int], dict[str, int]]:
+    """Ops that handle shards alone, and the bytes of the shards' storages on every rank."""
     prepared = _prepared(program)
-    shards = {program.buffers[name].storage for name in program.resident}
-    reduced: set[str] = set()
+    reduced = reduced_nbytes(program)
+    shards = set(_storages(program, program.resident))
     local: set[int] = set()
     for i, op in enumerate(program.ops):
         kind = op.collective.kind if op.collective is not None else ""
-        reads = {program.buffers[name].storage for name in op.reads}
-        made = {program.buffers[n].storage for n in op.writes if program.writer.get(n) == i}
-        if kind == "reduce" or (reads & reduced and kind in ("", "all_reduce")):
-            reduced |= made
+        reads, made = _storages(program, op.reads), _made(program, i)
+        if kind == "reduce" or (reads & reduced.keys() and kind in ("", "all_reduce")):
+            local.add(i)
         elif kind == "" and (i in prepared or (reads and reads <= shards)):
             shards |= made
-        else:
-            continue
-        local.add(i)
-    return local, shards | reduced | _shard_inputs(program, local)
+            local.add(i)
+    return local, dict.fromkeys(shards | _shard_inputs(program, local), 0) | reduced
+
+
+def _storages(program: Program, names: Iterable[str]) -> set[str]:
+    return {program.buffers[name].storage for name in names}
+
+
+def _made(program: Program, i: int) -> set[str]:
+    """Storages of the buffers that op ``i`` is the first to write."""
+    op = program.ops[i]
+    return _storages(program, (name for name in op.writes if program.writer.get(name) == i))
 
 
 def _following_all_reduce(program: Program) -> set[int]:

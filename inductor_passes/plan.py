@@ -16,8 +16,8 @@ from inductor_passes.simulate import live_at_peak, memory, simulate
 class Plan:
     """Buckets, and what is predicted of the program that they make.
 
-    Times and bytes are of what all ranks share (see :mod:`inductor_passes.invariant`): shards,
-    and ops on shards, count nothing.
+    Times and bytes are of what all ranks share (see :mod:`inductor_passes.invariant`): shards of
+    parameters, and ops on shards, count nothing.
 
     Attributes:
         buckets: with windows; all gathers, reduces and all-reduces of the program.

@@ -24,6 +24,7 @@ from inductor_passes.roofline import cluster_of, cost_of, device_of, fused_progr
 from inductor_passes.simulate import simulate
 
 _USABLE = 0.9
+_FP32 = 4
 
 
 @contextmanager
@@ -100,20 +101,23 @@ def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]
 
 
 def room_nbytes(program: Program, cluster: Cluster) -> int:
-    """What a device has beside shards: of parameters, of gradients, and AdamW's two moments.
+    """What a device has beside the shards of parameters and of AdamW's two moments, all fp32.
 
-    All fp32, and gradients from the first to the last, though backward makes them one by one: in
-    what plans are made from they take no bytes (:mod:`inductor_passes.invariant`). Whole parameters
-    that are only all-reduced are not counted. A tenth of the device is left for its context,
-    communication's own buffers and fragmentation, which is an estimate. What all ranks share tells
-    the size of a shard.
+    Plans count shards of gradients as they are reduced, so what a cast to fp32 adds to them is
+    taken off, too. Whole parameters that are only all-reduced are not counted. A tenth of the
+    device is left for its context, communication's own buffers and fragmentation, which is an
+    estimate. What all ranks share tells the size of a shard.
     """
-    elements = {
-        c.fqns: c.nbytes // _torch.itemsize(c.dtype) // c.ranks
-        for _, c in _collectives(program)
-        if c.fqns and c.kind in ("gather", "reduce")
-    }
-    return int(_USABLE * cluster.memory_gb * 1e9) - 4 * 4 * sum(elements.values())
+    elements: dict[tuple[str, ...], int] = {}
+    cast_nbytes: dict[tuple[str, ...], int] = {}
+    for _, c in _collectives(program):
+        if c.fqns and c.kind in ("gather", "reduce"):
+            itemsize = _torch.itemsize(c.dtype)
+            elements[c.fqns] = c.nbytes // itemsize // c.ranks
+            if c.kind == "reduce":
+                cast_nbytes[c.fqns] = max(0, _FP32 - itemsize) * elements[c.fqns]
+    at_rest = 3 * _FP32 * sum(elements.values()) + sum(cast_nbytes.values())
+    return int(_USABLE * cluster.memory_gb * 1e9) - at_rest
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,8 @@ class Search:
         gathered, reduced = self.chain.gathered, self.chain.reduced
         ahead = gathered[max(run.used, s.launched)] - gathered[run.used]
         held = s.opened if relieved else s.held
-        return run.nbytes + ahead + reduced[run.made] - reduced[held]
+        left = self.chain.left[s.opened] + self.chain.then_left[held]
+        return run.nbytes + ahead + reduced[run.made] - reduced[held] + left
 
     def _ahead(self, s: State) -> int:
         """Bytes of what is launched and of what is not waited for: least is safest."""

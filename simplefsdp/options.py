@@ -92,8 +92,8 @@ class Options:
             of a file that ``simplefsdp calibrate`` wrote, the same on all ranks. None: the preset
             for the device's name.
         memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters and gradients,
-            in forward and in backward; parameter shards, gradient shards and optimizer state come
-            on top. None: what ``"manual"`` takes, or what the device has, if that is less.
+            in forward and in backward; parameter shards and optimizer state come on top. None: what
+            ``"manual"`` takes, or what the device has, if that is less.
         planner: of ``"auto"``: ``"search"``, or ``"greedy"``, the published rule, to compare with.
         reorder: move collectives to where compute hides them. None: unless bucketing is "none".
             With ``bucketing="none"`` the collectives of a bucket move together, unmerged.

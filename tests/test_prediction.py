@@ -49,16 +49,17 @@ def test_the_parts_add_up(fake_mesh, mode):
     assert step.lower_bound_us <= step.step_us
 
 
-def test_room_beside_shards(fake_mesh):
-    """Of all parameters: shards, their gradients and two moments in fp32."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+@pytest.mark.parametrize(("reduce_dtype", "cast_nbytes"), [(torch.float32, 0), (None, 2)])
+def test_room_beside_shards(fake_mesh, reduce_dtype, cast_nbytes):
+    """Of all parameters: shards and two moments in fp32; of gradients, what a cast adds."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     simple_fsdp(model, fake_mesh(4), mp_policy=policy)
     step, h100 = trace(model, torch.ones(ROWS, WIDTH)), preset("h100")
     elements = 2 * (WIDTH * WIDTH + WIDTH) // 4
-    for graph in (step.forward.graph, step.backward.graph):
+    for graph, nbytes in ((step.forward.graph, 12), (step.backward.graph, 12 + cast_nbytes)):
         room = room_nbytes(fx.read(graph, fqn_of).program, h100)
-        assert room == int(0.9 * h100.memory_gb * 1e9) - 16 * elements
+        assert room == int(0.9 * h100.memory_gb * 1e9) - nbytes * elements
 
 
 def test_many_models_are_traced_in_one_process(fake_mesh):

@@ -50,24 +50,24 @@ def kept_by(captured: Captured) -> set[str]:
 
 
 def test_memory_decides(fake_mesh, caplog):
-    mesh = fake_mesh(4)
+    mesh = fake_mesh(64)
     with caplog.at_level(logging.INFO, logger="simplefsdp"):
         assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=1.0)) == set(FQNS)
     # The first layer's input needs no gradient, so backward has no use for its weight.
     assert f"kept from forward to backward: {', '.join(FQNS[1:])}" in caplog.text
-    # With all of them backward takes 72,704 bytes at the peak, a layer's input less with one.
-    assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=72.4e-6)) == {FQNS[0], FQNS[3]}
+    # With all of them backward takes 69,120 bytes at the peak, 256 less with one.
+    assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=69.0e-6)) == {FQNS[0], FQNS[3]}
     assert kept_by(graphs_of(mesh, True, memory_budget_gb=1.0)) == {FQNS[0]}
 
 
 def test_another_batch_keeps_what_the_first_one_kept(fake_mesh):
     """One rank may compile again, alone; it must launch what the others launch."""
-    mesh, kept = fake_mesh(4), []
+    mesh, kept = fake_mesh(64), []
     for rows in ((2, 3), (3,)):  # 3 rows take more, and alone there would be no room
         torch._dynamo.reset()
         reshard._kept.clear()
         model = simple_fsdp(Layers(), mesh, reshard_after_forward="auto")
-        options = {**OPTIONS, "memory_budget_gb": 72.4e-6}
+        options = {**OPTIONS, "memory_budget_gb": 69.0e-6}
         run = torch.compile(model, backend="simplefsdp", dynamic=False, options=options)
         with capture() as captured:
             for n in rows:

@@ -18,9 +18,10 @@ from inductor_passes.chain import chain_of, coarsen
 from inductor_passes.cost import LinearCost
 from inductor_passes.greedy import plan_greedy
 from inductor_passes.invariant import rank_invariant
-from inductor_passes.plan import BudgetError, Plan, evaluate
+from inductor_passes.plan import BudgetError, Plan, evaluate, scheduled
 from inductor_passes.program import Program
 from inductor_passes.schedule import buckets_of
+from inductor_passes.simulate import memory
 from inductor_passes.text import parse
 from inductor_passes.walk import Limits, Search
 from inductor_passes.wire import Wire
@@ -69,6 +70,16 @@ def test_the_chain_is_the_program(kind):
         for schedule in search.run()[:3]:
             plan = evaluate(program, cost, buckets_of(schedule, chain, fqns), 0.0)
             assert plan.step_us == pytest.approx(schedule.step_us), seed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planned_memory_is_that_of_even_shards(kind):
+    """Gradients' shards count from their reduce to the end, parameters' do not."""
+    for seed in range(8):
+        program, cost, fqns = layered(seed, 4, kind)
+        plan = plan_auto(program, cost, fqns)
+        found = memory(scheduled(program, plan.buckets))
+        assert plan.peak_nbytes == found.peak_nbytes - found.resident_nbytes, seed
 
 
 def small(seed: int) -> tuple[Program, LinearCost, list[str]]:

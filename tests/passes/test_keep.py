@@ -14,13 +14,14 @@ from inductor_passes.text import parse
 
 LAYERS = 4
 FQNS = [f"layers.{k}.weight" for k in range(LAYERS)]
-WHOLE, ACTIVATION = 400, 50
+RANKS, WHOLE, ACTIVATION = 40, 400, 50
+SHARD = WHOLE // RANKS
 
 
 def gather(k: int) -> list[str]:
     return [
-        f"compute cast{k}(p{k}) -> c{k}: 100",
-        f"start g{k}(c{k}) -> full{k}: {WHOLE} | gather group=dp ranks=4 nbytes={WHOLE} "
+        f"compute cast{k}(p{k}) -> c{k}: {SHARD}",
+        f"start g{k}(c{k}) -> full{k}: {WHOLE} | gather group=dp ranks={RANKS} nbytes={WHOLE} "
         f"dtype=bf16 fqns={FQNS[k]}",
         f"wait w{k}(full{k}) -> weight{k}: {WHOLE} @full{k}",
     ]
@@ -28,21 +29,21 @@ def gather(k: int) -> list[str]:
 
 def step(us: float, reduce: bool = True) -> tuple[Costed, Costed]:
     """Forward and backward of a few layers, each of whose matmuls takes ``us``."""
-    forward = [f"input x0: {ACTIVATION}", *(f"resident p{k}: 100" for k in range(LAYERS))]
+    forward = [f"input x0: {ACTIVATION}", *(f"resident p{k}: {SHARD}" for k in range(LAYERS))]
     for k in range(LAYERS):
         forward += [*gather(k), f"compute mm{k}(x{k}, weight{k}) -> x{k + 1}: {ACTIVATION}"]
     forward += [f"output x{k}" for k in range(1, LAYERS + 1)]
     backward = [f"input d{LAYERS}: {ACTIVATION}"]
     for k in range(LAYERS):
-        backward += [f"input x{k}: {ACTIVATION}", f"resident p{k}: 100"]
+        backward += [f"input x{k}: {ACTIVATION}", f"resident p{k}: {SHARD}"]
     for k in reversed(range(LAYERS)):
         backward += [
             *gather(k),
             f"compute dgrad{k}(d{k + 1}, weight{k}) -> d{k}: {ACTIVATION}",
             f"compute wgrad{k}(d{k + 1}, x{k}) -> grad{k}: {WHOLE}",
-            f"start r{k}(grad{k}) -> part{k}: 100 | reduce group=dp ranks=4 nbytes={WHOLE} "
-            f"dtype=bf16 op=sum fqns={FQNS[k]}",
-            f"wait rw{k}(part{k}) -> shard{k}: 100 @part{k}",
+            f"start r{k}(grad{k}) -> part{k}: {SHARD} | reduce group=dp ranks={RANKS} "
+            f"nbytes={WHOLE} dtype=bf16 op=sum fqns={FQNS[k]}",
+            f"wait rw{k}(part{k}) -> shard{k}: {SHARD} @part{k}",
             f"output shard{k}",
         ]
     op_us = {f"cast{k}": 0.0 for k in range(LAYERS)}
@@ -66,7 +67,7 @@ def test_what_is_kept_is_gathered_once():
         simulate(backward.program, backward.cost).wire_us - 2 * 50
     )
     more = memory(given).live_nbytes[0] - memory(backward.program).live_nbytes[0]
-    assert more == 2 * WHOLE - 100  # the cast of the first is gone, too
+    assert more == 2 * WHOLE - SHARD  # the cast of the first is gone, too
 
 
 def chosen(us: float, budget_nbytes: int | None) -> list[str]:
@@ -81,7 +82,7 @@ def test_where_compute_hides_all_else_only_the_first_gather_of_backward_is_saved
 def test_where_the_wire_is_the_limit_memory_is_spent_on_it():
     assert chosen(1.0, 10**9) == FQNS
     numbers = []
-    for budget_nbytes in range(1000, 2600, 100):
+    for budget_nbytes in range(1700, 2000, 20):
         some = chosen(1.0, budget_nbytes)
         numbers.append(len(some))
         assert some == FQNS[LAYERS - len(some) :]  # those that backward needs first
