@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_parity import POLICIES, local, mesh_for, relative_error
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from zoo import Zoo, batch, loss_of
+from zoo import Small, Zoo, batch, loss_of
 
 from simplefsdp import simple_fsdp
 
@@ -48,11 +48,12 @@ def train(model: nn.Module, options: dict, steps: int = 2):
     return losses, gradients, launches(run, tokens, targets)
 
 
-def compare_with_none(mode, precision, variants, kind):
+def compare_with_none(mode, precision, variants, build, recompute=False):
     torch.manual_seed(1)
-    model = simple_fsdp(Zoo(**kind), mesh_for(mode), mode=mode, mp_policy=POLICIES[precision])
-    executor = variants[0].get("executor", "aot_eager")
-    losses, gradients, alone = train(model, {"executor": executor, "bucketing": "none"})
+    model = simple_fsdp(
+        build(recompute=recompute), mesh_for(mode), mode=mode, mp_policy=POLICIES[precision]
+    )
+    losses, gradients, alone = train(model, {"executor": "aot_eager", "bucketing": "none"})
     for variant in variants:
         options = {"executor": "aot_eager", **variant}
         got_losses, got_gradients, got = train(model, options)
@@ -81,10 +82,11 @@ VARIANTS = [
 
 
 def test_every_option_gives_the_same_numbers(pools):
-    pools(2).run(compare_with_none, "fully_shard", "fp32", VARIANTS, {})
+    pools(2).run(compare_with_none, "fully_shard", "fp32", VARIANTS, Zoo)
 
 
-@pytest.mark.parametrize(("mode", "precision"), [("fully_shard", "fp32"), ("hybrid_shard", "bf16")])
-def test_uneven_shards_on_four_ranks(pools, mode, precision):
-    kind = {"recompute": mode == "fully_shard"}
-    pools(4).run(compare_with_none, mode, precision, [FLAT, AUTO], kind)
+@pytest.mark.parametrize(
+    ("mode", "precision", "build"), [("fully_shard", "fp32", Zoo), ("hybrid_shard", "bf16", Small)]
+)
+def test_uneven_shards_on_four_ranks(pools, mode, precision, build):
+    pools(4).run(compare_with_none, mode, precision, [FLAT, AUTO], build, build is Zoo)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 from inductor_passes import fx
@@ -21,24 +26,55 @@ from simplefsdp import _torch, simple_fsdp
 from simplefsdp.backend import fqn_of
 from simplefsdp.deepen import SHALLOW, deepen, trace_deep
 from simplefsdp.inspection.modules import modules_of_step
-from simplefsdp.models import CONFIGS, Llama, apply_tensor_parallel
-from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
+from simplefsdp.models.activation_checkpointing import layer_caller
 from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, trace
 
 DEPTH = SHALLOW + 2
 
 
-def _llama(mesh, depth, ac: ActivationCheckpointing) -> tuple[TracedStep, nn.Module]:
-    config = replace(CONFIGS["debug"], n_layers=depth)
+class _Attention(nn.Module):
+    """A layer as Llama has them, with half of the parameters: it is traced in half of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.out = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = (m(h).unflatten(-1, (-1, 8)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        h = F.scaled_dot_product_attention(q * turn, k * turn, v, is_causal=True)
+        return x + self.out(h.transpose(1, 2).flatten(2))
+
+
+class _Transformer(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 16)
+        self.layers = nn.ModuleList(_Attention() for _ in range(depth))
+        self.register_buffer("turn", torch.empty(4, 8))
+        self.call = layer_caller("selective")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = self.call(layer, x, self.turn)
+        return x
+
+
+def _transformer(mesh, depth: int) -> tuple[TracedStep, nn.Module]:
     torch._dynamo.reset()
+    split = {**dict.fromkeys("qkv", ColwiseParallel()), "out": RowwiseParallel()}
     with torch.device("meta"):
-        model = Llama(config, activation_checkpointing=ac)
-    apply_tensor_parallel(model, mesh["tp"])
+        model = _Transformer(depth)
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], split)
     simple_fsdp(model, mesh["dp"])
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
-        return trace(model, torch.zeros(2, 16, dtype=torch.long)), model
+        return trace(model, torch.zeros(2, 4, dtype=torch.long)), model
 
 
 def _canonical(program: Program) -> tuple[list[object], dict[str, int]]:
@@ -101,7 +137,7 @@ def _storages(gm) -> list[int | None]:
 
 def test_it_is_the_step_that_is_traced(fake_mesh):
     mesh = fake_mesh(4, 2, names=("dp", "tp"))
-    _compare(lambda depth: _llama(mesh, depth, "selective"), SHALLOW + 1)
+    _compare(lambda depth: _transformer(mesh, depth), SHALLOW + 1)
 
 
 def _compare(traced: Callable[[int], tuple[TracedStep, nn.Module]], depth: int = DEPTH) -> None:
@@ -166,13 +202,16 @@ class _Stack(nn.Module):
         return x + seen[2] if self.twice else x
 
 
-def _stack(mesh, widths: Sequence[int], **how) -> tuple[TracedStep, nn.Module]:
-    torch._dynamo.reset()
-    reshard = how.pop("reshard", True)
+def _wrapped(mesh, widths: Sequence[int], reshard: bool = True, **how) -> nn.Module:
     with torch.device("meta"):
         model = _Stack(widths, **how)
     mode = "fully_shard" if mesh.ndim == 1 else "hybrid_shard"
-    simple_fsdp(model, mesh, mode=mode, reshard_after_forward=reshard)
+    return simple_fsdp(model, mesh, mode=mode, reshard_after_forward=reshard)
+
+
+def _stack(mesh, widths: Sequence[int], **how) -> tuple[TracedStep, nn.Module]:
+    torch._dynamo.reset()
+    model = _wrapped(mesh, widths, **how)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         return trace(model, torch.ones(2, 8)), model
@@ -218,5 +257,5 @@ def test_layers_that_are_not_alike_are_traced(fake_mesh, caplog):
         step, nbytes = trace_deep(lambda n: _stack(mesh, widths[:n]), "layers", len(widths))
     assert "layers are not alike in the traced graph" in caplog.text
     assert "tracing all 8 layers" in caplog.text
-    _, model = _stack(mesh, widths)
+    model = _wrapped(mesh, widths)
     assert len(step.fqns) == 3 * len(widths) and nbytes == local_nbytes(model.parameters())

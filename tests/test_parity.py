@@ -127,11 +127,14 @@ def test_eager_equals_one_process(pools, ranks, mode, precision):
 
 
 @pytest.mark.parametrize(("ranks", "mode", "precision"), RANKS_MODE_PRECISION)
-@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
-def test_compiled_graphs_equal_one_process(pools, ranks, mode, precision, reshard):
-    if mode == "replicate" and not reshard:
-        pytest.skip("nothing to keep: parameters are always whole")
-    pools(ranks).run(compare_with_one_process, mode, precision, reshard, "aot_eager")
+def test_compiled_graphs_equal_one_process(pools, ranks, mode, precision):
+    pools(ranks).run(compare_with_one_process, mode, precision, True, "aot_eager")
+
+
+@pytest.mark.parametrize("precision", POLICIES)
+@pytest.mark.parametrize("ranks", [2])
+def test_kept_from_forward_to_backward_equals_one_process(pools, ranks, precision):
+    pools(ranks).run(compare_with_one_process, "fully_shard", precision, False, "aot_eager")
 
 
 @pytest.mark.parametrize(
