@@ -35,6 +35,7 @@ from rows import ROWS, Row
 from variants import LlamaLoss, Workload
 
 from inductor_passes.cluster import Cluster, Work
+from inductor_passes.cluster_file import as_json
 from inductor_passes.program import Program
 from simplefsdp import simple_fsdp
 from simplefsdp.inspection.plans import PlanName, settings_of
@@ -136,6 +137,7 @@ def run(row_name: str, row: Row, names: list[PlanName], rounds: int) -> dict[str
             "latency_us": transfers.link.latency_s * 1e6,
             "bandwidth_gb_s": transfers.link.bandwidth / 1e9,
         },
+        "cluster": as_json(cluster),
         "floor_s": runner.results["floor"].step_s,
         "variants": {
             name: compared(expected[name], runner.results[name], cluster, row) for name in names

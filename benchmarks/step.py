@@ -96,6 +96,9 @@ def run(options: Options) -> None:
     import transfers
     import variants
     import wire
+    from cluster_here import cluster_here
+
+    from inductor_passes.cluster_file import as_json
 
     torch.set_num_threads(options.threads)
     torch._dynamo.config.recompile_limit = 64  # the variants share the code of the model
@@ -115,6 +118,8 @@ def run(options: Options) -> None:
     runner.rounds(options.warmup, options.rounds)
     runner.memory()
     data = report.report(options.row, row, runner.results, device)
+    if {"auto", "greedy"} & runner.results.keys():  # what they were planned with
+        data["cluster"] = as_json(cluster_here(row, device))
     report.print_report(data)
     if options.traceback:
         print("\n".join(r.trace for r in runner.results.values() if r.trace))

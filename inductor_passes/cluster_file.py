@@ -42,6 +42,11 @@ def as_cluster(value: Cluster | str | os.PathLike[str]) -> Cluster:
     )
 
 
+def as_json(cluster: Cluster) -> dict[str, Any]:
+    """What a file of ``cluster`` has in it."""
+    return {"format": FORMAT, "version": VERSION, **asdict(cluster)}
+
+
 def save(path: str | os.PathLike[str], cluster: Cluster) -> None:
     """Write the file, complete or not at all.
 
@@ -49,7 +54,7 @@ def save(path: str | os.PathLike[str], cluster: Cluster) -> None:
         OSError: it cannot be written.
     """
     target = Path(path)
-    data = {"format": FORMAT, "version": VERSION, **asdict(cluster)}
+    data = as_json(cluster)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w") as file:
