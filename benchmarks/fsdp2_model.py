@@ -108,7 +108,7 @@ def _ahead(program: Program, forward_ops: int) -> Iterator[Op]:
     for i, op in enumerate(program.ops[:forward_ops]):
         if op.name.startswith("split_with_sizes_copy"):
             out = i
-        elif op.collective is not None and op.collective.kind == "gather" and out >= 0:
+        elif op.sends == "gather" and out >= 0:
             chain = [j for j in sorted(_needed(program, i, out)) if j not in moved]
             slots.setdefault(out, []).extend(chain)
             moved.update(chain)

@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
 
     def _range(self, args: Sequence[Any]) -> None:
         if args and str(args[0]).startswith(_REDUCE_WAIT):
-            reduces = (s for s, p in self._pending.items() if _kind(p.start) == "reduce")
+            reduces = (s for s, p in self._pending.items() if p.start.sends == "reduce")
             self._wait_for(next(reduces, ""))
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, reads: list[str]) -> None:
@@ -237,10 +237,6 @@ def _group(args: Iterable[Any]) -> Any:
         v for v in args if isinstance(v, torch.ScriptObject) and "ProcessGroup" in str(v._type())
     ]
     return is_group.unbox(boxed[0])
-
-
-def _kind(start: Op) -> str:
-    return start.collective.kind if start.collective is not None else ""
 
 
 def _tensors(values: Any) -> list[Tensor]:

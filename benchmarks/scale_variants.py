@@ -130,7 +130,7 @@ def _price(name: str, traced: Traced, cluster: Cluster, base: StepPrediction) ->
 
 
 def _room(traced: Traced, cluster: Cluster) -> int:
-    """Bytes of a device beside the shards of parameters and of AdamW's two moments.
+    """Bytes of all of a device beside the shards of parameters and of AdamW's two moments.
 
     Raises:
         ValueError: there are none.
@@ -180,6 +180,6 @@ def _counts(programs: list[Program]) -> dict[str, int]:
     counts = dict.fromkeys(("gather", "reduce", "all_reduce"), 0)
     for program in programs:
         for _, op in program.starts():
-            if op.collective is not None and op.collective.kind in counts:
-                counts[op.collective.kind] += 1
+            if op.sends in counts:
+                counts[op.sends] += 1
     return counts

@@ -36,7 +36,7 @@ from two_hosts import ADDRESSES, INTERFACE, RANKS, Options
 from inductor_passes.cluster import Cluster
 from simplefsdp.calibrate.measure import sweep_for
 from simplefsdp.calibrate.report import Report
-from simplefsdp.calibrate.session import measure_compute, measure_wires
+from simplefsdp.calibrate.session import measure_beside, measure_compute, measure_wires
 from simplefsdp.train.distributed import Rank
 
 PROBE_NBYTES = 64 << 20
@@ -171,8 +171,9 @@ def calibrated() -> Cluster:
     rank = Rank(dist.get_rank(), len(RANKS), torch.device("cpu"))
     sweep, silent = sweep_for("cpu", quick=False, nbytes_max=None), Report(enabled=False)
     wires = measure_wires(sweep, rank, 1, silent)
+    beside = measure_beside(sweep, rank, silent)
     compute = measure_compute(sweep, rank, silent)
-    rank_0s = [Cluster("two hosts", ranks_per_node=1, wires=wires, **compute)]
+    rank_0s = [Cluster("two hosts", 1, wires=wires, compute_beside=beside, **compute)]
     if dist.get_rank() != 0:
         rank_0s = [None]
     dist.broadcast_object_list(rank_0s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -37,6 +37,9 @@ def lower_bound_us(program: Program, cost: CostModel) -> float:
     gather and the last reduce waits for its gradients. Collectives that could share a bucket are
     counted as if they did, which is as cheap as they get if the time of a collective never falls
     with its bytes and two cost no less than their merger; any latency-bandwidth model is so.
+
+    What is in transfer holds compute up, or compute stands still: either way it costs at least what
+    compute loses beside it.
     """
     us = [_alone_us(program, cost, i) for i in range(len(program.ops))]
     before = _with_order_of_compute(program)
@@ -51,7 +54,18 @@ def lower_bound_us(program: Program, cost: CostModel) -> float:
         bound = max(bound, *(job.head_us + job.us + job.tail_us for job in of_lane))
         mirrored = [replace(job, head_us=job.tail_us, tail_us=job.head_us) for job in of_lane]
         bound = max(bound, _packed_us(of_lane, cost), _packed_us(mirrored, cost))
-    return bound
+    return max(bound, _held_up_us(jobs, cost))
+
+
+def _held_up_us(jobs: Mapping[str | None, Sequence[_Job]], cost: CostModel) -> float:
+    """All compute, and what it loses while the busiest lane is in transfer."""
+    wires_us = [
+        _packed_us([replace(job, head_us=0.0, tail_us=0.0) for job in of_lane], cost)
+        for lane, of_lane in jobs.items()
+        if lane is not None
+    ]
+    lost = (1 - cost.compute_beside) * max(wires_us, default=0.0)
+    return sum(job.us for job in jobs.get(None, ())) + lost
 
 
 def _packed_us(jobs: Sequence[_Job], cost: CostModel) -> float:
@@ -93,7 +107,7 @@ def _with_order_of_compute(program: Program) -> list[tuple[int, ...]]:
 
 def _moving(program: Program) -> set[int]:
     """What gathers need, and what follows reduces: it moves with them."""
-    kinds = {i: op.collective.kind for i, op in program.starts() if op.collective}
+    kinds = {i: op.sends for i, op in program.starts()}
     early = {i for i, kind in kinds.items() if kind == "gather"}
     # Who waits for several waits when the first must be waited for.
     early |= {wait for wait, starts in program.start_of.items() if len(starts) > 1}

@@ -18,9 +18,9 @@ from math import inf
 from typing import Literal
 
 from inductor_passes.cost import CostModel
-from inductor_passes.invariant import reduced_nbytes
+from inductor_passes.lineage import dependent, following, origins, reduced_nbytes
 from inductor_passes.order import OverlapPolicy, overlap
-from inductor_passes.program import Collective, Program
+from inductor_passes.program import Collective, Op, Program
 from inductor_passes.simulate import memory
 
 APART = 8
@@ -34,19 +34,19 @@ class Unit:
         starts: names of the start ops.
         collectives: theirs.
         nbytes: of a gather, what it fills; of a reduce, the gradients that it keeps alive.
-        left_nbytes: of a reduce, what it fills, which stays to the end.
-        then_nbytes: what ``then`` fills, likewise.
         alone: its place depends on other collectives, so it shares a bucket with none.
         then: the all-reduces of what it reduced, by the names of their starts.
+        left_nbytes: of a reduce, what it fills, which stays to the end.
+        then_nbytes: what is added to that once it was waited for: by ``then``, or by a cast.
     """
 
     starts: tuple[str, ...]
     collectives: tuple[Collective, ...]
     nbytes: int
-    left_nbytes: int
-    then_nbytes: int
     alone: bool
     then: tuple[tuple[str, Collective], ...] = ()
+    left_nbytes: int = 0
+    then_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Event:
             ``"made"`` just after the gradients of the next reduce; ``"start"`` and ``"wait"`` are
             those of a collective that is not data parallelism's.
         us: compute time of a run, time on the lane of a start.
-        nbytes: most live bytes during a run, without what a plan adds.
+        nbytes: most live bytes during a run, or as what was made is sent, without what a plan adds.
         lane: of a start.
         at: of a wait, which of the collectives in flight it waits for, in order of their starts.
         used: gathers that were used first here or before.
@@ -107,17 +107,23 @@ class Chain:
 
     @cached_property
     def then_left(self) -> list[int]:
-        """Bytes of what the all-reduces that follow them leave, likewise."""
+        """Bytes that are added once they were waited for, likewise."""
         return list(accumulate((unit.then_nbytes for unit in self.reduces), initial=0))
+
+    def held(self, made: int, launched: int, waited: int) -> int:
+        """Bytes of gradients and of what is left of them, by how many reduces are so far."""
+        whole = self.reduced[made] - self.reduced[waited]
+        return whole + self.left[launched] + self.then_left[waited]
 
 
 def chain_of(program: Program, cost: CostModel) -> Chain:
     """The chain of a program whose collectives are single."""
     program = program.reorder(overlap(program, OverlapPolicy(1, 1)))
-    follows = _following(program)
+    origin = origins(program)
+    follows = following(program, origin)
     groups = dict.fromkeys(op.collective.group for _, op in program.starts() if op.collective)
     lanes = {group: lane for lane, group in enumerate(groups)}
-    ours = [(i, op.collective.kind) for i, op in program.starts() if op.collective]
+    ours = [(i, op.sends) for i, op in program.starts()]
     gathers = [i for i, kind in ours if kind == "gather"]
     reduces = [i for i, kind in ours if "reduce" in kind and i not in follows]
     events: list[Event] = []
@@ -126,7 +132,7 @@ def chain_of(program: Program, cost: CostModel) -> Chain:
         made = events[-1].made if events else 0
         used, made = used + (event.kind == "use"), made + (event.kind == "made")
         events.append(replace(event, used=used, made=made))
-    units = _units(program, gathers, reduces, follows)
+    units = _units(program, gathers, reduces, follows, origin)
     return Chain(tuple(_joined_runs(events)), *units, lanes)
 
 
@@ -149,16 +155,13 @@ def _events(
             yield Event("start", us=cost.collective_us(c), lane=lanes[c.group])
             flying.append(i)
         elif c is not None and i not in follows:
-            yield Event("use" if c.kind == "gather" else "made")
+            yield Event("use" if c.kind == "gather" else "made", nbytes=live[i])
 
 
 def _without_gradients(program: Program) -> Program:
     """``program`` without what reduces keep alive and what they leave."""
     left = reduced_nbytes(program)
-    ops = tuple(
-        replace(op, reads=()) if op.collective and "reduce" in op.collective.kind else op
-        for op in program.ops
-    )
+    ops = tuple(replace(op, reads=()) if "reduce" in op.sends else op for op in program.ops)
     buffers = {
         name: replace(buffer, nbytes=0) if buffer.storage in left else buffer
         for name, buffer in program.buffers.items()
@@ -178,79 +181,47 @@ def _joined_runs(events: Sequence[Event]) -> list[Event]:
 
 
 def _units(
-    program: Program, gathers: Sequence[int], reduces: Sequence[int], follows: dict[int, int]
+    program: Program,
+    gathers: Sequence[int],
+    reduces: Sequence[int],
+    follows: Mapping[int, int],
+    origin: Mapping[str, int],
 ) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
     """Units of single gathers and of single reduces."""
-    size: dict[str, int] = {}
-    for buffer in program.buffers.values():
-        size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
-    kept = {program.buffers[name].storage for name in (*program.outputs, *program.resident)}
-    dependent, left_nbytes = _dependent(program, follows), reduced_nbytes(program)
+    size = program.storage_nbytes
+    kept = program.storages((*program.outputs, *program.resident))
+    stuck = dependent(program, follows)
+    made: dict[int, int] = {}  # of what a reduce left: with a cast it can be more
+    for storage, i in origin.items():
+        made[i] = max(made.get(i, 0), size[storage])
+    after: dict[int, list[Op]] = {}
+    for all_reduce, reduce in follows.items():
+        after.setdefault(reduce, []).append(program.ops[all_reduce])
+
+    def filled(op: Op) -> int:
+        return sum(size[s] for s in program.storages(op.writes))
 
     def unit(i: int, storages: set[str]) -> Unit:
-        op, nbytes = program.ops[i], sum(size[s] for s in storages - kept)
-        ops_then = [program.ops[j] for j in after.get(i, ())]
-        left, then_left = (
-            sum(left_nbytes.get(s, 0) for o in ops for s in _storages(program, o.writes))
-            for ops in ((op,), ops_then)
+        op, then = program.ops[i], after.get(i, [])
+        left = filled(op) if op.sends == "reduce" else 0
+        return Unit(
+            starts=(op.name,),
+            collectives=(op.collective,) if op.collective else (),
+            nbytes=sum(size[s] for s in storages - kept),
+            alone=i in stuck or not (op.collective and op.collective.fqns),
+            then=tuple((o.name, o.collective) for o in then if o.collective),
+            left_nbytes=left,
+            then_nbytes=sum(map(filled, then)) if then else max(0, made.get(i, 0) - left),
         )
-        then = tuple((o.name, o.collective) for o in ops_then if o.collective)
-        collectives = (op.collective,) if op.collective else ()
-        alone = i in dependent or not all(c.fqns for c in collectives)
-        return Unit((op.name,), collectives, nbytes, left, then_left, alone, then)
 
-    after: dict[int, list[int]] = {}
-    for all_reduce, reduce in follows.items():
-        after.setdefault(reduce, []).append(all_reduce)
-    found_gathers = [unit(i, _storages(program, program.ops[i].writes)) for i in gathers]
+    found_gathers = [unit(i, program.storages(program.ops[i].writes)) for i in gathers]
     found_reduces: list[Unit] = []
     seen: set[str] = set()  # gradients that share a storage stay until the last is reduced
     for i in reversed(reduces):
-        storages = _storages(program, program.ops[i].reads)
+        storages = program.storages(program.ops[i].reads)
         found_reduces.insert(0, unit(i, storages - seen))
         seen |= storages
     return tuple(found_gathers), tuple(found_reduces)
-
-
-def _storages(program: Program, names: Iterable[str]) -> set[str]:
-    return {program.buffers[name].storage for name in names}
-
-
-def _following(program: Program) -> dict[int, int]:
-    """The reduce that each all-reduce follows, if it is of what one reduce left."""
-    source: dict[str, int] = {}
-    follows: dict[int, int] = {}
-    for i, op in enumerate(program.ops):
-        sources = {source[s] for s in _storages(program, op.reads) if s in source}
-        if op.collective is not None:
-            if op.collective.kind == "reduce":
-                source.update(dict.fromkeys(_storages(program, op.writes), i))
-            elif op.collective.kind == "all_reduce" and len(sources) == 1:
-                follows[i] = sources.pop()
-        elif len(sources) == 1:
-            source.update(dict.fromkeys(_storages(program, op.writes), *sources))
-    return follows
-
-
-def _dependent(program: Program, follows: dict[int, int]) -> set[int]:
-    """Gathers of what a collective made, and reduces of which a collective is made."""
-    dependent: set[int] = set()
-    made: set[str] = set()
-    for i, op in enumerate(program.ops):
-        after = not made.isdisjoint(_storages(program, op.reads))
-        if op.collective is not None and op.collective.kind == "gather" and after:
-            dependent.add(i)
-        if op.collective is not None or after:
-            made |= _storages(program, op.writes)
-    needed: set[str] = set()
-    for i in reversed(range(len(program.ops))):
-        op = program.ops[i]
-        feeds = not needed.isdisjoint(_storages(program, op.writes))
-        if op.collective is not None and "reduce" in op.collective.kind and feeds:
-            dependent.update((i, follows.get(i, i)))
-        if feeds or (op.collective is not None and i not in follows):
-            needed |= _storages(program, op.reads)
-    return dependent
 
 
 def coarsen(chain: Chain, limit: int, budget_nbytes: float = inf) -> Chain:
@@ -262,7 +233,9 @@ def coarsen(chain: Chain, limit: int, budget_nbytes: float = inf) -> Chain:
     """
     used, made = _joints(chain.gathers, limit), _joints(chain.reduces, limit)
     room = budget_nbytes - _largest(chain.gathered, used) - _largest(chain.reduced, made)
-    tight = [event for event in chain.events if event.kind == "run" and event.nbytes > room]
+    left = [one + then for one, then in zip(chain.left, chain.then_left, strict=True)]
+    runs = [event for event in chain.events if event.kind == "run"]
+    tight = [event for event in runs if event.nbytes + left[event.made] > room]
     used = _parted(used, {event.used for event in tight})
     made = _parted(made, {event.made for event in tight})
     events = []
@@ -315,7 +288,15 @@ def _joined(units: Sequence[Unit], joints: Sequence[int]) -> tuple[Unit, ...]:
         starts = tuple(name for unit in parts for name in unit.starts)
         collectives = tuple(c for unit in parts for c in unit.collectives)
         then = tuple(pair for unit in parts for pair in unit.then)
-        nbytes, left = sum(unit.nbytes for unit in parts), sum(unit.left_nbytes for unit in parts)
-        then_left = sum(unit.then_nbytes for unit in parts)
-        joined.append(Unit(starts, collectives, nbytes, left, then_left, parts[0].alone, then))
+        joined.append(
+            Unit(
+                starts=starts,
+                collectives=collectives,
+                nbytes=sum(unit.nbytes for unit in parts),
+                alone=parts[0].alone,
+                then=then,
+                left_nbytes=sum(unit.left_nbytes for unit in parts),
+                then_nbytes=sum(unit.then_nbytes for unit in parts),
+            )
+        )
     return tuple(joined)

@@ -105,6 +105,8 @@ class Cluster:
         memory_gb: 1e9 bytes of memory of a device.
         wires: the links that are known, any order.
         source: where the figures come from.
+        compute_beside: fraction of its speed that compute keeps while anything is in transfer:
+            communication takes cores or SMs, and memory bandwidth. 1 where it is not known.
 
     Raises:
         TypeError, ValueError: a figure that is no number, negative, NaN or zero (a launch may
@@ -120,15 +122,16 @@ class Cluster:
     memory_gb: float
     wires: tuple[Wire, ...]
     source: str = ""
+    compute_beside: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("ranks_per_node", "memory_gb_s", "memory_fraction", "memory_gb"):
+        fractions = ("memory_fraction", "compute_beside")
+        for name in ("ranks_per_node", "memory_gb_s", "memory_gb", *fractions):
             check_number(f"cluster {self.name!r}: {name}", getattr(self, name))
         check_number(f"cluster {self.name!r}: launch_us", self.launch_us, zero=True)
-        if self.memory_fraction > 1:
-            raise ValueError(
-                f"cluster {self.name!r}: memory_fraction is above 1: {self.memory_fraction}"
-            )
+        for name in fractions:
+            if getattr(self, name) > 1:
+                raise ValueError(f"cluster {self.name!r}: {name} is above 1: {getattr(self, name)}")
         if not self.peaks or not self.wires:
             raise ValueError(
                 f"cluster {self.name!r}: it has no {'wires' if self.peaks else 'peaks'}"
@@ -222,6 +225,10 @@ class ClusterCost:
     _links: dict[tuple[str, str, int], Link] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @property
+    def compute_beside(self) -> float:
+        return self.cluster.compute_beside
 
     def compute_us(self, program: Program, op: Op) -> float:
         work = self.work.get(op.name)

@@ -15,10 +15,17 @@ from inductor_passes.program import Collective, Op, Program
 
 
 class CostModel(Protocol):
-    """Anything that can price the ops of a program."""
+    """Anything that can price the ops of a program.
+
+    Attributes:
+        compute_beside: fraction of its speed that compute keeps while anything is in transfer.
+    """
+
+    @property
+    def compute_beside(self) -> float: ...
 
     def compute_us(self, program: Program, op: Op) -> float:
-        """Time of a compute op on the compute lane."""
+        """Time of a compute op on the compute lane, if nothing is in transfer."""
         ...
 
     def collective_us(self, collective: Collective) -> float:
@@ -41,6 +48,7 @@ class LinearCost:
         memory_gb_s: of the bytes that a compute op reads and writes.
         launch_us: per compute op.
         op_us: known times of compute ops by name, which replace the model's.
+        compute_beside: see :class:`CostModel`.
     """
 
     latency_us: float = 30.0
@@ -48,6 +56,7 @@ class LinearCost:
     memory_gb_s: float = 3350.0
     launch_us: float = 5.0
     op_us: Mapping[str, float] = field(default_factory=dict)
+    compute_beside: float = 1.0
 
     def compute_us(self, program: Program, op: Op) -> float:
         known = self.op_us.get(op.name)

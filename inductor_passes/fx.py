@@ -98,7 +98,7 @@ class _Reader:
 
     def read(self, node: Node) -> None:
         if node.op in ("placeholder", "get_attr"):
-            self._buffer(node.name, _nbytes(node))
+            self.buffers[node.name] = _buffer(node)
             self.inputs.append(node.name)
         elif node.op == "output":
             self.outputs = list(dict.fromkeys(n.name for n in node.all_input_nodes))
@@ -115,14 +115,14 @@ class _Reader:
         elif _torch.is_view(node) or _torch.is_pure_python(node):
             self._add(node, "view", reads, self._alias(node))
         else:
-            self._buffer(node.name, _nbytes(node))
+            self.buffers[node.name] = _buffer(node)
             self._add(node, "compute", reads, (node.name, *self._side_effects(node)))
 
     def _start(self, node: Node, reads: tuple[str, ...], results: tuple[Node, ...]) -> None:
         out = _arguments(node).get("out")
         for result in results:
             storage = self.buffers[out.name].storage if isinstance(out, Node) else ""
-            self.buffers[result.name] = Buffer(result.name, _nbytes(result), storage)
+            self.buffers[result.name] = _buffer(result, storage)
         self.pending.update(result.name for result in results)
         items = tuple(n for n in results if n is not node)
         self.absorbed.update(items)
@@ -155,7 +155,7 @@ class _Reader:
     def _alias(self, node: Node) -> tuple[str, ...]:
         first = next(iter(node.all_input_nodes), None)
         storage = self.buffers[first.name].storage if first is not None else ""
-        self.buffers[node.name] = Buffer(node.name, _nbytes(node), storage)
+        self.buffers[node.name] = _buffer(node, storage)
         return (node.name,)
 
     def _side_effects(self, node: Node) -> tuple[str, ...]:
@@ -164,12 +164,9 @@ class _Reader:
             state.append(_EFFECTS)
         for name in state:
             if name not in self.buffers:
-                self._buffer(name, 0)
+                self.buffers[name] = Buffer(name, 0)
                 self.inputs.append(name)
         return (*dict.fromkeys(n.name for n in _torch.mutated_arguments(node)), *state)
-
-    def _buffer(self, name: str, nbytes: int) -> None:
-        self.buffers[name] = Buffer(name, nbytes)
 
 
 def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
@@ -217,6 +214,11 @@ def _tensors(node: Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _buffer(node: Node, storage: str = "") -> Buffer:
+    itemsize = max((v.element_size() for v in _tensors(node)), default=1)
+    return Buffer(node.name, _nbytes(node), storage, itemsize)
 
 
 def _nbytes(node: Node) -> int:

@@ -116,15 +116,14 @@ class _Greedy:
 
     def _peak(self, before: int, last: int, end: int, held: int) -> int:
         """Live bytes at most while the bucket before is computed with and the last is in flight."""
-        gathered, reduced, left = self.chain.gathered, self.chain.reduced, self.chain.left
+        gathered = self.chain.gathered
         return max(
             (
                 run.nbytes
                 + gathered[end]
                 - gathered[run.used]
-                + reduced[run.made]
-                - reduced[held]
-                + left[run.made]
+                # What is ready counts as launched: the rule is rough.
+                + self.chain.held(run.made, run.made, held)
                 for run in self.rest.runs_between(before, last)
             ),
             default=0,

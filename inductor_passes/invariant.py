@@ -9,11 +9,12 @@ take an equal part of what is reduced. What is left is full tensors, whose sizes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 
 from inductor_passes.cost import CostModel
+from inductor_passes.lineage import reduced_nbytes
 from inductor_passes.program import Collective, Op, Program
 
 
@@ -28,6 +29,10 @@ class FixedCost:
 
     op_us: Mapping[str, float]
     wire: CostModel
+
+    @property
+    def compute_beside(self) -> float:
+        return self.wire.compute_beside
 
     def compute_us(self, program: Program, op: Op) -> float:
         return self.op_us[op.name]
@@ -77,48 +82,20 @@ def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCos
     return replace(program, buffers=buffers), FixedCost(op_us, cost)
 
 
-def reduced_nbytes(program: Program) -> dict[str, int]:
-    """Bytes on every rank, by storage, of what reduces leave and of what is made of it.
-
-    Those of a reduce are an equal part of what it sends; what is made of it has as many, whatever
-    it is cast to.
-    """
-    nbytes: dict[str, int] = {}
-    for i, op in enumerate(program.ops):
-        c = op.collective
-        sources = [nbytes[s] for s in _storages(program, op.reads) if s in nbytes]
-        if c is not None and c.kind == "reduce":
-            nbytes.update(dict.fromkeys(_made(program, i), -(-c.nbytes // c.ranks)))
-        elif sources and (c is None or c.kind == "all_reduce"):
-            nbytes.update(dict.fromkeys(_made(program, i) - nbytes.keys(), max(sources)))
-    return nbytes
-
-
 def _local(program: Program) -> tuple[set[int], dict[str, int]]:
     """Ops that handle shards alone, and the bytes of the shards' storages on every rank."""
     prepared = _prepared(program)
     reduced = reduced_nbytes(program)
-    shards = set(_storages(program, program.resident))
+    shards = program.storages(program.resident)
     local: set[int] = set()
     for i, op in enumerate(program.ops):
-        kind = op.collective.kind if op.collective is not None else ""
-        reads, made = _storages(program, op.reads), _made(program, i)
-        if kind == "reduce" or (reads & reduced.keys() and kind in ("", "all_reduce")):
+        reads, made = program.storages(op.reads), program.first_written(i)
+        if op.sends == "reduce" or (reads & reduced.keys() and op.sends in ("", "all_reduce")):
             local.add(i)
-        elif kind == "" and (i in prepared or (reads and reads <= shards)):
+        elif not op.sends and (i in prepared or (reads and reads <= shards)):
             shards |= made
             local.add(i)
     return local, dict.fromkeys(shards | _shard_inputs(program, local), 0) | reduced
-
-
-def _storages(program: Program, names: Iterable[str]) -> set[str]:
-    return {program.buffers[name].storage for name in names}
-
-
-def _made(program: Program, i: int) -> set[str]:
-    """Storages of the buffers that op ``i`` is the first to write."""
-    op = program.ops[i]
-    return _storages(program, (name for name in op.writes if program.writer.get(name) == i))
 
 
 def _following_all_reduce(program: Program) -> set[int]:
@@ -126,10 +103,9 @@ def _following_all_reduce(program: Program) -> set[int]:
     reduced: set[str] = set()
     following: set[int] = set()
     for i, op in enumerate(program.ops):
-        c = op.collective
-        if c is None and any(program.buffers[name].storage in reduced for name in op.reads):
+        if not op.sends and any(program.buffers[name].storage in reduced for name in op.reads):
             following.add(i)
-        if i in following or (c is not None and c.kind == "all_reduce"):
+        if i in following or op.sends == "all_reduce":
             reduced.update(program.buffers[name].storage for name in op.writes)
     return following
 
@@ -150,7 +126,7 @@ def _prepared(program: Program) -> set[int]:
     for i in reversed(range(len(program.ops))):
         op = program.ops[i]
         useful = read.issuperset(op.writes) and elsewhere.isdisjoint(op.writes)
-        gathers = op.collective is not None and op.collective.kind == "gather"
+        gathers = op.sends == "gather"
         if i in of_inputs and op.writes and useful:
             prepared.add(i)
         elif not gathers:
@@ -160,15 +136,9 @@ def _prepared(program: Program) -> set[int]:
 
 
 def _shard_inputs(program: Program, local: set[int]) -> set[str]:
-    """Storages of the inputs that only local ops and gathers read."""
-    kept = {program.buffers[name].storage for name in program.outputs}
-    users: dict[str, bool] = {program.buffers[name].storage: True for name in program.inputs}
-    read: set[str] = set()
+    """Storages of the inputs that only local ops and gathers read, or that nobody reads."""
+    alone = program.storages(program.inputs) - program.storages(program.outputs)
     for i, op in enumerate(program.ops):
-        gathers = op.collective is not None and op.collective.kind == "gather"
-        for name in (*op.reads, *op.writes):
-            storage = program.buffers[name].storage
-            read.add(storage)
-            if storage in users and not gathers and i not in local:
-                users[storage] = False
-    return {s for s, alone in users.items() if alone and s in read and s not in kept}
+        if op.sends != "gather" and i not in local:
+            alone -= program.storages((*op.reads, *op.writes))
+    return alone

@@ -106,11 +106,7 @@ def _modules(
 
 
 def _gathers(program: Program) -> list[tuple[int, Op]]:
-    return [
-        (i, op)
-        for i, op in program.starts()
-        if op.collective is not None and op.collective.kind == "gather"
-    ]
+    return [(i, op) for i, op in program.starts() if op.sends == "gather"]
 
 
 def keeping(forward: Program, backward: Program, fqns: Collection[str]) -> tuple[Program, Program]:

@@ -88,7 +88,7 @@ def _topological(
     needs: list[set[int]] = [set() for _ in ops]
     for i, at in enumerate(at_of):
         needs[at].update(at_of[j] for j in before.predecessors[i])
-    gathers = [at for at, op in enumerate(ops) if op.collective and op.collective.kind == "gather"]
+    gathers = [at for at, op in enumerate(ops) if op.sends == "gather"]
     order = _nearest_order(needs, _pulled(needs, gathers))
     if len(order) < len(ops):
         placed = set(order)

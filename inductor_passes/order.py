@@ -207,7 +207,7 @@ def _keep_starts(program: Program, keys: list[Key], first_use: list[float]) -> N
     previous: Key = (-1, 0, 0)
     for i, op in program.starts():
         latest: Key = (inf, 0, 0)
-        if op.collective is not None and op.collective.kind == "gather":
+        if op.sends == "gather":
             latest = (first_use[i], _GATHER, inf)
         keys[i] = previous = min(max(keys[i], previous), latest)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inductor_passes.cost import CostModel
+from inductor_passes.lineage import reduced_nbytes
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap
 from inductor_passes.program import Bucket, Program, ProgramError
@@ -97,15 +98,15 @@ def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> Budget
 def _at_peak(program: Program, plan: Plan) -> dict[str, int]:
     """Bytes that are live at the peak, by what they are for."""
     after = scheduled(program, plan.buckets)
-    use: dict[str, str] = {}
+    use = dict.fromkeys(reduced_nbytes(after), "gradient shards")
     for _, op in after.starts():
-        if op.collective is None or op.collective.kind == "other":
-            continue
-        gathers = op.collective.kind == "gather"
-        names = op.writes if gathers else op.reads
-        what = "gathered parameters" if gathers else "gradients"
-        use.update((after.buffers[name].storage, what) for name in names)
-    live = {"inputs and activations": 0, "gathered parameters": 0, "gradients": 0}
+        if op.sends == "gather":
+            use |= dict.fromkeys(after.storages(op.writes), "gathered parameters")
+        elif op.sends != "other":
+            for storage in after.storages(op.reads):
+                use.setdefault(storage, "gradients")
+    uses = ("inputs and activations", "gathered parameters", "gradients", "gradient shards")
+    live = dict.fromkeys(uses, 0)
     for storage, nbytes in live_at_peak(after).items():
         live[use.get(storage, "inputs and activations")] += nbytes
     return live

@@ -32,11 +32,13 @@ class Buffer:
         name: unique in its program.
         nbytes: bytes of its storage if it is the first buffer on it.
         storage: name of the buffer whose memory this one is a view of; its own name if none.
+        itemsize: bytes of an element.
     """
 
     name: str
     nbytes: int
     storage: str = ""
+    itemsize: int = 1
 
     def __post_init__(self) -> None:
         if not self.storage:
@@ -90,6 +92,11 @@ class Op:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     collective: Collective | None = None
+
+    @property
+    def sends(self) -> CollectiveKind | Literal[""]:
+        """Kind of the collective that a start launches; empty for other ops."""
+        return self.collective.kind if self.collective is not None else ""
 
 
 @dataclass(frozen=True)
@@ -182,6 +189,22 @@ class Program:
             found.append(list(dict.fromkeys([storage[name] for name in names])))
         return found
 
+    def storages(self, names: Iterable[str]) -> set[str]:
+        """Of some buffers."""
+        return {self.buffers[name].storage for name in names}
+
+    def first_written(self, i: int) -> set[str]:
+        """Storages of the buffers that op ``i`` is the first to write."""
+        return self.storages(n for n in self.ops[i].writes if self.writer.get(n) == i)
+
+    @cached_property
+    def storage_nbytes(self) -> dict[str, int]:
+        """Bytes of each storage."""
+        size: dict[str, int] = {}
+        for buffer in self.buffers.values():
+            size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
+        return size
+
     def mutated(self, i: int) -> Iterator[str]:
         """Storages that op ``i`` writes in place."""
         ops = [i, *self.start_of.get(i, ())]
@@ -216,7 +239,7 @@ class Program:
             if op.kind == "wait":
                 arrival.update(dict.fromkeys(op.reads, i))
             before[i].pop(i, None)
-        others = [i for i, op in self.starts() if op.collective and op.collective.kind == "other"]
+        others = [i for i, op in self.starts() if op.sends == "other"]
         for j, i in pairwise(others):
             before[i][j] = None
         return tuple(map(tuple, before))
@@ -300,11 +323,8 @@ class Program:
         for name in op.reads:
             if pending.pop(name, None) is None:
                 raise ProgramError(f"{op.name} waits for {name}, which no collective is filling")
-        if any(self.buffers[n].storage not in self._storages(op.reads) for n in op.writes):
+        if any(self.buffers[n].storage not in self.storages(op.reads) for n in op.writes):
             raise ProgramError(f"{op.name}: the result of a wait shares its input's storage")
-
-    def _storages(self, names: Iterable[str]) -> set[str]:
-        return {self.buffers[name].storage for name in names}
 
 
 def _unique(what: str, names: Sequence[str]) -> None:

@@ -24,7 +24,6 @@ from inductor_passes.roofline import cluster_of, cost_of, device_of, fused_progr
 from inductor_passes.simulate import simulate
 
 _USABLE = 0.9
-_FP32 = 4
 
 
 @contextmanager
@@ -103,21 +102,17 @@ def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]
 def room_nbytes(program: Program, cluster: Cluster) -> int:
     """What a device has beside the shards of parameters and of AdamW's two moments, all fp32.
 
-    Plans count shards of gradients as they are reduced, so what a cast to fp32 adds to them is
-    taken off, too. Whole parameters that are only all-reduced are not counted. A tenth of the
-    device is left for its context, communication's own buffers and fragmentation, which is an
-    estimate. What all ranks share tells the size of a shard.
+    Whole parameters that are only all-reduced are not counted, and neither are gradients of an
+    earlier batch that are accumulated. A tenth of the device is left for its context,
+    communication's own buffers and fragmentation, which is an estimate. What all ranks share tells
+    the size of a shard.
     """
-    elements: dict[tuple[str, ...], int] = {}
-    cast_nbytes: dict[tuple[str, ...], int] = {}
-    for _, c in _collectives(program):
-        if c.fqns and c.kind in ("gather", "reduce"):
-            itemsize = _torch.itemsize(c.dtype)
-            elements[c.fqns] = c.nbytes // itemsize // c.ranks
-            if c.kind == "reduce":
-                cast_nbytes[c.fqns] = max(0, _FP32 - itemsize) * elements[c.fqns]
-    at_rest = 3 * _FP32 * sum(elements.values()) + sum(cast_nbytes.values())
-    return int(_USABLE * cluster.memory_gb * 1e9) - at_rest
+    elements = {
+        c.fqns: c.nbytes // _torch.itemsize(c.dtype) // c.ranks
+        for _, c in _collectives(program)
+        if c.fqns and c.kind in ("gather", "reduce")
+    }
+    return int(_USABLE * cluster.memory_gb * 1e9) - 3 * 4 * sum(elements.values())
 
 
 @dataclass(frozen=True)

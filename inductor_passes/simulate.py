@@ -35,7 +35,7 @@ class Timeline:
         exposed_us: per start op, how long the compute lane stood still in its waits. They add up
             to ``total_us - compute_us``.
         total_us: end of the last op on the compute lane.
-        compute_us: sum over compute ops.
+        compute_us: sum over compute ops, as long as they took beside transfers.
         wire_us: sum over collectives.
     """
 
@@ -44,6 +44,16 @@ class Timeline:
     total_us: float
     compute_us: float
     wire_us: float
+
+
+def computed_us(now: float, us: float, in_transfer_until: float, compute_beside: float) -> float:
+    """When compute ends that begins ``now`` and takes ``us`` if nothing is in transfer.
+
+    Until ``in_transfer_until`` it has only ``compute_beside`` of its speed.
+    """
+    beside = max(0.0, in_transfer_until - now)
+    slow = us / compute_beside
+    return now + (slow if slow <= beside else beside + us - beside * compute_beside)
 
 
 def simulate(program: Program, cost: CostModel) -> Timeline:
@@ -55,9 +65,10 @@ def simulate(program: Program, cost: CostModel) -> Timeline:
     spans: list[Span] = []
     for i, op in enumerate(program.ops):
         if op.kind == "compute":
-            duration = cost.compute_us(program, op)
-            spans.append(Span(op.name, "compute", now, now + duration))
-            now, compute = now + duration, compute + duration
+            until = max(lane_free.values(), default=0.0)
+            end = computed_us(now, cost.compute_us(program, op), until, cost.compute_beside)
+            spans.append(Span(op.name, "compute", now, end))
+            now, compute = end, compute + end - now
         elif op.collective is not None:
             begin = max(now, lane_free[op.collective.group])
             done[i] = lane_free[op.collective.group] = begin + cost.collective_us(op.collective)
@@ -95,7 +106,7 @@ def memory(program: Program) -> Memory:
     collective lives until the wait.
     """
     resident = {program.buffers[n].storage for n in program.resident}
-    size = _sizes(program)
+    size = program.storage_nbytes
     last: dict[str, int] = {}
     for i, storages in enumerate(program.touched):
         last.update(dict.fromkeys(storages, i))
@@ -120,19 +131,11 @@ def memory(program: Program) -> Memory:
     return Memory(tuple(live), at_rest, at_rest + live[peak], program.ops[peak].name)
 
 
-def _sizes(program: Program) -> dict[str, int]:
-    """Bytes of each storage."""
-    size: dict[str, int] = {}
-    for buffer in program.buffers.values():
-        size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
-    return size
-
-
 def live_at_peak(program: Program) -> dict[str, int]:
     """Bytes by storage during the op at the peak, without what is resident."""
     found = memory(program)
     at = program.index.get(found.peak_op, 0)
-    size = _sizes(program)
+    size = program.storage_nbytes
     touched = program.touched
     before, after = (
         {s for storages in part for s in storages} for part in (touched[: at + 1], touched[at:])

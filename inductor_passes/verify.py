@@ -50,6 +50,4 @@ def _parameters(program: Program) -> Counter[object]:
 
 
 def _others(program: Program) -> list[str]:
-    return [
-        op.name for _, op in program.starts() if op.collective and op.collective.kind == "other"
-    ]
+    return [op.name for _, op in program.starts() if op.sends == "other"]

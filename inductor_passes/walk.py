@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from inductor_passes.chain import Chain, Event
 from inductor_passes.schedule import Schedule, Segment
+from inductor_passes.simulate import computed_us
 from inductor_passes.wire import Rest, Wire
 
 
@@ -118,7 +119,11 @@ class Search:
         return [_schedule(state) for state in ended]
 
     def _run(self, frontier: list[State], at: int, event: Event) -> list[State]:
-        return [s._replace(now=s.now + event.us) for s in frontier]
+        beside = self.wire.cost.compute_beside
+        return [
+            s._replace(now=computed_us(s.now, event.us, max(s.lanes, default=0.0), beside))
+            for s in frontier
+        ]
 
     def _start(self, frontier: list[State], at: int, event: Event) -> list[State]:
         moved = []
@@ -203,7 +208,9 @@ class Search:
             least = max(arrived, len(s.dones) - self.limits.flying + 1)
             for waits in range(least, len(s.dones) + 1):
                 moved.append(self._closed(s, event.made, waits))
-        return self._best(moved, at)
+        # What is sent stays until it is waited for, and what is left of it is there already.
+        fitting = [s for s in moved if self._nbytes(s, event, False) <= self.budget]
+        return self._best(fitting, at)
 
     def _closed(self, s: State, end: int, waits: int) -> State:
         """``s`` after ``waits`` waits for pending reduces, with its open bucket launched."""
@@ -262,13 +269,14 @@ class Search:
                 kept.append(s)
         return kept
 
-    def _nbytes(self, s: State, run: Event, relieved: bool) -> int:
-        """Live bytes at most during ``run``; if ``relieved``, with no reduce pending."""
-        gathered, reduced = self.chain.gathered, self.chain.reduced
-        ahead = gathered[max(run.used, s.launched)] - gathered[run.used]
-        held = s.opened if relieved else s.held
-        left = self.chain.left[s.opened] + self.chain.then_left[held]
-        return run.nbytes + ahead + reduced[run.made] - reduced[held] + left
+    def _nbytes(self, s: State, event: Event, relieved: bool) -> int:
+        """Live bytes at most during ``event``; if ``relieved``, if reduces are waited for."""
+        gathered, chain = self.chain.gathered, self.chain
+        ahead = gathered[max(event.used, s.launched)] - gathered[event.used]
+        held = chain.held(event.made, s.opened, s.held)
+        if relieved:
+            held = min(held, chain.held(event.made, s.opened, s.opened))
+        return event.nbytes + ahead + held
 
     def _ahead(self, s: State) -> int:
         """Bytes of what is launched and of what is not waited for: least is safest."""

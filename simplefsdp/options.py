@@ -91,9 +91,10 @@ class Options:
             :mod:`inductor_passes.presets`), a :class:`inductor_passes.cluster.Cluster`, or the path
             of a file that ``simplefsdp calibrate`` wrote, the same on all ranks. None: the preset
             for the device's name.
-        memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters and gradients,
-            in forward and in backward; parameter shards and optimizer state come on top. None: what
-            ``"manual"`` takes, or what the device has, if that is less.
+        memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters, and gradients,
+            full and reduced, in forward and in backward. Parameter shards, optimizer state, and
+            gradients of earlier batches that are accumulated come on top. None: what ``"manual"``
+            takes, or what the device has beside the first two, if that is less.
         planner: of ``"auto"``: ``"search"``, or ``"greedy"``, the published rule, to compare with.
         reorder: move collectives to where compute hides them. None: unless bucketing is "none".
             With ``bucketing="none"`` the collectives of a bucket move together, unmerged.

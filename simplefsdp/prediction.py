@@ -219,10 +219,9 @@ def live_by_use(program: Program) -> dict[str, int]:
     use: dict[str, str] = {}
     for op in program.ops:
         reads, writes = ([program.buffers[n].storage for n in ns] for ns in (op.reads, op.writes))
-        kind = op.collective.kind if op.collective is not None else ""
-        if kind == "gather":
+        if op.sends == "gather":
             use.update(dict.fromkeys(writes, "gathered parameters"))
-        elif kind in ("reduce", "all_reduce"):
+        elif op.sends in ("reduce", "all_reduce"):
             for storage in reads:  # of a second reduce: what the first one left
                 use.setdefault(storage, "full gradients")
             use.update(dict.fromkeys(writes, "gradient shards"))

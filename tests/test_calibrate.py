@@ -192,6 +192,8 @@ def test_two_ranks_write_a_cluster(tmp_path: Path) -> None:
         ("all_reduce", 2, 1),
     ]
     assert {*cluster.peaks} >= {"float32", "bfloat16"}
+    assert 0 < cluster.compute_beside <= 1
+    assert f"compute has {cluster.compute_beside:.0%} of its speed" in done.stdout
     assert "--quick" in cluster.source and "2 ranks, gloo" in cluster.source
     with pytest.raises(ValueError, match="gather among 4 ranks on 1 node"):
         cluster.link("gather", 4, 1)

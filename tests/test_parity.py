@@ -131,10 +131,11 @@ def test_compiled_graphs_equal_one_process(pools, ranks, mode, precision):
     pools(ranks).run(compare_with_one_process, mode, precision, True, "aot_eager")
 
 
-@pytest.mark.parametrize("precision", POLICIES)
-@pytest.mark.parametrize("ranks", [2])
-def test_kept_from_forward_to_backward_equals_one_process(pools, ranks, precision):
-    pools(ranks).run(compare_with_one_process, "fully_shard", precision, False, "aot_eager")
+@pytest.mark.parametrize(
+    ("ranks", "mode", "precision"), [(2, "fully_shard", "fp32"), (4, "hybrid_shard", "bf16")]
+)
+def test_kept_from_forward_to_backward_equals_one_process(pools, ranks, mode, precision):
+    pools(ranks).run(compare_with_one_process, mode, precision, False, "aot_eager")
 
 
 @pytest.mark.parametrize(

@@ -127,15 +127,17 @@ def _run_rank(args: list[str]) -> int:
 def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
     from simplefsdp.calibrate.measure import sweep_for
     from simplefsdp.calibrate.report import Report
-    from simplefsdp.calibrate.session import measure_compute, measure_wires
+    from simplefsdp.calibrate.session import measure_beside, measure_compute, measure_wires
 
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
     sweep = sweep_for(rank.device.type, quick=options.quick, nbytes_max=options.nbytes_max)
     report = Report(enabled=rank.rank == 0)
     if options.links is None:
         wires = measure_wires(sweep, rank, local_size, report)
+        beside = measure_beside(sweep, rank, report)
     else:
-        wires = as_cluster(options.links).wires
+        given = as_cluster(options.links)
+        wires, beside = given.wires, given.compute_beside
     compute = measure_compute(sweep, rank, report)
     if rank.rank == 0:
         cluster = Cluster(
@@ -143,6 +145,7 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
             ranks_per_node=local_size,
             wires=wires,
             source=_source(options, rank),
+            compute_beside=beside,
             **compute,
         )
         save(options.out, cluster)

@@ -107,7 +107,7 @@ def time_collectives(
         for kind in LINK_KINDS:
             shards = dict.fromkeys(max(1, nbytes // (4 * ranks)) for nbytes in sweep.nbytes)
             calls = {
-                4.0 * n * ranks: _collective(kind, n, ranks, group.group_name, device)
+                4.0 * n * ranks: _waited(_launch(kind, n, ranks, group.group_name, device))
                 for n in shards
             }
             found[kind] = _samples(calls, sweep.repeats, device)
@@ -116,43 +116,91 @@ def time_collectives(
     return found
 
 
-def _collective(
+def _launch(
     kind: CollectiveKind, numel: int, ranks: int, group: str, device: torch.device
-) -> Call:
+) -> Callable[[], Tensor]:
     """The collective that a compiled graph launches, of ``numel`` fp32 elements per shard."""
     sent = torch.ones(numel if kind == "gather" else numel * ranks, device=device)
+    if kind == "gather":
+        return lambda: _ops.all_gather_into_tensor(sent, ranks, group)
+    if kind == "reduce":
+        return lambda: _ops.reduce_scatter_tensor(sent, "sum", ranks, group)
+    return lambda: _ops.all_reduce(sent, "sum", group)
 
-    def run() -> None:
-        if kind == "gather":
-            started = _ops.all_gather_into_tensor(sent, ranks, group)
-        elif kind == "reduce":
-            started = _ops.reduce_scatter_tensor(sent, "sum", ranks, group)
-        else:
-            started = _ops.all_reduce(sent, "sum", group)
-        _ops.wait_tensor(started)
 
-    return run
+def _waited(launch: Callable[[], Tensor]) -> Call:
+    return lambda: _ops.wait_tensor(launch())
+
+
+def compute_beside(sweep: Sweep, device: torch.device) -> float:
+    """Fraction of its speed that compute keeps beside gathers and reduces; every rank must call it.
+
+    Matmuls that take half as long as a transfer of the largest size, alone and while one is under
+    way among all ranks, in turns; the mean over ranks.
+    """
+    ranks, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    shard = max(1, max(sweep.nbytes) // (4 * ranks))
+    launches = [_launch(kind, shard, ranks, group, device) for kind in ("gather", "reduce")]
+    transfers = {i: _waited(launch) for i, launch in enumerate(launches)}
+    shortest_us = min(medians_us(transfers, sweep.repeats, device).values())
+    layer = _matmuls(torch.float32, sweep.widths[len(sweep.widths) // 2], device)
+    layer_us = medians_us({0: layer}, sweep.repeats, device)[0]
+    count = max(1, int(shortest_us / layer_us / 2))
+
+    def compute() -> None:
+        for _ in range(count):
+            layer()
+
+    kept = []
+    for launch in launches:
+        alone, beside = [], []
+        for _ in range(sweep.repeats):
+            dist.barrier()
+            alone.append(_elapsed_us(compute, device))
+            dist.barrier()
+            started = launch()
+            beside.append(_elapsed_us(compute, device))
+            _ops.wait_tensor(started)
+        kept.append(min(1.0, statistics.median(alone) / statistics.median(beside)))
+    mean = torch.tensor(statistics.mean(kept), device=device)
+    dist.all_reduce(mean)
+    return mean.item() / ranks
+
+
+def _elapsed_us(call: Call, device: torch.device) -> float:
+    """On CUDA, of the current stream alone: a transfer has its own."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
 
 
 def time_matmuls(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:
     """Square matmuls as a linear layer has them, one forward and two backward; their mean."""
 
-    def layer(width: int) -> Call:
-        def tensor() -> Tensor:
-            return torch.ones(width, width, dtype=dtype, device=device)
-
-        x, weight, grad, out = tensor(), tensor(), tensor(), tensor()
-
-        def run() -> None:
-            torch.mm(x, weight.t(), out=out)
-            torch.mm(grad, weight, out=out)
-            torch.mm(grad.t(), x, out=out)
-
-        return run
-
-    calls = {2.0 * width**3: layer(width) for width in sweep.widths}
+    calls = {2.0 * width**3: _matmuls(dtype, width, device) for width in sweep.widths}
     samples = _samples(_affordable(calls, device), sweep.repeats, device)
     return [Sample(s.size, s.us / 3) for s in samples]
+
+
+def _matmuls(dtype: torch.dtype, width: int, device: torch.device) -> Call:
+    def tensor() -> Tensor:
+        return torch.ones(width, width, dtype=dtype, device=device)
+
+    x, weight, grad, out = tensor(), tensor(), tensor(), tensor()
+
+    def run() -> None:
+        torch.mm(x, weight.t(), out=out)
+        torch.mm(grad, weight, out=out)
+        torch.mm(grad.t(), x, out=out)
+
+    return run
 
 
 def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:

@@ -29,6 +29,14 @@ def measure_wires(sweep: Sweep, rank: Rank, local_size: int, report: Report) -> 
     return tuple(wires)
 
 
+def measure_beside(sweep: Sweep, rank: Rank, report: Report) -> float:
+    """What compute keeps of its speed beside transfers among all ranks."""
+    report.progress("compute beside transfers")
+    kept = measure.compute_beside(sweep, rank.device)
+    report.say(f"beside a transfer, compute has {kept:.0%} of its speed")
+    return kept
+
+
 def measure_compute(sweep: Sweep, rank: Rank, report: Report) -> dict[str, Any]:
     """The compute fields of a cluster, with all ranks computing at once, as in a step."""
     dist.barrier()

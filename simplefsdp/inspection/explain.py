@@ -84,15 +84,10 @@ def explain(program: Program, timeline: Timeline, limits: Limits) -> dict[str, E
     """The exposure of each start op by name, in the order of the program."""
     run = _Run(program, timeline, limits)
     # Gathers could go earlier: the first ones are the first to take idle time. Reduces later.
-    gathers = [i for i in program.waits_of if _kind(program, i) == "gather"]
-    others = [i for i in program.waits_of if _kind(program, i) != "gather"]
+    gathers = [i for i in program.waits_of if program.ops[i].sends == "gather"]
+    others = [i for i in program.waits_of if program.ops[i].sends != "gather"]
     found = {i: run.explain(i) for i in (*gathers, *reversed(others))}
     return {program.ops[i].name: found[i] for i in program.waits_of}
-
-
-def _kind(program: Program, i: int) -> str:
-    c = program.ops[i].collective
-    return c.kind if c is not None else ""
 
 
 class _Run:
@@ -206,7 +201,7 @@ class _Run:
     def _as_soon_as_it_could(
         self, i: int, wait: int, ready: float, rest: float
     ) -> tuple[Reason, float, str]:
-        kind = _kind(self.program, i)
+        kind = self.program.ops[i].sends
         if kind == "gather" and ready <= self._start_us:
             return "first use", rest, "the graph starts with it: there is nothing to hide behind"
         if kind in ("reduce", "all_reduce") and self._compute_after[wait] <= _TINY_US:
@@ -267,7 +262,7 @@ class _Run:
         late = {
             wait
             for i, waits in self.program.waits_of.items()
-            if "reduce" in _kind(self.program, i)
+            if "reduce" in self.program.ops[i].sends
             for wait in waits
         }
         for i, before in enumerate(self.program.predecessors):

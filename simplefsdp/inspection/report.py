@@ -164,7 +164,7 @@ def report_graph(
     places = _Places(program, module_of)
     buckets = [_bucket(op, i, exposures[op.name], compute, places) for i, op in program.starts()]
     starts = prediction.before.starts()
-    before = Counter[str](op.collective.kind for _, op in starts if op.collective)
+    before = Counter[str](op.sends for _, op in starts)
     return GraphReport(
         prediction,
         {kind: before[kind] for kind in KINDS},

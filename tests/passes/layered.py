@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from inductor_passes.cost import LinearCost
 from inductor_passes.program import Bucket, Program
@@ -27,6 +28,7 @@ def layered(seed: int, n: int, kind: str) -> tuple[Program, LinearCost, list[str
     ops = [line for _, ops in blocks for line in ops]
     last = f"output x{n}" if kind == "forward" else "output x0"
     cost = LinearCost(rng.choice((0, 2, 8, 20)), 1e-3 * rng.choice((1, 2, 5, 20)), op_us=us)
+    cost = replace(cost, compute_beside=rng.choice((1.0, 1.0, 0.6)))
     program = parse("\n".join([f"input {first}: 32", *inputs, *ops, last]))
     return program, cost, [f"layers.{k}.weight" for k in range(n)]
 

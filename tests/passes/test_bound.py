@@ -48,6 +48,12 @@ def test_backward():
     assert lower_bound_us(program, cost) == 8 + 80 + 8
 
 
+def test_what_is_in_transfer_holds_compute_up():
+    """Of 64 us of gathers each 32 are lost to compute that is half as fast beside them."""
+    cost = replace(ROUND_COST, compute_beside=0.5, op_us={f"mm{k}": 100.0 for k in range(4)})
+    assert lower_bound_us(parse(layers(4, "forward")), cost) == 4 * (100 + 32)
+
+
 def test_nothing():
     assert lower_bound_us(parse("input x: 8\noutput x"), ROUND_COST) == 0
 
@@ -56,6 +62,7 @@ def test_random_programs_take_longer():
     for seed in range(150):
         rng, program = random.Random(seed), random_program(seed, 16)
         cost = LinearCost(rng.choice((0, 5, 30)), 1e-3 * rng.choice((1, 4, 50)), launch_us=10)
+        cost = replace(cost, compute_beside=rng.choice((1.0, 0.5)))
         bound = lower_bound_us(program, cost)
         assert bound <= simulate(program, cost).total_us + 1e-9, seed
         fqns = [fqn for _, op in program.starts() for fqn in op.collective.fqns]

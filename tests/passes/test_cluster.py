@@ -236,6 +236,8 @@ def change(data: dict, path: str, value: object) -> None:
         ("memory_gb", 0, "memory_gb: expected a finite number above 0, got 0"),
         ("launch_us", math.nan, "launch_us: expected a finite number of 0 or more, got nan"),
         ("memory_fraction", 1.5, "memory_fraction is above 1"),
+        ("compute_beside", 1.5, "compute_beside is above 1"),
+        ("compute_beside", 0.0, "compute_beside"),
         ("ranks_per_node", "8", "ranks_per_node: expected a finite number above 0, got '8'"),
         ("peaks", {}, "it has no peaks"),
         ("peaks", [], "expected an object"),

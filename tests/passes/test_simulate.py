@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from programs import ROUND_COST, layers, random_program
 
 from inductor_passes.cost import LinearCost
 from inductor_passes.program import Collective
-from inductor_passes.simulate import Span, memory, simulate
+from inductor_passes.simulate import Span, computed_us, memory, simulate
 from inductor_passes.text import parse
 
 
@@ -38,6 +40,17 @@ def test_compute_hides_a_gather():
     hidden = timeline(gather("g", 10), "compute f(x) -> y: 8", "wait w(full_g)")
     assert hidden.exposed_us == {"g": 0}
     assert hidden.total_us == 10
+
+
+def test_compute_is_slower_while_anything_is_in_transfer():
+    """Half as fast for 12 us, in which 6 us of it are done, then 4 more; the next, all of 10."""
+    lines = ("input x: 8", "resident p: 8", gather("g", 12), "compute f(x) -> y: 8")
+    program = parse("\n".join([*lines, "compute f2(x) -> z: 8", "wait w(full_g)"]))
+    found = simulate(program, replace(ROUND_COST, compute_beside=0.5))
+    assert found.spans[1:] == (Span("f", "compute", 0, 16), Span("f2", "compute", 16, 26))
+    assert (found.compute_us, found.total_us, found.exposed_us) == (26, 26, {"g": 0})
+    assert computed_us(5, 10, in_transfer_until=100, compute_beside=0.5) == 25
+    assert computed_us(5, 10, in_transfer_until=3, compute_beside=0.5) == 15
 
 
 def test_a_lane_runs_one_transfer_at_a_time():
