@@ -34,6 +34,7 @@ from transfers import link as modelled_link
 from two_hosts import ADDRESSES, INTERFACE, RANKS, Options
 
 from inductor_passes.cluster import Cluster
+from inductor_passes.cluster_file import as_json
 from simplefsdp.calibrate.measure import sweep_for
 from simplefsdp.calibrate.report import Report
 from simplefsdp.calibrate.session import measure_beside, measure_compute, measure_wires
@@ -180,17 +181,15 @@ def calibrated() -> Cluster:
     return rank_0s[0]
 
 
-def predicted(load: variants.Workload, names: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Seconds and bytes that are expected of a step of those variants that are ours.
+def predicted(
+    load: variants.Workload, cluster: Cluster, names: Iterable[str]
+) -> dict[str, dict[str, float]]:
+    """Seconds and bytes that are expected of a step of each variant.
 
-    The planner and the predictions know the same machine, which is calibrated here.
+    The planner is told of the same machine.
     """
-    ours = [name for name in VARIANTS if name in names]
-    if not ours:
-        return {}
-    cluster = calibrated()
     variants.cluster_here = lambda row, device: cluster
-    found = predictions(load, cluster, ours)
+    found = predictions(load, cluster, list(names))
     return {
         name: {
             "step_s": sum(graph.timeline.total_us for graph in step.graphs) / 1e6,
@@ -260,6 +259,7 @@ def put_together(options: Options, ranks: list[dict[str, Any]]) -> dict[str, Any
         "settings": {k: v for k, v in vars(options).items() if k != "json"},
         "environment": report.environment(torch.device("cpu")),
         "link": link,
+        "cluster": ranks[0]["cluster"],
         "wire_to_compute": ran[source]["wire_s"] / floor_s,
         "wire_of": source,
         "agreement": _agreement(ranks, ran),
@@ -344,7 +344,9 @@ def run(options: Options, rank: int, out: Path) -> None:
     tell_torch_passes(link, store)
     names = dict.fromkeys(("floor", *(options.variants or variants.DEFAULT)))
     load = _load(options)
-    expected = predicted(load, names)
+    ours = [name for name in VARIANTS if name in names]
+    cluster = calibrated() if ours else None
+    expected = predicted(load, cluster, ours) if cluster else {}
     runner = LockstepRunner(load, say=lambda x: print(x, flush=True), store=store)
     runner.build(names)
     runner.rounds(options.warmup, options.rounds)
@@ -352,6 +354,7 @@ def run(options: Options, rank: int, out: Path) -> None:
     sharded = {n: r for n, r in runner.results.items() if n not in ("floor", "ddp")}
     mine = {
         "link": link,
+        "cluster": as_json(cluster) if cluster else None,
         "predicted": expected,
         "variants": {name: plain(result) for name, result in runner.results.items()},
         "gradients": {n: a.gradient for n, a in compare.agreements(sharded).items()},

@@ -297,7 +297,8 @@ def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
     if (plan := rehearsal.plan) is not None:
         parts.append(
             f"planned {plan.step_us / 1e3:.3g} ms (lower bound {plan.lower_bound_us / 1e3:.3g}), "
-            f"{plan.peak_nbytes / 1e9:.3g} of {plan.budget_nbytes / 1e9:.3g} GB beside parameter shards"
+            f"{plan.peak_nbytes / 1e9:.3g} of {plan.budget_nbytes / 1e9:.3g} GB beside shards of "
+            "parameters"
         )
     elif settings.auto is not None:
         parts.append("planned as before")
