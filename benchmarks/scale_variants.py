@@ -169,7 +169,7 @@ def _fsdp2(traced: Traced, cluster: Cluster, base: StepPrediction) -> Outcome:
     }
     return Outcome(
         timeline.total_us + base.optimizer_us,
-        timeline.total_us - timeline.compute_us,
+        timeline.stalled_us,
         at_rest | recording.live_by_use(),
         _counts([program]),
         0.0,

@@ -58,14 +58,22 @@ def lower_bound_us(program: Program, cost: CostModel) -> float:
 
 
 def _held_up_us(jobs: Mapping[str | None, Sequence[_Job]], cost: CostModel) -> float:
-    """All compute, and what it loses while the busiest lane is in transfer."""
+    """All compute, and what it loses while the busiest lane is in transfer.
+
+    If it stands still for I, all of the wire but I is beside compute, which loses by it: compute +
+    I + lost * (wire - I), and I is no less than the shortest head and tail of compute.
+    """
     wires_us = [
         _packed_us([replace(job, head_us=0.0, tail_us=0.0) for job in of_lane], cost)
         for lane, of_lane in jobs.items()
         if lane is not None
     ]
-    lost = (1 - cost.compute_beside) * max(wires_us, default=0.0)
-    return sum(job.us for job in jobs.get(None, ())) + lost
+    lost = 1 - cost.compute_beside
+    computes = [job for job in jobs.get(None, ()) if job.us]
+    idle = min((job.head_us for job in computes), default=0.0)
+    idle += min((job.tail_us for job in computes), default=0.0)
+    hidden = max(0.0, max(wires_us, default=0.0) - idle)
+    return sum(job.us for job in computes) + idle + lost * hidden
 
 
 def _packed_us(jobs: Sequence[_Job], cost: CostModel) -> float:

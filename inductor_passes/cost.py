@@ -58,6 +58,12 @@ class LinearCost:
     op_us: Mapping[str, float] = field(default_factory=dict)
     compute_beside: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.compute_beside <= 1:
+            raise ValueError(
+                f"compute_beside: expected more than 0 and at most 1, got {self.compute_beside!r}"
+            )
+
     def compute_us(self, program: Program, op: Op) -> float:
         known = self.op_us.get(op.name)
         if known is not None:

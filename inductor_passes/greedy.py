@@ -37,8 +37,9 @@ def plan_greedy(
     at most ``max_nbytes``; otherwise it begins the next. Gradients that are ready when a bucket
     closes are reduced as one. A graph without gathers closes its reduces by the same rule.
 
-    The rule's idea of memory is rough. If what it makes passes the budget after all, it is given
-    less room above what single collectives take, an eighth at a time.
+    The rule knows nothing of compute that is slower beside transfers, and its idea of memory is
+    rough. If what it makes passes the budget after all, it is given less room above what single
+    collectives take, an eighth at a time.
 
     Args and errors: see :func:`~inductor_passes.auto.plan_auto`.
     """

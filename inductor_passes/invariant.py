@@ -66,8 +66,13 @@ def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCos
     parts.)
 
     Raises:
-        ValueError: the cost model has no time for an op.
+        ValueError: the cost model has no time for an op, or no fraction in ``compute_beside``.
     """
+    if not 0 < cost.compute_beside <= 1:
+        raise ValueError(
+            "cost model: compute_beside: expected more than 0 and at most 1, got "
+            f"{cost.compute_beside!r}"
+        )
     local, shard_nbytes = _local(program)
     free = local | _following_all_reduce(program)
     op_us = {}

@@ -67,8 +67,7 @@ def evaluate(
     except ProgramError:
         return None
     timeline, peak = simulate(after, cost), memory(after).peak_nbytes
-    exposed = timeline.total_us - timeline.compute_us
-    return Plan(tuple(buckets), timeline.total_us, lower_bound_us, exposed, peak)
+    return Plan(tuple(buckets), timeline.total_us, lower_bound_us, timeline.stalled_us, peak)
 
 
 def default_budget(manual: Plan, least: Plan, device_nbytes: int | None) -> int:
@@ -103,6 +102,8 @@ def _at_peak(program: Program, plan: Plan) -> dict[str, int]:
         if op.sends == "gather":
             use |= dict.fromkeys(after.storages(op.writes), "gathered parameters")
         elif op.sends != "other":
+            if op.sends == "all_reduce":
+                use = dict.fromkeys(after.storages(op.writes), "gradients") | use
             for storage in after.storages(op.reads):
                 use.setdefault(storage, "gradients")
     uses = ("inputs and activations", "gathered parameters", "gradients", "gradient shards")

@@ -32,10 +32,11 @@ class Timeline:
 
     Attributes:
         spans: of compute ops and collectives, in program order.
-        exposed_us: per start op, how long the compute lane stood still in its waits. They add up
-            to ``total_us - compute_us``.
-        total_us: end of the last op on the compute lane.
-        compute_us: sum over compute ops, as long as they took beside transfers.
+        exposed_us: per start op, how long the compute lane stood still in its waits.
+        total_us: end of the last op on the compute lane: compute, what it was slowed by, and what
+            is exposed.
+        compute_us: sum over compute ops, if nothing were in transfer.
+        slowed_us: how much longer they took beside transfers.
         wire_us: sum over collectives.
     """
 
@@ -44,31 +45,37 @@ class Timeline:
     total_us: float
     compute_us: float
     wire_us: float
+    slowed_us: float = 0.0
+
+    @property
+    def stalled_us(self) -> float:
+        """All that is exposed."""
+        return sum(self.exposed_us.values())
 
 
-def computed_us(now: float, us: float, in_transfer_until: float, compute_beside: float) -> float:
-    """When compute ends that begins ``now`` and takes ``us`` if nothing is in transfer.
+def slowed_us(us: float, in_transfer_us: float, compute_beside: float) -> float:
+    """How much longer compute takes that would take ``us``, if something is in transfer at first.
 
-    Until ``in_transfer_until`` it has only ``compute_beside`` of its speed.
+    For ``in_transfer_us`` it has only ``compute_beside`` of its speed.
     """
-    beside = max(0.0, in_transfer_until - now)
-    slow = us / compute_beside
-    return now + (slow if slow <= beside else beside + us - beside * compute_beside)
+    beside = min(max(0.0, in_transfer_us), us / compute_beside)
+    return beside * (1 - compute_beside)
 
 
 def simulate(program: Program, cost: CostModel) -> Timeline:
     """Execute ``program`` in its order: launches cost nothing, lanes run one transfer at a time."""
-    now, compute, wire = 0.0, 0.0, 0.0
+    now, compute, wire, slowed = 0.0, 0.0, 0.0, 0.0
     lane_free: defaultdict[str, float] = defaultdict(float)
     done: dict[int, float] = {}
     exposed: dict[str, float] = {op.name: 0.0 for _, op in program.starts()}
     spans: list[Span] = []
     for i, op in enumerate(program.ops):
         if op.kind == "compute":
-            until = max(lane_free.values(), default=0.0)
-            end = computed_us(now, cost.compute_us(program, op), until, cost.compute_beside)
-            spans.append(Span(op.name, "compute", now, end))
-            now, compute = end, compute + end - now
+            duration = cost.compute_us(program, op)
+            in_transfer = max(lane_free.values(), default=0.0) - now
+            more = slowed_us(duration, in_transfer, cost.compute_beside)
+            spans.append(Span(op.name, "compute", now, now + duration + more))
+            now, compute, slowed = now + duration + more, compute + duration, slowed + more
         elif op.collective is not None:
             begin = max(now, lane_free[op.collective.group])
             done[i] = lane_free[op.collective.group] = begin + cost.collective_us(op.collective)
@@ -79,7 +86,7 @@ def simulate(program: Program, cost: CostModel) -> Timeline:
                 stall = max(0.0, done[start] - now)
                 exposed[program.ops[start].name] += stall
                 now += stall
-    return Timeline(tuple(spans), exposed, now, compute, wire)
+    return Timeline(tuple(spans), exposed, now, compute, wire, slowed)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@
     compute mm(x, weight) -> y: 64
     output y
 
-One line an op, in order. A buffer carries its bytes where it first appears, and after ``@`` the
-buffer whose storage it shares; to write it again is to mutate it. ``resident`` is an input that
-the caller keeps. ``#`` starts a comment. A name with other signs than letters, digits and
-``_ . - / : *`` is written as a JSON string.
+One line an op, in order. A buffer carries its bytes where it first appears, behind ``/`` those of
+an element if it is not 1, and after ``@`` the buffer whose storage it shares; to write it again is
+to mutate it. ``resident`` is an input that the caller keeps. ``#`` starts a comment. A name with
+other signs than letters, digits and ``_ . - / : *`` is written as a JSON string.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def to_text(program: Program) -> str:
         printed.add(name)
         buffer = program.buffers[name]
         shares = f" @{_quote(buffer.storage)}" if buffer.storage != name else ""
-        return f"{_quote(name)}: {buffer.nbytes}{shares}"
+        items = f"/{buffer.itemsize}" if buffer.itemsize != 1 else ""
+        return f"{_quote(name)}: {buffer.nbytes}{items}{shares}"
 
     lines = []
     for name in program.inputs:
@@ -183,10 +184,10 @@ class _Reader:
         if self._skip(":"):
             if name in self.buffers:
                 raise ProgramError(f"buffer {name} has its size already")
-            nbytes = int(self._take())
+            nbytes, _, itemsize = self._take().partition("/")
             shared = self._name() if self._skip("@") else name
             storage = self.buffers[shared].storage if shared in self.buffers else shared
-            self.buffers[name] = Buffer(name, nbytes, storage)
+            self.buffers[name] = Buffer(name, int(nbytes), storage, int(itemsize or 1))
         elif name not in self.buffers:
             raise ProgramError(f"buffer {name} needs its bytes here, as in '{name}: 64'")
         return name

@@ -5,7 +5,9 @@ bucket begins, which reduces are pending) and when: the compute lane, each commu
 each transfer in flight. What a state can still become, memory included, depends on the first part
 alone, and all of it grows with the times; so among states that agree in the first part, one that
 is nowhere later and has no more buckets makes the others superfluous. The search is exact while
-the frontier fits its width; beyond, it keeps the states with the least time that they cannot avoid.
+the frontier fits its width (but that a reduce which has arrived is waited for at once, though the
+all-reduce behind it may slow compute); beyond, it keeps the states with the least time that they
+cannot avoid.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import NamedTuple
 
 from inductor_passes.chain import Chain, Event
 from inductor_passes.schedule import Schedule, Segment
-from inductor_passes.simulate import computed_us
+from inductor_passes.simulate import slowed_us
 from inductor_passes.wire import Rest, Wire
 
 
@@ -104,6 +106,7 @@ class Search:
         share = limits.work // max(1, len(chain.events))
         self.width = min(limits.most_width, max(limits.least_width, share))
         self.rest = Rest(chain, wire, _bucket_nbytes(chain, budget_nbytes))
+        self.lost = 1 - wire.cost.compute_beside
         self.extended = 0
 
     def run(self) -> list[Schedule]:
@@ -121,7 +124,9 @@ class Search:
     def _run(self, frontier: list[State], at: int, event: Event) -> list[State]:
         beside = self.wire.cost.compute_beside
         return [
-            s._replace(now=computed_us(s.now, event.us, max(s.lanes, default=0.0), beside))
+            s._replace(now=s.now + event.us + slowed_us(event.us, max(s.lanes) - s.now, beside))
+            if s.lanes
+            else s._replace(now=s.now + event.us)
             for s in frontier
         ]
 
@@ -297,6 +302,9 @@ class Search:
                 s.lanes, rest.gathers[launched], rest.reduces[s.opened], strict=True
             )
         ]
+        # What is still in transfer slows compute by as much, or is exposed.
+        slowed = self.lost * max((free - s.now for free in lanes), default=0.0)
+        least = max(least, s.now + compute_us + slowed)
         for lane, us in rest.next_gather[launched]:
             least = max(least, max(s.lanes[lane], s.now) + us + rest.from_use[launched])
         return (max((least, *lanes, *s.dones)), sum(lanes), s.buckets)

@@ -61,7 +61,7 @@ class GraphPrediction:
     @property
     def exposed_us(self) -> float:
         """Time that the compute lane stands still."""
-        return self.timeline.total_us - self.timeline.compute_us
+        return self.timeline.stalled_us
 
     @property
     def beside_shards_nbytes(self) -> int:

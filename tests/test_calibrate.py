@@ -193,7 +193,8 @@ def test_two_ranks_write_a_cluster(tmp_path: Path) -> None:
     ]
     assert {*cluster.peaks} >= {"float32", "bfloat16"}
     assert 0 < cluster.compute_beside <= 1
-    assert f"compute has {cluster.compute_beside:.0%} of its speed" in done.stdout
+    told = f"compute has {cluster.compute_beside:.0%} of its speed"
+    assert told in done.stdout or "too short to tell" in done.stdout
     assert "--quick" in cluster.source and "2 ranks, gloo" in cluster.source
     with pytest.raises(ValueError, match="gather among 4 ranks on 1 node"):
         cluster.link("gather", 4, 1)
@@ -214,4 +215,4 @@ def test_one_rank_under_a_launcher_takes_its_links_from_a_preset(
     assert run("calibrate", "--quick", "--links", "h100", "--out", "one.json") == 0
     cluster = load("one.json")
     assert cluster.wires == preset("h100").wires
-    assert "links of h100" in cluster.source
+    assert "links of h100" in cluster.source and cluster.compute_beside == 1

@@ -219,6 +219,7 @@ def test_json_of_a_small_graph():
         "collectives_by_kind": {"gather": 2, "reduce": 0, "all_reduce": 0, "other": 0},
         "bytes": 128,
         "compute_us": 20,
+        "slowed_us": 0,
         "wire_us": 128,
         "exposed_us": 118,
         "exposed_by_reason": {"first use": 64, "wire-bound": 54},

@@ -22,8 +22,9 @@ from simplefsdp.train.distributed import (
 )
 from simplefsdp.train.errors import user_errors
 
-_DESCRIPTION = """Measure collectives, matmuls, attention and memory, and write them as a cluster
-file, for options={"cluster": "cluster.json"}. All ranks of a run use one file: copy it to them.
+_DESCRIPTION = """Measure collectives, matmuls, attention, memory, and, with two ranks or more, what
+compute keeps of its speed beside transfers, and write them as a cluster file, for
+options={"cluster": "cluster.json"}. All ranks of a run use one file: copy it to them.
 
 Without a launcher it starts its own local ranks; under torchrun it measures the ranks it is given,
 within nodes and across. Nothing else should run on the machine meanwhile.
@@ -48,7 +49,7 @@ class CalibrateOptions:
     nbytes_max: int | None = None
     """Largest collective, in bytes of the full tensor. Default: 16 MiB on CPU, 1 GiB on CUDA."""
     links: str | None = None
-    """Take the links from this preset or cluster file, and measure compute only."""
+    """Take the links from this preset or cluster file, and measure the rest."""
     quick: bool = False
     """Few sizes and repeats: seconds, and figures to try things with."""
 
@@ -134,11 +135,10 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
     report = Report(enabled=rank.rank == 0)
     if options.links is None:
         wires = measure_wires(sweep, rank, local_size, report)
-        beside = measure_beside(sweep, rank, report)
     else:
-        given = as_cluster(options.links)
-        wires, beside = given.wires, given.compute_beside
+        wires = as_cluster(options.links).wires
     compute = measure_compute(sweep, rank, report)
+    beside = measure_beside(sweep, rank, report)
     if rank.rank == 0:
         cluster = Cluster(
             name=options.out.stem,

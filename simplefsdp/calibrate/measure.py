@@ -132,50 +132,52 @@ def _waited(launch: Callable[[], Tensor]) -> Call:
     return lambda: _ops.wait_tensor(launch())
 
 
-def compute_beside(sweep: Sweep, device: torch.device) -> float:
+def compute_beside(sweep: Sweep, device: torch.device) -> float | None:
     """Fraction of its speed that compute keeps beside gathers and reduces; every rank must call it.
 
-    Matmuls that take half as long as a transfer of the largest size, alone and while one is under
-    way among all ranks, in turns; the mean over ranks.
+    Matmuls in fp32 that take a third of a transfer of the largest size, alone and while one is
+    under way among all ranks, in turns; the mean over ranks. None if transfers are too short.
     """
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
     shard = max(1, max(sweep.nbytes) // (4 * ranks))
     launches = [_launch(kind, shard, ranks, group, device) for kind in ("gather", "reduce")]
     transfers = {i: _waited(launch) for i, launch in enumerate(launches)}
-    shortest_us = min(medians_us(transfers, sweep.repeats, device).values())
-    layer = _matmuls(torch.float32, sweep.widths[len(sweep.widths) // 2], device)
-    layer_us = medians_us({0: layer}, sweep.repeats, device)[0]
-    count = max(1, int(shortest_us / layer_us / 2))
-
-    def compute() -> None:
-        for _ in range(count):
-            layer()
-
-    kept = []
+    room_us = min(medians_us(transfers, sweep.repeats, device).values()) / 3
+    layers = {width: _matmuls(torch.float32, width, device) for width in sweep.widths}
+    layers_us = medians_us(layers, sweep.repeats, device)
+    fitting = [width for width, us in layers_us.items() if us <= room_us]
+    width = max(fitting, default=0)
+    kept = torch.zeros(2, device=device)  # sum over ranks of the fraction, and of those who know
     for launch in launches:
         alone, beside = [], []
         for _ in range(sweep.repeats):
             dist.barrier()
-            alone.append(_elapsed_us(compute, device))
-            dist.barrier()
             started = launch()
-            beside.append(_elapsed_us(compute, device))
+            if width:
+                count = int(room_us / layers_us[width])
+                beside.append(_elapsed_us(layers[width], count, device))
             _ops.wait_tensor(started)
-        kept.append(min(1.0, statistics.median(alone) / statistics.median(beside)))
-    mean = torch.tensor(statistics.mean(kept), device=device)
-    dist.all_reduce(mean)
-    return mean.item() / ranks
+            if width:
+                alone.append(_elapsed_us(layers[width], count, device))
+        if width:
+            fraction = min(1.0, statistics.median(alone) / statistics.median(beside))
+            kept += torch.tensor([fraction, 1.0], device=device)
+    dist.all_reduce(kept)
+    total, known = kept.tolist()
+    return total / known if known else None
 
 
-def _elapsed_us(call: Call, device: torch.device) -> float:
-    """On CUDA, of the current stream alone: a transfer has its own."""
+def _elapsed_us(call: Call, count: int, device: torch.device) -> float:
+    """Of some calls; on CUDA, on the current stream alone: a transfer has its own."""
     if device.type != "cuda":
         start = time.perf_counter()
-        call()
+        for _ in range(count):
+            call()
         return (time.perf_counter() - start) * 1e6
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    call()
+    for _ in range(count):
+        call()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) * 1e3

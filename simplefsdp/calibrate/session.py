@@ -30,9 +30,14 @@ def measure_wires(sweep: Sweep, rank: Rank, local_size: int, report: Report) -> 
 
 
 def measure_beside(sweep: Sweep, rank: Rank, report: Report) -> float:
-    """What compute keeps of its speed beside transfers among all ranks."""
+    """What compute keeps of its speed beside transfers among all ranks; 1 if it cannot be told."""
+    if rank.world_size == 1:
+        return 1.0
     report.progress("compute beside transfers")
     kept = measure.compute_beside(sweep, rank.device)
+    if kept is None:
+        report.say("transfers are too short to tell what compute loses beside them: nothing, then")
+        return 1.0
     report.say(f"beside a transfer, compute has {kept:.0%} of its speed")
     return kept
 

@@ -11,7 +11,8 @@ Times are microseconds (``_us``) but for ``pass_seconds``; sizes are bytes.
   benchmarks; of ``--target``, three times those of the traced forward), and ``graphs``, a list:
   forward, backward.
 - graph: ``name, nodes, collectives`` (number before), ``collectives_by_kind, buckets`` (a list),
-  ``bytes`` (sent in all), ``compute_us, wire_us, exposed_us, exposed_by_reason, total_us,
+  ``bytes`` (sent in all), ``compute_us`` (if nothing were in transfer), ``slowed_us`` (by
+  transfers beside it), ``wire_us, exposed_us, exposed_by_reason, total_us,
   lower_bound_us, peak_bytes`` (parameter shards included), ``peak_op, peak_by_kind,
   peak_by_module, memory`` (a list of ``[us, bytes]``), ``pass_seconds``.
 - bucket: ``name, label, kind, parameters`` (all FQNs), ``collectives`` (merged in it), ``bytes,
@@ -77,6 +78,7 @@ def graph_document(graph: GraphReport) -> dict[str, Any]:
         "buckets": [bucket_document(bucket) for bucket in graph.buckets],
         "bytes": sum(bucket.nbytes for bucket in graph.buckets),
         "compute_us": timeline.compute_us,
+        "slowed_us": timeline.slowed_us,
         "wire_us": timeline.wire_us,
         "exposed_us": prediction.exposed_us,
         "exposed_by_reason": graph.exposed_by_reason(),

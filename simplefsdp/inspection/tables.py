@@ -97,13 +97,14 @@ def _summary(graph: GraphReport) -> str:
     prediction = graph.prediction
     timeline = prediction.timeline
     sent = sum(bucket.nbytes for bucket in graph.buckets)
+    slowed = f" + {time_text(timeline.slowed_us)} beside transfers" if timeline.slowed_us else ""
     return (
         f"{len(prediction.before.ops):,} nodes; {counted(graph.collectives.items())} -> "
         f"{plural(len(graph.buckets), 'bucket')} ({counted(graph.bucket_counts.items())}), "
         f"{nbytes_text(sent)}; takes {time_text(timeline.total_us)} = compute "
-        f"{time_text(timeline.compute_us)} + exposed {time_text(prediction.exposed_us)}, bound "
-        f"{time_text(prediction.lower_bound_us)}; wire {time_text(timeline.wire_us)}; passes took "
-        f"{prediction.pass_seconds:.2g} s"
+        f"{time_text(timeline.compute_us)}{slowed} + exposed {time_text(prediction.exposed_us)}, "
+        f"bound {time_text(prediction.lower_bound_us)}; wire {time_text(timeline.wire_us)}; passes "
+        f"took {prediction.pass_seconds:.2g} s"
     )
 
 

@@ -9,7 +9,7 @@ from programs import ROUND_COST, layers, random_program
 
 from inductor_passes.cost import LinearCost
 from inductor_passes.program import Collective
-from inductor_passes.simulate import Span, computed_us, memory, simulate
+from inductor_passes.simulate import Span, memory, simulate, slowed_us
 from inductor_passes.text import parse
 
 
@@ -48,9 +48,10 @@ def test_compute_is_slower_while_anything_is_in_transfer():
     program = parse("\n".join([*lines, "compute f2(x) -> z: 8", "wait w(full_g)"]))
     found = simulate(program, replace(ROUND_COST, compute_beside=0.5))
     assert found.spans[1:] == (Span("f", "compute", 0, 16), Span("f2", "compute", 16, 26))
-    assert (found.compute_us, found.total_us, found.exposed_us) == (26, 26, {"g": 0})
-    assert computed_us(5, 10, in_transfer_until=100, compute_beside=0.5) == 25
-    assert computed_us(5, 10, in_transfer_until=3, compute_beside=0.5) == 15
+    assert (found.compute_us, found.slowed_us, found.total_us) == (20, 6, 26)
+    assert found.exposed_us == {"g": 0} and found.stalled_us == 0
+    assert slowed_us(10, in_transfer_us=95, compute_beside=0.5) == 10
+    assert slowed_us(10, in_transfer_us=-2, compute_beside=0.5) == 0
 
 
 def test_a_lane_runs_one_transfer_at_a_time():

@@ -84,6 +84,12 @@ def test_round_trip_of_random_programs(n):
         assert parse(to_text(program)) == program, seed
 
 
+def test_round_trip_of_the_bytes_of_an_element():
+    text = "input x: 8/4\ncompute f(x) -> y: 4/2\nview v(y) -> z: 4/2 @y\noutput z\n"
+    assert [b.itemsize for b in parse(text).buffers.values()] == [4, 2, 2]
+    assert to_text(parse(text)).strip() == text.strip()
+
+
 def test_round_trip_of_layers():
     for part in ("forward", "backward"):
         program = parse(layers(3, part))
