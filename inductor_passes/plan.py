@@ -88,8 +88,9 @@ def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> Budget
     )
     return BudgetError(
         f"memory budget: no schedule fits {budget_nbytes:,} bytes; the smallest peak found is "
-        f"{smallest.peak_nbytes:,} bytes ({room}). Allow that much (memory_budget_gb="
-        f"{smallest.peak_nbytes / 1e9:.4g} or more), lower the batch, or recompute activations",
+        f"{smallest.peak_nbytes:,} bytes ({room}). Allow this graph that much (memory_budget_gb="
+        f"{smallest.peak_nbytes / 1e9:.4g}; another may need more), lower the batch, or recompute "
+        "activations",
         smallest.peak_nbytes,
     )
 

@@ -98,7 +98,7 @@ class CompileOptions:
     the device."""
     memory_budget_gb: float | None = None
     """With --bucketing auto: 1e9 bytes for activations, full parameters and gradients. Default:
-    what manual takes."""
+    what manual takes, or, if that is less, what the device has."""
 
 
 def backend_options(options: CompileOptions) -> dict[str, Any]:
