@@ -86,11 +86,11 @@ def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> Budget
     room = "; ".join(
         f"{nbytes:,} bytes of {what}" for what, nbytes in _at_peak(program, smallest).items()
     )
+    enough = smallest.peak_nbytes * 1.0005 / 1e9  # not less once it is rounded
     return BudgetError(
         f"memory budget: no schedule fits {budget_nbytes:,} bytes; the smallest peak found is "
         f"{smallest.peak_nbytes:,} bytes ({room}). Allow this graph that much (memory_budget_gb="
-        f"{smallest.peak_nbytes / 1e9:.4g}; another may need more), lower the batch, or recompute "
-        "activations",
+        f"{enough:.4g} or more; another may need more), lower the batch, or recompute activations",
         smallest.peak_nbytes,
     )
 
