@@ -233,9 +233,11 @@ def coarsen(chain: Chain, limit: int, budget_nbytes: float = inf) -> Chain:
     """
     used, made = _joints(chain.gathers, limit), _joints(chain.reduces, limit)
     room = budget_nbytes - _largest(chain.gathered, used) - _largest(chain.reduced, made)
-    left = [one + then for one, then in zip(chain.left, chain.then_left, strict=True)]
-    runs = [event for event in chain.events if event.kind == "run"]
-    tight = [event for event in runs if event.nbytes + left[event.made] > room]
+    tight = [
+        event
+        for event in chain.events
+        if event.kind == "run" and event.nbytes + chain.held(*[event.made] * 3) > room
+    ]
     used = _parted(used, {event.used for event in tight})
     made = _parted(made, {event.made for event in tight})
     events = []

@@ -33,6 +33,15 @@ class CostModel(Protocol):
         ...
 
 
+def check_compute_beside(cost: CostModel) -> None:
+    """Raise a ValueError unless ``compute_beside`` is a fraction, and not 0."""
+    if not 0 < cost.compute_beside <= 1:
+        raise ValueError(
+            "cost model: compute_beside: expected more than 0 and at most 1, got "
+            f"{cost.compute_beside!r}"
+        )
+
+
 @dataclass(frozen=True)
 class LinearCost:
     """Latency plus bytes over bandwidth, for collectives and, if nothing better is known, compute.
@@ -59,10 +68,7 @@ class LinearCost:
     compute_beside: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.compute_beside <= 1:
-            raise ValueError(
-                f"compute_beside: expected more than 0 and at most 1, got {self.compute_beside!r}"
-            )
+        check_compute_beside(self)
 
     def compute_us(self, program: Program, op: Op) -> float:
         known = self.op_us.get(op.name)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from inductor_passes.cost import CostModel
+from inductor_passes.cost import CostModel, check_compute_beside
 from inductor_passes.lineage import reduced_nbytes
 from inductor_passes.program import Collective, Op, Program
 
@@ -68,11 +68,7 @@ def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCos
     Raises:
         ValueError: the cost model has no time for an op, or no fraction in ``compute_beside``.
     """
-    if not 0 < cost.compute_beside <= 1:
-        raise ValueError(
-            "cost model: compute_beside: expected more than 0 and at most 1, got "
-            f"{cost.compute_beside!r}"
-        )
+    check_compute_beside(cost)
     local, shard_nbytes = _local(program)
     free = local | _following_all_reduce(program)
     op_us = {}
@@ -111,20 +107,20 @@ def _following_all_reduce(program: Program) -> set[int]:
         if not op.sends and any(program.buffers[name].storage in reduced for name in op.reads):
             following.add(i)
         if i in following or op.sends == "all_reduce":
-            reduced.update(program.buffers[name].storage for name in op.writes)
+            reduced |= program.storages(op.writes)
     return following
 
 
 def _prepared(program: Program) -> set[int]:
     """Computes and views, of inputs alone, whose results go into gathers alone."""
-    from_inputs = {program.buffers[name].storage for name in program.inputs}
+    from_inputs = program.storages(program.inputs)
     of_inputs: set[int] = set()
     for i, op in enumerate(program.ops):
         mutates = any(program.writer.get(name) != i for name in op.writes)
         known = all(program.buffers[name].storage in from_inputs for name in op.reads)
         if op.kind in ("compute", "view") and known and not mutates:
             of_inputs.add(i)
-            from_inputs.update(program.buffers[name].storage for name in op.writes)
+            from_inputs |= program.storages(op.writes)
     prepared: set[int] = set()
     elsewhere = set(program.outputs)
     read: set[str] = set()

@@ -204,7 +204,7 @@ def predict(rehearsal: Rehearsal, cluster: Cluster | None = None) -> Prediction:
     if cluster is None:
         cluster, name = _assume(rehearsal.reading)
     cost = cost_of(rehearsal.reading, cluster)
-    was, now = (sum(simulate(p, cost).exposed_us.values()) for p in (before, after))
+    was, now = (simulate(p, cost).stalled_us for p in (before, after))
     return Prediction(_count(before), _count(after), was, now, name)
 
 

@@ -112,13 +112,13 @@ def memory(program: Program) -> Memory:
     The output of a gather lives from its start to the last use of any view of it; the input of a
     collective lives until the wait.
     """
-    resident = {program.buffers[n].storage for n in program.resident}
+    resident = program.storages(program.resident)
     size = program.storage_nbytes
     last: dict[str, int] = {}
     for i, storages in enumerate(program.touched):
         last.update(dict.fromkeys(storages, i))
-    kept = {program.buffers[n].storage for n in program.outputs} | resident
-    alive = {program.buffers[n].storage for n in program.inputs} - resident
+    kept = program.storages(program.outputs) | resident
+    alive = program.storages(program.inputs) - resident
     total = sum(size[s] for s in alive)
     seen = alive | resident
     live = []
@@ -147,9 +147,9 @@ def live_at_peak(program: Program) -> dict[str, int]:
     before, after = (
         {s for storages in part for s in storages} for part in (touched[: at + 1], touched[at:])
     )
-    before |= {program.buffers[name].storage for name in program.inputs}
-    after |= {program.buffers[name].storage for name in program.outputs}
+    before |= program.storages(program.inputs)
+    after |= program.storages(program.outputs)
     # An input that nothing touches is never freed.
     untouched = before - {s for storages in touched for s in storages}
-    resident = {program.buffers[name].storage for name in program.resident}
+    resident = program.storages(program.resident)
     return {s: size[s] for s in sorted((before & after | untouched) - resident)}

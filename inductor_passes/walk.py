@@ -122,11 +122,9 @@ class Search:
         return [_schedule(state) for state in ended]
 
     def _run(self, frontier: list[State], at: int, event: Event) -> list[State]:
-        beside = self.wire.cost.compute_beside
+        us, beside = event.us, self.wire.cost.compute_beside
         return [
-            s._replace(now=s.now + event.us + slowed_us(event.us, max(s.lanes) - s.now, beside))
-            if s.lanes
-            else s._replace(now=s.now + event.us)
+            s._replace(now=s.now + us + slowed_us(us, max(s.lanes, default=0.0) - s.now, beside))
             for s in frontier
         ]
 

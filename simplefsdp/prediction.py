@@ -218,7 +218,7 @@ def live_by_use(program: Program) -> dict[str, int]:
     """Live bytes at the peak of a program, without resident ones, by what they are for."""
     use: dict[str, str] = {}
     for op in program.ops:
-        reads, writes = ([program.buffers[n].storage for n in ns] for ns in (op.reads, op.writes))
+        reads, writes = map(program.storages, (op.reads, op.writes))
         if op.sends == "gather":
             use.update(dict.fromkeys(writes, "gathered parameters"))
         elif op.sends in ("reduce", "all_reduce"):

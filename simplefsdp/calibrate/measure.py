@@ -136,7 +136,8 @@ def compute_beside(sweep: Sweep, device: torch.device) -> float | None:
     """Fraction of its speed that compute keeps beside gathers and reduces; every rank must call it.
 
     Matmuls in fp32 that take a third of a transfer of the largest size, alone and while one is
-    under way among all ranks, in turns; the mean over ranks. None if transfers are too short.
+    under way among all ranks, in turns; the mean over ranks. None if any rank's transfers are too
+    short for that.
     """
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
     shard = max(1, max(sweep.nbytes) // (4 * ranks))
@@ -145,26 +146,24 @@ def compute_beside(sweep: Sweep, device: torch.device) -> float | None:
     room_us = min(medians_us(transfers, sweep.repeats, device).values()) / 3
     layers = {width: _matmuls(torch.float32, width, device) for width in sweep.widths}
     layers_us = medians_us(layers, sweep.repeats, device)
-    fitting = [width for width, us in layers_us.items() if us <= room_us]
-    width = max(fitting, default=0)
-    kept = torch.zeros(2, device=device)  # sum over ranks of the fraction, and of those who know
+    widest = max((width for width, us in layers_us.items() if us <= room_us), default=0)
+    agreed = torch.tensor(widest, device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    if not (width := int(agreed)):
+        return None
+    layer, count = layers[width], max(1, int(room_us / layers_us[width]))
+    kept = torch.zeros((), device=device)
     for launch in launches:
         alone, beside = [], []
         for _ in range(sweep.repeats):
             dist.barrier()
             started = launch()
-            if width:
-                count = int(room_us / layers_us[width])
-                beside.append(_elapsed_us(layers[width], count, device))
+            beside.append(_elapsed_us(layer, count, device))
             _ops.wait_tensor(started)
-            if width:
-                alone.append(_elapsed_us(layers[width], count, device))
-        if width:
-            fraction = min(1.0, statistics.median(alone) / statistics.median(beside))
-            kept += torch.tensor([fraction, 1.0], device=device)
+            alone.append(_elapsed_us(layer, count, device))
+        kept += min(1.0, statistics.median(alone) / statistics.median(beside))
     dist.all_reduce(kept)
-    total, known = kept.tolist()
-    return total / known if known else None
+    return kept.item() / (ranks * len(launches))
 
 
 def _elapsed_us(call: Call, count: int, device: torch.device) -> float:
