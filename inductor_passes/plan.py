@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inductor_passes.cost import CostModel
-from inductor_passes.lineage import reduced_nbytes
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap
 from inductor_passes.program import Bucket, Program, ProgramError
-from inductor_passes.simulate import live_at_peak, memory, simulate
+from inductor_passes.simulate import live_by_use, memory, simulate
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ def default_budget(manual: Plan, least: Plan, device_nbytes: int | None) -> int:
 def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> BudgetError:
     """The error that no plan meets ``budget_nbytes``, if ``smallest`` takes the least memory."""
     room = "; ".join(
-        f"{nbytes:,} bytes of {what}" for what, nbytes in _at_peak(program, smallest).items()
+        f"{nbytes:,} bytes of {what}"
+        for what, nbytes in live_by_use(scheduled(program, smallest.buckets)).items()
     )
     enough = smallest.peak_nbytes * 1.0005 / 1e9  # not less once it is rounded
     return BudgetError(
@@ -93,22 +93,3 @@ def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> Budget
         f"{enough:.4g} or more; another may need more), lower the batch, or recompute activations",
         smallest.peak_nbytes,
     )
-
-
-def _at_peak(program: Program, plan: Plan) -> dict[str, int]:
-    """Bytes that are live at the peak, by what they are for."""
-    after = scheduled(program, plan.buckets)
-    use = dict.fromkeys(reduced_nbytes(after), "gradient shards")
-    for _, op in after.starts():
-        if op.sends == "gather":
-            use |= dict.fromkeys(after.storages(op.writes), "gathered parameters")
-        elif op.sends != "other":
-            if op.sends == "all_reduce":
-                use = dict.fromkeys(after.storages(op.writes), "gradients") | use
-            for storage in after.storages(op.reads):
-                use.setdefault(storage, "gradients")
-    uses = ("inputs and activations", "gathered parameters", "gradients", "gradient shards")
-    live = dict.fromkeys(uses, 0)
-    for storage, nbytes in live_at_peak(after).items():
-        live[use.get(storage, "inputs and activations")] += nbytes
-    return live

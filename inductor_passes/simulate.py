@@ -153,3 +153,23 @@ def live_at_peak(program: Program) -> dict[str, int]:
     untouched = before - {s for storages in touched for s in storages}
     resident = program.storages(program.resident)
     return {s: size[s] for s in sorted((before & after | untouched) - resident)}
+
+
+def live_by_use(program: Program) -> dict[str, int]:
+    """Bytes of :func:`live_at_peak` by what they are for; "activations" are all the others."""
+    use: dict[str, str] = {}
+    for op in program.ops:
+        reads, writes = map(program.storages, (op.reads, op.writes))
+        if op.sends == "gather":
+            use.update(dict.fromkeys(writes, "gathered parameters"))
+        elif op.sends in ("reduce", "all_reduce"):
+            for storage in reads:  # of a second reduce: what the first one left
+                use.setdefault(storage, "full gradients")
+            use.update(dict.fromkeys(writes, "gradient shards"))
+        elif reads and all(use.get(storage) == "gradient shards" for storage in reads):
+            use.update(dict.fromkeys(writes, "gradient shards"))
+    uses = ("activations", "gathered parameters", "full gradients", "gradient shards")
+    live = dict.fromkeys(uses, 0)
+    for storage, nbytes in live_at_peak(program).items():
+        live[use.get(storage, "activations")] += nbytes
+    return live

@@ -21,7 +21,7 @@ from inductor_passes.planned import in_program
 from inductor_passes.program import Program
 from inductor_passes.rehearsal import Rehearsal, Settings
 from inductor_passes.roofline import cost_of, fused_program
-from inductor_passes.simulate import Memory, Timeline, live_at_peak, memory, simulate
+from inductor_passes.simulate import Memory, Timeline, live_by_use, memory, simulate
 from simplefsdp import provenance
 from simplefsdp.backend import fqn_of
 from simplefsdp.trace import TracedStep
@@ -212,23 +212,3 @@ def predict_program(
         lower_bound_us(before, cost),
         pass_seconds,
     )
-
-
-def live_by_use(program: Program) -> dict[str, int]:
-    """Live bytes at the peak of a program, without resident ones, by what they are for."""
-    use: dict[str, str] = {}
-    for op in program.ops:
-        reads, writes = map(program.storages, (op.reads, op.writes))
-        if op.sends == "gather":
-            use.update(dict.fromkeys(writes, "gathered parameters"))
-        elif op.sends in ("reduce", "all_reduce"):
-            for storage in reads:  # of a second reduce: what the first one left
-                use.setdefault(storage, "full gradients")
-            use.update(dict.fromkeys(writes, "gradient shards"))
-        elif reads and all(use.get(storage) == "gradient shards" for storage in reads):
-            use.update(dict.fromkeys(writes, "gradient shards"))
-    uses = ("activations", "gathered parameters", "full gradients", "gradient shards")
-    live = dict.fromkeys(uses, 0)
-    for storage, nbytes in live_at_peak(program).items():
-        live[use.get(storage, "activations")] += nbytes
-    return live

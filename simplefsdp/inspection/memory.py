@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from inductor_passes.program import Program
-from inductor_passes.simulate import Memory, live_at_peak
+from inductor_passes.simulate import Memory, live_at_peak, live_by_use
 from simplefsdp.inspection.names import block_of
-from simplefsdp.prediction import live_by_use
 
 
 @dataclass(frozen=True)
