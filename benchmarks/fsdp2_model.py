@@ -42,7 +42,7 @@ from variants import LlamaLoss
 
 from inductor_passes.cluster import Work
 from inductor_passes.program import Op, Program
-from inductor_passes.simulate import live_at_peak
+from inductor_passes.simulate import live_at_peak, sum_by_use
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,7 @@ class Recording:
 
     def live_by_use(self) -> dict[str, int]:
         """Bytes at the peak, without parameter shards, by what they are for."""
-        uses = ("activations", "gathered parameters", "full gradients", "gradient shards")
-        live = dict.fromkeys(uses, 0)
-        for storage, nbytes in live_at_peak(self.issued).items():
-            live[self.use.get(storage, "activations")] += nbytes
-        return live
+        return sum_by_use(live_at_peak(self.issued), self.use)
 
 
 def wrap(cell: Cell, mesh: DeviceMesh, model: LlamaLoss) -> LlamaLoss:

@@ -13,7 +13,8 @@ manual and auto passes (``simplefsdp/inspection/torch_passes.py`` says what is r
 model of FSDP2 eager (``fsdp2_model.py``). Nothing is measured but the time that planning takes on
 this machine.
 
-The lower bound is that of the traced graphs: no buckets and no order can beat it. Steps are
+The lower bound is that of the traced graphs: no buckets and no order of collectives can beat it, as
+long as compute keeps its order (torch's auto pass may change that; it beat it nowhere). Steps are
 forward, backward and fused AdamW; peak memory counts shards, optimizer state and all live bytes,
 but no fragmentation, no NCCL buffers and no CUDA context. Where auto, which may take as much
 memory as manual, is more than 3 % above the bound or does not fit, auto_room has the device's.
@@ -39,7 +40,8 @@ from scale_cells import LAYOUTS, Cell, makes_sense, rank_of, traced_step
 from scale_report import as_row, compared, print_cell, print_summary
 from scale_variants import VARIANTS, Traced, outcomes
 
-from inductor_passes.presets import preset
+from inductor_passes.presets import PRESETS, preset
+from simplefsdp.models import CONFIGS
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 
@@ -62,9 +64,12 @@ def cells_of(choice: argparse.Namespace) -> list[Cell]:
     return grid + published if "8b" in choice.models and "shard" in choice.layouts else grid
 
 
-def is_priced(cell: Cell, clusters: Sequence[str], rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether the rows have a cell on all clusters."""
-    return set(clusters) <= {row["cluster"] for row in rows if is_of(row, cell)}
+def is_priced(
+    cell: Cell, clusters: Sequence[str], variants: Sequence[str], rows: Sequence[dict[str, Any]]
+) -> bool:
+    """Whether the rows have all variants of a cell on all clusters."""
+    complete = (row for row in rows if is_of(row, cell) and row["variants"].keys() >= set(variants))
+    return {row["cluster"] for row in complete}.issuperset(clusters)
 
 
 def is_of(row: dict[str, Any], cell: Cell) -> bool:
@@ -106,9 +111,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=["8b", "70b", "405b"])
+    models = ["8b", "70b", "405b"]
+    parser.add_argument("--models", nargs="+", choices=CONFIGS, default=models)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512])
-    parser.add_argument("--clusters", nargs="+", default=["h100", "b200"], help="presets")
+    parser.add_argument("--clusters", nargs="+", choices=PRESETS, default=["h100", "b200"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2])
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="where they make sense"
@@ -137,7 +143,11 @@ def main() -> None:
         return
     out = choice.out or (None if choice.layers else RESULTS)
     rows = json.loads(out.read_text())["rows"] if choice.resume and out and out.exists() else []
-    cells = [cell for cell in cells_of(choice) if not is_priced(cell, choice.clusters, rows)]
+    cells = [
+        cell
+        for cell in cells_of(choice)
+        if not is_priced(cell, choice.clusters, choice.variants, rows)
+    ]
     rows[:] = [row for row in rows if all(not is_of(row, cell) for cell in cells)]
     results: dict[str, Any] = {"environment": environment(torch.device("cpu")), "rows": rows}
     for number, cell in enumerate(cells, 1):

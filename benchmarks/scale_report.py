@@ -181,6 +181,8 @@ def misses(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             told = "" if room is None else f"; with the device's memory {room['to_bound']:.3f}"
             yield f"{title(row)}: auto takes {auto['to_bound']:.3f} x the bound{told}"
         for name in ("torch_auto", "greedy"):
+            if name not in v:
+                yield f"{title(row)}: {name}, to compare with, was not priced"
             # A microsecond is below what the floats of a simulation agree to.
             if name in v and auto["exposed_ms"] > v[name]["exposed_ms"] + 1e-3:
                 yield (

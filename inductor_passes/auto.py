@@ -40,11 +40,11 @@ def plan_auto(
 
     Plans are merged, ordered and simulated: first the buckets of
     :func:`~inductor_passes.buckets.assign_by_module`; then regular plans like it
-    (:mod:`inductor_passes.regular`); it with the first or the last bucket smaller; then what a
-    search of the chain finds. No more are made once one that fits takes at most 0.5 % longer than
-    the lower bound. Of those that fit and take at most 0.5 % longer than the fastest, it is that by
-    module if that is one of them, else the one with the fewest buckets: costs that differ a little
-    give one plan.
+    (:mod:`inductor_passes.regular`); it with the first or the last bucket smaller; then what
+    searches of the chain find. No more are made once one that fits takes at most 0.5 % longer than
+    the lower bound, or, after the first search, 1 %. Of those that fit and take at most 0.5 %
+    longer than the fastest, it is that by module if that is one of them, else the one with the
+    fewest buckets: costs that differ a little give one plan.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.

@@ -214,7 +214,13 @@ def _units(
             then_nbytes=sum(map(filled, then)) if then else max(0, made.get(i, 0) - left),
         )
 
-    found_gathers = [unit(i, program.storages(program.ops[i].writes)) for i in gathers]
+    def sent(i: int) -> set[str]:
+        """Storages that a gather alone keeps: what it makes and, as far as it was cast, sends."""
+        op = program.ops[i]
+        known = program.storages(program.inputs) if i not in stuck else program.storages(op.reads)
+        return program.storages(op.writes) | (program.storages(op.reads) - known)
+
+    found_gathers = [unit(i, sent(i)) for i in gathers]
     found_reduces: list[Unit] = []
     seen: set[str] = set()  # gradients that share a storage stay until the last is reduced
     for i in reversed(reduces):

@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from inductor_passes.links import Link, Ramp, between, check_number, check_ramp, fraction
+from inductor_passes.links import (
+    Link,
+    Ramp,
+    between,
+    check_count,
+    check_number,
+    check_ramp,
+    fraction,
+)
 from inductor_passes.program import Collective, CollectiveKind, Op, Program
 
 log = logging.getLogger("simplefsdp")
@@ -84,9 +92,7 @@ class Wire:
         if self.kind not in LINK_KINDS:
             raise ValueError(f"kind: expected one of {', '.join(LINK_KINDS)}, got {self.kind!r}")
         for name in ("ranks", "nodes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of 1 or more, got {value!r}")
+            check_count(name, getattr(self, name))
         if self.ranks < max(2, self.nodes):
             raise ValueError(f"ranks: {self.ranks} ranks cannot communicate on {self.nodes} nodes")
 
@@ -110,7 +116,8 @@ class Cluster:
 
     Raises:
         TypeError, ValueError: a figure that is no number, negative, NaN or zero (a launch may
-            be), or no peaks, or no wires; names it.
+            be), no whole number of ranks per node, fewer than a wire has, no peaks, or no wires;
+            names it.
     """
 
     name: str
@@ -126,7 +133,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         fractions = ("memory_fraction", "compute_beside")
-        for name in ("ranks_per_node", "memory_gb_s", "memory_gb", *fractions):
+        check_count(f"cluster {self.name!r}: ranks_per_node", self.ranks_per_node)
+        for name in ("memory_gb_s", "memory_gb", *fractions):
             check_number(f"cluster {self.name!r}: {name}", getattr(self, name))
         check_number(f"cluster {self.name!r}: launch_us", self.launch_us, zero=True)
         for name in fractions:
@@ -136,6 +144,13 @@ class Cluster:
             raise ValueError(
                 f"cluster {self.name!r}: it has no {'wires' if self.peaks else 'peaks'}"
             )
+        for wire in self.wires:
+            if wire.ranks > wire.nodes * self.ranks_per_node:
+                raise ValueError(
+                    f"cluster {self.name!r}: ranks_per_node is {self.ranks_per_node}, but it has a "
+                    f"{wire.kind} among {wire.ranks} ranks on {wire.nodes} node"
+                    f"{'s'[: wire.nodes > 1]}"
+                )
 
     def compute_us(self, work: Work) -> float:
         """The roofline: the longer of arithmetic and memory traffic, and the launch."""

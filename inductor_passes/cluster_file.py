@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -94,10 +95,11 @@ def _cluster(data: Any) -> Cluster:
         raise ValueError(f"expected version {VERSION}, got {version!r}: calibrate again")
 
     def peaks(value: Any) -> dict[str, Peak]:
-        return {str(k): _build(Peak, v, f"peaks.{k}", _RAMPS) for k, v in _dict(value).items()}
+        found = _dict(value, "peaks: ").items()
+        return {str(k): _build(Peak, v, f"peaks.{k}", _RAMPS) for k, v in found}
 
     def wires(value: Any) -> tuple[Wire, ...]:
-        found = enumerate(_list(value))
+        found = enumerate(_list(value, "wires"))
         return tuple(_build(Wire, v, f"wires[{i}]", {"link": link(i)}) for i, v in found)
 
     def link(i: int) -> Callable[[Any], Link]:
@@ -122,20 +124,20 @@ def _build(cls: type[T], data: Any, where: str, convert: Mapping[str, Callable[[
         raise ValueError(str(error) if str(error).startswith(where) else f"{at}{error}") from error
 
 
-def _ramp(value: Any) -> tuple[Any, ...]:
-    return tuple(tuple(point) if isinstance(point, list) else point for point in _list(value))
+def _ramp(name: str, value: Any) -> tuple[Any, ...]:
+    return tuple(tuple(p) if isinstance(p, list) else p for p in _list(value, name))
 
 
-_RAMPS = {"ramp": _ramp, "matmul": _ramp, "attention": _ramp}
+_RAMPS = {name: functools.partial(_ramp, name) for name in ("ramp", "matmul", "attention")}
 
 
-def _dict(value: Any, at: str = "") -> dict[str, Any]:
+def _dict(value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{at}expected an object, got {value!r}")
     return value
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"expected a list, got {value!r}")
+        raise ValueError(f"{name}: expected a list, got {value!r}")
     return value

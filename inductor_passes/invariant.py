@@ -3,8 +3,9 @@
 Shards differ in size between ranks, and so may the ops around them (pads, slices, casts). Here
 they take no time: what only prepares shards for a gather, and what only follows the wait for a
 reduce. (What follows an all-reduce handles full gradients; it takes no time either, as it moves
-with the wait.) Shards of parameters take no bytes, as they are there throughout; those of gradients
-take an equal part of what is reduced. What is left is full tensors, whose sizes all ranks share.
+with the wait.) Shards of parameters take no bytes, as they are there throughout. What is made of
+them for a gather to send, and shards of gradients, take an equal part of what is gathered or
+reduced. What is left is full tensors, whose sizes all ranks share.
 """
 
 from __future__ import annotations
@@ -96,7 +97,31 @@ def _local(program: Program) -> tuple[set[int], dict[str, int]]:
         elif not op.sends and (i in prepared or (reads and reads <= shards)):
             shards |= made
             local.add(i)
-    return local, dict.fromkeys(shards | _shard_inputs(program, local), 0) | reduced
+    sent = _sent_nbytes(program, prepared)
+    return local, dict.fromkeys(shards | _shard_inputs(program, local), 0) | sent | reduced
+
+
+def _sent_nbytes(program: Program, prepared: set[int]) -> dict[str, int]:
+    """Bytes on every rank, by storage, of casts that gathers send.
+
+    Ranks with a smaller shard also send what was padded, and the others the shard itself: that
+    counts on none.
+    """
+    itemsize = {s: program.buffers[s].itemsize for s in program.storages(program.inputs)}
+    cast: set[str] = set()
+    for i in sorted(prepared):
+        for storage in program.first_written(i) - itemsize.keys():
+            sources = program.storages(program.ops[i].reads)
+            was = {itemsize[s] for s in sources if s in itemsize}
+            itemsize[storage] = program.buffers[storage].itemsize
+            if was != {itemsize[storage]} or sources & cast:
+                cast.add(storage)
+    return {
+        storage: -(-op.collective.nbytes // op.collective.ranks)
+        for _, op in program.starts()
+        if op.collective is not None and op.sends == "gather"
+        for storage in program.storages(op.reads) & cast
+    }
 
 
 def _following_all_reduce(program: Program) -> set[int]:

@@ -34,6 +34,7 @@ def choose_kept(
     candidates: Collection[str],
     *,
     budget_nbytes: int | None = None,
+    device_nbytes: int | None = None,
 ) -> frozenset[str]:
     """The parameters to keep, with which the step by module is fastest within the budget.
 
@@ -42,8 +43,10 @@ def choose_kept(
         backward: in which every parameter that it needs is gathered again.
         assignment: modules are kept whole, as far as they are candidates.
         candidates: parameters that may be kept.
-        budget_nbytes: of live bytes in either graph; default: what they take with none kept.
+        budget_nbytes: of live bytes in either graph; default: what they take with none kept, or
+            ``device_nbytes``, if that is less.
             Bytes are those that all ranks share, see :func:`~inductor_passes.plan.Plan`.
+        device_nbytes: that a device has for them.
 
     Returns:
         Of the choices that take at most 0.2 % longer than the fastest, the smallest.
@@ -72,7 +75,8 @@ def choose_kept(
     none = worth(0)
     if none is None:
         return frozenset()
-    budget = none[1] if budget_nbytes is None else budget_nbytes
+    budget = none[1] if device_nbytes is None else min(none[1], device_nbytes)
+    budget = budget if budget_nbytes is None else budget_nbytes
     fitting = {0: none[0]}
     for n in _growing(len(modules)):
         found = worth(n)

@@ -50,6 +50,12 @@ def check_number(what: str, value: object, *, zero: bool = False) -> None:
         raise ValueError(f"{expected}, got {value!r}; {remedy}")
 
 
+def check_count(what: str, value: object) -> None:
+    """Raise a ValueError unless ``value`` is a whole number of 1 or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{what}: expected a whole number of 1 or more, got {value!r}")
+
+
 def check_ramp(what: str, ramp: Ramp, *, falls: bool = False) -> None:
     """Raise unless larger sizes take no less time and, unless it ``falls``, reach no less.
 

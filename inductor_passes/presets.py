@@ -168,6 +168,15 @@ def _cpu_gloo() -> Cluster:
     return Cluster("cpu-gloo", 8, peaks, 16.0, 0.4, 4.0, 8.0, _wires(rows), _SOURCE)
 
 
+# What torch calls the devices that these are of. Others of the family (PCIe, NVL, 40 GB) have other
+# links, clocks or memory.
+DEVICES: Mapping[str, str] = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+}
+
 _SOURCE = "preset; see inductor_passes/presets.py"
 PRESETS: Mapping[str, Cluster] = {
     cluster.name: cluster for cluster in (_cpu_gloo(), _a100(), _h100(), _h200(), _b200())

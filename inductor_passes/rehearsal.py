@@ -10,13 +10,15 @@ from typing import Literal
 
 from inductor_passes import _torch, fx
 from inductor_passes.auto import plan_auto
+from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import Assignment, plan_buckets
 from inductor_passes.cluster import Cluster
 from inductor_passes.greedy import plan_greedy
+from inductor_passes.invariant import rank_invariant
 from inductor_passes.layouts import Layout
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap
-from inductor_passes.plan import Plan
+from inductor_passes.plan import Plan, evaluate
 from inductor_passes.planned import PlannedBucket, in_names, in_program
 from inductor_passes.presets import preset
 from inductor_passes.program import Bucket, Collective, Op, Program
@@ -123,7 +125,8 @@ class Rehearsal:
         reading: the graph as it is.
         planned: the buckets that were chosen.
         after: the graph's program with the collectives merged and in order.
-        plan: what the automatic planner expects of it.
+        plan: what the automatic planner expects of it; without a budget if it was made for
+            another graph, which communicates the same.
     """
 
     reading: fx.Reading
@@ -147,7 +150,7 @@ def rehearsed(reading: fx.Reading, settings: Settings, plans: Plans | None = Non
     """
     key = (repr(settings), _structure(reading.program))
     if settings.auto is not None and plans is not None and key in plans:
-        chosen: Plan | tuple[Bucket, ...] = in_program(reading.program, plans[key])
+        chosen = _again(reading, settings.auto, in_program(reading.program, plans[key]))
     else:
         chosen = choose(reading, settings)
     plan = chosen if isinstance(chosen, Plan) else None
@@ -157,8 +160,16 @@ def rehearsed(reading: fx.Reading, settings: Settings, plans: Plans | None = Non
         after = after.reorder(overlap(after, settings.policy))
     planned = in_names(reading.program, buckets)
     if plan is not None and plans is not None:
-        plans[key] = planned
+        plans.setdefault(key, planned)
     return Rehearsal(reading, planned, after, plan)
+
+
+def _again(
+    reading: fx.Reading, auto: Auto, buckets: tuple[Bucket, ...]
+) -> Plan | tuple[Bucket, ...]:
+    """The plan that buckets are which were chosen for another graph."""
+    program, cost = rank_invariant(fused_program(reading), cost_of(reading, auto.cluster))
+    return evaluate(program, cost, buckets, lower_bound_us(program, cost)) or buckets
 
 
 def _structure(program: Program) -> tuple[object, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from inductor_passes.cluster import Cluster, ClusterCost, Work, nodes_spanned
 from inductor_passes.fusion import traffic_of, without_fused
 from inductor_passes.fx import Reading
 from inductor_passes.loops import inputs_of, loop_of, name_of, tensors_of, touches_of
-from inductor_passes.presets import PRESETS, preset
+from inductor_passes.presets import DEVICES, PRESETS, preset
 from inductor_passes.program import Program
 
 _aten = torch.ops.aten
@@ -152,9 +151,8 @@ def cluster_of(device: torch.device) -> Cluster:
     name = "cpu" if device.type == "cpu" else _torch.device_name(device)
     if name == "cpu":
         return preset("cpu-gloo")
-    for known in PRESETS:
-        if re.search(rf"\b{known}\b", name, re.IGNORECASE):
-            return preset(known)
+    if name in DEVICES:
+        return preset(DEVICES[name])
     raise ValueError(
         f"there is no preset for {name!r}: pass options={{'cluster': ...}}, one of "
         f"{', '.join(PRESETS)}, or the path of a file that `simplefsdp calibrate` wrote; or "

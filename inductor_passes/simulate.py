@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inductor_passes.cost import CostModel
 from inductor_passes.program import Program
+
+USES = ("activations", "gathered parameters", "full gradients", "gradient shards")
 
 
 @dataclass(frozen=True)
@@ -168,8 +171,12 @@ def live_by_use(program: Program) -> dict[str, int]:
             use.update(dict.fromkeys(writes, "gradient shards"))
         elif reads and all(use.get(storage) == "gradient shards" for storage in reads):
             use.update(dict.fromkeys(writes, "gradient shards"))
-    uses = ("activations", "gathered parameters", "full gradients", "gradient shards")
-    live = dict.fromkeys(uses, 0)
-    for storage, nbytes in live_at_peak(program).items():
-        live[use.get(storage, "activations")] += nbytes
-    return live
+    return sum_by_use(live_at_peak(program), use)
+
+
+def sum_by_use(live: Mapping[str, int], use: Mapping[str, str]) -> dict[str, int]:
+    """Bytes by what they are for, from those of each storage."""
+    found = dict.fromkeys(USES, 0)
+    for storage, nbytes in live.items():
+        found[use.get(storage, "activations")] += nbytes
+    return found

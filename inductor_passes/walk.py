@@ -105,7 +105,7 @@ class Search:
         self.chain, self.wire, self.budget, self.limits = chain, wire, budget_nbytes, limits
         share = limits.work // max(1, len(chain.events))
         self.width = min(limits.most_width, max(limits.least_width, share))
-        self.rest = Rest(chain, wire, _bucket_nbytes(chain, budget_nbytes))
+        self.rest = Rest(chain, wire, _bucket_nbytes(chain, budget_nbytes), budget_nbytes)
         self.lost = 1 - wire.cost.compute_beside
         self.extended = 0
 
@@ -183,7 +183,7 @@ class Search:
         begin, turn = s.launched, s.waited if at >= 0 else -1
         units = self.chain.gathers
         horizon = self.limits.units * self.limits.flying
-        reach = self.rest.reach(at, self.budget, horizon)
+        reach = self.rest.reach(at, horizon)
         for end in range(begin + 1, min(reach, begin + self.limits.units) + 1):
             if end - begin > 1 and (units[begin].alone or units[end - 1].alone):
                 return

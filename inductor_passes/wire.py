@@ -98,8 +98,10 @@ def _carried(unit: Unit, what: What) -> Sequence[Collective]:
 class Rest:
     """Least that is left to do from each event, and from each unit, to the end."""
 
-    def __init__(self, chain: Chain, wire: Wire, bucket_nbytes: float = inf) -> None:
-        self.chain, self.bucket_nbytes = chain, bucket_nbytes
+    def __init__(
+        self, chain: Chain, wire: Wire, bucket_nbytes: float = inf, budget_nbytes: float = inf
+    ) -> None:
+        self.chain, self.bucket_nbytes, self.budget_nbytes = chain, bucket_nbytes, budget_nbytes
         us = [event.us if event.kind == "run" else 0.0 for event in chain.events]
         self.compute = _sums_to_the_end(us)
         n = len(chain.reduces)
@@ -111,7 +113,7 @@ class Rest:
         self.uses = [at for at, event in enumerate(chain.events) if event.kind == "use"]
         self.from_use = [self.compute[at] for at in self.uses]
         self.runs = [at for at, event in enumerate(chain.events) if event.kind == "run"]
-        self._reach: dict[int, int] = {}
+        self._reach: dict[tuple[int, int], int] = {}
 
     def _lanes(self, wire: Wire, what: What, n: int) -> list[tuple[float, ...]]:
         """Time on each lane of the units from each to the end."""
@@ -148,13 +150,14 @@ class Rest:
         within = self.chain.events[self.uses[unit] : self.uses[other]]
         return [event for event in within if event.kind == "run"]
 
-    def reach(self, at: int, budget_nbytes: float, most: int) -> int:
-        """End of the gathers that fit into memory if they are launched at event ``at``."""
-        if at not in self._reach:
-            self._reach[at] = self._find_reach(at, budget_nbytes, most)
-        return self._reach[at]
+    def reach(self, at: int, most: int) -> int:
+        """End of the next gathers, ``most`` or fewer, that fit into memory if event ``at`` launches
+        them."""
+        if (at, most) not in self._reach:
+            self._reach[at, most] = self._find_reach(at, most)
+        return self._reach[at, most]
 
-    def _find_reach(self, at: int, budget_nbytes: float, most: int) -> int:
+    def _find_reach(self, at: int, most: int) -> int:
         used = self.chain.events[at].used if at >= 0 else 0
         gathered = self.chain.gathered
         worst = float("-inf")
@@ -165,7 +168,7 @@ class Rest:
                 run = self.chain.events[self.runs[i]]
                 worst = max(worst, run.nbytes - gathered[run.used])
                 i += 1
-            if worst + gathered[end + 1] > budget_nbytes:
+            if worst + gathered[end + 1] > self.budget_nbytes:
                 break
             end += 1
         return end

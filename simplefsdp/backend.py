@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 import inductor_passes
 from inductor_passes._torch import no_fusion_past_launches
 from inductor_passes.buckets import assign_by_module
+from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
 from inductor_passes.order import OverlapPolicy
 from inductor_passes.passes import ImposeOrder, PassError, bucket_and_reorder, rehearse
@@ -42,7 +44,9 @@ from simplefsdp.wrap import known_fqns
 
 log = logging.getLogger("simplefsdp")
 
-_plans: Plans = {}  # of this process, automatic ones
+# Automatic plans of this process, of graphs with gradients and of those without: what is freed
+# in an evaluation is kept in a training step, which may communicate the same.
+_plans: dict[bool, Plans] = {True: {}, False: {}}
 _compilations = itertools.count()
 
 
@@ -139,6 +143,7 @@ def _compile(
     base = _uuid(settings)
     timeout_s = options.rank_guard_timeout_s
     compilation = next(_compilations)
+    plans = _plans[torch.is_grad_enabled()]
 
     def uuid() -> str:
         return hashlib.sha256(f"{base}{current[0]}".encode()).hexdigest()
@@ -148,6 +153,7 @@ def _compile(
             graph,
             is_backward,
             settings=settings,
+            plans=plans,
             ranks=ranks,
             timeout_s=timeout_s,
             compilation=compilation,
@@ -186,6 +192,7 @@ def _observe(
     is_backward: bool,
     *,
     settings: Settings | None,
+    plans: Plans,
     ranks: Sequence[int],
     timeout_s: float,
     compilation: int,
@@ -204,12 +211,13 @@ def _observe(
     planned = failure = None
     begin = time.perf_counter()
     try:
-        rehearsal = rehearse(gm, settings, fqn_of, _plans)
+        rehearsal = rehearse(gm, settings, fqn_of, plans)
         planned = rehearsal.planned
         show(Seen(part, rehearsal, settings, time.perf_counter() - begin, compilation))
         _torch.trace_artifact(f"simplefsdp_{part}", lambda: to_text(rehearsal.after))
         lines = launches(rehearsal)
         line += describe_passes(rehearsal, settings)
+        _warn_of_memory(part, rehearsal, settings)
     except Exception as error:  # of whatever kind: the others wait to hear of it
         failure = error
         lines = [f"cannot be planned: {error}"]
@@ -256,8 +264,21 @@ def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -
 
 def _auto(options: Options, device: torch.device) -> Auto:
     cluster = cluster_of(device) if options.cluster is None else as_cluster(options.cluster)
+    _check_nodes(cluster)
     budget_gb = options.memory_budget_gb
     return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9), options.planner)
+
+
+def _check_nodes(cluster: Cluster) -> None:
+    """Refuse a cluster whose nodes are not those of this run, if it is known to have several."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if here.isdigit() and ranks > int(here) != cluster.ranks_per_node:
+        raise ValueError(
+            f"options['cluster']: {cluster.name!r} has {cluster.ranks_per_node} ranks on a node, "
+            f"but of the {ranks} ranks of this run {here} are on this one (LOCAL_WORLD_SIZE); "
+            "measure the machine with `simplefsdp calibrate` under the same launcher"
+        )
 
 
 fqn_of = provenance.carried_fqn
@@ -295,15 +316,32 @@ def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
         if n
     ]
     if (plan := rehearsal.plan) is not None:
+        of_budget = f" of {plan.budget_nbytes / 1e9:.3g}" if plan.budget_nbytes else ""
         parts.append(
-            f"planned {plan.step_us / 1e3:.3g} ms (lower bound {plan.lower_bound_us / 1e3:.3g}), "
-            f"{plan.peak_nbytes / 1e9:.3g} of {plan.budget_nbytes / 1e9:.3g} GB beside shards of "
-            "parameters"
+            f"planned {'' if of_budget else 'as before, '}{plan.step_us / 1e3:.3g} ms (lower bound "
+            f"{plan.lower_bound_us / 1e3:.3g}), {plan.peak_nbytes / 1e9:.3g}{of_budget} GB beside "
+            "shards of parameters"
         )
-    elif settings.auto is not None:
-        parts.append("planned as before")
     exposed = f"{found.exposed_before_us / 1e3:.3g} -> {found.exposed_after_us / 1e3:.3g} ms"
     return "; ".join(["", *parts, f"predicted exposed {exposed} on {found.device}"])
+
+
+def _warn_of_memory(part: str, rehearsal: Rehearsal, settings: Settings | None) -> None:
+    """Say so if a plan that was made for another batch takes more than the user allows.
+
+    It cannot be made anew: the other ranks may go on with it.
+    """
+    allowed = settings.auto.budget_nbytes if settings is not None and settings.auto else None
+    plan = rehearsal.plan
+    if plan is not None and allowed is not None and plan.peak_nbytes > allowed:
+        log.warning(
+            "%s graph: planned for another batch, and for this one %.4g GB of activations, full "
+            "parameters and gradients are predicted, where memory_budget_gb=%.4g; compile the "
+            "largest batch first",
+            part,
+            plan.peak_nbytes / 1e9,
+            allowed / 1e9,
+        )
 
 
 def _refuse_graph_break(gm: GraphModule) -> None:

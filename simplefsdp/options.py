@@ -94,12 +94,14 @@ class Options:
         memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters, and gradients,
             full and reduced, in forward and in backward. Parameter shards, optimizer state, and
             gradients of earlier batches that are accumulated come on top. None: what ``"manual"``
-            takes, or what the device has beside the first two, if that is less.
+            takes, or nine tenths of the device less the first two (fp32, AdamW), if that is less.
         planner: of ``"auto"``: ``"search"``, or ``"greedy"``, the published rule, to compare with.
-        reorder: move collectives to where compute hides them. None: unless bucketing is "none".
+        reorder: move collectives to where compute hides them, which ``"auto"`` always does. None:
+            unless bucketing is "none".
             With ``bucketing="none"`` the collectives of a bucket move together, unmerged.
         layout: how the members of a bucket travel, see :mod:`inductor_passes.layouts`. The default
-            is what is faster with gloo; with NCCL it has not been measured.
+            is what is faster with gloo; with NCCL it has not been measured. ``"auto"`` plans for
+            ``"coalesced"``: the copies of ``"flat"``, and their memory, come on top.
         max_inflight_gathers: buckets being gathered at a time, the one that compute waits for
             included. More hides more, and holds more full parameters. ``"auto"`` chooses it bucket
             by bucket.
@@ -178,4 +180,14 @@ def _consistent(options: Options) -> Options:
                 f"options[{f.name!r}]: has no meaning with bucketing={options.bucketing!r}; leave "
                 f"it out, or choose bucketing={other}"
             )
+    if automatic and options.reorder is False:
+        raise ValueError(
+            "options['reorder']: bucketing='auto' plans when each bucket starts, so it cannot be "
+            "False; leave it out, or choose bucketing='manual'"
+        )
+    if options.memory_budget_gb is not None and options.layout == "flat":
+        raise ValueError(
+            "options['memory_budget_gb']: the planner does not count the copies of layout='flat'; "
+            "leave one of the two out"
+        )
     return options

@@ -15,9 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from inductor_passes import fx
-from inductor_passes.cluster import Cluster
 from inductor_passes.keep import Costed, choose_kept
-from inductor_passes.rehearsal import Settings, no_garbage_collection
+from inductor_passes.rehearsal import Settings, no_garbage_collection, room_nbytes
 from inductor_passes.roofline import cost_of, fused_program
 from simplefsdp import _torch, provenance
 from simplefsdp.dedupe import gathers_of, specs_of
@@ -94,18 +93,14 @@ def _choose(
     graphs = _torch.graphs_of(gm, example_inputs, tag_for_recompute)
     if len(graphs) < 2 or settings.auto is None:
         return frozenset()
-    forward, backward = (
-        _costed(graphs[is_backward], settings.auto.cluster) for is_backward in (False, True)
-    )
+    cluster = settings.auto.cluster
+    readings = [fx.read(graphs[part].graph, provenance.carried_fqn) for part in (False, True)]
+    forward, backward = (Costed(fused_program(r), cost_of(r, cluster)) for r in readings)
     return choose_kept(
         forward,
         backward,
         settings.assignment,
         candidates,
         budget_nbytes=settings.auto.budget_nbytes,
+        device_nbytes=min(room_nbytes(r.program, cluster) for r in readings),
     )
-
-
-def _costed(gm: GraphModule, cluster: Cluster) -> Costed:
-    reading = fx.read(gm.graph, provenance.carried_fqn)
-    return Costed(fused_program(reading), cost_of(reading, cluster))

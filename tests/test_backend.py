@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Zoo, batch, loss_of
 
 from simplefsdp import simple_fsdp
+from simplefsdp.backend import pass_settings
 from simplefsdp.options import Options, parse_options
 
 EAGER = {"executor": "aot_eager"}
@@ -256,6 +257,8 @@ def test_second_process_starts_warm(tmp_path: Path):
         ({"bucketing": "none", "memory_budget_gb": 1.0}, "'memory_budget_gb'.*bucketing='none'"),
         ({"bucketing": "manual", "planner": "greedy"}, "'planner'.*bucketing='manual'"),
         ({"buckets": ["*"]}, "'buckets'.*bucketing='auto'.*'manual'"),
+        ({"reorder": False}, "'reorder'.*bucketing='auto' plans when"),
+        ({"memory_budget_gb": 1.0, "layout": "flat"}, "'memory_budget_gb'.*layout='flat'"),
         ({"max_inflight_gathers": 3}, "'max_inflight_gathers'.*bucketing='auto'.*'manual'"),
         ({"bucketing": "auto", "cluster": "h10"}, "h100.*JSON"),
         ({"bucketing": "auto", "memory_budget_gb": -1}, "1e9 bytes, a number above 0"),
@@ -264,3 +267,14 @@ def test_second_process_starts_warm(tmp_path: Path):
 def test_options_that_would_be_ignored_or_make_no_sense(options, says):
     with pytest.raises(ValueError, match=says):
         parse_options(options)
+
+
+def test_nodes_that_are_not_the_clusters(fake_mesh, monkeypatch):
+    fake_mesh(4)
+    cpu, options = torch.device("cpu"), parse_options({"cluster": "h100"})
+    for ranks_here in ("4", "8"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+        assert pass_settings(options, [], cpu).auto.cluster.name == "h100"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"'h100' has 8 ranks on a node.*4 ranks .* 2 are .*calib"):
+        pass_settings(options, [], cpu)

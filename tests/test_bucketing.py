@@ -69,10 +69,10 @@ def compare_with_none(mode, precision, variants, build):
 
 MANUAL = {"bucketing": "manual"}
 FLAT = {**MANUAL, "layout": "flat"}
-AUTO = {"bucketing": "auto"}
+AUTO = {"bucketing": "auto", "memory_budget_gb": 1.0}
 VARIANTS = [
     MANUAL,
-    {**AUTO, "layout": "flat", "cluster": "h100", "memory_budget_gb": 1.0, "reorder": False},
+    {"bucketing": "auto", "layout": "flat", "cluster": "h100"},
     {**MANUAL, "reorder": False, "separate_reduce_group": True},
     {**MANUAL, "max_inflight_gathers": 1, "buckets": ["blocks.1", ["embed", "frozen"]]},
     {"bucketing": "none", "reorder": True, "max_inflight_gathers": 5},

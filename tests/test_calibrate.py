@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from inductor_passes.cluster_file import load
 from inductor_passes.links import Link, check_ramp
@@ -21,6 +23,7 @@ from simplefsdp.calibrate import command, measure
 from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp, ramp_us, worst_error
 from simplefsdp.cli import main
 from simplefsdp.train import launch
+from simplefsdp.train.distributed import Rank
 
 SIZES = [2**e for e in range(12, 28, 2)]
 ROOT = Path(__file__).parents[1]
@@ -214,5 +217,22 @@ def test_one_rank_under_a_launcher_takes_its_links_from_a_preset(
     monkeypatch.chdir(tmp_path)
     assert run("calibrate", "--quick", "--links", "h100", "--out", "one.json") == 0
     cluster = load("one.json")
-    assert cluster.wires == preset("h100").wires
+    assert (cluster.wires, cluster.ranks_per_node) == (preset("h100").wires, 8)
     assert "links of h100" in cluster.source and cluster.compute_beside == 1
+
+
+def on_this_node(sizes: list[int]) -> str:
+    os.environ["LOCAL_WORLD_SIZE"] = str(sizes[dist.get_rank()])
+    try:
+        rank = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+        return str(command._local_size(rank))
+    except ValueError as error:
+        return str(error)
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+def test_nodes_of_unequal_ranks_are_refused_by_all(pools) -> None:
+    assert pools(2).run(on_this_node, [2, 2]) == ["2", "2"]
+    for said in pools(2).run(on_this_node, [2, 1]):
+        assert "as many ranks on every node, got 1 on one and 2 on another" in said

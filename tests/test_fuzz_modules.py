@@ -133,10 +133,11 @@ def random_options(rng: random.Random, model: Fuzzed) -> dict[str, Any]:
         "max_pending_reduces": rng.randint(1, 4),
         "buckets": random_buckets(rng, model),
     }
+    reorder = rng.choice([True, False, None]) if merges else True
     return {
         "executor": "aot_eager",
         "bucketing": bucketing,
-        "reorder": rng.choice([True, False, None]) if merges else True,
+        "reorder": None if bucketing == "auto" else reorder,
         "layout": rng.choice(["coalesced", "flat"]),
         "on_error": rng.choice(["raise", "fallback"]),
         "separate_reduce_group": rng.random() < 0.2,

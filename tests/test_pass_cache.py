@@ -127,3 +127,37 @@ def test_a_warm_and_a_cold_rank(pools):
     assert warm[2] == cold[2] == (0, 2)
     assert warm[3] == (2, 0) and cold[3] == (0, 2)
     assert warm[0] == warm[1] == cold[0] == cold[1]  # equal batches, equal losses
+
+
+def planned(caplog, mesh: DeviceMesh, rows: int, *, grad: bool, **options: object) -> list[str]:
+    """What is logged of a compilation of its own for a batch of so many rows."""
+    torch._dynamo.reset()
+    caplog.clear()
+    run = torch.compile(
+        simple_fsdp(Two(), mesh),
+        backend="simplefsdp",
+        dynamic=False,
+        options={"executor": "aot_eager", "cluster": "h100", **options},
+    )
+    with caplog.at_level("INFO", "simplefsdp"), torch.set_grad_enabled(grad):
+        run(torch.ones(rows, WIDTH))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_an_evaluation_is_planned_apart(fake_mesh, caplog, monkeypatch):
+    """It frees what a training step keeps, and may communicate the same."""
+    monkeypatch.setattr(backend, "_plans", {True: {}, False: {}})
+    mesh = fake_mesh(4)
+    for grad in (False, True):
+        for again in (False, True):
+            found = "".join(planned(caplog, mesh, 2, grad=grad))
+            assert "planned" in found and ("planned as before" in found) == again
+
+
+def test_a_plan_that_is_kept_and_takes_too_much_is_told(fake_mesh, caplog, monkeypatch):
+    monkeypatch.setattr(backend, "_plans", {True: {}, False: {}})
+    mesh, budget = fake_mesh(4), {"memory_budget_gb": 1e-3}
+    assert "memory_budget_gb" not in "".join(planned(caplog, mesh, 2, grad=True, **budget))
+    found = "".join(planned(caplog, mesh, 10**6, grad=True, **budget))
+    assert "planned as before" in found
+    assert "forward graph: planned for another batch" in found and "memory_budget_gb=0.001" in found

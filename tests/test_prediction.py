@@ -90,9 +90,11 @@ class Uneven(nn.Module):
         return self.narrow(x)
 
 
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
-def test_all_ranks_plan_from_the_same(fake_mesh, reduce_dtype):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, None)]
+)
+def test_all_ranks_plan_from_the_same(fake_mesh, dtypes):
+    policy = MixedPrecisionPolicy(*dtypes)
     found = []
     for rank in (0, 3):
         torch._dynamo.reset()
@@ -113,9 +115,12 @@ def test_all_ranks_plan_from_the_same(fake_mesh, reduce_dtype):
     assert found[:2] == found[2:]
 
 
-def test_planned_memory_is_what_is_predicted_of_even_shards(fake_mesh):
-    """Gradients are reduced in bf16, and cast to the parameters' fp32 where they are kept."""
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype"), [(None, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_planned_memory_is_what_is_predicted_of_even_shards(fake_mesh, param_dtype, reduce_dtype):
+    """Shards are cast before they are gathered, or gradients after they are reduced."""
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     simple_fsdp(model, fake_mesh(4), mp_policy=policy)
     step = trace(model, torch.ones(1, 64))

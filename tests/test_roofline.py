@@ -225,7 +225,7 @@ def test_clusters_by_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         monkeypatch.setattr(_torch, "device_name", lambda device, name=name: name)
         assert cluster_of(torch.device("cuda")).name == found
-    for name in ("NVIDIA GH200 480GB", "Tesla T4"):
+    for name in ("NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "Tesla T4"):
         monkeypatch.setattr(_torch, "device_name", lambda device, name=name: name)
         with pytest.raises(
             ValueError, match=rf"no preset for '{name}'.*{', '.join(PRESETS)}.*calib"

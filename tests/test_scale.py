@@ -78,9 +78,10 @@ def test_what_is_written_and_printed(row, capsys):
 
 
 def test_a_cell_is_priced_once(row):
-    assert is_priced(CELL, ["h100"], [row])
-    assert not is_priced(CELL, ["h100", "b200"], [row])
-    assert not is_priced(replace(CELL, batch=2), ["h100"], [row])
+    assert is_priced(CELL, ["h100"], VARIANTS, [row])
+    assert not is_priced(CELL, ["h100", "b200"], VARIANTS, [row])
+    assert not is_priced(replace(CELL, batch=2), ["h100"], VARIANTS, [row])
+    assert not is_priced(CELL, ["h100"], (*VARIANTS, "another"), [row])
 
 
 def test_missed_targets_are_told(row):
@@ -90,6 +91,7 @@ def test_missed_targets_are_told(row):
     assert [line.split("batch 1, 2 layers only: ")[1] for line in told] == [
         "auto takes 1.200 x the bound",
         "auto exposes 5.0 ms, torch_auto 4.0 (steps 9.0, 8.0)",
+        "greedy, to compare with, was not priced",
         "planning took 11.0 s here",
     ]
     failed = {"auto": {"failure": "no"}}

@@ -130,19 +130,21 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
     from simplefsdp.calibrate.report import Report
     from simplefsdp.calibrate.session import measure_beside, measure_compute, measure_wires
 
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+    with user_errors():
+        ranks_per_node = _local_size(rank)
     sweep = sweep_for(rank.device.type, quick=options.quick, nbytes_max=options.nbytes_max)
     report = Report(enabled=rank.rank == 0)
     if options.links is None:
-        wires = measure_wires(sweep, rank, local_size, report)
+        wires = measure_wires(sweep, rank, ranks_per_node, report)
     else:
-        wires = as_cluster(options.links).wires
+        known = as_cluster(options.links)
+        wires, ranks_per_node = known.wires, known.ranks_per_node
     compute = measure_compute(sweep, rank, report)
     beside = measure_beside(sweep, rank, report)
     if rank.rank == 0:
         cluster = Cluster(
             name=options.out.stem,
-            ranks_per_node=local_size,
+            ranks_per_node=ranks_per_node,
             wires=wires,
             source=_source(options, rank),
             compute_beside=beside,
@@ -150,6 +152,24 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
         )
         save(options.out, cluster)
         report.say(f'wrote {options.out}; use it as options={{"cluster": "{options.out}"}}')
+
+
+def _local_size(rank: Rank) -> int:
+    """Ranks of this node.
+
+    Raises:
+        ValueError: other nodes have more or fewer; on all ranks.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+    sizes = torch.tensor([here, -here], device=rank.device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX)
+    most, fewest = int(sizes[0]), -int(sizes[1])
+    if most != fewest:
+        raise ValueError(
+            f"expected as many ranks on every node, got {fewest} on one and {most} on another "
+            "(LOCAL_WORLD_SIZE): start equal numbers (torchrun --nproc-per-node)"
+        )
+    return here
 
 
 def _source(options: CalibrateOptions, rank: Rank) -> str:

@@ -70,7 +70,8 @@ class InspectOptions:
     """Plans to set beside it."""
     memory_budget_gb: float | None = None
     """Of auto and greedy: 1e9 bytes for activations, full parameters and gradients. Default: what
-    manual takes, or, if that is less, what the device has."""
+    manual takes, or, if that is less, nine tenths of the device beside
+    parameter shards and AdamW's state."""
     layers: int | None = None
     """With --model: only so many layers, for a quick look."""
     seq_len: int | None = None

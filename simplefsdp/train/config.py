@@ -98,7 +98,8 @@ class CompileOptions:
     the device."""
     memory_budget_gb: float | None = None
     """With --bucketing auto: 1e9 bytes for activations, full parameters and gradients. Default:
-    what manual takes, or, if that is less, what the device has."""
+    what manual takes, or, if that is less, nine tenths of the device beside
+    parameter shards and AdamW's state."""
 
 
 def backend_options(options: CompileOptions) -> dict[str, Any]:

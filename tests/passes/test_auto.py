@@ -235,14 +235,19 @@ def test_a_mixed_run_is_a_bucket_of_each_dtype():
     assert len(plan.buckets) == 2
 
 
-def test_small_changes_of_cost_change_nothing():
-    for part in ("forward", "backward"):
-        program, fqns = parse(layers(8, part)), [f"layers.{k}.weight" for k in range(8)]
-        plans = set()
-        for percent in (-3, 0, 3):
-            cost = replace(ROUND_COST, latency_us=2 + 0.02 * percent, link_gb_s=1e-2)
-            plans.add(text_of(plan_auto(program, cost, fqns)))
-        assert len(plans) == 1
+@pytest.mark.parametrize(
+    ("part", "latency_us", "most"), [("forward", 2, 1), ("backward", 2, 1), ("backward", 20, 2)]
+)
+def test_small_changes_of_cost_change_nothing(part, latency_us, most):
+    """Nothing if the plan by module is as good as any, and little where there is a search."""
+    program, fqns = parse(layers(8, part)), [f"layers.{k}.weight" for k in range(8)]
+    plans, by_module = set(), plan_buckets(program, assign_by_module(fqns))
+    for percent in (-3, 0, 3):
+        cost = replace(ROUND_COST, latency_us=latency_us * (1 + percent / 100), link_gb_s=64e-3)
+        plan = plan_auto(program, cost, fqns, budget_nbytes=ROOM)
+        assert (plan.buckets == by_module) == (latency_us == 2)
+        plans.add(text_of(plan))
+    assert len(plans) <= most
 
 
 def test_an_old_plan_stays_good_when_costs_change_a_little():
@@ -304,15 +309,18 @@ def test_nothing_to_plan():
     assert (plan.buckets, plan.step_us, plan.peak_nbytes) == ((), 10, 16)
 
 
-def test_work_grows_like_the_program():
+@pytest.mark.parametrize(("units", "growth"), [(24, 1.2), (1000, 2.6)])
+def test_work_grows_little_faster_than_the_program(units, growth):
+    """And not at all once neighbours are joined to so many units, as they are in large ones."""
+
     def extended(n: int) -> int:
         program, cost = rank_invariant(parse(layers(n, "backward")), ROUND_COST)
-        chain = coarsen(chain_of(program, cost), 24)
+        chain = coarsen(chain_of(program, cost), units)
         search = Search(chain, Wire(chain, cost), 64 * (n + 6), Limits(work=1))
         search.run()
         return search.extended
 
-    assert extended(160) < 2.2 * extended(80)
+    assert extended(160) < growth * extended(80)
 
 
 def test_what_is_sent_to_the_end():
