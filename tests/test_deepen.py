@@ -26,7 +26,6 @@ from simplefsdp import _torch, simple_fsdp
 from simplefsdp.backend import fqn_of
 from simplefsdp.deepen import SHALLOW, deepen, trace_deep
 from simplefsdp.inspection.modules import modules_of_step
-from simplefsdp.models.activation_checkpointing import layer_caller
 from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, trace
 
@@ -56,12 +55,11 @@ class _Transformer(nn.Module):
         self.embed = nn.Embedding(8, 16)
         self.layers = nn.ModuleList(_Attention() for _ in range(depth))
         self.register_buffer("turn", torch.empty(4, 8))
-        self.call = layer_caller("selective")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = self.call(layer, x, self.turn)
+            x = layer(x, self.turn)
         return x
 
 
@@ -217,7 +215,7 @@ def _stack(mesh, widths: Sequence[int], **how) -> tuple[TracedStep, nn.Module]:
 
 def test_hybrid_and_checkpointed(fake_mesh):
     mesh = fake_mesh(4, 2, names=("replicate", "shard"))
-    _compare(lambda depth: _stack(mesh, [16] * depth, recompute=True))
+    _compare(lambda depth: _stack(mesh, [16] * depth, recompute=True), SHALLOW + 1)
 
 
 def test_kept_from_forward_to_backward(fake_mesh):

@@ -146,7 +146,7 @@ def random_options(rng: random.Random, model: Fuzzed) -> dict[str, Any]:
 
 
 MODES = ["fully_shard", "hybrid_shard", "replicate"]
-SEEDS = (0, 2, 3, 4, 5, 7, 9, 10, 11, 28)  # what they draw is checked below
+SEEDS = (0, 2, 3, 5, 9, 10, 28)  # what they draw is checked below
 
 
 def launches(program: Program) -> int:
