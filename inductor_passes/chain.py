@@ -216,9 +216,8 @@ def _units(
 
     def sent(i: int) -> set[str]:
         """Storages that a gather alone keeps: what it makes and, as far as it was cast, sends."""
-        op = program.ops[i]
-        known = program.storages(program.inputs) if i not in stuck else program.storages(op.reads)
-        return program.storages(op.writes) | (program.storages(op.reads) - known)
+        reads, writes = map(program.storages, (program.ops[i].reads, program.ops[i].writes))
+        return writes if i in stuck else writes | reads - program.storages(program.inputs)
 
     found_gathers = [unit(i, sent(i)) for i in gathers]
     found_reduces: list[Unit] = []

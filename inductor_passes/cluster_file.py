@@ -99,7 +99,7 @@ def _cluster(data: Any) -> Cluster:
         return {str(k): _build(Peak, v, f"peaks.{k}", _RAMPS) for k, v in found}
 
     def wires(value: Any) -> tuple[Wire, ...]:
-        found = enumerate(_list(value, "wires"))
+        found = enumerate(_list(value, "wires: "))
         return tuple(_build(Wire, v, f"wires[{i}]", {"link": link(i)}) for i, v in found)
 
     def link(i: int) -> Callable[[Any], Link]:
@@ -125,7 +125,7 @@ def _build(cls: type[T], data: Any, where: str, convert: Mapping[str, Callable[[
 
 
 def _ramp(name: str, value: Any) -> tuple[Any, ...]:
-    return tuple(tuple(p) if isinstance(p, list) else p for p in _list(value, name))
+    return tuple(tuple(p) if isinstance(p, list) else p for p in _list(value, f"{name}: "))
 
 
 _RAMPS = {name: functools.partial(_ramp, name) for name in ("ramp", "matmul", "attention")}
@@ -137,7 +137,7 @@ def _dict(value: Any, at: str) -> dict[str, Any]:
     return value
 
 
-def _list(value: Any, name: str) -> list[Any]:
+def _list(value: Any, at: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{name}: expected a list, got {value!r}")
+        raise ValueError(f"{at}expected a list, got {value!r}")
     return value

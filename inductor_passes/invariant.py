@@ -107,20 +107,19 @@ def _sent_nbytes(program: Program, prepared: set[int]) -> dict[str, int]:
     Ranks with a smaller shard also send what was padded, and the others the shard itself: that
     counts on none.
     """
-    itemsize = {s: program.buffers[s].itemsize for s in program.storages(program.inputs)}
-    cast: set[str] = set()
+    itemsize = {s: program.buffers[s].itemsize for s in program.buffers}
+    shard_itemsize = {s: itemsize[s] for s in program.storages(program.inputs)}
     for i in sorted(prepared):
-        for storage in program.first_written(i) - itemsize.keys():
-            sources = program.storages(program.ops[i].reads)
-            was = {itemsize[s] for s in sources if s in itemsize}
-            itemsize[storage] = program.buffers[storage].itemsize
-            if was != {itemsize[storage]} or sources & cast:
-                cast.add(storage)
+        sources = program.storages(program.ops[i].reads) & shard_itemsize.keys()
+        was = max((shard_itemsize[s] for s in sources), default=0)
+        for storage in program.first_written(i):
+            shard_itemsize.setdefault(storage, was)
     return {
         storage: -(-op.collective.nbytes // op.collective.ranks)
         for _, op in program.starts()
         if op.collective is not None and op.sends == "gather"
-        for storage in program.storages(op.reads) & cast
+        for storage in program.storages(op.reads)
+        if shard_itemsize.get(storage, itemsize[storage]) != itemsize[storage]
     }
 
 

@@ -193,9 +193,10 @@ def predict_rehearsed(
     after = merge(before, in_program(before, rehearsal.planned))
     if settings is not None and settings.reorder:
         after = after.reorder(overlap(after, settings.policy))
-    budget_nbytes = rehearsal.plan.budget_nbytes or None if rehearsal.plan is not None else None
     predicted = predict_program(name, before, after, cost, pass_seconds)
-    return replace(predicted, budget_nbytes=budget_nbytes)
+    if rehearsal.plan is None or not rehearsal.plan.budget_nbytes:
+        return predicted
+    return replace(predicted, budget_nbytes=rehearsal.plan.budget_nbytes)
 
 
 def predict_program(

@@ -1,6 +1,5 @@
 """``simplefsdp calibrate``: from the command line to a cluster file."""
 
-import os
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -160,7 +159,7 @@ def _local_size(rank: Rank) -> int:
     Raises:
         ValueError: other nodes have more or fewer; on all ranks.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+    here = rank.local_size
     sizes = torch.tensor([here, -here], device=rank.device)
     dist.all_reduce(sizes, dist.ReduceOp.MAX)
     most, fewest = int(sizes[0]), -int(sizes[1])

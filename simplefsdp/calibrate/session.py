@@ -98,4 +98,4 @@ def _memory_gb(rank: Rank) -> float:
     if rank.device.type == "cuda":
         return torch.cuda.get_device_properties(rank.device).total_memory / 1e9
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return total / int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+    return total / rank.local_size

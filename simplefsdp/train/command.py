@@ -1,6 +1,5 @@
 """``simplefsdp train``: from the command line to ranks that train."""
 
-import os
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -112,7 +111,7 @@ def _run_rank(args: list[str]) -> int:
             config = parse(args)
             if config.plan.dry_run:
                 raise UserError("--dry-run starts no ranks: run it without torchrun")
-            node_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+            node_ranks = rank.local_size
             plan = plan_run(config, rank.world_size, node_ranks)
             if not plan.finished:
                 stack.enter_context(runs.lock(plan.out))

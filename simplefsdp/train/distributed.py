@@ -45,6 +45,11 @@ class Rank:
     world_size: int
     device: torch.device
 
+    @property
+    def local_size(self) -> int:
+        """Ranks of this node, as its launcher tells; all, if it does not."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
 
 def device_type() -> str:
     """``cuda`` where there is a CUDA device, else ``cpu``."""
