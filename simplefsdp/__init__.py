@@ -8,8 +8,16 @@ Wrap once, compile, train::
 
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.initialize import init_weights
+from simplefsdp.unsharded import raw_parameters, unsharded
 from simplefsdp.watch import inspect
 from simplefsdp.wrap import simple_fsdp
 
-__all__ = ["clip_grad_norm_", "init_weights", "inspect", "simple_fsdp"]
+__all__ = [
+    "clip_grad_norm_",
+    "init_weights",
+    "inspect",
+    "raw_parameters",
+    "simple_fsdp",
+    "unsharded",
+]
 __version__ = "0.1.0"

@@ -6,6 +6,7 @@ says what moved, when a new release of PyTorch moves it.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import traceback
@@ -18,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.fx.traceback as fx_traceback
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,19 +28,24 @@ __all__ = [
     "TorchDispatchMode",
     "annotate_backward",
     "cast_floating_point",
+    "dispatch_mode",
     "compile_with_aot_eager",
     "compile_with_inductor",
     "graph_break_of",
     "graphs_of",
     "has_no_data",
     "hash_of_files",
+    "in_backward",
     "input_name",
     "is_checkpoint_region",
+    "is_split",
+    "is_to_empty",
     "line_of",
     "module_path",
     "second_group",
     "sets_grad_mode",
     "shared_store",
+    "storage_use_count",
 ]
 
 CompiledFunction = Callable[..., Any]
@@ -408,10 +415,49 @@ def hash_of_files(files: Sequence[str]) -> str:
 
 
 def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` (any nesting of containers) with its floating-point tensors cast to ``dtype``."""
+    """``value`` with its floating-point tensors cast to ``dtype``.
+
+    Any nesting of containers, and of dataclasses, which are made anew.
+    """
     from torch.utils import _pytree as pytree
 
-    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    def cast_one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            names = [f.name for f in dataclasses.fields(leaf) if f.init]
+            changes = {n: cast_floating_point(getattr(leaf, n), dtype) for n in names}
+            return dataclasses.replace(leaf, **changes)
+        return leaf
 
-    return pytree.tree_map_only(torch.Tensor, cast_one, value)
+    return pytree.tree_map(cast_one, value)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside autograd's backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def dispatch_mode() -> str | None:
+    """Class name of the innermost dispatch mode of the user's, or None; Dynamo stays out then."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    users = [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+    return type(users[-1]).__name__.lstrip("_") if users else None
+
+
+def is_split(placement: Placement) -> bool:
+    """Whether a placement gives each rank elements of its own, strided or not."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def is_to_empty(fn: Callable[..., Any]) -> bool:
+    """Whether ``fn``, that ``Module._apply`` was given, is that of ``Module.to_empty``."""
+    return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors, views and storage objects refer to the memory of ``tensor``."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import provenance
+from simplefsdp.placement import as_bytes
 
 _collectives = torch.ops._c10d_functional
 
@@ -74,10 +75,12 @@ def _gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
     if spec.shard_ranks == 1:
         # A view, because autograd does not let a custom function return its input unchanged.
         return shard.view_as(shard)
-    padded = _pad_rows(shard, _rows_per_rank(spec)).contiguous()
+    padded = _pad_rows(as_bytes(shard), _rows_per_rank(spec)).contiguous()
     full = _collectives.wait_tensor(
         _collectives.all_gather_into_tensor(padded, spec.shard_ranks, spec.shard_group)
     )
+    if full.dtype != shard.dtype:
+        full = full.view(shard.dtype)
     return full if full.shape[0] == spec.rows else full[: spec.rows]
 
 

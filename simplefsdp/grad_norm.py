@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
+
+from simplefsdp._torch import is_split
 
 
 @torch.no_grad()
@@ -35,6 +37,7 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d plain tensor, the same on every rank.
 
     Raises:
+        TypeError: a parameter is neither sharded nor replicated along a mesh dimension.
         ValueError: ``max_norm`` is negative or nan, or ``norm_type`` is not positive.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``.
     """
@@ -70,6 +73,7 @@ def _total_norm(params: list[Tensor], norm_type: float) -> Tensor:
         parts = sharded_alike.setdefault(_shard_groups(param), [])
         if param.grad is not None:
             grad = param.grad
+            _check_placed_alike(param, grad)
             parts.append(grad.to_local() if isinstance(grad, DTensor) else grad)
     norms = [_norm_over(*entry, norm_type, device) for entry in sharded_alike.items()]
     return _norm_of_norms(norms, norm_type)
@@ -79,8 +83,34 @@ def _shard_groups(param: Tensor) -> tuple[ProcessGroup, ...]:
     """The process groups over which parts of ``param`` are spread."""
     if not isinstance(param, DTensor):
         return ()
-    sharded = (dim for dim, p in enumerate(param.placements) if p.is_shard())
+    sharded = (dim for dim, p in enumerate(param.placements) if _splits(p))
     return tuple(param.device_mesh.get_group(dim) for dim in sharded)
+
+
+def _check_placed_alike(param: Tensor, grad: Tensor) -> None:
+    if not (isinstance(param, DTensor) and isinstance(grad, DTensor)):
+        return
+    if grad.placements != param.placements:
+        raise TypeError(
+            f"clip_grad_norm_: a parameter of shape {tuple(param.shape)} is placed "
+            f"{param.placements}, its gradient {grad.placements}; redistribute the gradient"
+        )
+
+
+def _splits(placement: Placement) -> bool:
+    """Whether each rank has other elements (``_StridedShard``: of FSDP2 over tensor parallelism).
+
+    Raises:
+        TypeError: it is neither split nor whole: the norm of what is only a summand is not known.
+    """
+    if is_split(placement):
+        return True
+    if not placement.is_replicate():
+        raise TypeError(
+            f"clip_grad_norm_: expected parameters placed by Shard or Replicate, got {placement}; "
+            "redistribute the parameter first"
+        )
+    return False
 
 
 def _norm_over(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import TorchDispatchMode
-from simplefsdp.parametrization import is_wrapped, raw_parameters
 from simplefsdp.placement import parameter_like
+from simplefsdp.wrapped import is_wrapped, plain_classes
 
 # Elements per block. Part of the mapping from seed to weights: changing it changes them all.
 _BLOCK_NUMEL = 1 << 18
@@ -74,7 +74,7 @@ def init_weights(
         )
     owners = [m for m in reversed(list(model.modules())) if is_wrapped(m)]
     paths = {module: path for path, module in model.named_modules()}
-    with raw_parameters(owners):
+    with plain_classes(owners):
         _materialize(model, device)
         fill = _ShardedInit(model, seed)
         cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

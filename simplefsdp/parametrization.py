@@ -1,4 +1,4 @@
-"""The parametrization: on a wrapped module, reading a parameter gathers it.
+"""The parametrization: on a wrapped module, reading a parameter in forward gathers it.
 
 Each module that owns parameters becomes an instance of a subclass of its own class, in which every
 parameter name is a property. There is one subclass per original class, whatever the number of
@@ -8,48 +8,23 @@ instances (Dynamo would recompile for each class); what differs between instance
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from simplefsdp import init_flow, recurrent, uninitialised
 from simplefsdp._torch import cast_floating_point
-from simplefsdp.gather import GatherSpec, gather
-from simplefsdp.placement import TensorParallel
+from simplefsdp.after_wrap import check_before_eager_forward
+from simplefsdp.gather import gather
+from simplefsdp.reading import in_forward, marks_forward, read_only
+from simplefsdp.wrapped import LAYOUTS, PLAIN_CLASS, POLICY, Layout
 
-LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> Layout
-POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and outputs
-_PLAIN_CLASS = "_simple_fsdp_plain_class"  # on every subclass: the class it was made from
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one parameter of one module instance is gathered."""
-
-    spec: GatherSpec
-    tensor_parallel: TensorParallel | None
-
-
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether ``module`` was wrapped, itself or as a part of a wrapped model."""
-    return LAYOUTS in module.__dict__
-
-
-@contextmanager
-def raw_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Reading a parameter of ``modules`` gives the DTensor itself, with no communication."""
-    wrapped = [(m, type(m)) for m in modules if hasattr(type(m), _PLAIN_CLASS)]
-    for module, cls in wrapped:
-        module.__class__ = getattr(cls, _PLAIN_CLASS)
-    try:
-        yield
-    finally:
-        for module, cls in wrapped:
-            module.__class__ = cls
+_CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instances with a policy
 
 
 def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
@@ -59,25 +34,17 @@ def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
     instance's parameter may be another's buffer or None.
     """
     cls = type(module)
-    subclass = cls if hasattr(cls, _PLAIN_CLASS) else _subclass(cls)  # type: ignore[arg-type]
+    subclass = cls if hasattr(cls, PLAIN_CLASS) else _subclass(cls)  # type: ignore[arg-type]
     for name in names:
         if name not in vars(subclass):
             setattr(subclass, name, _gathering_property(name))
     module.__class__ = subclass
+    recurrent.drop_second_list(module)
 
 
 @functools.cache
 def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``cls``, under the same name so that ``repr`` and errors read the same."""
-
-    def __repr__(self: nn.Module) -> str:
-        with raw_parameters(self.modules()):
-            return repr(self)
-
-    def get_parameter(self: nn.Module, target: str) -> nn.Parameter:
-        owner = self.get_submodule(target.rpartition(".")[0])
-        with raw_parameters([self, owner]):
-            return self.get_parameter(target)
 
     def _load_from_state_dict(
         self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
@@ -85,18 +52,42 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         _shard_plain_values(self, state_dict, prefix)
         cls._load_from_state_dict(self, state_dict, prefix, *args)
 
+    def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return uninitialised.apply_marking(self, cls._apply, fn, *args, **kwargs)
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        cls.register_parameter(self, name, init_flow.sharded_original(param))
+
     members: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        _PLAIN_CLASS: cls,
+        PLAIN_CLASS: cls,
         LAYOUTS: {},  # for instances that the model's own code makes of type(self)
-        "__repr__": __repr__,
-        "get_parameter": get_parameter,
         "_load_from_state_dict": _load_from_state_dict,
+        "_apply": _apply,
+        "register_parameter": register_parameter,
     }
+    if _has_forward(cls):
+        members["forward"] = marks_forward(cls.forward)
+    for name in init_flow.INITIALISERS:
+        if isinstance(method := getattr(cls, name, None), FunctionType):
+            members[name] = init_flow.initialiser(method)
+    if issubclass(cls, nn.RNNBase):
+        members |= recurrent.MEMBERS
     metaclass: Any = type(cls)
     return cast(type[nn.Module], metaclass(cls.__name__, (cls,), members))
+
+
+def _has_forward(cls: type[nn.Module]) -> bool:
+    return cls.forward is not nn.Module.forward
+
+
+def computes_with_parts(module: nn.Module) -> bool:
+    """Whether a forward of ``module`` may read parameters of the modules inside it."""
+    cls = type(module)
+    only_calls_them = cls.forward is nn.Sequential.forward
+    return _has_forward(cls) and not only_calls_them and next(module.children(), None) is not None
 
 
 def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
@@ -108,38 +99,59 @@ def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
     model.__dict__[POLICY] = policy
     use_subclass(model, ())
     cls = type(model)
-    if "forward" not in vars(cls):
+    if _CASTS not in vars(cls):
         cls.forward = _casting_forward(cls.forward)  # type: ignore[method-assign]
+        setattr(cls, _CASTS, True)
 
 
 def _gathering_property(name: str) -> property:
     def get(self: nn.Module) -> Any:
         layout = getattr(self, LAYOUTS).get(name)
-        if layout is None:
+        param = self._parameters.get(name)
+        if layout is None or param is None:
             return _plain_attribute(self, name)
-        param = self._parameters[name]
-        if not isinstance(param, DTensor):
-            raise TypeError(
-                f"{layout.spec.fqn}: expected the sharded DTensor, got {type(param).__name__}; "
-                "after simple_fsdp a parameter must not be replaced: load values into it with "
-                "load_state_dict"
-            )
-        if param.device.type == "meta":
-            raise ValueError(
-                f"{layout.spec.fqn}: is on the meta device, without values; call "
-                "simplefsdp.init_weights(model) after simple_fsdp, or load a checkpoint"
-            )
-        full = gather(param, *layout.spec)
-        tp = layout.tensor_parallel
-        return full if tp is None else tp.rewrap(full)
+        if torch.compiler.is_compiling():
+            return _gathered(param, layout)
+        return _read_eagerly(param, layout)
 
     def put(self: nn.Module, value: Any) -> None:
         self.__dict__[name] = value
 
     def delete(self: nn.Module) -> None:
+        if name not in self.__dict__:
+            raise AttributeError(name)
         del self.__dict__[name]
 
     return property(get, put, delete)
+
+
+@torch.compiler.disable
+def _read_eagerly(param: Tensor, layout: Layout) -> Tensor:
+    # Dynamo stays out: of a frame that it gave up, it would compile what is called in it.
+    if init_flow.initialising() and isinstance(param, DTensor):
+        return init_flow.full_parameter(param)
+    if not in_forward():
+        return param
+    fqn = layout.spec.fqn
+    full = _gathered(param, layout)
+    uninitialised.refuse([(fqn, param)])
+    return full if layout.tensor_parallel is not None else read_only(full, fqn)
+
+
+def _gathered(param: Tensor, layout: Layout) -> Tensor:
+    fqn = layout.spec.fqn
+    if not isinstance(param, DTensor):
+        raise TypeError(
+            f"{fqn}: expected the sharded DTensor, got {type(param).__name__}; after simple_fsdp a "
+            "parameter must not be replaced: load values into it with load_state_dict"
+        )
+    if param.device.type == "meta":
+        raise ValueError(
+            f"{fqn}: is on the meta device, without values; call simplefsdp.init_weights(model) "
+            "after simple_fsdp, or load a checkpoint"
+        )
+    full = gather(param, *layout.spec)
+    return full if layout.tensor_parallel is None else layout.tensor_parallel.rewrap(full)
 
 
 def _plain_attribute(module: nn.Module, name: str) -> Any:
@@ -160,6 +172,8 @@ def _casting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         policy = self.__dict__.get(POLICY)
         if policy is None:  # an inner instance of the root's class
             return forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            check_before_eager_forward(self)
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating_point((args, kwargs), policy.param_dtype)
         output = forward(self, *args, **kwargs)
@@ -173,7 +187,7 @@ def _casting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Let ``load_state_dict`` take a plain model's tensors: each rank keeps its own slice."""
     for name in module.__dict__.get(LAYOUTS, ()):
-        value, param = state_dict.get(prefix + name), module._parameters[name]
+        value, param = state_dict.get(prefix + name), module._parameters.get(name)
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if is_plain and isinstance(param, DTensor) and value.shape == param.shape:
             state_dict[prefix + name] = distribute_tensor(

@@ -154,7 +154,7 @@ def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
     if has_no_data(local):
         sharded = _own_part(local, dp.mesh, placements)
     else:
-        sharded = distribute_tensor(local, dp.mesh, placements, src_data_rank=0)
+        sharded = distribute(local, dp.mesh, placements)
     if tp is None:
         return sharded
     return DTensor.from_local(
@@ -164,6 +164,27 @@ def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
         run_check=False,
         shape=tp.shape,
         stride=tp.stride,
+    )
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """``tensor``, for a transfer; a float8 one as plain bytes, which every backend can send."""
+    is_float8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    return tensor.view(torch.uint8) if is_float8 else tensor
+
+
+def distribute(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Rank 0's ``full`` as a DTensor on ``mesh``; collective."""
+    sharded = distribute_tensor(as_bytes(full), mesh, placements, src_data_rank=0)
+    if sharded.dtype == full.dtype:
+        return sharded
+    return DTensor.from_local(
+        sharded.to_local().view(full.dtype),
+        mesh,
+        placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
     )
 
 

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from simplefsdp.after_wrap import is_original, mark_original
 from simplefsdp.gather import GatherSpec
-from simplefsdp.parametrization import LAYOUTS, Layout, cast_in_forward, is_wrapped, use_subclass
+from simplefsdp.parametrization import cast_in_forward, computes_with_parts, use_subclass
 from simplefsdp.placement import (
     DataParallel,
     data_parallel,
@@ -28,8 +29,7 @@ from simplefsdp.placement import (
     tensor_parallel_of,
 )
 from simplefsdp.rank_guard import agree, ranks_of
-
-_SHARDED_MARK = "_simple_fsdp_sharded"  # on every original parameter that was sharded
+from simplefsdp.wrapped import LAYOUTS, Layout, is_wrapped
 
 # Of every parameter that was wrapped in this process, for messages about those that were not.
 known_fqns: dict[str, None] = {}
@@ -94,7 +94,7 @@ def simple_fsdp(
         _install(module, layouts, shards)
         _move_buffers(module, mesh.device_type)
     for fqn, param in originals.values():
-        setattr(param, _SHARDED_MARK, True)
+        mark_original(param, fqn)
         known_fqns[fqn] = None
     cast_in_forward(model, policy)
     _requalify(model)
@@ -141,33 +141,56 @@ def _parameters_of(modules: Mapping[nn.Module, str]) -> Originals:
 
 def _check_parameters(modules: Mapping[nn.Module, str], originals: Originals) -> None:
     for fqn, param in originals.values():
-        if isinstance(param, nn.UninitializedParameter):
-            raise ValueError(
-                f"{fqn}: is not initialized (a lazy module); run one forward before simple_fsdp"
-            )
-        hooks = getattr(param, "_backward_hooks", None)
-        if hooks or getattr(param, "_post_accumulate_grad_hooks", None) or param.grad is not None:
-            raise ValueError(
-                f"{fqn}: has {'hooks' if param.grad is None else 'a gradient'}, which the "
-                "sharded parameter would not have; set them after simple_fsdp"
-            )
-        if hasattr(param, _SHARDED_MARK):
-            raise ValueError(
-                f"{fqn}: is tied to a parameter that an earlier simple_fsdp call sharded, and "
-                "would come apart from it; wrap a module that holds both"
-            )
+        _check_parameter(fqn, param)
     for module, path in modules.items():
-        for attribute, value in module.__dict__.items():
-            values = value.values() if isinstance(value, dict) else value
-            held = values if isinstance(value, (list, tuple, dict)) else [value]
-            stale = next((v for v in held if isinstance(v, Tensor) and id(v) in originals), None)
-            if attribute != "_parameters" and stale is not None:
-                raise ValueError(
-                    f"{originals[id(stale)][0]}: module {path or 'root'!r} "
-                    f"({type(module).__name__}) keeps a second reference to it in the attribute "
-                    f"{attribute!r}, which would go on holding the full, untrained tensor; read "
-                    "parameters by their registered name only"
-                )
+        _refuse_second_reference(module, path, originals)
+
+
+def _check_parameter(fqn: str, param: nn.Parameter) -> None:
+    if isinstance(param, nn.UninitializedParameter):
+        raise ValueError(
+            f"{fqn}: is not initialized (a lazy module); run one forward before simple_fsdp"
+        )
+    hooks = getattr(param, "_backward_hooks", None)
+    if hooks or getattr(param, "_post_accumulate_grad_hooks", None) or param.grad is not None:
+        raise ValueError(
+            f"{fqn}: has {'hooks' if param.grad is None else 'a gradient'}, which the "
+            "sharded parameter would not have; set them after simple_fsdp"
+        )
+    if is_original(param):
+        raise ValueError(
+            f"{fqn}: is tied to a parameter that an earlier simple_fsdp call sharded, and "
+            "would come apart from it; wrap a module that holds both"
+        )
+    _refuse_extension(fqn, param)
+
+
+def _refuse_second_reference(module: nn.Module, path: str, originals: Originals) -> None:
+    for attribute, value in module.__dict__.items():
+        if attribute == "_flat_weights" and isinstance(module, nn.RNNBase):
+            continue  # which is read anew from the parameters, see recurrent.py
+        values = value.values() if isinstance(value, dict) else value
+        held = values if isinstance(value, (list, tuple, dict)) else [value]
+        stale = next((v for v in held if isinstance(v, Tensor) and id(v) in originals), None)
+        if attribute != "_parameters" and stale is not None:
+            raise ValueError(
+                f"{originals[id(stale)][0]}: module {path or 'root'!r} "
+                f"({type(module).__name__}) keeps a second reference to it in the attribute "
+                f"{attribute!r}, which would go on holding the full, untrained tensor; read "
+                "parameters by their registered name only"
+            )
+
+
+def _refuse_extension(fqn: str, param: Tensor) -> None:
+    """torch's all-gather extensions say how a tensor subclass is gathered; we do not ask them."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    names = [n for n in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(local, n)]
+    if names:
+        raise ValueError(
+            f"{fqn}: is a {type(local).__name__}, which says by {' and '.join(names)}() how FSDP2 "
+            "is to gather it; simple_fsdp does not support that yet, and would ignore it. Wrap the "
+            "model without that subclass (for torchao: without float8 all-gather)"
+        )
 
 
 def _layout(
@@ -202,7 +225,7 @@ def _install(
 ) -> None:
     own = {name: id(p) for name, p in module._parameters.items() if p is not None}
     module.__dict__[LAYOUTS] = {name: layouts[key] for name, key in own.items()}
-    if own:
+    if own or computes_with_parts(module):
         use_subclass(module, own)
     for name, key in own.items():
         module._parameters[name] = shards[key]

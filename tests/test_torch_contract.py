@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from simplefsdp import _torch
+from simplefsdp import _torch, recurrent
 
 
 def dynamo_graph(function, *args):
@@ -234,3 +234,48 @@ def test_fake_tensors_can_be_made_again_on_other_storages():
     for new, old in ((again, whole), (part, view)):
         assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
         assert new.device == old.device and new.storage_offset() == old.storage_offset()
+
+
+def test_rnn_keeps_a_second_list_of_its_parameters():
+    """recurrent.py: what of nn.RNNBase reads or makes that list."""
+    layer = nn.LSTM(2, 2)
+    assert [id(w) for w in layer._flat_weights] == [id(p) for p in layer.parameters()]
+    assert layer._flat_weights_names == [name for name, _ in layer.named_parameters()]
+    for name in recurrent.MEMBERS:
+        assert hasattr(nn.RNNBase, name) or name == "_flat_weights", name
+    assert "_flat_weights" in layer.__dict__ and "_flat_weight_refs" in layer.__dict__
+
+
+def test_to_empty_is_told_by_the_function_that_apply_gets(monkeypatch):
+    seen = []
+    monkeypatch.setattr(nn.Linear, "_apply", lambda self, fn, *a, **k: seen.append(fn) or self)
+    nn.Linear(2, 2).to_empty(device="cpu")
+    nn.Linear(2, 2).to(torch.float64)
+    assert [_torch.is_to_empty(fn) for fn in seen] == [True, False]
+
+
+def test_storage_use_count_sees_views():
+    tensor = torch.ones(4)
+    alone = _torch.storage_use_count(tensor)
+    view = tensor.data[1:]
+    assert _torch.storage_use_count(tensor) > alone
+    del view
+    assert _torch.storage_use_count(tensor) == alone
+
+
+def test_backward_is_seen_from_inside():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(_torch.in_backward()))
+    (2 * x).backward()
+    assert seen == [True] and not _torch.in_backward()
+
+
+def test_dispatch_modes_of_users_are_told_from_torchs_own():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FakeTensorMode():
+        assert _torch.dispatch_mode() is None
+        with FlopCounterMode(display=False):
+            assert _torch.dispatch_mode() == "FlopCounterMode"

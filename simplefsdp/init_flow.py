@@ -1,0 +1,121 @@
+"""Initialisers that know nothing of shards: ``reset_parameters``, ``init_weights``, ``apply``.
+
+FSDP2's users write ``model.to_empty(device=...)`` and then let the model initialise itself. Inside
+such a method a parameter is read as a full, plain tensor, so that slices, orthogonal matrices and
+``.data`` work; once nobody refers to it any more, rank 0's values go to everybody's shards, before
+the next parameter is made whole. So no rank holds more than one full parameter, unless the
+initialiser itself holds on to several.
+
+:func:`simplefsdp.init_weights` needs no full parameter at all, and no communication.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from simplefsdp import uninitialised
+from simplefsdp._torch import storage_use_count
+from simplefsdp.unsharded import full_of, write_back
+
+INITIALISERS = (
+    "apply",
+    "reset_parameters",
+    "_reset_parameters",
+    "init_weights",
+    "_init_weights",
+    "initialize_weights",
+    "_initialize_weights",
+)
+
+
+class _Pending:
+    """A full parameter that an initialiser was given, and the shard that it belongs to."""
+
+    def __init__(self, param: DTensor) -> None:
+        self.param = param
+        self.full = _full_parameter_of(param)
+        self.alone = self._references()
+
+    def _references(self) -> tuple[int, int]:
+        return sys.getrefcount(self.full), storage_use_count(self.full)
+
+    def is_held(self) -> bool:
+        """Whether anyone else refers to the full parameter, or to a view of it."""
+        return self._references() != self.alone
+
+    def finish(self) -> None:
+        if self.full.shape != self.param.shape:
+            raise ValueError(
+                f"an initialiser replaced a parameter of shape {tuple(self.param.shape)} by one of "
+                f"shape {tuple(self.full.shape)}; change the model before simple_fsdp"
+            )
+        write_back(self.param, self.full)
+        uninitialised.check_again(self.param)
+
+
+def _full_parameter_of(param: DTensor) -> nn.Parameter:
+    fresh = uninitialised.is_marked(param)  # then there is nothing to gather
+    full = uninitialised.blank(param) if fresh else full_of(param)
+    return nn.Parameter(full, requires_grad=param.requires_grad)
+
+
+class _Flow(threading.local):
+    pending: list[_Pending] | None = None
+
+
+_flow = _Flow()
+
+
+def initialising() -> bool:
+    """Whether the caller runs inside an initialiser of a wrapped module."""
+    return _flow.pending is not None
+
+
+def full_parameter(param: DTensor) -> nn.Parameter:
+    """The full parameter that an initialiser reads in the place of ``param``."""
+    pending = _flow.pending
+    assert pending is not None
+    for entry in pending:
+        if entry.param is param:
+            return entry.full
+    for entry in [e for e in pending if not e.is_held()]:
+        pending.remove(entry)
+        entry.finish()
+    entry = _Pending(param)
+    pending.append(entry)
+    return entry.full
+
+
+def sharded_original(param: Any) -> Any:
+    """The shard whose full parameter ``param`` is, if an initialiser assigns it; else itself."""
+    for entry in _flow.pending or ():
+        if entry.full is param:
+            return entry.param
+    return param
+
+
+def initialiser(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` of a wrapped module, with parameters that are read as full ones inside."""
+
+    @functools.wraps(method)
+    def initialise(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or initialising():
+            return method(self, *args, **kwargs)
+        pending = _flow.pending = []
+        try:
+            result = method(self, *args, **kwargs)
+            for entry in pending:
+                entry.finish()
+        finally:
+            _flow.pending = None
+        return result
+
+    return initialise

@@ -1,0 +1,50 @@
+"""What a wrapped module carries, and how to tell one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from simplefsdp.gather import GatherSpec
+from simplefsdp.placement import TensorParallel
+
+LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> Layout
+POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and outputs
+PLAIN_CLASS = "_simple_fsdp_plain_class"  # on every subclass: the class it was made from
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one parameter of one module instance is gathered."""
+
+    spec: GatherSpec
+    tensor_parallel: TensorParallel | None
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether ``module`` was wrapped, itself or as a part of a wrapped model."""
+    return LAYOUTS in module.__dict__
+
+
+def shards_of(module: nn.Module) -> list[tuple[str, DTensor]]:
+    """The module's own sharded parameters, by name."""
+    own = module._parameters.items()
+    return [(name, cast(DTensor, param)) for name, param in own if isinstance(param, DTensor)]
+
+
+@contextmanager
+def plain_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give ``modules`` their own classes back: reading a parameter gives what is registered."""
+    wrapped = [(m, type(m)) for m in modules if hasattr(type(m), PLAIN_CLASS)]
+    for module, cls in wrapped:
+        module.__class__ = getattr(cls, PLAIN_CLASS)
+    try:
+        yield
+    finally:
+        for module, cls in wrapped:
+            module.__class__ = cls

@@ -1,0 +1,65 @@
+"""What would train nothing, or unsynchronised, is told by name."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from simplefsdp import after_wrap, simple_fsdp
+
+
+def test_an_optimizer_made_before_the_wrap_is_refused_at_its_step(fake_mesh):
+    model = nn.Sequential(nn.Linear(4, 4))
+    early = torch.optim.AdamW(model.parameters())
+    simple_fsdp(model, fake_mesh(2))
+    late = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    late.step()
+    with pytest.raises(ValueError, match=r"AdamW: holds 0\.weight as it was before simple_fsdp"):
+        early.step()
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_parameter_that_came_after_the_wrap(fake_mesh, trainable):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2))
+    model.append(nn.Linear(4, 4).requires_grad_(trainable))
+    if not trainable:  # every rank has the same one
+        model(torch.ones(2, 4))
+        return
+    with pytest.raises(ValueError, match=r"1\.weight: is not sharded: it came after simple_fsdp"):
+        model(torch.ones(2, 4))
+
+
+def test_a_dispatch_mode_is_named_once(fake_mesh, caplog):
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    compiled = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
+    after_wrap._warn_of_mode.cache_clear()
+    with caplog.at_level(logging.WARNING, "simplefsdp"):
+        compiled(torch.ones(2, 4))
+        assert not caplog.records
+        with FlopCounterMode(display=False):
+            compiled(torch.ones(2, 4))
+            compiled(torch.ones(2, 4))
+    (record,) = caplog.records
+    assert "inside FlopCounterMode the model runs eagerly" in record.getMessage()
+
+
+class Float8Weight(torch.Tensor):
+    """As torchao's: says how FSDP2 is to gather it."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        raise NotImplementedError
+
+    def fsdp_post_all_gather(self, *args):
+        raise NotImplementedError
+
+
+def test_an_all_gather_extension_is_named(fake_mesh):
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Float8Weight))
+    with pytest.raises(ValueError, match=r"weight: is a Float8Weight, .* fsdp_pre_all_gather and"):
+        simple_fsdp(layer, fake_mesh(2))

@@ -1,0 +1,155 @@
+"""State dicts, recurrent modules and narrow dtypes, as FSDP2's users have them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from zoo import Zoo, batch, loss_of
+
+from simplefsdp import simple_fsdp
+
+
+@pytest.fixture
+def no_collectives(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("gathered")
+
+    monkeypatch.setattr("simplefsdp.parametrization.gather", refuse)
+
+
+def meta_zoo() -> nn.Module:
+    with torch.device("meta"):
+        return Zoo()
+
+
+def test_dcp_reads_every_parameter_and_gathers_none(fake_mesh, no_collectives):
+    model = simple_fsdp(Zoo(), fake_mesh(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = get_model_state_dict(model)
+    assert all(
+        isinstance(state[fqn], DTensor) for fqn, _ in model.named_parameters(remove_duplicate=False)
+    )
+    get_optimizer_state_dict(model, optimizer)
+
+
+def test_a_meta_model_takes_values_by_assign(fake_mesh, no_collectives):
+    plain, model = Zoo(), simple_fsdp(meta_zoo(), fake_mesh(2, rank=1))
+    model.load_state_dict(plain.state_dict(), assign=True)
+    for fqn, param in model.named_parameters():
+        wanted = plain.get_parameter(fqn)
+        assert isinstance(param, DTensor) and isinstance(param, nn.Parameter)
+        assert param.requires_grad == wanted.requires_grad
+        own = distribute_tensor(
+            wanted.detach(), param.device_mesh, param.placements, src_data_rank=None
+        )
+        assert torch.equal(param.to_local(), own.to_local())
+
+
+def load_and_compare(broadcast: bool) -> None:
+    torch.manual_seed(0)
+    plain = Zoo()
+    state = copy.deepcopy(plain.state_dict())
+    if broadcast and torch.distributed.get_rank() > 0:
+        state = {}
+    model = simple_fsdp(meta_zoo(), init_device_mesh("cpu", (2,)))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=False)
+    set_model_state_dict(model, state, options=options)
+    model.running = None
+    for fqn, param in model.named_parameters():
+        assert torch.equal(param.detach().full_tensor(), plain.get_parameter(fqn).detach()), fqn
+    for buffers in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(*buffers)
+    tokens, targets = batch(0, 1)
+    assert torch.equal(loss_of(model, tokens, targets), loss_of(plain, tokens, targets))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_meta_model_takes_a_full_state_dict(pools, broadcast):
+    pools(2).run(load_and_compare, broadcast)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.rnn = kind(6, 5, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(10, 11)
+
+    def forward(self, tokens):
+        return self.head(self.rnn(self.embed(tokens))[0])
+
+
+def train_recurrent(kind: type[nn.RNNBase], compiled: bool) -> None:
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    plain = Recurrent(kind)
+    model = simple_fsdp(copy.deepcopy(plain), init_device_mesh("cpu", (ranks,)))
+    call = model
+    if compiled:
+        call = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
+    for step in range(2):
+        tokens, targets = batch(step, ranks)
+        mine = slice(2 * rank, 2 * rank + 2)
+        loss_of(plain, tokens, targets).backward()
+        loss_of(call, tokens[mine], targets[mine]).backward()
+        for fqn, param in model.named_parameters():
+            wanted = plain.get_parameter(fqn).grad
+            torch.testing.assert_close(param.grad.full_tensor(), wanted, rtol=1e-5, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_train(pools, kind):
+    pools(2).run(train_recurrent, kind, False)
+
+
+def test_a_compiled_lstm_trains(pools):
+    pools(2).run(train_recurrent, nn.LSTM, True)
+
+
+class Frozen8(nn.Module):
+    """A frozen float8 weight, used in the activations' dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.arange(15.0).view(5, 3).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.scale @ self.weight.to(x.dtype).t()
+
+
+def run_float8(compiled: bool) -> None:
+    ranks = torch.distributed.get_world_size()
+    plain = Frozen8()
+    model = simple_fsdp(Frozen8(), init_device_mesh("cpu", (ranks,)))
+    call = model
+    if compiled:
+        call = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    out = call(x)
+    assert torch.equal(out, plain(x))
+    out.sum().backward()
+    plain(x).sum().backward()
+    torch.testing.assert_close(model.scale.grad.full_tensor(), plain.scale.grad)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_frozen_float8_parameter(pools, compiled):
+    pools(2).run(run_float8, compiled)

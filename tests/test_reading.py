@@ -1,0 +1,206 @@
+"""What a parameter is where it is read: in forward the full one, elsewhere the shard."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from simplefsdp import raw_parameters, simple_fsdp
+
+
+class Probe(nn.Module):
+    """Runs ``code(self, x)`` as its forward."""
+
+    def __init__(self, code) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.code = code
+
+    def forward(self, x):
+        return self.code(self, x)
+
+
+@pytest.fixture
+def no_collectives(monkeypatch):
+    """A function: any gather after its call fails the test."""
+
+    def refuse(*args):
+        raise AssertionError("gathered")
+
+    return lambda: monkeypatch.setattr("simplefsdp.parametrization.gather", refuse)
+
+
+def test_outside_forward_it_is_the_parameter_that_is_trained(fake_mesh, no_collectives):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2))
+    model(torch.ones(2, 4)).sum().backward()
+    no_collectives()
+    layer, param = model[0], model.get_parameter("0.weight")
+    assert layer.weight is param and hasattr(layer, "weight")
+    assert isinstance(layer.weight.grad, DTensor) and layer.weight.grad is param.grad
+    optimizer = torch.optim.SGD([layer.weight, layer.bias], lr=1.0)
+    before = param.to_local().clone()
+    optimizer.step()
+    assert torch.equal(param.to_local(), before - param.grad.to_local())
+
+
+def test_what_is_written_to_it_stays(fake_mesh, no_collectives):
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    no_collectives()
+    local = layer.get_parameter("weight").to_local()
+    nn.init.constant_(layer.weight, 2.0)
+    assert local.eq(2).all()
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight * 2)
+    assert local.eq(4).all()
+    layer.weight.data.fill_(5.0)
+    assert local.eq(5).all()
+    layer.weight.data.mul_(0.5).add_(layer.weight.data, alpha=0.5)  # as averages of weights do
+    assert local.eq(3.75).all()
+
+
+def test_freezing_by_attribute(fake_mesh):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fake_mesh(2))
+    compiled = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
+    for call in (model, compiled):
+        for frozen in (True, False):
+            model[0].weight.requires_grad_(not frozen)
+            model.zero_grad()
+            call(torch.ones(2, 4)).sum().backward()
+            assert (model[0].weight.grad is None) == frozen
+            assert model[1].weight.grad is not None
+
+
+def test_in_forward_it_is_gathered_wherever_forward_leads(fake_mesh):
+    seen = []
+
+    def helper(module, x):
+        seen.append(module.weight)
+        return x @ module.weight
+
+    def code(module, x):
+        return checkpoint(helper, module, checkpoint(helper, module, x, use_reentrant=False))
+
+    model = simple_fsdp(Probe(code), fake_mesh(2))
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert len(seen) == 4  # two of them while backward recomputed
+    assert all(not isinstance(w, DTensor) and w.shape == (4, 4) for w in seen)
+
+
+def test_after_a_graph_break_it_is_gathered(fake_mesh):
+    @torch.compiler.disable
+    def eagerly(module, x):
+        assert not isinstance(module.weight, DTensor)
+        return x @ module.weight
+
+    model = simple_fsdp(Probe(lambda module, x: eagerly(module, x + 1)), fake_mesh(2))
+    assert torch.compile(model, backend="eager")(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_a_submodule_may_be_called_by_itself(fake_mesh):
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Probe(lambda m, x: x @ m.weight)
+            self.reader = nn.Sequential(self.inner)
+
+        def forward(self, x):
+            return x @ self.inner.weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = Outer()
+
+        def forward(self, x):
+            return self.outer(x)
+
+    model = simple_fsdp(Model(), fake_mesh(2))
+    x = torch.ones(2, 4)
+    for part in (model, model.outer, model.outer.reader, model.outer.inner):
+        assert part(x).shape == (2, 4)
+
+
+def test_raw_parameters_gives_the_shard_in_forward_too(fake_mesh, no_collectives):
+    seen = []
+    model = simple_fsdp(Probe(lambda m, x: seen.append(m.weight) or x), fake_mesh(2))
+    no_collectives()
+    with raw_parameters(model):
+        model(torch.ones(2, 4))
+    assert seen == [model.weight]
+    with pytest.raises(ValueError, match="module: expected a module wrapped by simple_fsdp"):
+        raw_parameters(nn.Linear(2, 2)).__enter__()
+
+
+@torch.no_grad()
+def zero(module, x):
+    module.weight.zero_()
+
+
+def assign_item(module, x):
+    module.weight[0] = 1.0
+
+
+def through_data(module, x):
+    module.weight.data.fill_(2.0)
+
+
+def through_a_view(module, x):
+    module.weight.detach().t()[1].mul_(2.0)
+
+
+def renormalise(module, x):
+    F.embedding(x[0].long(), module.weight, max_norm=0.5)
+
+
+@pytest.mark.parametrize("write", [zero, assign_item, through_data, through_a_view, renormalise])
+def test_a_write_in_forward_is_refused(fake_mesh, write):
+    def code(module, x):
+        write(module, x)
+        return x @ module.weight
+
+    model = simple_fsdp(Probe(code), fake_mesh(2))
+    model.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"weight: .* in forward changed the gathered copy"):
+        model(torch.ones(2, 4))
+
+
+def test_a_parameter_may_be_deleted_and_registered_again(fake_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    param = layer.weight
+    del layer.weight
+    assert not hasattr(layer, "weight")
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
+        layer(torch.ones(2, 4))
+    layer.register_parameter("weight", param)
+    assert layer.weight is param
+    assert layer(torch.ones(2, 4)).shape == (2, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    values: torch.Tensor
+    ids: torch.Tensor
+    nested: list
+
+
+def test_dataclasses_are_cast(fake_mesh):
+    seen = []
+
+    def code(module, batch):
+        seen.extend([batch.values.dtype, batch.ids.dtype, batch.nested[0].dtype])
+        return Batch(batch.values @ module.weight, batch.ids, batch.nested)
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = simple_fsdp(Probe(code), fake_mesh(2), mp_policy=policy)
+    batch = Batch(torch.ones(2, 4), torch.arange(2), [torch.ones(2)])
+    out = model(batch)
+    assert seen == [torch.bfloat16, torch.int64, torch.bfloat16]
+    assert (out.values.dtype, out.nested[0].dtype) == (torch.float64, torch.float64)
+    assert batch.values.dtype == torch.float32

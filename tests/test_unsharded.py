@@ -1,0 +1,115 @@
+"""``unsharded``: the plain model for a while, written back to the shards at its end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from zoo import Zoo
+
+from simplefsdp import simple_fsdp, unsharded
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: p.detach().full_tensor() for fqn, p in model.named_parameters()}
+
+
+def write_everything() -> None:
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    flat = init_device_mesh("cpu", (ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for mode, where in (("fully_shard", flat), ("replicate", flat), ("hybrid_shard", mesh)):
+        torch.manual_seed(0)
+        plain = Zoo()
+        model = simple_fsdp(Zoo(), where, mode=mode, mp_policy=policy)
+        before = dict(model.named_parameters())
+        with unsharded(model):
+            assert list(model.state_dict()) == list(plain.state_dict())
+            for param in model.parameters():
+                assert type(param) is nn.Parameter
+            assert model.head.weight is model.embed.weight
+            model.load_state_dict(plain.state_dict())
+            nn.init.orthogonal_(model.blocks[0].up.weight)
+            model.row.data = torch.full_like(model.row, float(rank))  # rank 0's value counts
+            wanted = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+        after = dict(model.named_parameters())
+        assert all(after[fqn] is param for fqn, param in before.items())
+        wanted["row"].fill_(0.0)
+        for fqn, value in values(model).items():
+            if not fqn.startswith("blocks.0.up"):
+                assert torch.equal(value, wanted[fqn]), (mode, fqn)
+        got = values(model)["blocks.0.up.weight"]
+        assert torch.allclose(got.t() @ got, torch.eye(8), atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_written_goes_to_all_shards(pools, ranks):
+    pools(ranks).run(write_everything)
+
+
+def tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(6, 10))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    simple_fsdp(model, mesh["dp"])
+    wanted = torch.arange(60.0).view(10, 6)
+    with unsharded(model):
+        assert model[0].weight.shape == (10, 6)
+        model[0].weight.data.copy_(wanted)
+    assert torch.equal(values(model)["0.weight"], wanted)
+
+
+def test_tensor_parallelism_is_undone_too(pools):
+    pools(4).run(tensor_parallel)
+
+
+def test_nothing_is_written_back_when_it_is_not_wanted_or_fails(fake_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(1))
+    before = layer.weight.to_local().clone()
+    with unsharded(layer, writeback=False):
+        nn.init.zeros_(layer.weight)
+    with pytest.raises(IndexError), unsharded(layer):
+        nn.init.zeros_(layer.weight)[9]
+    assert torch.equal(layer.weight.to_local(), before)
+    with unsharded(layer):
+        nn.init.zeros_(layer.weight)
+    assert layer.weight.to_local().eq(0).all()
+
+
+def test_what_would_be_lost_is_refused(fake_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(1))
+    with pytest.raises(ValueError, match="weight of Linear got a gradient"), unsharded(layer):
+        layer(torch.ones(1, 4)).sum().backward()
+    other_shape = r"weight of Linear was \(4, 4\) .* is \(5, 4\)"
+    with pytest.raises(ValueError, match=other_shape), unsharded(layer):
+        layer.weight = nn.Parameter(torch.ones(5, 4))
+    assert isinstance(layer.weight, DTensor) and layer.weight.shape == (4, 4)
+    with pytest.raises(ValueError, match="module: expected a module wrapped by simple_fsdp"):
+        unsharded(nn.Linear(4, 4)).__enter__()
+
+
+def test_a_module_that_takes_parts_out(fake_mesh):
+    """As ``merge_and_unload`` of PEFT's does: the inner layer takes the place of the adapter."""
+
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(4, 4, bias=False)
+            self.delta = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.delta.t()
+
+    model = simple_fsdp(nn.Sequential(Adapter()), fake_mesh(1))
+    x = torch.randn(2, 4)
+    wanted = model(x)
+    with unsharded(model):
+        model[0].base.weight.data += model[0].delta
+        model[0] = model[0].base
+    assert isinstance(model[0].weight, DTensor)
+    assert torch.allclose(model(x), wanted, atol=1e-6)
