@@ -8,6 +8,7 @@ Wrap once, compile, train::
 
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.initialize import init_weights
+from simplefsdp.reading import register_forward_method
 from simplefsdp.unsharded import raw_parameters, unsharded
 from simplefsdp.watch import inspect
 from simplefsdp.wrap import simple_fsdp
@@ -17,6 +18,7 @@ __all__ = [
     "init_weights",
     "inspect",
     "raw_parameters",
+    "register_forward_method",
     "simple_fsdp",
     "unsharded",
 ]

@@ -15,12 +15,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simplefsdp._torch import in_backward
+from simplefsdp.wrapped import is_wrapped
 
 Forward = Callable[..., Any]
 
@@ -33,6 +35,30 @@ def marks_forward(forward: Forward) -> Forward:
         return forward(self, *args, **kwargs)
 
     return forward_of_wrapped
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let the method ``name`` of a wrapped module compute with gathered parameters, as forward.
+
+    For a model that is also called by another name: ``model.encode_text(x)``. As FSDP2's
+    ``register_fsdp_forward_method``. Methods that call ``self(...)``, such as ``generate``, or only
+    submodules, need it not.
+
+    Args:
+        module: wrapped by :func:`simplefsdp.simple_fsdp`, itself or as a part of a model.
+        name: of a method that computes.
+
+    Raises:
+        ValueError: ``module`` is not wrapped, or has no such method.
+    """
+    if not is_wrapped(module):
+        raise ValueError(
+            f"module: expected a module wrapped by simple_fsdp, got {type(module).__name__}"
+        )
+    method = getattr(type(module), name, None)
+    if not callable(method):
+        raise ValueError(f"name: {type(module).__name__} has no method {name!r}")
+    module.__dict__[name] = MethodType(marks_forward(method), module)
 
 
 def in_forward() -> bool:

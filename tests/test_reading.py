@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from simplefsdp import raw_parameters, simple_fsdp
+from simplefsdp import raw_parameters, register_forward_method, simple_fsdp
 
 
 class Probe(nn.Module):
@@ -125,6 +125,24 @@ def test_a_submodule_may_be_called_by_itself(fake_mesh):
     x = torch.ones(2, 4)
     for part in (model, model.outer, model.outer.reader, model.outer.inner):
         assert part(x).shape == (2, 4)
+
+
+def test_a_method_may_compute_as_forward_does(fake_mesh):
+    class TwoTowers(Probe):
+        def encode_text(self, x):
+            return x @ self.weight
+
+    model = simple_fsdp(TwoTowers(lambda m, x: x), fake_mesh(2))
+    x = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        model.encode_text(x)
+    register_forward_method(model, "encode_text")
+    model.encode_text(x).sum().backward()
+    assert model.weight.grad is not None
+    with pytest.raises(ValueError, match="TwoTowers has no method 'encode_image'"):
+        register_forward_method(model, "encode_image")
+    with pytest.raises(ValueError, match="module: expected a module wrapped by simple_fsdp"):
+        register_forward_method(nn.Linear(2, 2), "forward")
 
 
 def test_raw_parameters_gives_the_shard_in_forward_too(fake_mesh, no_collectives):
