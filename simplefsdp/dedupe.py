@@ -10,9 +10,17 @@ A write to a gathered tensor is refused: it would change a temporary, not the pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.fx import GraphModule, Node
 
-from simplefsdp._torch import is_checkpoint_region, line_of, second_group, sets_grad_mode
+from simplefsdp._torch import (
+    is_checkpoint_region,
+    line_of,
+    second_group,
+    sets_grad_mode,
+    storage_of,
+)
 from simplefsdp.gather import GatherSpec, gather
 
 
@@ -51,16 +59,38 @@ def reduce_in_second_group(gm: GraphModule) -> None:
 
 
 def _refuse_writes(gm: GraphModule) -> None:
-    for node in gathers_of(gm):
-        for user in node.users:
-            method = str(user.target) if user.op == "call_method" else ""
-            writes = method.endswith("_") and not method.endswith("__")
-            if writes and user.args[0] is node:
-                raise ValueError(
-                    f"{node.args[1]}: {method}() in forward{line_of(user)} would change the "
-                    "gathered copy, not the parameter; update parameters outside the model, "
-                    "through named_parameters()"
-                )
+    """Raise if the model writes to a gathered tensor, or to a view of one, in whatever way.
+
+    Dynamo ran each node on fake tensors, whose version counters have seen it.
+    """
+    fqn_of = {storage_of(node.meta.get("example_value")): node.args[1] for node in gathers_of(gm)}
+    fqn_of.pop(None, None)
+    aliases: dict[Node, object] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" and storage_of(value) in fqn_of:
+            aliases[node] = fqn_of[storage_of(value)]
+    for node, fqn in aliases.items():
+        if node.meta["example_value"]._version:
+            by = next((u for u in gm.graph.nodes if _writes(u, fqn, aliases)), node)
+            raise ValueError(
+                f"{fqn}: {_name_of(by)} in forward{line_of(by)} would change the gathered copy, "
+                "not the parameter; update parameters outside the model, through "
+                "named_parameters()"
+            )
+
+
+def _writes(node: Node, fqn: object, aliases: Mapping[Node, object]) -> bool:
+    """Whether ``node`` looks like the one that writes to the gathered ``fqn``."""
+    name = _name_of(node).removesuffix("()")
+    in_place = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    renormalises = any(v is not None for k, v in node.kwargs.items() if k == "max_norm")
+    operand = next((a for a in node.args if isinstance(a, Node) and a in aliases), None)
+    return (in_place or renormalises) and operand is not None and aliases[operand] == fqn
+
+
+def _name_of(node: Node) -> str:
+    return f"{getattr(node.target, '__name__', node.target)}()"
 
 
 def gathers_of(gm: GraphModule) -> list[Node]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp import uninitialised
 from simplefsdp._torch import storage_use_count
+from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.unsharded import full_of, write_back
 
 INITIALISERS = (
@@ -69,6 +70,7 @@ def _full_parameter_of(param: DTensor) -> nn.Parameter:
 
 class _Flow(threading.local):
     pending: list[_Pending] | None = None
+    what: str = ""  # the initialiser, for messages
 
 
 _flow = _Flow()
@@ -82,13 +84,16 @@ def initialising() -> bool:
 def full_parameter(param: DTensor) -> nn.Parameter:
     """The full parameter that an initialiser reads in the place of ``param``."""
     pending = _flow.pending
-    assert pending is not None
+    if pending is None:
+        raise RuntimeError("full_parameter: called outside of an initialiser")
     for entry in pending:
         if entry.param is param:
             return entry.full
     for entry in [e for e in pending if not e.is_held()]:
         pending.remove(entry)
         entry.finish()
+    # What follows is collective. A rank that initialises alone is told so, the first time.
+    agree(f"{_flow.what}, which reads parameters", [_flow.what], ranks_of([param.device_mesh]))
     entry = _Pending(param)
     pending.append(entry)
     return entry.full
@@ -110,6 +115,7 @@ def initialiser(method: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or initialising():
             return method(self, *args, **kwargs)
         pending = _flow.pending = []
+        _flow.what = f"{type(self).__name__}.{method.__name__}()"
         try:
             result = method(self, *args, **kwargs)
             for entry in pending:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from simplefsdp import init_flow, simple_fsdp
+from simplefsdp import init_flow, rank_guard, simple_fsdp
 
 
 class Layer(nn.Module):
@@ -208,3 +210,23 @@ def test_what_got_values_is_read(fake_mesh):
         }
     )
     assert torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 20.0))
+
+
+def initialise_alone() -> str:
+    layer = simple_fsdp(nn.Linear(4, 4), init_device_mesh("cpu", (2,)))
+    if torch.distributed.get_rank() == 1:
+        return ""
+    init_flow.agree = functools.partial(rank_guard.agree, timeout_s=0.2)
+    try:
+        layer.apply(lambda module: module.weight.data.zero_())
+    except rank_guard.RankMismatchError as error:
+        return str(error)
+    finally:
+        init_flow.agree = rank_guard.agree
+    return ""
+
+
+def test_a_rank_that_initialises_alone_is_told(pools):
+    said = pools(2).run(initialise_alone)[0]
+    assert "Linear.apply(), which reads parameters: after 0.2 s, ranks 1 have not got" in said
+    pools(2).stop()  # the turns of the two ranks are out of step now

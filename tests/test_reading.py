@@ -187,6 +187,9 @@ def test_a_write_in_forward_is_refused(fake_mesh, write):
     model.weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"weight: .* in forward changed the gathered copy"):
         model(torch.ones(2, 4))
+    compiled = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
+    with pytest.raises(Exception, match=r"weight: .* in forward \(.* would change the gathered"):
+        compiled(torch.ones(2, 4))
 
 
 def test_a_parameter_may_be_deleted_and_registered_again(fake_mesh):
