@@ -61,6 +61,15 @@ def fake_mesh() -> Iterator[Callable[..., DeviceMesh]]:
         dist.destroy_process_group()
 
 
+@pytest.fixture
+def solo_mesh() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone, with a real group: what is scattered arrives."""
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported stays: the collector, which compilers keep busy, need not walk it."""
     gc.collect()

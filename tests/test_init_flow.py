@@ -141,8 +141,8 @@ def test_ranks_that_were_seeded_differently_take_rank_0s_values(pools):
     pools(2).run(compare_with_plain, 1)
 
 
-def test_an_initialised_model_may_be_scaled(fake_mesh):
-    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(1))
+def test_an_initialised_model_may_be_scaled(solo_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), solo_mesh)
     before = layer.weight.to_local().clone()
 
     def halve(module: nn.Module) -> None:
@@ -152,8 +152,8 @@ def test_an_initialised_model_may_be_scaled(fake_mesh):
     assert torch.equal(layer.weight.to_local(), before / 2)
 
 
-def test_a_flow_that_raises_leaves_no_full_parameter_behind(fake_mesh):
-    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(1))
+def test_a_flow_that_raises_leaves_no_full_parameter_behind(solo_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), solo_mesh)
 
     def fail(module: nn.Module) -> None:
         module.weight.data.zero_()
@@ -196,8 +196,8 @@ def test_an_empty_model_does_not_train(fake_mesh, around, twice):
         model(torch.ones(2, 4))
 
 
-def test_what_got_values_is_read(fake_mesh):
-    model = emptied(fake_mesh(1))
+def test_what_got_values_is_read(solo_mesh):
+    model = emptied(solo_mesh)
     nn.init.ones_(model[0].weight)
     with pytest.raises(ValueError, match=r"0\.bias: to_empty\(\) gave memory"):
         model(torch.ones(2, 4))

@@ -68,8 +68,8 @@ def test_tensor_parallelism_is_undone_too(pools):
     pools(4).run(tensor_parallel)
 
 
-def test_nothing_is_written_back_when_it_is_not_wanted_or_fails(fake_mesh):
-    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(1))
+def test_nothing_is_written_back_when_it_is_not_wanted_or_fails(solo_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), solo_mesh)
     before = layer.weight.to_local().clone()
     with unsharded(layer, writeback=False):
         nn.init.zeros_(layer.weight)
@@ -81,8 +81,8 @@ def test_nothing_is_written_back_when_it_is_not_wanted_or_fails(fake_mesh):
     assert layer.weight.to_local().eq(0).all()
 
 
-def test_what_would_be_lost_is_refused(fake_mesh):
-    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(1))
+def test_what_would_be_lost_is_refused(solo_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), solo_mesh)
     with pytest.raises(ValueError, match="weight of Linear got a gradient"), unsharded(layer):
         layer(torch.ones(1, 4)).sum().backward()
     other_shape = r"weight of Linear was \(4, 4\) .* is \(5, 4\)"
@@ -93,7 +93,7 @@ def test_what_would_be_lost_is_refused(fake_mesh):
         unsharded(nn.Linear(4, 4)).__enter__()
 
 
-def test_a_module_that_takes_parts_out(fake_mesh):
+def test_a_module_that_takes_parts_out(solo_mesh):
     """As ``merge_and_unload`` of PEFT's does: the inner layer takes the place of the adapter."""
 
     class Adapter(nn.Module):
@@ -105,7 +105,7 @@ def test_a_module_that_takes_parts_out(fake_mesh):
         def forward(self, x):
             return self.base(x) + x @ self.delta.t()
 
-    model = simple_fsdp(nn.Sequential(Adapter()), fake_mesh(1))
+    model = simple_fsdp(nn.Sequential(Adapter()), solo_mesh)
     x = torch.randn(2, 4)
     wanted = model(x)
     with unsharded(model):
