@@ -42,6 +42,7 @@ __all__ = [
     "is_to_empty",
     "line_of",
     "module_path",
+    "no_torch_function",
     "second_group",
     "sets_grad_mode",
     "shared_store",
@@ -444,6 +445,11 @@ def dispatch_mode() -> str | None:
 
     users = [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
     return type(users[-1]).__name__.lstrip("_") if users else None
+
+
+def no_torch_function() -> AbstractContextManager[None]:
+    """Inside, ``__torch_function__`` of tensor subclasses is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
 
 
 def is_split(placement: Placement) -> bool:

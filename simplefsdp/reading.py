@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplefsdp._torch import in_backward
+from simplefsdp._torch import in_backward, no_torch_function
 from simplefsdp.wrapped import is_wrapped
 
 Forward = Callable[..., Any]
@@ -92,7 +92,7 @@ class ReadOnlyParameter(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             held = [a for a in _flat((args, kwargs or {})) if isinstance(a, ReadOnlyParameter)]
             versions = [tensor._version for tensor in held]
             result = func(*args, **(kwargs or {}))
