@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,12 +30,14 @@ __all__ = [
     "compile_with_inductor",
     "graph_break_of",
     "graphs_of",
+    "grad_dtype_override",
     "has_no_data",
     "hash_of_files",
     "input_name",
     "is_checkpoint_region",
     "line_of",
     "module_path",
+    "reduces_in_param_dtype",
     "second_group",
     "sets_grad_mode",
     "shared_store",
@@ -409,6 +411,26 @@ def hash_of_files(files: Sequence[str]) -> str:
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
     return get_hash_for_files(tuple(files)).hex()
+
+
+def reduces_in_param_dtype() -> bool:
+    """Whether this torch's FSDP2 reduces in ``param_dtype`` where no ``reduce_dtype`` is given.
+
+    Since 2.15 it reduces in the parameter's own dtype, or in its ``grad_dtype`` if one is set.
+    """
+    return torch.__version__ < "2.15"
+
+
+class GradDtype(NamedTuple):
+    """A ``grad_dtype`` that the user has set; None accepts gradients of any dtype."""
+
+    dtype: torch.dtype | None
+
+
+def grad_dtype_override(param: torch.Tensor) -> GradDtype | None:
+    """The ``grad_dtype`` of a parameter if the user has set one, and this torch can tell."""
+    is_set = getattr(param, "_has_grad_dtype_override", False)  # since 2.15
+    return GradDtype(param.grad_dtype) if is_set else None
 
 
 def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:

@@ -267,7 +267,7 @@ def test_the_automatic_plan_is_in_the_code(fake_mesh):
 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="torch moves nothing by default")
 def test_without_passes_nothing_is_moved_either(fake_mesh):
-    """``bucketing="none"``: torch's own pass, which is the last of all, is off by default or not."""
+    """``bucketing="none"``: torch's own pass, the last of all, is off whatever the default."""
     model, option = llama(fake_mesh(4)), "aten_distributed_optimizations.enable_simple_overlap"
     found = []
     for default in (False, True):
