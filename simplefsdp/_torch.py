@@ -218,10 +218,18 @@ def _stable_mesh_hashes(inputs: Sequence[Any]) -> Iterator[None]:
     """Keep the FX-graph cache warm across processes.
 
     Since 2.12 the meshes of DTensors are inputs of a graph, and the cache's key is a pickle that
-    holds ``DeviceMesh._hash``: Python's hash of strings and None, another one in every process.
+    holds ``DeviceMesh._hash``: Python's hash of strings and None, another one in every process. A
+    mesh holds others: the one it was cut from, and those that were flattened from that one.
     """
-    objects = [getattr(value, "real_obj", value) for value in inputs]
-    meshes = {id(mesh): mesh for mesh in objects if isinstance(mesh, DeviceMesh)}
+    left = [getattr(value, "real_obj", value) for value in inputs]
+    meshes: dict[int, DeviceMesh] = {}
+    while left:
+        mesh = left.pop()
+        if isinstance(mesh, dict):
+            left += mesh.values()
+        elif isinstance(mesh, DeviceMesh) and id(mesh) not in meshes:
+            meshes[id(mesh)] = mesh
+            left += vars(mesh).values()
     before = {key: getattr(mesh, "_hash", None) for key, mesh in meshes.items()}
     for mesh in meshes.values():
         text = repr((mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names))
