@@ -15,6 +15,8 @@ import torch
 from torch.fx import Node
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+_wait_for_several = getattr(torch.ops._c10d_functional, "wait_tensors", None)  # since 2.15
+_WAITS = {WAIT} | ({_wait_for_several.default} if _wait_for_several is not None else set())
 _COLLECTIVE_NAMESPACES = {"_c10d_functional", "_dtensor"}
 _OF_NUMBERS = {getattr(torch, name) for name in dir(torch) if name.startswith("sym_")}
 
@@ -24,11 +26,16 @@ def is_op(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload)
 
 
+def is_wait(node: Node) -> bool:
+    """Whether a node waits for functional collectives: for one result, or for a list of them."""
+    return node.target in _WAITS
+
+
 def is_collective_start(node: Node) -> bool:
     """Whether a node launches a functional collective, data parallelism's or another."""
-    return (
-        is_op(node) and node.target is not WAIT and node.target.namespace in _COLLECTIVE_NAMESPACES  # type: ignore[union-attr]
-    )
+    if not is_op(node) or is_wait(node):
+        return False
+    return node.target.namespace in _COLLECTIVE_NAMESPACES  # type: ignore[union-attr]
 
 
 def is_pure_python(node: Node) -> bool:

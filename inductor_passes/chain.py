@@ -141,11 +141,15 @@ def _events(
 ) -> Iterator[Event]:
     """The events of a program whose collectives are where they are needed, not yet counted."""
     live = memory(_without_gradients(program)).live_nbytes
+    nbytes = program.storage_nbytes
     flying: list[int] = []
     for i, op in enumerate(program.ops):
         c = op.collective
         if op.kind == "compute":
-            yield Event("run", us=cost.compute_us(program, op), nbytes=live[i])
+            us = cost.compute_us(program, op)
+            # What takes neither time nor bytes may be a shard's pad, which only some ranks have.
+            if us or any(nbytes[storage] for storage in program.storages(op.writes)):
+                yield Event("run", us=us, nbytes=live[i])
         for start in program.start_of.get(i, ()):
             if start in flying:
                 yield Event("wait", at=flying.index(start))

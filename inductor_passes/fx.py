@@ -109,9 +109,8 @@ class _Reader:
         reads = tuple(n.name for n in node.all_input_nodes)
         if _torch.is_collective_start(node) and (results := _results_to_wait_for(node)):
             self._start(node, reads, results)
-        elif node.target is _torch.WAIT:
-            kind: Kind = "wait" if reads[0] in self.pending else "view"
-            self._add(node, kind, reads, self._alias(node))
+        elif _torch.is_wait(node):
+            self._wait(node, reads)
         elif _torch.is_view(node) or _torch.is_pure_python(node):
             self._add(node, "view", reads, self._alias(node))
         else:
@@ -130,6 +129,19 @@ class _Reader:
         self._add(node, "start", reads, tuple(n.name for n in results), collective, items)
         if collective.kind == "gather":
             self._keep_shards(node)
+
+    def _wait(self, node: Node, reads: tuple[str, ...]) -> None:
+        kind: Kind = "wait" if reads[0] in self.pending else "view"
+        items = tuple(n for n in node.users if n.target is operator.getitem)
+        if node.target is _torch.WAIT or len(items) < len(node.users):
+            self._add(node, kind, reads, self._alias(node))
+            return
+        waited: Any = node.args[0]
+        for item in items:  # of a list, each on the storage of what was waited for
+            was = self.buffers[waited[item.args[1]].name]
+            self.buffers[item.name] = _buffer(item, was.storage)
+        self.absorbed.update(items)
+        self._add(node, kind, reads, tuple(item.name for item in items), items=items)
 
     def _add(
         self,
@@ -195,13 +207,36 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
 
 
 def _results_to_wait_for(start: Node) -> tuple[Node, ...]:
-    """The tensors that a start fills, if each is waited for and used in no other way; else none."""
+    """The tensors that a start fills, if each is waited for and used in no other way; else none.
+
+    One wait may be for the results of several starts: then for all of them or none.
+    """
+    together, left = {start}, [start]
+    while left:
+        results = _waited_once(left.pop())
+        if not results:
+            return ()
+        for wait in {user for node in results for user in node.users}:
+            taken_apart = all(user.target is operator.getitem for user in wait.users)
+            if wait.target is not _torch.WAIT and not taken_apart:
+                return ()
+            for node in wait.all_input_nodes:
+                source = node.all_input_nodes[0] if node.target is operator.getitem else node
+                if source not in together:
+                    together.add(source)
+                    left.append(source)
+    return _waited_once(start)
+
+
+def _waited_once(start: Node) -> tuple[Node, ...]:
     returns_list = isinstance(start.meta.get("val"), (list, tuple))
     results = tuple(start.users) if returns_list else (start,)
+    if not _torch.is_collective_start(start):
+        return ()
     if returns_list and any(user.target is not operator.getitem for user in results):
         return ()
     users = [list(node.users) for node in results]
-    waited = all(len(found) == 1 and found[0].target is _torch.WAIT for found in users)
+    waited = all(len(found) == 1 and _torch.is_wait(found[0]) for found in users)
     return results if waited else ()
 
 

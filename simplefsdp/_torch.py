@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "compile_with_inductor",
     "graph_break_of",
     "graphs_of",
+    "grad_dtype_override",
     "has_no_data",
     "hash_of_files",
     "in_backward",
@@ -43,6 +44,7 @@ __all__ = [
     "line_of",
     "module_path",
     "no_torch_function",
+    "reduces_in_param_dtype",
     "second_group",
     "sets_grad_mode",
     "shared_store",
@@ -173,7 +175,7 @@ def compile_with_inductor(
         with _stable_mesh_hashes(inputs), lowering():
             return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
 
-    patches = _after_the_users("joint_custom_post_pass", joint_pass, uuid)
+    patches = _after_the_users("joint_custom_post_pass", joint_pass, uuid) | _ORDER_STAYS
     if graph_pass is not None:
         patches |= _after_the_users("post_grad_custom_post_pass", graph_pass, uuid)
         patches |= _TORCH_BUCKETING_OFF
@@ -189,6 +191,10 @@ def compile_with_inductor(
         )
     return cast(CompiledFunction, compiled)
 
+
+# On by default since 2.14 and the last of all: it launches earlier and waits later than planned.
+# What is to run as it stands in the graph (``bucketing="none"``) is not to be moved either.
+_ORDER_STAYS = {"aten_distributed_optimizations.enable_simple_overlap": False}
 
 # Torch's own passes come after ours, and would bucket again what is bucketed.
 _TORCH_BUCKETING_OFF = {
@@ -220,10 +226,18 @@ def _stable_mesh_hashes(inputs: Sequence[Any]) -> Iterator[None]:
     """Keep the FX-graph cache warm across processes.
 
     Since 2.12 the meshes of DTensors are inputs of a graph, and the cache's key is a pickle that
-    holds ``DeviceMesh._hash``: Python's hash of strings and None, another one in every process.
+    holds ``DeviceMesh._hash``: Python's hash of strings and None, another one in every process. A
+    mesh holds others: the one it was cut from, and those that were flattened from that one.
     """
-    objects = [getattr(value, "real_obj", value) for value in inputs]
-    meshes = {id(mesh): mesh for mesh in objects if isinstance(mesh, DeviceMesh)}
+    left = [getattr(value, "real_obj", value) for value in inputs]
+    meshes: dict[int, DeviceMesh] = {}
+    while left:
+        mesh = left.pop()
+        if isinstance(mesh, dict):
+            left += mesh.values()
+        elif isinstance(mesh, DeviceMesh) and id(mesh) not in meshes:
+            meshes[id(mesh)] = mesh
+            left += vars(mesh).values()
     before = {key: getattr(mesh, "_hash", None) for key, mesh in meshes.items()}
     for mesh in meshes.values():
         text = repr((mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names))
@@ -413,6 +427,26 @@ def hash_of_files(files: Sequence[str]) -> str:
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
     return get_hash_for_files(tuple(files)).hex()
+
+
+def reduces_in_param_dtype() -> bool:
+    """Whether this torch's FSDP2 reduces in ``param_dtype`` where no ``reduce_dtype`` is given.
+
+    Since 2.15 it reduces in the parameter's own dtype, or in its ``grad_dtype`` if one is set.
+    """
+    return torch.__version__ < "2.15"
+
+
+class GradDtype(NamedTuple):
+    """A ``grad_dtype`` that the user has set; None accepts gradients of any dtype."""
+
+    dtype: torch.dtype | None
+
+
+def grad_dtype_override(param: torch.Tensor) -> GradDtype | None:
+    """The ``grad_dtype`` of a parameter if the user has set one, and this torch can tell."""
+    is_set = getattr(param, "_has_grad_dtype_override", False)  # since 2.15
+    return GradDtype(param.grad_dtype) if is_set else None
 
 
 def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from simplefsdp._torch import has_no_data
+from simplefsdp._torch import grad_dtype_override, has_no_data
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -123,6 +123,8 @@ def parameter_like(param: Tensor, value: Tensor) -> nn.Parameter:
     """``value`` in the place of ``param``: as trainable, with the marks a user put on it."""
     made = nn.Parameter(value, requires_grad=param.requires_grad)
     made.__dict__.update(param.__dict__)  # such as no_weight_decay
+    if (override := grad_dtype_override(param)) is not None:
+        made.grad_dtype = override.dtype
     return made
 
 

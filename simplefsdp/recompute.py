@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from inductor_passes._torch import is_wait
 from simplefsdp import provenance
 
 # The partitioner saves a recomputed node that feeds a checkpoint region of a *higher* id, taking
@@ -26,7 +27,6 @@ _CASTS = {
     torch.ops.aten.clone.default,
     torch.ops.prims.convert_element_type.default,
 }
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def tag_for_recompute(graph: Graph) -> None:
@@ -49,7 +49,7 @@ def tag_gather_chains(graph: Graph) -> None:
         if reshards:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _LAST_AC_GRAPH_ID
-        elif node.target is _WAIT:
+        elif is_wait(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

@@ -28,6 +28,7 @@ from simplefsdp.placement import (
     shard,
     tensor_parallel_of,
 )
+from simplefsdp.precision import Dtypes, dtypes_of, without_override
 from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.wrapped import LAYOUTS, Layout, is_wrapped
 
@@ -56,9 +57,10 @@ def simple_fsdp(
         mesh: 1-D, or 2-D ``(replicate, shard)`` for ``hybrid_shard``.
         mode: ``"fully_shard"`` (ZeRO-3), ``"hybrid_shard"``, or ``"replicate"`` (DDP).
         mp_policy: PyTorch's own. Parameters are cast to ``param_dtype`` before the gather and
-            gradients to ``reduce_dtype`` before the reduce; the model's floating-point inputs
-            are cast to ``param_dtype`` if ``cast_forward_inputs``, its outputs to
-            ``output_dtype``.
+            gradients to ``reduce_dtype`` before the reduce (if it is None, to what this torch's
+            FSDP2 takes: since 2.15 the parameter's own dtype, before ``param_dtype``); the model's
+            floating-point inputs are cast to ``param_dtype`` if ``cast_forward_inputs``, its
+            outputs to ``output_dtype``.
         reshard_after_forward: free full parameters after forward and gather them again in
             backward. ``"auto"``: the planner of ``bucketing="auto"`` keeps those that save time
             and for which the memory budget has room. Takes effect in
@@ -75,14 +77,16 @@ def simple_fsdp(
     own = {module: path for path, module in model.named_modules() if not is_wrapped(module)}
     originals = _parameters_of(own)
     _check_parameters(own, originals)
+    dtypes = {key: dtypes_of(fqn, param, policy) for key, (fqn, param) in originals.items()}
+    policy = without_override(policy)
     agree(
         "the model given to simple_fsdp",
         [f"mode={mode} {policy} reshard_after_forward={reshard_after_forward}"]
-        + [_signature(fqn, param) for fqn, param in originals.values()],
+        + [f"{_signature(*pair)} {dtypes[key]}" for key, pair in originals.items()],
         ranks_of([mesh]),
     )
     layouts = {
-        key: _layout(fqn, param, dp, policy, reshard_after_forward)
+        key: _layout(fqn, param, dp, dtypes[key], reshard_after_forward)
         for key, (fqn, param) in originals.items()
     }
     shards = {
@@ -197,7 +201,7 @@ def _layout(
     fqn: str,
     param: nn.Parameter,
     dp: DataParallel,
-    policy: MixedPrecisionPolicy,
+    dtypes: Dtypes,
     reshard_after_forward: bool | Literal["auto"],
 ) -> Layout:
     tp = tensor_parallel_of(param)
@@ -212,8 +216,8 @@ def _layout(
         shard_ranks=shard_ranks,
         reduce_group=shard_group,
         copy_groups=dp.groups_of(whole, dp.replicate_dim),
-        param_dtype=policy.param_dtype,
-        reduce_dtype=policy.reduce_dtype or policy.param_dtype,
+        param_dtype=dtypes.param_dtype,
+        reduce_dtype=dtypes.reduce_dtype,
         averages=dp.averages,
         reshard_after_forward=reshard_after_forward,
     )

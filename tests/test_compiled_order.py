@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from graphs import no_kernels
 from test_fx_adapter import copied
+from torch import nn
+from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, Node
 
@@ -54,6 +56,7 @@ def events_of(program: Program) -> list[Event]:
 START = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(\w+)\.default\(")
 ITEM = re.compile(r"(\w+) = (\w+)\[\d+\]\s*$")
 WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
+CALL = re.compile(r"def call\(.*?return \(", re.DOTALL)
 KINDS = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce"}
 
 
@@ -145,17 +148,23 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def compile_step(mesh, **options) -> Compiled:
+def llama(mesh) -> nn.Module:
     torch.manual_seed(0)
-    model = simple_fsdp(Llama(replace(CONFIGS["debug"], n_layers=len(LAYERS))), mesh)
-    run = torch.compile(
-        model, backend="simplefsdp", fullgraph=True, options={"bucketing": "manual", **options}
-    )
+    return simple_fsdp(Llama(replace(CONFIGS["debug"], n_layers=len(LAYERS))), mesh)
+
+
+def step(run) -> None:
     tokens = torch.zeros(2, 16, dtype=torch.int64)
+    F.cross_entropy(run(tokens).flatten(0, 1), tokens.flatten()).backward()
 
-    def step() -> None:
-        F.cross_entropy(run(tokens).flatten(0, 1), tokens.flatten()).backward()
 
+def compile_step(mesh, **options) -> Compiled:
+    run = torch.compile(
+        llama(mesh),
+        backend="simplefsdp",
+        fullgraph=True,
+        options={"bucketing": "manual", **options},
+    )
     log, handler = logging.getLogger("simplefsdp"), Lines()
     level = log.level
     with pytest.MonkeyPatch.context() as patch, no_kernels():
@@ -163,7 +172,7 @@ def compile_step(mesh, **options) -> Compiled:
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         try:
-            _, codes = run_and_get_code(step)
+            _, codes = run_and_get_code(lambda: step(run))
         finally:
             log.removeHandler(handler)
             log.setLevel(level)
@@ -254,6 +263,23 @@ def test_the_automatic_plan_is_in_the_code(fake_mesh):
         assert len(executed) > 14 and executed == in_graph, "the plan counts on this compute"
     for graph, code in zip(found.planned, found.generated, strict=True):
         assert code == graph, "something is launched or waited for elsewhere than planned"
+
+
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch moves nothing by default")
+def test_without_passes_nothing_is_moved_either(fake_mesh):
+    """``bucketing="none"``: torch's own pass, the last of all, is off whatever the default."""
+    model, option = llama(fake_mesh(4)), "aten_distributed_optimizations.enable_simple_overlap"
+    found = []
+    for default in (False, True):
+        torch._dynamo.reset()
+        run = torch.compile(
+            model, backend="simplefsdp", fullgraph=True, options={"bucketing": "none"}
+        )
+        with config.patch({option: default, "fx_graph_cache": False}), no_kernels():
+            _, codes = run_and_get_code(lambda run=run: step(run))
+        assert [len(START.findall(code)) for code in codes] == [21, 20 + 21]
+        found.append([CALL.search(code)[0].splitlines() for code in codes])
+    assert found[1] == found[0]
 
 
 def test_each_gather_starts_before_the_one_before_it_is_waited_for(compiled, executor):

@@ -123,7 +123,7 @@ def run_on_ranks(graph: Graph, inputs: Sequence[Sequence[Any]]) -> list[Any]:
             return [a[0] for a, _ in args]
         elif _torch.is_collective_start(node):
             results = _communicate(node, [a for a, _ in args])
-        elif node.target is _torch.WAIT:
+        elif _torch.is_wait(node):
             results = [a[0] for a, _ in args]
         else:
             results = [node.target(*a, **k) for a, k in args]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import pickletools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -56,6 +59,33 @@ def test_the_second_compilation_hits(fake_mesh):
     with fresh_cache():
         found = [compile_and_run(mesh, MANUAL)[1] for _ in range(2)]
     assert found == [(0, 2), (2, 0)]  # forward and backward
+
+
+def hits_of_a_process() -> None:
+    """What a process of its own, where strings have other hashes, finds in the cache."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hash(mesh)  # as everybody does who keeps it in a dict
+    for each in (init_device_mesh("cpu", (4,)), mesh["shard"]):
+        print(compile_and_run(each, MANUAL, grad=False)[1])
+
+
+def test_another_process_hits(tmp_path):
+    said = []
+    for seed in "12":
+        environment = {"PYTHONHASHSEED": seed, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        path = os.pathsep.join(path for path in sys.path if path)
+        done = subprocess.run(
+            [sys.executable, "-c", "import test_pass_cache as t; t.hits_of_a_process()"],
+            env={**os.environ, **environment, "PYTHONPATH": path},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        said.append(done.stdout.split("\n")[:2])
+    assert said == [["(0, 1)"] * 2, ["(1, 0)"] * 2]
 
 
 OTHERS = [

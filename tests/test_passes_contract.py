@@ -59,6 +59,16 @@ def test_is_collective_start():
     )
 
 
+def test_is_wait():
+    graph = of_every_sort()
+    waits = [n for n in graph.nodes if _torch.is_wait(n)]
+    assert waits == [node_of(graph, _torch.WAIT)], "is_wait finds something else, too"
+    names = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    named = {name for name in names if name.startswith("_c10d_functional::") and "wait" in name}
+    known = {op._schema.name for op in _torch._WAITS}
+    assert named == known, "there is another wait, which is counted as a launch"
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

@@ -179,6 +179,35 @@ def test_inductor_keeps_the_order_of_collectives():
     assert "WeakDep(" in inspect.getsource(comms.decide_global_ordering_of_comms)
 
 
+def test_what_torch_does_to_collectives_by_default():
+    """All that could move or merge them after our passes, on by default, is known and turned off.
+
+    What is on and not turned off serves passes that are off.
+    """
+    from torch._inductor import comms, config, scheduler
+
+    family, known = "aten_distributed_optimizations.", config.get_config_copy()
+    on = {name.removeprefix(family) for name, value in known.items() if value is True}
+    on = {name for name in on if family + name in known}
+    simple = {"enable_simple_overlap"} if torch.__version__ >= "2.14" else set()
+    assert on & {"enable_simple_overlap"} == simple
+    serve = {
+        "enable_fusion_regions",
+        "pre_bucketing_fsdp_collectives",
+        "prioritize_bucketing_during_scheduling",
+        "spmd_check",
+    }
+    assert on - serve == simple, "torch has another pass of collectives that is on by default"
+    assert {family + name for name in simple} <= _torch._ORDER_STAYS.keys()
+    if simple:
+        assert "comms.simple_overlap(" in inspect.getsource(scheduler)
+        assert callable(comms.simple_overlap)
+    for name in ("all_gathers", "reduce_scatters", "all_reduces"):
+        assert known.get(f"bucket_{name}_fx", "none") == "none"
+    for name in ("dedup_reduce_scatters", "_micro_pipeline_tp", "_fuse_ddp_communication"):
+        assert not known.get(name), f"config.{name} is now {known[name]}"
+
+
 def test_a_backward_graph_can_be_had_without_running_the_forward():
     """``graphs_of``: the backward is lowered at once, and no generator's state is stashed."""
     from torch._functorch import config, partitioners

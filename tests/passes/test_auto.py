@@ -182,6 +182,30 @@ def test_sizes_of_shards_do_not_matter(kind):
         assert plan_auto(uneven, replace(cost, op_us=us), fqns) == plan_auto(program, cost, fqns)
 
 
+PADDED = """
+resident shard0: {rows}
+resident shard1: 32
+input x: 8
+compute pad0(shard0) -> padded0: 32
+start gather0({sent}) -> full0: 64 | gather group=dp ranks=2 nbytes=64 dtype=float32 fqns=first
+wait wait0(full0) -> first: 64 @full0
+compute use0(x, first) -> h0: 8
+start gather1(shard1) -> full1: 64 | gather group=dp ranks=2 nbytes=64 dtype=float32 fqns=second
+wait wait1(full1) -> second: 64 @full1
+compute use1(h0, second) -> h1: 8
+output h1
+"""
+
+
+def test_pads_of_shards_do_not_matter():
+    """A rank with fewer rows pads its shard; the search of every rank starts from one chain."""
+    short = PADDED.format(rows=24, sent="padded0")
+    even = "\n".join(line for line in short.splitlines() if "pad0(" not in line)
+    even = even.replace("shard0: 24", "shard0: 32").replace("padded0", "shard0")
+    one, other = (chain_of(*rank_invariant(parse(text), ROUND_COST)) for text in (short, even))
+    assert one.events == other.events
+
+
 def test_forward():
     """Gathers of 8 us hide behind 10 us of compute, so all but the first do: as by module."""
     program, fqns = parse(layers(4, "forward")), [f"layers.{k}.weight" for k in range(4)]
