@@ -36,6 +36,7 @@ __all__ = [
     "is_checkpoint_region",
     "line_of",
     "module_path",
+    "run_as_it_is",
     "second_group",
     "sets_grad_mode",
     "shared_store",
@@ -54,6 +55,19 @@ def is_checkpoint_region(node: Node) -> bool:
 def sets_grad_mode(node: Node) -> bool:
     """Whether a Dynamo node enters (``args == (False,)``) or leaves a ``no_grad`` block."""
     return node.target is torch._C._set_grad_enabled
+
+
+def run_as_it_is(function: Callable[..., Any]) -> None:
+    """Let no call of ``function`` become a graph of its own, nor what it calls.
+
+    Where Dynamo cannot take a frame, it goes on with each function that the frame calls. Called
+    from a frame that it can take, ``function`` is traced as ever.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 @dataclass(frozen=True)

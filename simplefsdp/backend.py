@@ -36,6 +36,7 @@ from simplefsdp import _torch, provenance, rank_guard
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
 from simplefsdp.gather import GatherSpec
+from simplefsdp.local_inputs import compile_with_local_inputs
 from simplefsdp.options import Options, parse_options
 from simplefsdp.recompute import tag_for_recompute
 from simplefsdp.reshard import decide_resharding
@@ -72,7 +73,6 @@ def simplefsdp(
     """
     choice = parse_options(options)
     _refuse_unwrapped(gm)
-    _refuse_graph_break(gm)
     specs = dedupe_gathers(gm)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
     asked, specs = specs, decide_resharding(gm, example_inputs, settings)
@@ -85,7 +85,11 @@ def simplefsdp(
     _agree_on_model(gm, choice, specs, settings, ranks)
     if choice.separate_reduce_group:
         reduce_in_second_group(gm)
-    return _compile(gm, example_inputs, choice, settings, ranks)
+
+    def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _compile(gm, inputs, choice, settings, ranks)
+
+    return compile_with_local_inputs(gm, example_inputs, compile_graph)
 
 
 def _sharded_inputs(gm: GraphModule) -> list[DTensor]:
@@ -342,20 +346,6 @@ def _warn_of_memory(part: str, rehearsal: Rehearsal, settings: Settings | None) 
             plan.peak_nbytes / 1e9,
             allowed / 1e9,
         )
-
-
-def _refuse_graph_break(gm: GraphModule) -> None:
-    cut = _torch.graph_break_of(gm)
-    if cut is None:
-        return
-    where = cut.stack[-1] if cut.stack else None
-    last = next((m for n in reversed(gm.graph.nodes) if (m := _torch.module_path(n))), None)
-    raise ValueError(
-        "graph break: the simplefsdp backend needs the whole model in one graph, but Dynamo "
-        f"stopped{f' in or after module {last}' if last else ''}"
-        f"{f', at {where.filename}:{where.lineno} ({where.line})' if where else ''}. Change that "
-        f"line, or compile the part of the model without it. Dynamo's reason: {cut.reason}"
-    )
 
 
 def _refuse_unwrapped(gm: GraphModule) -> None:

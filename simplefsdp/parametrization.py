@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp._torch import cast_floating_point
+from simplefsdp._torch import cast_floating_point, run_as_it_is
 from simplefsdp.gather import GatherSpec, gather
 from simplefsdp.placement import TensorParallel
 
@@ -132,6 +132,8 @@ def _gathering_property(name: str) -> property:
         full = gather(param, *layout.spec)
         tp = layout.tensor_parallel
         return full if tp is None else tp.rewrap(full)
+
+    run_as_it_is(get)
 
     def put(self: nn.Module, value: Any) -> None:
         self.__dict__[name] = value

@@ -105,6 +105,40 @@ def test_dynamo_says_why_a_graph_ended():
     assert _torch.graph_break_of(dynamo_graph(lambda x: x + 1, torch.ones(2))) is None
 
 
+@pytest.mark.parametrize("as_it_is", [False, True])
+def test_dynamo_leaves_a_function_alone_that_is_to_run_as_it_is(as_it_is):
+    """Of a frame that it cannot take it compiles what the frame calls, but not this one."""
+
+    def called(x):
+        return traced(x) + 1
+
+    def traced(x):
+        return x.sin()
+
+    def in_a_loop(x):
+        for _ in range(2):
+            x = called(x)
+            torch._dynamo.graph_break()
+        return x
+
+    def graphs(function) -> list[str]:
+        torch._dynamo.reset()
+        found = []
+
+        def backend(gm, inputs):
+            found.append(gm.code)
+            return gm
+
+        torch.compile(function, backend=backend)(torch.ones(2))
+        return found
+
+    if as_it_is:
+        _torch.run_as_it_is(called)
+    assert len(graphs(in_a_loop)) == (0 if as_it_is else 1)
+    (code,) = graphs(lambda x: called(x) * 2)
+    assert "sin" in code
+
+
 def test_dynamo_names_inputs_and_modules():
     gm = dynamo_graph(nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2))
     names = [_torch.input_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
