@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "CodePlace",
     "GraphBreak",
     "TorchDispatchMode",
     "annotate_backward",
@@ -36,6 +40,8 @@ __all__ = [
     "is_checkpoint_region",
     "line_of",
     "module_path",
+    "place_being_compiled",
+    "place_called",
     "run_as_it_is",
     "second_group",
     "sets_grad_mode",
@@ -84,6 +90,51 @@ def graph_break_of(gm: GraphModule) -> GraphBreak | None:
     if reason is None or not reason.graph_break:
         return None
     return GraphBreak(reason.reason, tuple(reason.user_stack))
+
+
+class CodePlace(NamedTuple):
+    """What a function is known by, whatever Dynamo made of its code."""
+
+    file: str
+    line: int
+    name: str
+
+
+def _place_of(code: CodeType) -> CodePlace:
+    return CodePlace(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def place_being_compiled() -> CodePlace | None:
+    """The function whose graph Dynamo hands to a backend now; None if it does not."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return _place_of(InstructionTranslator.current_tx().f_code)
+    except AttributeError:
+        return None
+
+
+def place_called() -> CodePlace | None:
+    """The outermost of the functions that run compiled, which the user's call began with.
+
+    None if none does: it is being compiled.
+    """
+    from torch._dynamo import convert_frame, eval_frame
+
+    torchs = str(Path(torch.__file__).parent)
+    found: CodePlace | None = None
+    inner: CodePlace | None = None  # the last function on the way out that is not torch's own
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        place = _place_of(frame.f_code)
+        if place.file == convert_frame.__file__:
+            inner = None  # what the compiler has called
+        elif place.file == eval_frame.__file__ and place.name == "compile_wrapper":
+            found = inner
+        elif not place.file.startswith(torchs):
+            inner = place
+        frame = frame.f_back
+    return found
 
 
 def input_name(placeholder: Node) -> str | None:

@@ -32,7 +32,8 @@ from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import Auto, Plans, Rehearsal, Settings, launches, predict
 from inductor_passes.roofline import cluster_of
 from inductor_passes.text import to_text
-from simplefsdp import _torch, provenance, rank_guard
+from simplefsdp import _torch, breaks, provenance, rank_guard
+from simplefsdp.breaks import show
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
 from simplefsdp.gather import GatherSpec
@@ -40,7 +41,7 @@ from simplefsdp.local_inputs import compile_with_local_inputs
 from simplefsdp.options import Options, parse_options
 from simplefsdp.recompute import tag_for_recompute
 from simplefsdp.reshard import decide_resharding
-from simplefsdp.watch import Seen, show
+from simplefsdp.watch import Seen
 from simplefsdp.wrap import known_fqns
 
 log = logging.getLogger("simplefsdp")
@@ -73,6 +74,7 @@ def simplefsdp(
     """
     choice = parse_options(options)
     _refuse_unwrapped(gm)
+    breaks.enter(gm)
     specs = dedupe_gathers(gm)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
     asked, specs = specs, decide_resharding(gm, example_inputs, settings)

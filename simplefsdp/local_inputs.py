@@ -40,7 +40,7 @@ def compile_with_local_inputs(
     placeholders = gm.graph.find_nodes(op="placeholder")
     last = placeholders[-1]
     inputs = list(example_inputs)
-    for i in reversed(sorted(unwrapped)):
+    for i in sorted(unwrapped, reverse=True):
         inputs[i] = _take_local(gm, placeholders[i], last, example_inputs[i])
     gm.recompile()
     compiled = compile_graph(gm, inputs)

@@ -75,17 +75,6 @@ class Broken(nn.Module):
         return x + 1
 
 
-def test_graph_break_names_module_and_line(fake_mesh):
-    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), Broken()), fake_mesh(2))
-    compiled = torch.compile(model, backend="simplefsdp", options=EAGER)
-    with pytest.raises(BackendCompilerFailed) as caught:
-        compiled(torch.ones(2, 4))
-    message = str(caught.value)
-    assert "graph break: the simplefsdp backend needs the whole model in one graph" in message
-    assert "inner (Linear)" in message
-    assert "test_backend.py:" in message and "torch._dynamo.graph_break()" in message
-
-
 def test_unwrapped_model_is_named(fake_mesh):
     fake_mesh(2)
     compiled = torch.compile(nn.Sequential(Broken()), backend="simplefsdp", options=EAGER)

@@ -139,6 +139,34 @@ def test_dynamo_leaves_a_function_alone_that_is_to_run_as_it_is(as_it_is):
     assert "sin" in code
 
 
+def test_dynamo_compiles_what_is_behind_a_break_while_the_function_runs():
+    def called(x):
+        x = inner(x)
+        return x.sin()
+
+    def inner(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    found = []
+
+    def backend(gm, inputs):
+        found.append((_torch.place_called(), _torch.place_being_compiled()))
+        return gm
+
+    torch.compile(called, backend=backend)(torch.ones(2))
+    # Nothing of `called` before the break makes a graph.
+    outer, middle = called.__code__.co_firstlineno, inner.__code__.co_firstlineno
+    assert [(place.line, place.name) for place, _ in found] == [(outer, "called")] * 3
+    place, being_compiled = found[0]
+    assert being_compiled.line == middle and place.file == __file__
+    found.clear()
+    torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
+    ((place, being_compiled),) = found
+    assert place is None and being_compiled.name == "<lambda>"
+
+
 def test_dynamo_names_inputs_and_modules():
     gm = dynamo_graph(nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2))
     names = [_torch.input_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
