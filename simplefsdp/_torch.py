@@ -6,6 +6,7 @@ says what moved, when a new release of PyTorch moves it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import sys
@@ -74,6 +75,39 @@ def run_as_it_is(function: Callable[..., Any]) -> None:
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def left_alone_by_dynamo(error: Exception, frame: FrameType) -> Exception:
+    """``error`` as an exception that a backend can raise and its user gets: same type, same words.
+
+    Args:
+        error: the exception.
+        frame: where the part of its traceback begins that the user is to see.
+    """
+    alone = _left_alone(type(error))(str(error), first_useful_frame=frame)
+    alone.__dict__.update(error.__dict__)
+    return cast(Exception, alone)
+
+
+@functools.cache
+def _left_alone(kind: type[Exception]) -> type[Any]:
+    from torch._dynamo.exc import ShortenTraceback
+
+    def __init__(self: Any, message: str, first_useful_frame: FrameType | None = None) -> None:
+        Exception.__init__(self, message)
+        self.first_useful_frame = first_useful_frame
+        self._torch_dynamo_tracer_output = self.frame_exec_strategy = None
+        self.message = message
+
+    # Dynamo adds advice to the arguments, for those who debug it.
+    members = {
+        "__init__": __init__,
+        "__str__": lambda self: self.message,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__reduce__": lambda self: (kind, (self.message,)),
+    }
+    return type(kind.__name__, (ShortenTraceback, kind), members)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from simplefsdp import _torch, breaks, provenance, rank_guard
 from simplefsdp.breaks import show
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
+from simplefsdp.errors import told_plainly
 from simplefsdp.gather import GatherSpec
 from simplefsdp.local_inputs import compile_with_local_inputs
 from simplefsdp.options import Options, parse_options
@@ -52,6 +53,7 @@ _plans: dict[bool, Plans] = {True: {}, False: {}}
 _compilations = itertools.count()
 
 
+@told_plainly
 def simplefsdp(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -66,9 +68,8 @@ def simplefsdp(
         options: see :class:`simplefsdp.options.Options`.
 
     Raises:
-        ValueError: an unknown option, a graph that a graph break cut short, a parameter that
-            :func:`simplefsdp.simple_fsdp` did not shard, or one that is written to. Dynamo
-            reports it as the cause of its ``BackendCompilerFailed``, and so the others:
+        TypeError, ValueError: an unknown option, a parameter that
+            :func:`simplefsdp.simple_fsdp` did not shard, or one that is written to.
         RankMismatchError: the ranks are about to communicate differently.
         PassError: a pass failed, and ``on_error`` is ``"raise"``.
     """
@@ -114,11 +115,11 @@ def _agree_on_model(
     """Compare across ranks what is communicated, before autograd: a difference is told by name."""
     params = _sharded_inputs(gm)
     grad = "with" if torch.is_grad_enabled() else "without"
-    lines = [
-        f"torch {torch.__version__}, sources {_sources()[:16]}, "
-        f"{replace(options, cluster=None)}, {grad} gradients",
-        f"{settings.auto if settings is not None else None}",
-    ]
+    lines = [f"torch {torch.__version__}", f"sources {_sources()[:16]}", f"{grad} gradients"]
+    # Not the cluster, which may be a path, but what it stands for.
+    lines += _fields("options", replace(options, cluster=None))
+    if settings is not None and settings.auto is not None:
+        lines += _fields("cluster", settings.auto.cluster)
     # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
     lines += [
         str(
@@ -134,6 +135,11 @@ def _agree_on_model(
     lines += sorted(f"{tuple(p.shape)} {p.dtype} {p.placements} {p.requires_grad}" for p in params)
     timeout_s = options.rank_guard_timeout_s
     rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
+
+
+def _fields(name: str, value: Options | Cluster) -> list[str]:
+    """A line for each field, so that the first difference is one field's."""
+    return [f"{name}[{f.name!r}]: {getattr(value, f.name)!r}" for f in fields(value)]
 
 
 def _compile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from simplefsdp import _torch
+from simplefsdp.rank_guard import RankMismatchError
 
 
 def dynamo_graph(function, *args):
@@ -137,6 +139,17 @@ def test_dynamo_leaves_a_function_alone_that_is_to_run_as_it_is(as_it_is):
     assert len(graphs(in_a_loop)) == (0 if as_it_is else 1)
     (code,) = graphs(lambda x: called(x) * 2)
     assert "sin" in code
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, RankMismatchError])
+def test_dynamo_leaves_some_errors_alone(kind):
+    def backend(gm, inputs):
+        raise _torch.left_alone_by_dynamo(kind("as it is"), sys._getframe())
+
+    with pytest.raises(kind) as caught:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert str(caught.value) == "as it is"
+    assert type(caught.value).__name__ == kind.__name__
 
 
 def test_dynamo_compiles_what_is_behind_a_break_while_the_function_runs():
