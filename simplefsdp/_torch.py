@@ -6,7 +6,6 @@ says what moved, when a new release of PyTorch moves it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 import sys
@@ -84,12 +83,11 @@ def left_alone_by_dynamo(error: Exception, frame: FrameType) -> Exception:
         error: the exception.
         frame: where the part of its traceback begins that the user is to see.
     """
-    alone = _left_alone(type(error))(str(error), first_useful_frame=frame)
+    alone: Exception = _left_alone(type(error))(str(error), first_useful_frame=frame)
     alone.__dict__.update(error.__dict__)
-    return cast(Exception, alone)
+    return alone
 
 
-@functools.cache
 def _left_alone(kind: type[Exception]) -> type[Any]:
     from torch._dynamo.exc import ShortenTraceback
 

@@ -106,7 +106,7 @@ class Broken(nn.Module):
 def test_unwrapped_model_is_named(fake_mesh):
     fake_mesh(2)
     compiled = torch.compile(nn.Sequential(Broken()), backend="simplefsdp", options=EAGER)
-    with pytest.raises(ValueError, match="inner.weight") as caught:
+    with pytest.raises(ValueError, match=r"inner\.weight") as caught:
         compiled(torch.ones(2, 4))
     # the break comes later: what is wrong first is said first
     message = str(caught.value)
