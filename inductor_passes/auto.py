@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from inductor_passes.bound import lower_bound_us
-from inductor_passes.buckets import assign_by_module, plan_buckets
+from inductor_passes.buckets import assign_by_module, new_label, plan_buckets
 from inductor_passes.chain import Chain, chain_of, coarsen
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import rank_invariant
@@ -173,15 +173,17 @@ def _promising(schedules: Sequence[Schedule]) -> Iterator[Schedule]:
 def _edges_split(buckets: Sequence[Bucket], chain: Chain) -> Iterator[list[Bucket]]:
     """``buckets`` with the first gather apart from its bucket, with the last reduce, with both."""
     ends = [unit.starts[0] for unit in (*chain.gathers[:1], *chain.reduces[-1:])]
+    taken = [bucket.label for bucket in buckets]
     for apart in dict.fromkeys([tuple(ends[:1]), tuple(ends[-1:]), tuple(ends)]):
-        split = [part for bucket in buckets for part in _split(bucket, apart)]
+        split = [part for bucket in buckets for part in _split(bucket, apart, taken)]
         if len(split) > len(buckets):
             yield split
 
 
-def _split(bucket: Bucket, apart: Sequence[str]) -> list[Bucket]:
+def _split(bucket: Bucket, apart: Sequence[str], taken: Sequence[str]) -> list[Bucket]:
+    """``bucket`` with its members among ``apart`` by themselves, under a label not ``taken``."""
     single = [name for name in bucket.starts if name in apart]
     others = tuple(name for name in bucket.starts if name not in apart)
     if not single or not others:
         return [bucket]
-    return [Bucket(f"{bucket.label}'", tuple(single)), Bucket(bucket.label, others)]
+    return [Bucket(new_label(bucket.label, taken), tuple(single)), Bucket(bucket.label, others)]

@@ -137,10 +137,20 @@ def _by_default(fqns: Sequence[str], rest: Sequence[str]) -> dict[str, str]:
             continue
         members = list(run)
         label = "+".join(dict.fromkeys(fqn.rpartition(".")[0] or fqn for fqn in members))
-        while label in labels.values():
-            label += "'"
-        labels.update(dict.fromkeys(members, label))
+        labels.update(dict.fromkeys(members, new_label(label, labels.values())))
     return labels
+
+
+def new_label(label: str, taken: Iterable[str]) -> str:
+    """``label`` if no other bucket has it, else with primes.
+
+    Buckets of one kind and group that share a label are one bucket when ops are ordered, so
+    whoever names buckets asks here.
+    """
+    others = set(taken)
+    while label in others:
+        label += "'"
+    return label
 
 
 def _list_elements(fqns: Sequence[str]) -> dict[str, str]:

@@ -18,8 +18,9 @@ modules send on is left at the end, where nothing hides it; parts of them can go
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
+from inductor_passes.buckets import new_label
 from inductor_passes.merge import bucket_class
 from inductor_passes.program import Bucket, Collective, Program
 
@@ -49,14 +50,15 @@ MODULES = ((2, 1), (4, 4))
 def in_parts(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
     """``buckets`` in parts, in the order of :data:`SHAPES`."""
     seen: list[list[Bucket]] = []
+    taken = {bucket.label for bucket in buckets}
     for gathers, reduces, window in SHAPES:
         found: list[Bucket] = []
         for bucket in buckets:
             sent = _sent(bucket, program)
             if sent[0].kind == "gather":
-                found += _parts(bucket, sent, gathers, window)
+                found += _parts(bucket, sent, gathers, window, taken)
             elif sent[0].kind == "reduce":
-                found += _parts(bucket, sent, reduces, REDUCE_WINDOW)
+                found += _parts(bucket, sent, reduces, REDUCE_WINDOW, taken)
             else:
                 found.append(bucket)
         if found not in seen:
@@ -81,9 +83,12 @@ def joined(buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]) -> 
             first = 1 if kind == "gather" else 0
             last = len(same) - 1 if kind == "reduce" else len(same)
             n = {"gather": gathered, "reduce": reduced}.get(str(kind), 1)
-            runs = [same[i : min(i + n, last)] for i in range(first, last, n)]
+            taken = {bucket.label for bucket in buckets}
             together += same[:first]
-            together += [_join(run, program, place) if run[1:] else run[0] for run in runs]
+            for i in range(first, last, n):
+                run = same[i : min(i + n, last)]
+                together.append(_join(run, program, place, taken) if run[1:] else run[0])
+                taken.add(together[-1].label)
             together += same[last:]
         if len(together) < len(buckets) and together not in found:
             found.append(together)
@@ -96,13 +101,15 @@ def _turn(bucket: Bucket, program: Program) -> int:
     return min(places) if _sent(bucket, program)[0].kind == "gather" else max(places)
 
 
-def _join(buckets: Sequence[Bucket], program: Program, place: Mapping[str, int]) -> Bucket:
+def _join(
+    buckets: Sequence[Bucket], program: Program, place: Mapping[str, int], taken: Set[str]
+) -> Bucket:
     sent = {n: c for b in buckets for n, c in zip(b.starts, _sent(b, program), strict=True)}
 
     def at(name: str) -> int:
         return min((place.get(fqn, len(place)) for fqn in sent[name].fqns), default=len(place))
 
-    label = "+".join(bucket.label for bucket in buckets)
+    label = new_label("+".join(bucket.label for bucket in buckets), taken)
     return Bucket(label, tuple(sorted(sent, key=at)), buckets[0].window)
 
 
@@ -115,13 +122,14 @@ def sent_on(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
     order = sorted(range(len(buckets)), key=lambda i: _turn(buckets[i], program))
     reduces, all_reduces = ([i for i in order if kinds[i] == k] for k in ("reduce", "all_reduce"))
     found: list[list[Bucket]] = []
+    taken = {bucket.label for bucket in buckets}
     for last, parts, parts_sent_on in ENDS:
         parts_of = dict.fromkeys(reduces[max(0, len(reduces) - last) :], parts)
         parts_of |= dict.fromkeys(all_reduces[max(0, len(all_reduces) - last) :], parts_sent_on)
         shape: list[Bucket] = []
         for i, bucket in enumerate(buckets):
             window = 1 if kinds[i] == "reduce" else bucket.window
-            shape += _parts(bucket, _sent(bucket, program), parts_of.get(i, 1), window)
+            shape += _parts(bucket, _sent(bucket, program), parts_of.get(i, 1), window, taken)
         if shape not in found:
             found.append(shape)
     return found
@@ -132,9 +140,11 @@ def _sent(bucket: Bucket, program: Program) -> list[Collective]:
     return [c for c in collectives if c is not None]
 
 
-def _parts(bucket: Bucket, sent: Sequence[Collective], n: int, window: int) -> Iterator[Bucket]:
+def _parts(
+    bucket: Bucket, sent: Sequence[Collective], n: int, window: int, taken: Set[str]
+) -> Iterator[Bucket]:
     """``bucket``, of which each start sends one of ``sent``, in up to ``n`` parts of about as many
-    bytes."""
+    bytes, under labels that are not ``taken``."""
     nbytes = sum(c.nbytes for c in sent)
     members: list[list[str]] = [[]]
     before = 0
@@ -144,5 +154,7 @@ def _parts(bucket: Bucket, sent: Sequence[Collective], n: int, window: int) -> I
         members[-1].append(name)
         before += c.nbytes
     for i, names in enumerate(members):
-        label = f"{bucket.label}/{i}" if len(members) > 1 else bucket.label
+        label = bucket.label
+        if len(members) > 1:
+            label = new_label(f"{bucket.label}/{i}", taken)
         yield Bucket(label, tuple(names), window)

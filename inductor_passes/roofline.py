@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from inductor_passes.fx import Reading
 from inductor_passes.loops import inputs_of, loop_of, name_of, tensors_of, touches_of
 from inductor_passes.presets import DEVICES, PRESETS, preset
 from inductor_passes.program import Program
+
+log = logging.getLogger("simplefsdp")
 
 _aten = torch.ops.aten
 _FORWARD = flop_registry[_aten._scaled_dot_product_flash_attention]
@@ -97,8 +100,24 @@ def flops_of(node: Node) -> float:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), plain)
     try:
         return count(*args, **kwargs, out_val=plain(node))
-    except Exception:
-        return 0  # a formula that does not fit this overload: the bytes decide
+    except Exception as error:  # the formulas are torch's, and so is what they raise
+        _warn_of_formula(name_of(node), f"{type(error).__name__}: {error}")
+        return 0
+
+
+_without_formula: set[str] = set()
+
+
+def _warn_of_formula(op: str, why: str) -> None:
+    """Once per op: its time is then predicted from its bytes alone."""
+    if op not in _without_formula:
+        _without_formula.add(op)
+        log.warning(
+            "%s: its floating-point operations cannot be counted and are taken for none, so it "
+            "is predicted to be as fast as its bytes allow (%s)",
+            op,
+            why,
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+from inductor_passes.buckets import new_label
 from inductor_passes.chain import Chain, Unit
 from inductor_passes.merge import bucket_class
 from inductor_passes.program import Bucket, Collective
@@ -108,9 +109,7 @@ def _labels(segments: Sequence[Segment], units: Sequence[Unit]) -> list[str]:
             members[0].collectives[0].kind
         ]
         label = modules[0] if modules[0] == modules[-1] else f"{modules[0]}..{modules[-1]}"
-        while label in labels:
-            label += "'"
-        labels[label] = None
+        labels[new_label(label, labels)] = None
     return list(labels)
 
 

@@ -12,7 +12,8 @@ def verify_unchanged(before: Program, after: Program) -> None:
 
     Data dependencies, one wait per start and unique names are rules of every program, checked
     where it is read. Here: bytes and parameters per kind, group and reduce op, the sequence of
-    the collectives that are not ours, inputs, and the number of outputs.
+    the collectives that are not ours, inputs, in whatever order (a graph's constants have the
+    place of their first use), and the number of outputs.
 
     Raises:
         ProgramError: with the first thing that differs.
@@ -21,7 +22,7 @@ def verify_unchanged(before: Program, after: Program) -> None:
         ("bytes per kind, group and reduce op", _nbytes),
         ("parameters per kind and group", _parameters),
         ("sequence of other collectives", _others),
-        ("inputs", lambda program: program.inputs),
+        ("inputs", lambda program: Counter[object](program.inputs)),
         ("number of outputs", lambda program: len(program.outputs)),
     ):
         was, now = of(before), of(after)

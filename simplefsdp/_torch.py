@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -24,6 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "CodePlace",
     "GraphBreak",
     "TorchDispatchMode",
     "annotate_backward",
@@ -45,6 +49,9 @@ __all__ = [
     "module_path",
     "no_torch_function",
     "reduces_in_param_dtype",
+    "place_being_compiled",
+    "place_called",
+    "run_as_it_is",
     "second_group",
     "sets_grad_mode",
     "shared_store",
@@ -66,6 +73,51 @@ def sets_grad_mode(node: Node) -> bool:
     return node.target is torch._C._set_grad_enabled
 
 
+def run_as_it_is(function: Callable[..., Any]) -> None:
+    """Let no call of ``function`` become a graph of its own, nor what it calls.
+
+    Where Dynamo cannot take a frame, it goes on with each function that the frame calls. Called
+    from a frame that it can take, ``function`` is traced as ever.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def left_alone_by_dynamo(error: Exception, frame: FrameType) -> Exception:
+    """``error`` as an exception that a backend can raise and its user gets: same type, same words.
+
+    Args:
+        error: the exception.
+        frame: where the part of its traceback begins that the user is to see.
+    """
+    alone: Exception = _left_alone(type(error))(str(error), first_useful_frame=frame)
+    alone.__dict__.update(error.__dict__)
+    return alone
+
+
+def _left_alone(kind: type[Exception]) -> type[Any]:
+    from torch._dynamo.exc import ShortenTraceback
+
+    def __init__(self: Any, message: str, first_useful_frame: FrameType | None = None) -> None:
+        Exception.__init__(self, message)
+        self.first_useful_frame = first_useful_frame
+        self._torch_dynamo_tracer_output = self.frame_exec_strategy = None
+        self.message = message
+
+    # Dynamo adds advice to the arguments, for those who debug it.
+    members = {
+        "__init__": __init__,
+        "__str__": lambda self: self.message,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__reduce__": lambda self: (kind, (self.message,)),
+    }
+    return type(kind.__name__, (ShortenTraceback, kind), members)
+
+
 @dataclass(frozen=True)
 class GraphBreak:
     """Why Dynamo ended a graph early, and where: frames outermost first."""
@@ -80,6 +132,51 @@ def graph_break_of(gm: GraphModule) -> GraphBreak | None:
     if reason is None or not reason.graph_break:
         return None
     return GraphBreak(reason.reason, tuple(reason.user_stack))
+
+
+class CodePlace(NamedTuple):
+    """What a function is known by, whatever Dynamo made of its code."""
+
+    file: str
+    line: int
+    name: str
+
+
+def _place_of(code: CodeType) -> CodePlace:
+    return CodePlace(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def place_being_compiled() -> CodePlace | None:
+    """The function whose graph Dynamo hands to a backend now; None if it does not."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return _place_of(InstructionTranslator.current_tx().f_code)
+    except AttributeError:
+        return None
+
+
+def place_called() -> CodePlace | None:
+    """The outermost of the functions that run compiled, which the user's call began with.
+
+    None if none does: it is being compiled.
+    """
+    from torch._dynamo import convert_frame, eval_frame
+
+    torchs = str(Path(torch.__file__).parent)
+    found: CodePlace | None = None
+    inner: CodePlace | None = None  # the last function on the way out that is not torch's own
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        place = _place_of(frame.f_code)
+        if place.file == convert_frame.__file__:
+            inner = None  # what the compiler has called
+        elif place.file == eval_frame.__file__ and place.name == "compile_wrapper":
+            found = inner
+        elif not place.file.startswith(torchs):
+            inner = place
+        frame = frame.f_back
+    return found
 
 
 def input_name(placeholder: Node) -> str | None:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,17 @@ from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import Auto, Plans, Rehearsal, Settings, launches, predict
 from inductor_passes.roofline import cluster_of
 from inductor_passes.text import to_text
-from simplefsdp import _torch, provenance, rank_guard
+from simplefsdp import _torch, breaks, provenance, rank_guard
+from simplefsdp.breaks import show
 from simplefsdp.census import describe, take_census
 from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
+from simplefsdp.errors import told_plainly
 from simplefsdp.gather import GatherSpec
+from simplefsdp.local_inputs import compile_with_local_inputs
 from simplefsdp.options import Options, parse_options
 from simplefsdp.recompute import tag_for_recompute
 from simplefsdp.reshard import decide_resharding
-from simplefsdp.watch import Seen, show
+from simplefsdp.watch import Seen
 from simplefsdp.wrap import known_fqns
 
 log = logging.getLogger("simplefsdp")
@@ -50,6 +53,7 @@ _plans: dict[bool, Plans] = {True: {}, False: {}}
 _compilations = itertools.count()
 
 
+@told_plainly
 def simplefsdp(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -64,15 +68,14 @@ def simplefsdp(
         options: see :class:`simplefsdp.options.Options`.
 
     Raises:
-        ValueError: an unknown option, a graph that a graph break cut short, a parameter that
-            :func:`simplefsdp.simple_fsdp` did not shard, or one that is written to. Dynamo
-            reports it as the cause of its ``BackendCompilerFailed``, and so the others:
+        TypeError, ValueError: an unknown option, a parameter that
+            :func:`simplefsdp.simple_fsdp` did not shard, or one that is written to.
         RankMismatchError: the ranks are about to communicate differently.
         PassError: a pass failed, and ``on_error`` is ``"raise"``.
     """
     choice = parse_options(options)
     _refuse_unwrapped(gm)
-    _refuse_graph_break(gm)
+    breaks.enter(gm)
     specs = dedupe_gathers(gm)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
     asked, specs = specs, decide_resharding(gm, example_inputs, settings)
@@ -85,7 +88,11 @@ def simplefsdp(
     _agree_on_model(gm, choice, specs, settings, ranks)
     if choice.separate_reduce_group:
         reduce_in_second_group(gm)
-    return _compile(gm, example_inputs, choice, settings, ranks)
+
+    def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _compile(gm, inputs, choice, settings, ranks)
+
+    return compile_with_local_inputs(gm, example_inputs, compile_graph)
 
 
 def _sharded_inputs(gm: GraphModule) -> list[DTensor]:
@@ -108,11 +115,11 @@ def _agree_on_model(
     """Compare across ranks what is communicated, before autograd: a difference is told by name."""
     params = _sharded_inputs(gm)
     grad = "with" if torch.is_grad_enabled() else "without"
-    lines = [
-        f"torch {torch.__version__}, sources {_sources()[:16]}, "
-        f"{replace(options, cluster=None)}, {grad} gradients",
-        f"{settings.auto if settings is not None else None}",
-    ]
+    lines = [f"torch {torch.__version__}", f"sources {_sources()[:16]}", f"{grad} gradients"]
+    # Not the cluster, which may be a path, but what it stands for.
+    lines += _fields("options", replace(options, cluster=None))
+    if settings is not None and settings.auto is not None:
+        lines += _fields("cluster", settings.auto.cluster)
     # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
     lines += [
         str(
@@ -128,6 +135,11 @@ def _agree_on_model(
     lines += sorted(f"{tuple(p.shape)} {p.dtype} {p.placements} {p.requires_grad}" for p in params)
     timeout_s = options.rank_guard_timeout_s
     rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
+
+
+def _fields(name: str, value: Options | Cluster) -> list[str]:
+    """A line for each field, so that the first difference is one field's."""
+    return [f"{name}[{f.name!r}]: {getattr(value, f.name)!r}" for f in fields(value)]
 
 
 def _compile(
@@ -342,20 +354,6 @@ def _warn_of_memory(part: str, rehearsal: Rehearsal, settings: Settings | None) 
             plan.peak_nbytes / 1e9,
             allowed / 1e9,
         )
-
-
-def _refuse_graph_break(gm: GraphModule) -> None:
-    cut = _torch.graph_break_of(gm)
-    if cut is None:
-        return
-    where = cut.stack[-1] if cut.stack else None
-    last = next((m for n in reversed(gm.graph.nodes) if (m := _torch.module_path(n))), None)
-    raise ValueError(
-        "graph break: the simplefsdp backend needs the whole model in one graph, but Dynamo "
-        f"stopped{f' in or after module {last}' if last else ''}"
-        f"{f', at {where.filename}:{where.lineno} ({where.line})' if where else ''}. Change that "
-        f"line, or compile the part of the model without it. Dynamo's reason: {cut.reason}"
-    )
 
 
 def _refuse_unwrapped(gm: GraphModule) -> None:

@@ -107,15 +107,16 @@ def sharded_original(param: Any) -> Any:
     return param
 
 
-def initialiser(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` of a wrapped module, with parameters that are read as full ones inside."""
+def initialiser(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+    """The method ``name`` of ``cls``, for its wrapped instances: it reads full parameters."""
 
-    @functools.wraps(method)
+    @functools.wraps(getattr(cls, name))
     def initialise(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(cls, name)
         if torch.compiler.is_compiling() or initialising():
             return method(self, *args, **kwargs)
         pending = _flow.pending = []
-        _flow.what = f"{type(self).__name__}.{method.__name__}()"
+        _flow.what = f"{cls.__name__}.{name}()"
         try:
             result = method(self, *args, **kwargs)
             for entry in pending:

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simplefsdp import init_flow, recurrent, uninitialised
-from simplefsdp._torch import cast_floating_point
+from simplefsdp._torch import cast_floating_point, run_as_it_is
 from simplefsdp.after_wrap import check_before_eager_forward
 from simplefsdp.gather import gather
-from simplefsdp.reading import in_forward, marks_forward, read_only
+from simplefsdp.reading import in_forward, marked, read_only
 from simplefsdp.wrapped import LAYOUTS, PLAIN_CLASS, POLICY, Layout
 
 _CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instances with a policy
@@ -69,10 +69,10 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         "register_parameter": register_parameter,
     }
     if _has_forward(cls):
-        members["forward"] = marks_forward(cls.forward)
+        members["forward"] = marked(cls)
     for name in init_flow.INITIALISERS:
-        if isinstance(method := getattr(cls, name, None), FunctionType):
-            members[name] = init_flow.initialiser(method)
+        if isinstance(getattr(cls, name, None), FunctionType):
+            members[name] = init_flow.initialiser(cls, name)
     if issubclass(cls, nn.RNNBase):
         members |= recurrent.MEMBERS
     metaclass: Any = type(cls)
@@ -114,6 +114,8 @@ def _gathering_property(name: str) -> property:
             return _gathered(param, layout)
         return _read_eagerly(param, layout)
 
+    run_as_it_is(get)
+
     def put(self: nn.Module, value: Any) -> None:
         self.__dict__[name] = value
 
@@ -125,9 +127,7 @@ def _gathering_property(name: str) -> property:
     return property(get, put, delete)
 
 
-@torch.compiler.disable
 def _read_eagerly(param: Tensor, layout: Layout) -> Tensor:
-    # Dynamo stays out: of a frame that it gave up, it would compile what is called in it.
     if init_flow.initialising() and isinstance(param, DTensor):
         return init_flow.full_parameter(param)
     if not in_forward():

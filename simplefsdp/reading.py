@@ -18,21 +18,23 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from simplefsdp._torch import in_backward, no_torch_function
+from simplefsdp._torch import in_backward, no_torch_function, run_as_it_is
 from simplefsdp.wrapped import is_wrapped
 
 Forward = Callable[..., Any]
 
 
-def marks_forward(forward: Forward) -> Forward:
-    """``forward``, so that :func:`in_forward` finds it on the stack."""
+def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
+    """The method ``name`` of ``cls``, so that :func:`in_forward` finds it on the stack.
 
-    @functools.wraps(forward)
+    It is looked up at each call, so that a later ``cls.forward = ...`` takes effect.
+    """
+
+    @functools.wraps(getattr(cls, name))
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
+        return getattr(cls, name)(self, *args, **kwargs)
 
     return forward_of_wrapped
 
@@ -55,10 +57,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise ValueError(
             f"module: expected a module wrapped by simple_fsdp, got {type(module).__name__}"
         )
-    method = getattr(type(module), name, None)
-    if not callable(method):
-        raise ValueError(f"name: {type(module).__name__} has no method {name!r}")
-    module.__dict__[name] = MethodType(marks_forward(method), module)
+    cls = type(module)
+    if not callable(getattr(cls, name, None)):
+        raise ValueError(f"name: {cls.__name__} has no method {name!r}")
+    module.__dict__[name] = MethodType(marked(cls, name), module)
 
 
 def in_forward() -> bool:
@@ -88,7 +90,6 @@ class ReadOnlyParameter(Tensor):
     _fqn: str
 
     @classmethod
-    @torch.compiler.disable
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -100,6 +101,9 @@ class ReadOnlyParameter(Tensor):
                 if tensor._version != version:
                     _refuse_write(tensor._fqn, getattr(func, "__name__", str(func)))
             return _still_read_only(result, held)
+
+
+run_as_it_is(ReadOnlyParameter.__torch_function__)
 
 
 def read_only(full: Tensor, fqn: str) -> Tensor:

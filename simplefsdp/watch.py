@@ -25,6 +25,7 @@ class Seen(NamedTuple):
         settings: of the passes; None for none.
         pass_seconds: that reading, planning and ordering took.
         compilation: the same for a forward graph and its backward, and for no others.
+        call: the same for all graphs that a call of the model runs: several if Dynamo breaks it.
     """
 
     part: str
@@ -32,6 +33,7 @@ class Seen(NamedTuple):
     settings: Settings | None
     pass_seconds: float
     compilation: int
+    call: int = 0
 
 
 Watcher = Callable[[Seen], None]
@@ -55,6 +57,19 @@ def watching(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         _watchers.remove(watcher)
+
+
+def assumed_cluster(rehearsal: Rehearsal, settings: Settings | None) -> Cluster:
+    """What to predict a graph for: its plan's cluster, else the device's preset, else an H100's."""
+    from inductor_passes.presets import preset
+    from inductor_passes.roofline import cluster_of, device_of
+
+    if settings is not None and settings.auto is not None:
+        return settings.auto.cluster
+    try:
+        return cluster_of(device_of(rehearsal.reading))
+    except ValueError:
+        return preset("h100")
 
 
 def inspect(

@@ -551,6 +551,14 @@ def test_verify_refuses(old, new, message):
         verify_unchanged(before, after)
 
 
+def test_verify_allows_constants_to_change_places():
+    """A graph lists a constant where it is first used, which a new order changes."""
+    declared = "input c: 8\nresident d: 4\n"
+    before, after = parse(declared + BEFORE), parse(BEFORE + "resident d: 4\ninput c: 8\n")
+    assert before.inputs != after.inputs
+    verify_unchanged(before, after)
+
+
 def test_verify_refuses_another_order_of_other_collectives():
     before = parse(BEFORE)
     ops = before.ops

@@ -225,3 +225,15 @@ def test_dataclasses_are_cast(fake_mesh):
     assert seen == [torch.bfloat16, torch.int64, torch.bfloat16]
     assert (out.values.dtype, out.nested[0].dtype) == (torch.float64, torch.float64)
     assert batch.values.dtype == torch.float32
+
+
+def test_a_forward_that_is_replaced_on_the_class_takes_effect(fake_mesh):
+    """As kernels are put into a model of somebody else's, before or after the wrap."""
+
+    class Replaced(nn.Linear):
+        pass
+
+    model = simple_fsdp(nn.Sequential(Replaced(4, 4)), fake_mesh(2))
+    Replaced.forward = lambda self, x: F.linear(x, self.weight) * 0
+    assert model(torch.ones(2, 4)).eq(0).all()
+    assert torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 4)).eq(0).all()

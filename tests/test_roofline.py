@@ -251,3 +251,18 @@ def test_the_work_prices_a_simulation() -> None:
     cost = ClusterCost(preset("h100"), work=work_of(reading))
     total = simulate(reading.program, cost).compute_us
     assert total == pytest.approx(sum(cost.cluster.compute_us(w) for w in cost.work.values()))
+
+
+def test_an_op_whose_operations_cannot_be_counted_is_named_once(monkeypatch, caplog):
+    def fails(*args: object, **kwargs: object) -> int:
+        raise AssertionError("five dimensions")
+
+    monkeypatch.setitem(flop_registry, _aten.mm, fails)
+    monkeypatch.setattr(roofline, "_without_formula", set())
+    reading = read(lambda x, w: (x @ w) @ w, X, W)
+    works = work_of(reading)
+    assert [work.flops for work in works.values()] == [0, 0]
+    lines = [r.getMessage() for r in caplog.records]
+    (line,) = [line for line in lines if "cannot be counted" in line]
+    assert line.startswith("aten::mm: its floating"), lines
+    assert "AssertionError: five dimensions" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from simplefsdp import _torch, recurrent
+from simplefsdp.rank_guard import RankMismatchError
 
 
 def dynamo_graph(function, *args):
@@ -103,6 +105,79 @@ def test_dynamo_says_why_a_graph_ended():
     assert cut.reason
     assert cut.stack[-1].line == "torch._dynamo.graph_break()"
     assert _torch.graph_break_of(dynamo_graph(lambda x: x + 1, torch.ones(2))) is None
+
+
+@pytest.mark.parametrize("as_it_is", [False, True])
+def test_dynamo_leaves_a_function_alone_that_is_to_run_as_it_is(as_it_is):
+    """Of a frame that it cannot take it compiles what the frame calls, but not this one."""
+
+    def called(x):
+        return traced(x) + 1
+
+    def traced(x):
+        return x.sin()
+
+    def in_a_loop(x):
+        for _ in range(2):
+            x = called(x)
+            torch._dynamo.graph_break()
+        return x
+
+    def graphs(function) -> list[str]:
+        torch._dynamo.reset()
+        found = []
+
+        def backend(gm, inputs):
+            found.append(gm.code)
+            return gm
+
+        torch.compile(function, backend=backend)(torch.ones(2))
+        return found
+
+    if as_it_is:
+        _torch.run_as_it_is(called)
+    assert len(graphs(in_a_loop)) == (0 if as_it_is else 1)
+    (code,) = graphs(lambda x: called(x) * 2)
+    assert "sin" in code
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, RankMismatchError])
+def test_dynamo_leaves_some_errors_alone(kind):
+    def backend(gm, inputs):
+        raise _torch.left_alone_by_dynamo(kind("as it is"), sys._getframe())
+
+    with pytest.raises(kind) as caught:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert str(caught.value) == "as it is"
+    assert type(caught.value).__name__ == kind.__name__
+
+
+def test_dynamo_compiles_what_is_behind_a_break_while_the_function_runs():
+    def called(x):
+        x = inner(x)
+        return x.sin()
+
+    def inner(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    found = []
+
+    def backend(gm, inputs):
+        found.append((_torch.place_called(), _torch.place_being_compiled()))
+        return gm
+
+    torch.compile(called, backend=backend)(torch.ones(2))
+    # Nothing of `called` before the break makes a graph.
+    outer, middle = called.__code__.co_firstlineno, inner.__code__.co_firstlineno
+    assert [(place.line, place.name) for place, _ in found] == [(outer, "called")] * 3
+    place, being_compiled = found[0]
+    assert being_compiled.line == middle and place.file == __file__
+    found.clear()
+    torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
+    ((place, being_compiled),) = found
+    assert place is None and being_compiled.name == "<lambda>"
 
 
 def test_dynamo_names_inputs_and_modules():

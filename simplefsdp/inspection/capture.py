@@ -14,15 +14,13 @@ import torch.distributed as dist
 
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
-from inductor_passes.presets import preset
 from inductor_passes.rehearsal import Rehearsal, Settings, launches
-from inductor_passes.roofline import cluster_of, device_of
 from simplefsdp.inspection.document import document
 from simplefsdp.inspection.modules import modules_of
 from simplefsdp.inspection.plans import limits_of
 from simplefsdp.inspection.report import GraphReport, PlanReport, report_graph
 from simplefsdp.prediction import StepPrediction, predict_rehearsed
-from simplefsdp.watch import Seen, watching
+from simplefsdp.watch import Seen, assumed_cluster, watching
 
 if TYPE_CHECKING:
     from simplefsdp.inspection.matching import Comparison
@@ -49,17 +47,19 @@ class RankComparison(NamedTuple):
 class Report:
     """What was compiled inside ``with simplefsdp.inspect() as report``.
 
-    A compilation is a forward graph and, if it is to train, its backward: a step. Evaluation,
-    another batch size or another part of the model is compiled apart, with a number of its own.
+    A compilation is what a call of the model runs: a forward graph and, if it is to train, its
+    backward; several of both if Dynamo breaks the model. It is a step. Evaluation, another batch
+    size or another part of the model is compiled apart, with a number of its own.
 
     Attributes:
-        graphs: of all compilations: ``"forward"`` and ``"backward"`` of the first, ``"forward 2"``
-            and so on of later ones.
+        graphs: of all compilations: ``"forward"`` and ``"backward"`` of the first Dynamo graph,
+            ``"forward 2"`` and so on of later ones.
     """
 
     def __init__(self, cluster: Cluster | None) -> None:
         self._cluster = cluster
-        self._compilations: dict[int, list[str]] = {}  # names of graphs
+        self._numbers: dict[int, int] = {}  # of Dynamo graphs, from 1 on
+        self._compilations: dict[object, list[tuple[int, str]]] = {}  # graphs: when they run, name
         self._plan_names: dict[str, str] = {}
         self._clusters: dict[str, str] = {}
         self._launches: dict[str, list[str]] = {}
@@ -68,9 +68,8 @@ class Report:
     def add(self, seen: Seen) -> None:
         """Take in a graph; the backend calls this."""
         rehearsal = seen.rehearsal
-        cluster = self._cluster or _cluster_for(rehearsal, seen.settings)
-        known = (*self._compilations, seen.compilation)
-        n = 1 + known.index(seen.compilation)
+        cluster = self._cluster or assumed_cluster(rehearsal, seen.settings)
+        n = self._numbers.setdefault(seen.compilation, 1 + len(self._numbers))
         forward, name = (part if n == 1 else f"{part} {n}" for part in ("forward", seen.part))
         self._launches[name] = launches(rehearsal)
         prediction = predict_rehearsed(name, rehearsal, seen.settings, cluster, seen.pass_seconds)
@@ -79,7 +78,9 @@ class Report:
             prediction, limits_of(prediction, seen.settings), _modules(rehearsal, made)
         )
         self._plan_names[name], self._clusters[name] = _plan_name(seen.settings), cluster.name
-        self._compilations.setdefault(seen.compilation, []).append(name)
+        # Backward runs the graphs of a call from the last to the first.
+        turn = n if seen.part == "forward" else _LATER - n
+        self._compilations.setdefault(seen.call or (seen.compilation,), []).append((turn, name))
 
     def plan(self, compilation: int | None = None) -> PlanReport:
         """The graphs of one compilation as a step, without an optimizer.
@@ -97,13 +98,17 @@ class Report:
         if not 1 <= n <= len(self._compilations):
             known = len(self._compilations)
             raise ValueError(f"there is no compilation {n}: {known} of them, from 1 on")
-        names = [*self._compilations.values()][n - 1]
-        graphs = {name: self.graphs[name] for name in names}
+        turns = sorted([*self._compilations.values()][n - 1])
+        graphs = {name: self.graphs[name] for _, name in turns}
         predictions = tuple(graph.prediction for graph in graphs.values())
-        shards_nbytes = max(graph.memory.resident_nbytes for graph in predictions)
-        step = StepPrediction(predictions, 0.0, shards_nbytes, 0)
-        name = " and ".join(dict.fromkeys(self._plan_names[name] for name in names))
-        name = name if n == self._step() else f"{name}, compilation {n}"
+        resident = {
+            turn: self.graphs[name].prediction.memory.resident_nbytes for turn, name in turns
+        }
+        forwards = [nbytes for turn, nbytes in resident.items() if turn < _LATER // 2]
+        step = StepPrediction(predictions, 0.0, max(sum(forwards), *resident.values()), 0)
+        name = " and ".join(dict.fromkeys(self._plan_names[name] for name in graphs))
+        name += f", {len(forwards)} graphs (graph breaks)" if len(forwards) > 1 else ""
+        name += f", compilation {n}" if n != self._step() else ""
         return PlanReport(name, step, graphs, None)
 
     def plans(self) -> list[PlanReport]:
@@ -118,7 +123,7 @@ class Report:
     def _step(self) -> int:
         """Number of the first compilation that trains, or of the first."""
         numbered = enumerate(self._compilations.values(), 1)
-        trains = (n for n, names in numbered if any(x.startswith("backward") for x in names))
+        trains = (n for n, turns in numbered if any(turn > _LATER // 2 for turn, _ in turns))
         return next(trains, 1)
 
     def __str__(self) -> str:
@@ -194,6 +199,8 @@ class Report:
         return compare(theirs)
 
 
+_LATER = 1 << 40  # when the backward of graph 0 would run
+
 _NOTHING = (
     'nothing was compiled: only what torch.compile(..., backend="simplefsdp") compiles inside '
     "`with simplefsdp.inspect()` is seen; enter it before the first step, or call "
@@ -248,15 +255,6 @@ def capture(cluster: Cluster | str | os.PathLike[str] | None) -> Iterator[Report
     report = Report(None if cluster is None else as_cluster(cluster))
     with watching(report.add):
         yield report
-
-
-def _cluster_for(rehearsal: Rehearsal, settings: Settings | None) -> Cluster:
-    if settings is not None and settings.auto is not None:
-        return settings.auto.cluster
-    try:
-        return cluster_of(device_of(rehearsal.reading))
-    except ValueError:
-        return preset("h100")
 
 
 def _plan_name(settings: Settings | None) -> str:

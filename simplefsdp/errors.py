@@ -1,0 +1,52 @@
+"""What the user did wrong, told as it is: a ValueError that Dynamo does not dress up.
+
+Dynamo reports whatever a backend raises as ``BackendCompilerFailed``, with advice on how to debug
+the compiler. It leaves exceptions alone that say they know where the useful part of the traceback
+begins; ours become such ones on their way out.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import inductor_passes
+from inductor_passes.passes import PassError
+from simplefsdp import _torch
+from simplefsdp.rank_guard import RankMismatchError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FOR_USERS = (ValueError, TypeError, RankMismatchError, PassError)
+_FOLDERS = tuple(str(Path(f).parent) for f in (__file__, str(inductor_passes.__file__)))
+
+
+def told_plainly(backend: Callable[P, R]) -> Callable[P, R]:
+    """Let what ``backend`` has to tell its user pass through Dynamo: same type, same words.
+
+    What others raise inside of it, and what is a bug of ours, Dynamo reports as ever.
+    """
+
+    @functools.wraps(backend)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return backend(*args, **kwargs)
+        except _FOR_USERS as error:
+            if not _is_ours(error):
+                raise
+            plain = _torch.left_alone_by_dynamo(error, sys._getframe())
+            raise plain.with_traceback(error.__traceback__) from error.__cause__
+
+    return call
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether a line of ours raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_FOLDERS)
