@@ -6,6 +6,7 @@ Wrap once, compile, train::
     model = torch.compile(model, backend="simplefsdp")
 """
 
+from simplefsdp import _torch
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.initialize import init_weights
 from simplefsdp.watch import inspect
@@ -13,3 +14,5 @@ from simplefsdp.wrap import simple_fsdp
 
 __all__ = ["clip_grad_norm_", "init_weights", "inspect", "simple_fsdp"]
 __version__ = "0.1.0"
+
+_torch.compile_modules_of_torch_too("simplefsdp")

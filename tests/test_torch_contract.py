@@ -309,3 +309,27 @@ def test_fake_tensors_can_be_made_again_on_other_storages():
     for new, old in ((again, whole), (part, view)):
         assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
         assert new.device == old.device and new.storage_offset() == old.storage_offset()
+
+
+def test_dynamo_starts_at_no_function_of_torchs(monkeypatch):
+    """Why ``Module.compile`` is replaced, and what of it the replacement leans on."""
+    monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.compile(backend=backend)
+    model(torch.ones(1, 2))
+    assert graphs == []
+    torch._dynamo.register_backend(backend, name="contract")
+    _torch.compile_modules_of_torch_too("contract")
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    x = torch.ones(1, 2)
+    wanted = model(x)
+    model.compile(backend="contract")
+    torch.testing.assert_close(model(x), wanted)
+    assert len(graphs) == 1
