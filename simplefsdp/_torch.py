@@ -133,8 +133,10 @@ def compile_modules_of_torch_too(backend: str) -> None:
     Dynamo starts at no function of torch's, so ``nn.Sequential(...).compile()`` runs as it is, and
     the backend never hears of it. ``torch.compile(module)`` puts a function in front, where Dynamo
     starts; so does this, for ``backend`` only. If this is called because the backend is being
-    looked up by such a ``compile``, it holds for that one, too.
+    looked up by such a ``compile``, it holds for that one, too. Since 2.15 torch does so itself.
     """
+    if torch.__version__ >= "2.15":
+        return
     original = nn.Module.compile
 
     @functools.wraps(original)
@@ -265,7 +267,7 @@ def module_path(node: Node) -> str | None:
     if not stack:
         return None
     path, cls = list(stack.values())[-1]
-    path = re.sub(r"^L\['\w+'\]\.?", "", path) or "the model"
+    path = re.sub(r"^L\['\w+'\]\.?(__self__\.?)?", "", path) or "the model"
     return f"{path} ({getattr(cls, '__name__', cls)})"
 
 

@@ -323,7 +323,8 @@ def test_dynamo_starts_at_no_function_of_torchs(monkeypatch):
     model = nn.Sequential(nn.Linear(2, 2))
     model.compile(backend=backend)
     model(torch.ones(1, 2))
-    assert graphs == []
+    assert len(graphs) == (0 if torch.__version__ < "2.15" else 1)
+    graphs.clear()
     torch._dynamo.register_backend(backend, name="contract")
     _torch.compile_modules_of_torch_too("contract")
     model = nn.Sequential(nn.Linear(2, 2))
