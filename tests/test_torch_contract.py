@@ -383,3 +383,28 @@ def test_dispatch_modes_of_users_are_told_from_torchs_own():
         assert _torch.dispatch_mode() is None
         with FlopCounterMode(display=False):
             assert _torch.dispatch_mode() == "FlopCounterMode"
+
+
+def test_dynamo_starts_at_no_function_of_torchs(monkeypatch):
+    """Why ``Module.compile`` is replaced, and what of it the replacement leans on."""
+    monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.compile(backend=backend)
+    model(torch.ones(1, 2))
+    assert len(graphs) == (0 if torch.__version__ < "2.15" else 1)
+    graphs.clear()
+    torch._dynamo.register_backend(backend, name="contract")
+    _torch.compile_modules_of_torch_too("contract")
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    x = torch.ones(1, 2)
+    wanted = model(x)
+    model.compile(backend="contract")
+    torch.testing.assert_close(model(x), wanted)
+    assert len(graphs) == 1
