@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp.after_wrap import is_original, mark_original
 from simplefsdp.gather import GatherSpec
+from simplefsdp.known import remember_fqns
 from simplefsdp.parametrization import cast_in_forward, computes_with_parts, use_subclass
 from simplefsdp.placement import (
     DataParallel,
@@ -31,9 +32,6 @@ from simplefsdp.placement import (
 from simplefsdp.precision import Dtypes, dtypes_of, without_override
 from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.wrapped import LAYOUTS, Layout, is_wrapped
-
-# Of every parameter that was wrapped in this process, for messages about those that were not.
-known_fqns: dict[str, None] = {}
 
 
 def simple_fsdp(
@@ -99,9 +97,9 @@ def simple_fsdp(
         _move_buffers(module, mesh.device_type)
     for fqn, param in originals.values():
         mark_original(param, fqn)
-        known_fqns[fqn] = None
     cast_in_forward(model, policy)
     _requalify(model)
+    remember_fqns(model)
     return model
 
 

@@ -408,3 +408,20 @@ def test_dynamo_starts_at_no_function_of_torchs(monkeypatch):
     model.compile(backend="contract")
     torch.testing.assert_close(model(x), wanted)
     assert len(graphs) == 1
+
+
+def test_a_reset_of_torchs_reaches_a_backend(monkeypatch):
+    """For what was compiled by name, and, since we say so, for what is compiled again after one."""
+    from simplefsdp.backend import simplefsdp
+
+    called = []
+    monkeypatch.setattr(simplefsdp, "reset", lambda: called.append(1))
+    torch.compile(torch.nn.Linear(2, 2), backend="simplefsdp", options={"executor": "aot_eager"})
+    torch._dynamo.reset_code_caches()
+    assert not called
+    torch.compiler.reset()
+    assert called
+    called.clear()
+    _torch.reset_with_dynamo(simplefsdp)
+    torch._dynamo.reset()
+    assert called
