@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from simplefsdp.gather import GatherSpec
+from simplefsdp.known import remember_fqns
 from simplefsdp.parametrization import LAYOUTS, Layout, cast_in_forward, is_wrapped, use_subclass
 from simplefsdp.placement import (
     DataParallel,
@@ -30,9 +31,6 @@ from simplefsdp.placement import (
 from simplefsdp.rank_guard import agree, ranks_of
 
 _SHARDED_MARK = "_simple_fsdp_sharded"  # on every original parameter that was sharded
-
-# Of every parameter that was wrapped in this process, for messages about those that were not.
-known_fqns: dict[str, None] = {}
 
 
 def simple_fsdp(
@@ -93,11 +91,11 @@ def simple_fsdp(
     for module in own:
         _install(module, layouts, shards)
         _move_buffers(module, mesh.device_type)
-    for fqn, param in originals.values():
+    for _, param in originals.values():
         setattr(param, _SHARDED_MARK, True)
-        known_fqns[fqn] = None
     cast_in_forward(model, policy)
     _requalify(model)
+    remember_fqns(model)
     return model
 
 
