@@ -400,6 +400,17 @@ def second_group(name: str) -> str:
     return _second_groups[group]
 
 
+def reset_with_dynamo(backend: Callable[..., Any]) -> None:
+    """Let ``torch.compiler.reset()`` call ``backend.reset()``, if it has one.
+
+    Dynamo calls it for what ``torch.compile`` was called for since the last reset; not for what
+    was compiled again after it.
+    """
+    from torch._dynamo.eval_frame import cached_backends
+
+    cached_backends.setdefault(id(backend), backend)
+
+
 def hash_of_files(files: Sequence[str]) -> str:
     """Hash of the contents of source files, to key a cache on the code that made its entries."""
     from torch._inductor.custom_graph_pass import get_hash_for_files

@@ -234,3 +234,20 @@ def test_fake_tensors_can_be_made_again_on_other_storages():
     for new, old in ((again, whole), (part, view)):
         assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
         assert new.device == old.device and new.storage_offset() == old.storage_offset()
+
+
+def test_a_reset_of_torchs_reaches_a_backend(monkeypatch):
+    """For what was compiled by name, and, since we say so, for what is compiled again after one."""
+    from simplefsdp.backend import simplefsdp
+
+    called = []
+    monkeypatch.setattr(simplefsdp, "reset", lambda: called.append(1))
+    torch.compile(torch.nn.Linear(2, 2), backend="simplefsdp", options={"executor": "aot_eager"})
+    torch._dynamo.reset_code_caches()
+    assert not called
+    torch.compiler.reset()
+    assert called
+    called.clear()
+    _torch.reset_with_dynamo(simplefsdp)
+    torch._dynamo.reset()
+    assert called
