@@ -162,18 +162,16 @@ def as_planned(
     return evaluate(program, cost, buckets, lower_bound_us(program, cost)) or buckets
 
 
-def structure(program: Program) -> tuple[Collective, ...]:
-    """What data parallelism communicates in a graph, in sequence, as this rank sees it."""
-    return tuple(c for _, c in _collectives(program) if c.fqns)
-
-
-def communicated(program: Program) -> list[str]:
+def communicated(program: Program, *, sizes: bool = False) -> list[str]:
     """What data parallelism communicates in a graph, in words that are the same on all ranks.
 
-    Sorted: ranks may compute in another sequence and communicate the same.
+    Sorted: ranks may compute in another sequence and communicate the same. With ``sizes``, which
+    may differ between ranks if a tensor-parallel parameter is split unevenly.
     """
     return sorted(
-        f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks: {c.fqns}" for c in structure(program)
+        f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks: {c.fqns} {c.nbytes if sizes else ''}"
+        for _, c in _collectives(program)
+        if c.fqns
     )
 
 

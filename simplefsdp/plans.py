@@ -18,7 +18,7 @@ from inductor_passes import fx
 from inductor_passes.plan import Plan
 from inductor_passes.planned import PlannedBucket, from_json, in_names, to_json
 from inductor_passes.program import Bucket, ProgramError
-from inductor_passes.rehearsal import Settings, as_planned, choose, communicated, structure
+from inductor_passes.rehearsal import Settings, as_planned, choose, communicated
 from simplefsdp.rank_guard import decided, decisions
 
 Chosen = Plan | tuple[Bucket, ...]
@@ -80,7 +80,8 @@ def plan_for_all(
     if auto is None:  # follows from what is communicated, and so is the same anyway
         return Choice(_attempt(partial(choose, reading, settings)), 0)
     known = decisions()
-    key = ("plan", tuple(ranks), part, grad, repr(settings), structure(reading.program))
+    ours = tuple(communicated(reading.program, sizes=True))
+    key = ("plan", tuple(ranks), part, grad, repr(settings), ours)
     mine: Chosen | Exception | None = None
     decision: _Decision | None = known.get(key)
     if decision is None:
