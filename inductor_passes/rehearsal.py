@@ -126,7 +126,7 @@ class Rehearsal:
         planned: the buckets that were chosen.
         after: the graph's program with the collectives merged and in order.
         plan: what the automatic planner expects of it; without a budget if it was made for
-            another graph, which communicates the same.
+            another graph, on this rank or another, which communicates the same.
     """
 
     reading: fx.Reading

@@ -252,6 +252,8 @@ def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
 
 
 def _few(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "(all have just come)"
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
