@@ -24,7 +24,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +34,8 @@ __all__ = [
     "TorchDispatchMode",
     "annotate_backward",
     "cast_floating_point",
+    "default_dtensor_op",
+    "draws_globally",
     "dispatch_mode",
     "compile_modules_of_torch_too",
     "compile_with_aot_eager",
@@ -41,6 +43,7 @@ __all__ = [
     "graph_break_of",
     "graphs_of",
     "grad_dtype_override",
+    "handle_dtensor_op",
     "has_no_data",
     "hash_of_files",
     "in_backward",
@@ -49,6 +52,7 @@ __all__ = [
     "is_split",
     "is_to_empty",
     "line_of",
+    "local_tensor",
     "module_path",
     "no_torch_function",
     "reduces_in_param_dtype",
@@ -635,6 +639,43 @@ def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
         return leaf
 
     return pytree.tree_map(cast_one, value)
+
+
+DTensorOp = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def handle_dtensor_op(op: Callable[..., Any], handler: DTensorOp) -> None:
+    """Have ``handler(op, args, kwargs)`` called for an operator whose arguments are DTensors."""
+    _dtensor_handlers().setdefault(op, handler)
+
+
+def default_dtensor_op(
+    op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a handled operator of DTensors does without its handler."""
+    handlers = _dtensor_handlers()
+    handler = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[op] = handler
+
+
+def _dtensor_handlers() -> dict[Any, DTensorOp]:
+    return DTensor._op_dispatcher._custom_op_handlers  # type: ignore[return-value]
+
+
+def draws_globally(mesh: DeviceMesh) -> bool:
+    """Whether torch draws random DTensors on ``mesh`` as one global tensor; on CPU it does not."""
+    from torch.distributed.tensor._random import is_rng_supported_mesh
+
+    return mesh.device_type != "cpu" and is_rng_supported_mesh(mesh)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """What a DTensor holds on this rank, as ``to_local()``, but nothing is dispatched."""
+    return tensor._local_tensor
 
 
 def in_backward() -> bool:

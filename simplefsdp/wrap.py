@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp.after_wrap import is_original, mark_original
 from simplefsdp.gather import GatherSpec
 from simplefsdp.known import remember_fqns
+from simplefsdp.outside import watch
 from simplefsdp.parametrization import cast_in_forward, computes_with_parts, use_subclass
 from simplefsdp.placement import (
     DataParallel,
@@ -101,6 +102,7 @@ def simple_fsdp(
     cast_in_forward(model, policy)
     _requalify(model)
     remember_fqns(model)
+    watch(model)
     return model
 
 

@@ -12,7 +12,7 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from simplefsdp import _torch, recurrent
@@ -425,3 +425,26 @@ def test_a_reset_of_torchs_reaches_a_backend(monkeypatch):
     _torch.reset_with_dynamo(simplefsdp)
     torch._dynamo.reset()
     assert called
+
+
+def test_an_operator_of_dtensors_can_be_handled(fake_mesh):
+    """outside.py: nn.init and ``.data`` reach the handler; without it the operator is torch's."""
+    op, seen = torch.ops.aten.normal_.default, []
+
+    def handler(op, args, kwargs):
+        seen.append(type(args[0]))
+        return _torch.default_dtensor_op(op, args, kwargs)
+
+    before = _torch._dtensor_handlers().pop(op, None)
+    value = distribute_tensor(torch.zeros(4, 2), fake_mesh(2), [Shard(0)], src_data_rank=None)
+    try:
+        _torch.handle_dtensor_op(op, handler)
+        nn.init.normal_(value)
+        value.data.normal_()
+    finally:
+        _torch._dtensor_handlers().pop(op)
+        if before is not None:
+            _torch.handle_dtensor_op(op, before)
+    assert seen == [DTensor, DTensor]
+    assert value.to_local().abs().min() > 0
+    assert _torch.local_tensor(value) is value._local_tensor
