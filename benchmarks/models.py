@@ -49,10 +49,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add(
         "--bucketing",
-        nargs="+",
+        nargs="*",
         choices=("auto", "manual", "none"),
         default=["auto", "manual"],
-        help="of ours; default auto manual",
+        help="of ours; default auto manual; with no name, only FSDP2 runs",
     )
     add("--no-fsdp2", action="store_true", help="leave FSDP2 + torch.compile out")
     add("--out", type=Path, default=RESULTS, help="results, written as they come")

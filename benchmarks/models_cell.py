@@ -116,6 +116,8 @@ def _rank(rank: int, folder: str, cell: Cell, path: list[str]) -> None:
 
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1  # as many as there are cores for it
+    # Compiled code would draw numpy's numbers from torch's generator, and not those of the reference.
+    torch._dynamo.config.use_numpy_random_stream = True  # SpecAugment's masks
     try:
         store = dist.FileStore(f"{folder}/store", RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

@@ -26,10 +26,14 @@ def words_of(cell: dict[str, Any], tolerance: float) -> str:
     if "error" in cell:
         return f"FAILED at {cell.get('at', '?')}: {cell['error'][:200]}"
     verdict = "trains" if trains(cell, tolerance) else "DIFFERS"
-    absent = f", gradients of one side only: {len(cell['absent_differs'])}"
+    absent = "".join(
+        f", {len(cell[key])} gradients {what}"
+        for key, what in (("absent_differs", "of one side only"), ("zero_for_absent", "0 for none"))
+        if cell[key]
+    )
     return (
         f"{verdict}, gradients {cell['gradient']:.1e} ({cell['gradient_of']}), loss "
-        f"{cell['loss']:.1e}{absent if cell['absent_differs'] else ''}, {cell['graphs']} graphs, "
+        f"{cell['loss']:.1e}{absent}, {cell['graphs']} graphs, "
         f"{cell['breaks']} breaks, {_launches(cell)}{cell['compile_s']:.1f} s compiling"
     )
 

@@ -73,3 +73,5 @@ def test_a_difference_is_found_and_named():
     assert broken["gradient"] == float("inf") and broken["gradient_of"] == "a"
     one_sided = difference(steps(a=None, b=1.0), steps(a=1.0, b=1.0))
     assert one_sided["absent_differs"] == ["a"]
+    other_side = difference(steps(a=1.0, z=0.0, b=1.0), steps(a=None, z=None, b=1.0))
+    assert (other_side["absent_differs"], other_side["zero_for_absent"]) == (["a"], ["z"])
