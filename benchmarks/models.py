@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from models_cell import Cell, run_cell, server
+from models_cell import RANKS, Cell, run_cell, server
 from models_rows import MODELS
 from models_table import missing, print_table, words_of
 
@@ -66,7 +66,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def start(options: argparse.Namespace) -> dict[str, Any]:
     """The results so far: none, or with ``--resume`` those that are there."""
     import torch
-    from models_rank import FORMULA, RANKS, STEPS
+    from models_rank import FORMULA, STEPS
     from report import environment
 
     if options.resume and options.out.exists():

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from models_cell import RANKS
 from models_rows import MODELS
 from models_zoo import Batch, Sample
 from torch import Tensor, nn
@@ -35,7 +36,6 @@ import simplefsdp.backend
 from simplefsdp import simple_fsdp
 from simplefsdp.watch import Seen, watching
 
-RANKS = 2
 STEPS = 3
 LEARNING_RATE = 1e-3
 FLOOR = 1e-3  # of the largest gradient of the model: see `difference`
