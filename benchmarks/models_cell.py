@@ -116,9 +116,6 @@ def _rank(rank: int, folder: str, cell: Cell, path: list[str]) -> None:
 
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1  # as many as there are cores for it
-    # Compiled code would draw numpy's numbers (SpecAugment's masks) from torch's generator, and so
-    # others than the reference.
-    torch._dynamo.config.use_numpy_random_stream = True
     try:
         store = dist.FileStore(f"{folder}/store", RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

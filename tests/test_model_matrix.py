@@ -11,18 +11,20 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 TOLERANCE = 1e-5
-LIBRARIES = {"flux": "diffusers", "lora_bf16": "peft", "lstm": "torch"}
+LIBRARIES = {"lora_bf16": "peft", "lstm": "torch"}  # the rest: transformers
+# Something of each kind, the quick ones to compile: tied and shared layers, graph breaks, experts,
+# a state space, running statistics that differ by rank, masks drawn by numpy, frozen bf16.
 MODELS = {
     "gemma3": "auto",
     "gpt2": "manual",
     "mixtral": "manual",
-    "mamba": "manual",
+    "mamba2": "manual",
+    "albert": "manual",
     "modernbert": "auto",
     "t5": "manual",
-    "clip": "manual",
-    "resnet": "auto",
+    "vit": "manual",
+    "resnet": "manual",
     "wav2vec2": "manual",
-    "flux": "auto",
     "lora_bf16": "auto",
     "lstm": "auto",
 }
@@ -44,9 +46,8 @@ def test_trains_as_one_process_does(pools, name):
         assert found["gradient"] < TOLERANCE, found["gradient_of"]
         assert found["loss"] < TOLERANCE
         assert found["absent_differs"] == []
-        for kind, launched in found["collectives"].items():
-            assert found["buckets"][kind] < launched, kind
-        assert {"gather", "reduce"} <= found["collectives"].keys()
+        for kind in ("gather", "reduce"):
+            assert found["buckets"][kind] < found["collectives"][kind], kind
 
 
 def steps(**gradients: float | None) -> list:
