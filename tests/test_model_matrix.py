@@ -76,3 +76,14 @@ def test_a_difference_is_found_and_named():
     assert one_sided["absent_differs"] == ["a"]
     other_side = difference(steps(a=1.0, z=0.0, b=1.0), steps(a=None, z=None, b=1.0))
     assert (other_side["absent_differs"], other_side["zero_for_absent"]) == (["a"], ["z"])
+
+
+def test_a_verdict_allows_what_rounding_makes_of_the_reference():
+    from models_table import trains
+
+    cell = {"gradient": 1e-3, "loss": 0.0, "absent_differs": [], "rounding": 2e-6}
+    assert not trains(cell, TOLERANCE)
+    assert trains({**cell, "rounding": 1e-2}, TOLERANCE)
+    assert trains({**cell, "gradient": 1e-6, "rounding": None}, TOLERANCE)
+    assert not trains({**cell, "gradient": 0.0, "absent_differs": ["a"]}, TOLERANCE)
+    assert not trains({"error": "ValueError: no"}, TOLERANCE)
