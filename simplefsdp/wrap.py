@@ -82,7 +82,8 @@ def simple_fsdp(
     agree(
         "the model given to simple_fsdp",
         [f"mode={mode} {policy} reshard_after_forward={reshard_after_forward}"]
-        + [f"{_signature(*pair)} {dtypes[key]}" for key, pair in originals.items()],
+        + [_signature(fqn, param) for fqn, param in originals.values()]
+        + [f"{fqn}: {dtypes[key]}" for key, (fqn, _) in originals.items()],
         ranks_of([mesh]),
     )
     layouts = {
