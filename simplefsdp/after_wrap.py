@@ -15,12 +15,19 @@ from simplefsdp._torch import dispatch_mode
 
 log = logging.getLogger("simplefsdp")
 _ORIGINAL = "_simple_fsdp_sharded"  # on every original parameter that was sharded: its FQN
+_FULL = "_simple_fsdp_full"  # on every full parameter that stands for a shard for a while
 
 
 def mark_original(param: Tensor, fqn: str) -> None:
     """Note on a parameter that a shard took its place."""
     setattr(param, _ORIGINAL, fqn)
     _watch_optimizers()
+
+
+def mark_full(param: nn.Parameter) -> nn.Parameter:
+    """Note on a full parameter that it stands for a shard, inside ``unsharded``."""
+    setattr(param, _FULL, True)
+    return param
 
 
 def is_original(param: Tensor) -> bool:
@@ -53,7 +60,7 @@ def check_before_eager_forward(model: nn.Module) -> None:
         ValueError: such a parameter would train on this rank's data alone.
     """
     for fqn, param in model.named_parameters():
-        if param.requires_grad and not isinstance(param, DTensor):
+        if param.requires_grad and not isinstance(param, DTensor) and not hasattr(param, _FULL):
             raise ValueError(
                 f"{fqn}: is not sharded: it came after simple_fsdp, so every rank would train one "
                 "of its own; add parameters (get_peft_model, resize_token_embeddings) first, then "

@@ -16,11 +16,10 @@ start, wait and slice as nodes of its own and can move each of them.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import provenance
@@ -123,10 +122,29 @@ class _Gather(torch.autograd.Function):
         return _gather_shard(shard, spec)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        with provenance.reduce_of(ctx.spec.fqn):
-            return _reduce_grad(grad, ctx.shard_rows, ctx.spec).to(ctx.shard_dtype), None
+        with torch.no_grad(), provenance.reduce_of(ctx.spec.fqn):
+            reduced = _reduce_grad(grad, ctx.shard_rows, ctx.spec).to(ctx.shard_dtype)
+        if torch.is_grad_enabled() and grad.requires_grad:
+            reduced = _NotTwice.apply(reduced, grad, ctx.spec.fqn)
+        return reduced, None
+
+
+class _NotTwice(torch.autograd.Function):
+    """A gradient that was made with ``create_graph=True``: it is refused to differentiate it."""
+
+    @staticmethod
+    def forward(ctx: Any, reduced: Tensor, grad: Tensor, fqn: str) -> Tensor:
+        ctx.fqn = fqn
+        return reduced.view_as(reduced)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise ValueError(
+            f"{ctx.fqn}: its gradient cannot be differentiated once more (create_graph=True), for "
+            "the reduce over ranks has no backward; differentiate twice with respect to inputs "
+            "only, or inside `with simplefsdp.unsharded(model):`, on each rank by itself"
+        )
 
 
 @torch.compiler.allow_in_graph
@@ -149,4 +167,17 @@ def gather(param: DTensor, *spec: Any) -> Tensor:
             "in a control-flow branch (torch.cond, say); read it before, and pass it in"
         )
     with provenance.gather_of(fields.fqn, reshard_after_forward=fields.reshard_after_forward):
-        return _Gather.apply(param.to_local(), fields)  # type: ignore[no-any-return]
+        try:
+            return _Gather.apply(param.to_local(), fields)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if "functorch" in str(error):
+                _refuse_transform(fields.fqn, error)
+            raise
+
+
+def _refuse_transform(fqn: str, error: RuntimeError) -> NoReturn:
+    raise ValueError(
+        f"{fqn}: a sharded parameter cannot be gathered inside a transform of torch.func (grad, "
+        "jvp, vmap, ...); use torch.autograd.grad, or transform inside "
+        "`with simplefsdp.unsharded(model):`, on each rank by itself"
+    ) from error

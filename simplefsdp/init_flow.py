@@ -59,12 +59,11 @@ class _Pending:
                 f"shape {tuple(self.full.shape)}; change the model before simple_fsdp"
             )
         write_back(self.param, self.full)
-        uninitialised.check_again(self.param)
 
 
 def _full_parameter_of(param: DTensor) -> nn.Parameter:
-    fresh = uninitialised.is_marked(param)  # then there is nothing to gather
-    full = uninitialised.blank(param) if fresh else full_of(param)
+    # Of an empty one there is nothing to gather.
+    full = uninitialised.blank(param) if uninitialised.is_empty(param) else full_of(param)
     return nn.Parameter(full, requires_grad=param.requires_grad)
 
 

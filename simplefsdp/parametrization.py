@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp import init_flow, recurrent, uninitialised
+from simplefsdp import init_flow, recurrent, refused, uninitialised
 from simplefsdp._torch import cast_floating_point, run_as_it_is
 from simplefsdp.after_wrap import check_before_eager_forward
 from simplefsdp.gather import gather
 from simplefsdp.reading import in_forward, marked, read_only
-from simplefsdp.wrapped import LAYOUTS, PLAIN_CLASS, POLICY, Layout
+from simplefsdp.wrapped import LAYOUTS, PLAIN_CLASS, POLICY, Layout, check_placed_alike
 
 _CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instances with a policy
 
@@ -56,7 +56,9 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         return uninitialised.apply_marking(self, cls._apply, fn, *args, **kwargs)
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        cls.register_parameter(self, name, init_flow.sharded_original(param))
+        param = init_flow.sharded_original(param)
+        check_placed_alike(self, name, param)
+        cls.register_parameter(self, name, param)
 
     members: dict[str, Any] = {
         "__module__": cls.__module__,
@@ -67,6 +69,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         "_load_from_state_dict": _load_from_state_dict,
         "_apply": _apply,
         "register_parameter": register_parameter,
+        **refused.members(cls),
     }
     if _has_forward(cls):
         members["forward"] = marked(cls)
@@ -133,7 +136,12 @@ def _read_eagerly(param: Tensor, layout: Layout) -> Tensor:
     if not in_forward():
         return param
     fqn = layout.spec.fqn
-    full = _gathered(param, layout)
+    if torch.is_inference_mode_enabled():
+        # Of a tensor made in that mode one could not tell that it was written to.
+        with torch.inference_mode(False), torch.no_grad():
+            full = _gathered(param, layout)
+    else:
+        full = _gathered(param, layout)
     uninitialised.refuse([(fqn, param)])
     return full if layout.tensor_parallel is not None else read_only(full, fqn)
 

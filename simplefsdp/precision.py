@@ -24,6 +24,29 @@ class Dtypes(NamedTuple):
     reduce_dtype: torch.dtype | None
 
 
+def check_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Refuse a policy that says no dtypes, or that could not be followed.
+
+    Raises:
+        TypeError: a dtype is none, or not of floating-point numbers.
+        ValueError: it casts what goes into ``model`` or comes out, which has no forward.
+    """
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"mp_policy.{name}: expected a floating-point torch.dtype or None, got {dtype!r}"
+            )
+    casts_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
+    has_no_forward = type(model).forward is nn.Module.forward
+    if has_no_forward and (casts_inputs or policy.output_dtype is not None):
+        raise ValueError(
+            f"mp_policy: casts the inputs or outputs of the model, but {type(model).__name__} has "
+            "no forward; wrap the modules in it one by one, or the module around it, or pass "
+            "cast_forward_inputs=False and no output_dtype"
+        )
+
+
 def dtypes_of(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> Dtypes:
     """The dtypes of one parameter under ``policy``.
 

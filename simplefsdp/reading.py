@@ -94,12 +94,14 @@ class ReadOnlyParameter(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         with no_torch_function():
+            if getattr(func, "__name__", "") == "__set__" and isinstance(args[0], cls):
+                _refuse_write(args[0]._fqn, f"assigning to .{func.__self__.__name__}")
             held = [a for a in _flat((args, kwargs or {})) if isinstance(a, ReadOnlyParameter)]
             versions = [tensor._version for tensor in held]
             result = func(*args, **(kwargs or {}))
             for tensor, version in zip(held, versions, strict=True):
                 if tensor._version != version:
-                    _refuse_write(tensor._fqn, getattr(func, "__name__", str(func)))
+                    _refuse_write(tensor._fqn, f"{getattr(func, '__name__', func)}()")
             return _still_read_only(result, held)
 
 
@@ -135,9 +137,9 @@ def _same_storage(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
-def _refuse_write(fqn: str, name: str) -> None:
+def _refuse_write(fqn: str, write: str) -> None:
     raise ValueError(
-        f"{fqn}: {name}() in forward changed the gathered copy, not the parameter, so that what it "
+        f"{fqn}: {write} in forward changed the gathered copy, not the parameter, so that what it "
         "wrote would be lost; update parameters outside of forward, or inside "
         "`with simplefsdp.unsharded(model):`"
     )

@@ -3,6 +3,9 @@
 Their memory is filled with NaN and they carry a mark. A parameter that is read in forward while
 it is marked and still has a NaN raises by name, where training would go on with whatever the
 memory held.
+
+The mark is the same on every rank, because an initialiser communicates, or not, by it: so only
+what all ranks agreed on takes it off. What a rank found out by itself is noted beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -18,22 +22,24 @@ from simplefsdp._torch import is_to_empty
 from simplefsdp.wrapped import shards_of
 
 _MARK = "_simple_fsdp_uninitialised"
-
-
-def is_marked(param: Tensor) -> bool:
-    """Whether ``param`` was emptied and has not been seen with values since."""
-    return _MARK in param.__dict__
+_SEEN = "_simple_fsdp_has_values"  # on this rank
 
 
 def apply_marking(
     module: nn.Module, apply: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """``module._apply(fn)``, that marks those of its own parameters that ``fn`` leaves empty."""
-    before = {name: param.is_meta or is_marked(param) for name, param in shards_of(module)}
+    # Now, because ``fn`` may swap what is in the parameters.
+    before = {n: (param.is_meta, _MARK in param.__dict__) for n, param in shards_of(module)}
     result = apply(module, fn, *args, **kwargs)
     for name, param in shards_of(module):
-        if not param.is_meta and (before.get(name) or is_to_empty(fn)):
+        was_meta, was_marked = before[name]
+        if param.is_meta:
+            continue
+        if is_to_empty(fn) or was_meta:
             _poison(param)
+        elif was_marked:  # ``to(dtype)``, say: values and NaNs are kept
+            setattr(param, _MARK, True)
     return result
 
 
@@ -42,6 +48,7 @@ def _poison(param: DTensor) -> None:
     if can_hold_nan(param):
         param.to_local().fill_(float("nan"))
         setattr(param, _MARK, True)
+        param.__dict__.pop(_SEEN, None)
 
 
 def can_hold_nan(param: Tensor) -> bool:
@@ -56,14 +63,31 @@ def blank(param: DTensor) -> Tensor:
     return full.fill_(float("nan")) if can_hold_nan(param) else full
 
 
-def check_again(param: Tensor) -> bool:
-    """Take the mark off ``param`` if it has values by now; whether it has."""
-    if not is_marked(param):
+def is_empty(param: DTensor) -> bool:
+    """Whether ``param`` was emptied and no rank has a value of it; collective if it was emptied.
+
+    The same on every rank. A parameter that got all its values loses its mark.
+    """
+    if _MARK not in param.__dict__:
+        return False
+    missing = torch.isnan(param.to_local().detach())
+    # To be a maximum over ranks: is a value missing, is there one. An empty shard says neither.
+    found = torch.stack([missing.any(), (~missing).any()]).to(torch.int32)
+    for group in param.device_mesh.get_all_groups():
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    some_missing, some_there = (bool(flag) for flag in found.tolist())
+    if not some_missing:
+        delattr(param, _MARK)
+    return some_missing and not some_there
+
+
+def _has_values(param: Tensor) -> bool:
+    if _MARK not in param.__dict__ or _SEEN in param.__dict__:
         return True
     local = param.to_local() if isinstance(param, DTensor) else param
     if bool(torch.isnan(local.detach()).any()):
         return False
-    delattr(param, _MARK)
+    setattr(param, _SEEN, True)
     return True
 
 
@@ -73,7 +97,7 @@ def refuse(named: Iterable[tuple[str, Tensor]]) -> None:
     Raises:
         ValueError: names up to five of them.
     """
-    missing = [fqn for fqn, param in named if not check_again(param)]
+    missing = [fqn for fqn, param in named if not _has_values(param)]
     if missing:
         raise ValueError(
             f"{', '.join(missing[:5])}{f' and {len(missing) - 5} more' if missing[5:] else ''}: "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import has_no_data
+from simplefsdp.after_wrap import mark_full
 from simplefsdp.placement import as_bytes, distribute
 from simplefsdp.wrapped import is_wrapped, plain_classes, shards_of
 
@@ -65,8 +66,8 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     for *_, param in slots:
         if id(param) not in full_by_id:
             made = nn.Parameter(full_of(param), requires_grad=param.requires_grad)
-            full_by_id[id(param)] = made
-    with plain_classes([owner for owner, _, _ in slots]):
+            full_by_id[id(param)] = mark_full(made)
+    with plain_classes(_wrapped_in(module)):
         for owner, name, param in slots:
             owner._parameters[name] = full_by_id[id(param)]
         try:

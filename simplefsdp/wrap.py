@@ -30,7 +30,7 @@ from simplefsdp.placement import (
     shard,
     tensor_parallel_of,
 )
-from simplefsdp.precision import Dtypes, dtypes_of, without_override
+from simplefsdp.precision import Dtypes, check_policy, dtypes_of, without_override
 from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.wrapped import LAYOUTS, Layout, is_wrapped
 
@@ -107,6 +107,12 @@ def simple_fsdp(
 
 
 def _check_arguments(model: object, policy: object, reshard_after_forward: object) -> None:
+    if isinstance(model, (list, tuple)):
+        raise TypeError(
+            f"model: expected a torch.nn.Module, got a {type(model).__name__}; wrap its modules "
+            "one by one, or the module that holds them (the compiler decides what is gathered "
+            "together, see options['buckets'])"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
@@ -116,6 +122,7 @@ def _check_arguments(model: object, policy: object, reshard_after_forward: objec
             "mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy or None, got "
             f"{type(policy).__name__}"
         )
+    check_policy(model, policy)
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward != "auto":
         raise TypeError(
             f"reshard_after_forward: expected True, False or 'auto', got {reshard_after_forward!r}"
@@ -222,7 +229,10 @@ def _layout(
         averages=dp.averages,
         reshard_after_forward=reshard_after_forward,
     )
-    return Layout(spec, tp)
+    placements = dp.placements(sharded=local.dim() > 0)
+    return Layout(
+        spec, tp, param.shape, placements if tp is None else (*tp.placements, *placements)
+    )
 
 
 def _install(

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from simplefsdp.gather import GatherSpec
 from simplefsdp.placement import TensorParallel
@@ -20,15 +21,35 @@ PLAIN_CLASS = "_simple_fsdp_plain_class"  # on every subclass: the class it was 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one parameter of one module instance is gathered."""
+    """How one parameter of one module instance is gathered, and what it looks like."""
 
     spec: GatherSpec
     tensor_parallel: TensorParallel | None
+    shape: torch.Size
+    placements: tuple[Placement, ...]
 
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether ``module`` was wrapped, itself or as a part of a wrapped model."""
     return LAYOUTS in module.__dict__
+
+
+def check_placed_alike(module: nn.Module, name: str, param: object) -> None:
+    """Refuse a DTensor, to be the parameter ``name``, that would be gathered as what it is not.
+
+    Raises:
+        ValueError: its shape or its placements differ from those that the wrap gave to ``name``.
+    """
+    layout = module.__dict__.get(LAYOUTS, {}).get(name)
+    if layout is None or not isinstance(param, DTensor):
+        return
+    if param.shape != layout.shape or param.placements != layout.placements:
+        raise ValueError(
+            f"{layout.spec.fqn}: expected a DTensor of shape {tuple(layout.shape)} placed "
+            f"{layout.placements}, as simple_fsdp made it, got one of shape {tuple(param.shape)} "
+            f"placed {param.placements}; redistribute it, or load a plain tensor by "
+            "load_state_dict(), and change shapes before simple_fsdp"
+        )
 
 
 def shards_of(module: nn.Module) -> list[tuple[str, DTensor]]:

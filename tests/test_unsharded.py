@@ -113,3 +113,15 @@ def test_a_module_that_takes_parts_out(solo_mesh):
         model[0] = model[0].base
     assert isinstance(model[0].weight, DTensor)
     assert torch.allclose(model(x), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model[1]], ids=["all", "part"])
+def test_the_model_runs_inside(fake_mesh, part):
+    """Its root owns no parameters, or was not made whole."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fake_mesh(1))
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 4)
+    with unsharded(part(model), writeback=False):
+        assert torch.allclose(model(x), plain(x), atol=1e-6)
+    model(x).sum().backward()

@@ -1,0 +1,69 @@
+"""What users of FSDP call on a wrapped module, and it has not: an error says what to do instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_ALL = (
+    "gradients are reduced in every backward, and those of several batches add up to the same: "
+    "call backward for each, then optimizer.step()"
+)
+_RESHARD = "pass reshard_after_forward to simple_fsdp"
+_PREFETCH = "the compiler orders gathers, see the options bucketing and max_inflight_gathers"
+_UNSHARDED = "use `with simplefsdp.unsharded(model):`"
+_SCALE = "gradients are averaged over all data-parallel ranks; scale the loss"
+
+# Methods of FSDP2's modules, and two of FSDP's.
+_INSTEAD = {
+    "set_requires_gradient_sync": _ALL,
+    "set_requires_all_reduce": _ALL,
+    "set_is_last_backward": _ALL,
+    "set_reshard_after_forward": _RESHARD,
+    "set_reshard_after_backward": _RESHARD,
+    "set_unshard_in_backward": _RESHARD,
+    "set_modules_to_forward_prefetch": _PREFETCH,
+    "set_modules_to_backward_prefetch": _PREFETCH,
+    "set_post_optim_event": "there are no streams to wait for; leave it out",
+    "set_all_reduce_hook": "pass a 2-D mesh and mode='hybrid_shard' to simple_fsdp",
+    "set_gradient_divide_factor": _SCALE,
+    "set_reduce_scatter_divide_factor": _SCALE,
+    "unshard": _UNSHARDED,
+    "reshard": "full parameters are freed by themselves; leave it out",
+    "summon_full_params": _UNSHARDED,
+    "clip_grad_norm_": "use simplefsdp.clip_grad_norm_(model, max_norm)",
+}
+
+
+def members(cls: type[nn.Module]) -> dict[str, Any]:
+    """For the subclass of ``cls``: methods that ``cls`` has not, and pickling, which refuse."""
+    missing = {name: _method(name) for name in _INSTEAD if not hasattr(cls, name)}
+    return {**missing, "__reduce_ex__": _reduce_ex(cls)}
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def refuse(self: nn.Module, *_: Any, **__: Any) -> Any:
+        raise AttributeError(
+            f"{type(self).__name__}.{name}: a module wrapped by simple_fsdp has no such method; "
+            f"{_INSTEAD[name]}"
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+def _reduce_ex(cls: type[nn.Module]) -> Callable[..., Any]:
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        # copy.deepcopy, which works, asks for the same as pickle, which cannot find the class.
+        if sys._getframe(1).f_globals.get("__name__") == "copy":
+            return cls.__reduce_ex__(self, protocol)
+        raise TypeError(
+            f"model: a {cls.__name__} wrapped by simple_fsdp cannot be pickled; save "
+            "model.state_dict() (torch.distributed.checkpoint.save), and load it into a model that "
+            "is wrapped in the same way"
+        )
+
+    return reduce_ex

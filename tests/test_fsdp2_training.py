@@ -1,0 +1,324 @@
+"""What FSDP2's own tests of training ask for, on two ranks against one process."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from beside import (
+    DIM,
+    EXECUTORS,
+    Mlp,
+    call_of,
+    check_close,
+    check_grads,
+    mean,
+    mine,
+    numbers,
+    rows,
+    train_beside,
+    wrapped,
+)
+from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
+
+from simplefsdp import simple_fsdp
+
+
+class NoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(numbers(5, 5))
+
+    def forward(self):
+        return self.weight @ self.weight
+
+
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(DIM, DIM), nn.Linear(DIM, 5)
+
+    def forward(self, x):
+        return self.outer(self.inner(x) + self.inner(torch.tanh(x)))
+
+
+class SharedParts(nn.Module):
+    """One module under two names, a parameter under two more, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Mlp()
+        self.same = self.one
+        self.other = Mlp()
+        self.other.up.weight = self.one.up.weight
+        self.register_buffer("shift", torch.ones(DIM))
+
+    def forward(self, x):
+        return self.other(self.same(x) + self.one(x) * self.shift)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+class Features(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, 5, kernel_size=2, stride=2)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward_features(self, images):
+        return self.proj(images).flatten(2).transpose(1, 2) * self.scale
+
+    def forward(self, images):
+        return self.forward_features(images).sum(1)
+
+
+class CallsAMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit, self.head = Features(), nn.Linear(5, 4)
+
+    def forward(self, images):
+        return self.head(self.vit.forward_features(images))
+
+
+class Recomputed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(DIM, DIM), Mlp()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.block, self.first(x), use_reentrant=self.use_reentrant)
+
+
+def wrapper_inside() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), checkpoint_wrapper(Mlp()), Mlp())
+
+
+def composable() -> nn.Module:
+    model = nn.Sequential(nn.Linear(DIM, DIM), Mlp())
+    composable_checkpoint(model[1])
+    return model
+
+
+class Chunked(nn.Module):
+    """A head that the model may leave to its caller, tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(11, DIM), nn.RMSNorm(DIM)
+        self.body, self.head = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens, *, skip_head=False):
+        hidden = self.norm(self.body(self.embed(tokens)))
+        return hidden if skip_head else self.head(hidden)
+
+
+class Raises(nn.Module):
+    armed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+
+    def forward(self, x):
+        if self.armed:
+            raise KeyError("of the user's")
+        return self.inner(x)
+
+
+# Name, its model, its batches, and whether it is compiled, too.
+MODELS = {
+    "no_inputs": (NoInputs, lambda step: (), True),
+    "called_twice": (CalledTwice, rows, True),
+    "shared_parts": (SharedParts, rows, True),
+    "unused": (Unused, rows, False),
+    "calls_a_method": (CallsAMethod, lambda step: (numbers(4, 3, 4, 4, seed=step),), True),
+    "recomputed": (lambda: Recomputed(False), rows, False),
+    "recomputed_reentrant": (lambda: Recomputed(True), rows, False),
+    "checkpoint_wrapper": (wrapper_inside, rows, True),
+    "composable_checkpoint": (composable, rows, False),
+}
+
+
+def train(name: str) -> None:
+    build, batch, compiles = MODELS[name]
+    for executor in EXECUTORS if compiles else ("eager",):
+        for mode in ("fully_shard", "replicate") if executor == "eager" else ("fully_shard",):
+            torch.manual_seed(1)
+            plain = build()
+            model = wrapped(plain, mode)
+            train_beside(plain, model, call_of(model, executor), batch)
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains(pools, name):
+    pools(2).run(train, name)
+
+
+def accumulate(plain, model, call):
+    """Several backwards before a step, and zeros that stay in the place of gradients."""
+    optimizers = [torch.optim.Adam(m.parameters(), eps=1e-3) for m in (plain, model)]
+    for step in range(2):
+        for micro in range(3):
+            x = numbers(4, DIM, seed=3 * step + micro)
+            mean(plain(x)).backward()
+            mean(call(mine(x))).backward()
+        check_grads(plain, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+def two_forwards(plain, model, call):
+    """One backward through both, and then theirs one after the other."""
+    for run, part in ((plain, lambda whole: whole), (call, mine)):
+        one, other = part(numbers(4, DIM)), part(numbers(4, DIM, seed=1))
+        (run(one) - run(other)).square().mean().backward()
+        losses = [mean(run(one)), mean(run(other))]
+        for loss in losses:
+            loss.backward()
+    check_grads(plain, model)
+
+
+def a_part_by_itself(plain, model, call):
+    for theirs, ours in ((plain, call), (plain[0], model[0]), (plain[:1], model[:1])):
+        mean(theirs(numbers(4, DIM))).backward()
+        mean(ours(mine(numbers(4, DIM)))).backward()
+        check_grads(plain, model)
+
+
+def as_float64(plain, model, call):
+    plain.double()
+    for swap in (False, True):
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+        try:
+            model.float().to(torch.float64)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(p.dtype == p.to_local().dtype == torch.float64 for p in model.parameters())
+    train_beside(plain, model, call, lambda step: (numbers(4, DIM, seed=step).double(),))
+
+
+def checkpoint_wrapper_after(plain, model, call):
+    for m in (plain, model):
+        apply_activation_checkpointing(m, check_fn=lambda part: isinstance(part, Mlp))
+    train_beside(plain, model, call, rows)
+
+
+def under_autocast(plain, model, call):
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = mean(plain(numbers(4, DIM))), mean(call(mine(numbers(4, DIM))))
+    for loss in losses:
+        loss.backward()
+    check_grads(plain, model, tolerance=3e-2)
+
+
+def in_inference_mode(plain, model, call):
+    """Before training and after; what was gathered there is no constant of later graphs."""
+    for _ in range(2):
+        with torch.inference_mode():
+            wanted = mine(plain(numbers(4, DIM)))
+            check_close(call(mine(numbers(4, DIM))), wanted, 1e-5, "output")
+        train_beside(plain, model, call, rows, steps=1)
+
+
+FLOWS = {
+    accumulate: True,
+    two_forwards: True,
+    a_part_by_itself: True,
+    as_float64: False,
+    checkpoint_wrapper_after: True,
+    under_autocast: True,
+    in_inference_mode: True,
+}
+
+
+def run_flow(flow) -> None:
+    for executor in EXECUTORS if FLOWS[flow] else ("eager",):
+        plain = nn.Sequential(Mlp(), Mlp())
+        model = wrapped(plain)
+        flow(plain, model, call_of(model, executor))
+
+
+@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.__name__)
+def test_a_flow(pools, flow):
+    pools(2).run(run_flow, flow)
+
+
+def chunked_loss(call, head, tokens) -> None:
+    """As torchtitan's: the head and its backward chunk by chunk, then the rest's backward."""
+    hidden = call(tokens, skip_head=True)
+    grads = []
+    for chunk in hidden.detach().chunk(2, dim=1):
+        leaf = chunk.contiguous().requires_grad_()
+        mean(head(leaf)).backward()
+        grads.append(leaf.grad)
+    hidden.backward(torch.cat(grads, 1))
+
+
+def run_chunked_loss() -> None:
+    tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(0))
+    for executor in EXECUTORS:
+        plain = Chunked()
+        model = wrapped(plain)
+        for _ in range(2):
+            chunked_loss(plain, plain.head, tokens)
+            chunked_loss(call_of(model, executor), call_of(model.head, executor), mine(tokens))
+        check_grads(plain, model)
+
+
+def test_a_loss_in_chunks(pools):
+    pools(2).run(run_chunked_loss)
+
+
+def go_on_after_an_error() -> None:
+    plain = nn.Sequential(Mlp(), Raises())
+    model = wrapped(plain)
+    for executor in EXECUTORS:
+        call = call_of(model, executor)
+        model[1].armed = True
+        with pytest.raises(Exception, match="of the user's"):
+            call(mine(numbers(4, DIM)))
+        assert isinstance(model[0].row, DTensor)  # outside of a forward again
+        model[1].armed = False
+    train_beside(plain, model, model, rows)
+
+
+def test_training_goes_on_after_an_error_in_forward(pools):
+    pools(2).run(go_on_after_an_error)
+
+
+def test_one_rank_sends_nothing(fake_mesh):
+    model = simple_fsdp(nn.Sequential(Mlp(), Mlp()), fake_mesh(1))
+    with CommDebugMode() as sent:
+        mean(model(numbers(2, DIM).requires_grad_())).backward()
+    assert sent.get_total_counts() == 0
+
+
+def test_layers_may_be_made_and_wrapped_one_by_one(fake_mesh):
+    mesh, model = fake_mesh(2), nn.Sequential()
+    for _ in range(8):
+        model.append(simple_fsdp(Mlp(), mesh))
+        gc.collect()  # ids of the original parameters are used again
+    simple_fsdp(model, mesh)
+    mean(model(numbers(2, DIM))).backward()
+    assert all(p.grad is not None for p in model.parameters())
