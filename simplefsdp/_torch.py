@@ -33,6 +33,7 @@ __all__ = [
     "GraphBreak",
     "TorchDispatchMode",
     "annotate_backward",
+    "breaks_the_graph",
     "cast_floating_point",
     "default_dtensor_op",
     "draws_globally",
@@ -123,6 +124,22 @@ def _left_alone(kind: type[Exception]) -> type[Any]:
         "__reduce__": lambda self: (kind, (self.message,)),
     }
     return type(kind.__name__, (ShortenTraceback, kind), members)
+
+
+def breaks_the_graph(error: BaseException) -> bool:
+    """Whether Dynamo makes a graph break of ``error``, raised by a backend: an operator whose
+    output depends on data, say, that AOTAutograd meets.
+
+    It does not where the user allowed a function in the graph, as we allow ``gather``; from here
+    on, for the graph that is being compiled, it does.
+    """
+    from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if not isinstance(error, exceptions_allowed_to_be_fallback):
+        return False
+    InstructionTranslator.current_tx().output.has_user_defined_allowed_in_graph = False
+    return True
 
 
 @dataclass(frozen=True)

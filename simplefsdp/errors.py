@@ -8,6 +8,7 @@ begins; ours become such ones on their way out.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from inductor_passes.passes import PassError
 from simplefsdp import _torch
 from simplefsdp.rank_guard import RankMismatchError
 
+log = logging.getLogger("simplefsdp")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -40,6 +42,14 @@ def told_plainly(backend: Callable[P, R]) -> Callable[P, R]:
                 raise
             plain = _torch.left_alone_by_dynamo(error, sys._getframe())
             raise plain.with_traceback(error.__traceback__) from error.__cause__
+        except Exception as error:
+            if _torch.breaks_the_graph(error):
+                log.warning(
+                    "graph break: %s. The code of this graph runs eagerly, and what it gathers is "
+                    "not bucketed; fullgraph=True makes a break an error",
+                    str(error).splitlines()[0],
+                )
+            raise
 
     return call
 

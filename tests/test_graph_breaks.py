@@ -162,3 +162,36 @@ def test_ranks_that_break_differently_raise(pools):
     for text in pools(2).run(ranks_break_differently):
         assert "parts.1.weight" in text
     pools(2).stop()  # of the class that was changed
+
+
+class Masked(nn.Module):
+    """As wav2vec 2.0 masks features: how many rows that are is known when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.row = nn.Parameter(torch.ones(WIDTH))
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.before(x)
+        mask = torch.arange(x.shape[0]) % 2 == 0
+        x[mask] = self.row
+        return self.after(x)
+
+
+def test_an_operator_that_depends_on_data_breaks_the_graph_as_it_does_for_torch(solo_mesh, caplog):
+    torch.manual_seed(0)
+    plain = Masked()
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    run = torch.compile(model, backend="simplefsdp", options=EAGER)
+    x = torch.randn(4, WIDTH)
+    run(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_local(), wanted.grad)
+    assert "graph break: aten.nonzero.default. The code of this graph runs eagerly" in caplog.text
+    strict = torch.compile(model, backend="simplefsdp", options=EAGER, fullgraph=True)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"aten\.nonzero"):
+        strict(x)
