@@ -28,7 +28,6 @@ from simplefsdp.gather import GatherSpec
 from simplefsdp.known import known_fqns
 from simplefsdp.local_inputs import compile_with_local_inputs
 from simplefsdp.options import Options, parse_options
-from simplefsdp.outside import random_fills
 from simplefsdp.reshard import decide_resharding
 
 log = logging.getLogger("simplefsdp")
@@ -115,7 +114,6 @@ def _agree_on_model(
     lines += _fields("options", replace(options, cluster=None))
     if settings is not None and settings.auto is not None:
         lines += _fields("cluster", settings.auto.cluster)
-    lines += [f"random numbers drawn for parameters: {random_fills(tuple(ranks))}"]
     # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
     lines += [
         str(

@@ -5,7 +5,8 @@ notice; torch lets a DTensor's operator be handled otherwise, and for the parame
 models these are:
 
 - *random fills* (``nn.init.normal_(module.weight)`` in a loop): on CPU every rank would draw
-  the same numbers for its own shard. Here they are those of one global tensor, as on CUDA.
+  the same numbers for its own shard. Here they are those of one global tensor, as on CUDA, and
+  from rank 0's generator; so a fill is collective.
 - *slices along a sharded dimension* (``module.weight.data[0].zero_()``): they are copies, gathered
   from all ranks, so that a write is lost. Here they raise, where a write is possible.
 """
@@ -13,19 +14,18 @@ models these are:
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import _torch
 from simplefsdp.initialize import RANDOM_FILLS, fill_global
-from simplefsdp.rank_guard import ranks_of
+from simplefsdp.placement import rank_0s
+from simplefsdp.reading import in_forward
 
 _aten = torch.ops.aten
 # The argument that is the dimension, of operators whose result is a view of a plain tensor.
@@ -37,18 +37,12 @@ _SLICES: dict[Any, int] = {
     _aten.split_with_sizes.default: 2,
 }
 _models: WeakSet[nn.Module] = WeakSet()
-_drawn: dict[tuple[int, ...], str] = {}  # by ranks: a digest of the keys of all random fills
 
 
 def watch(model: nn.Module) -> None:
     """Handle the operators on the parameters of a model that was just wrapped."""
     _models.add(model)
     _install()
-
-
-def random_fills(ranks: tuple[int, ...]) -> str:
-    """What was drawn for parameters over ``ranks``: equal on ranks that draw alike."""
-    return _drawn.get(ranks, "none")
 
 
 @functools.cache
@@ -111,21 +105,15 @@ _last = _Last()
 def _begin(param: DTensor, generator: torch.Generator | None) -> None:
     source = torch.default_generator if generator is None else generator
     number = torch.empty((), dtype=torch.int64, device=source.device).random_(generator=source)
-    _last.number, _last.shape, _last.fills = int(number), param.shape, 0
-    _note(param.device_mesh, (_last.number, tuple(param.shape)))
-
-
-def _note(mesh: DeviceMesh, key: tuple[object, ...]) -> None:
-    ranks = ranks_of([mesh])
-    before = _drawn.get(ranks, "")
-    _drawn[ranks] = hashlib.sha256(f"{before}{key}".encode()).hexdigest()[:16]
+    _last.number, _last.shape = rank_0s(int(number), param.device_mesh), param.shape
+    _last.fills = 0
 
 
 def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     writable = not (torch.is_grad_enabled() and target.requires_grad)  # else autograd refuses
     is_copy = writable and _takes_a_part(op, target, args, kwargs)
-    if is_copy and (fqn := _fqn_of(target)) is not None:
+    if is_copy and (fqn := _fqn_of(target)) is not None and not in_forward():
         raise ValueError(
             f"{fqn}: a slice along a dimension that is sharded is a copy, so that what is written "
             "to it would be lost; write inside `with simplefsdp.unsharded(model):` (or in the "

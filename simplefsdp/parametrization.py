@@ -8,6 +8,7 @@ instances (Dynamo would recompile for each class); what differs between instance
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, cast
@@ -74,12 +75,18 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
     if _has_forward(cls):
         members["forward"] = marked(cls)
     for name in init_flow.INITIALISERS:
-        if isinstance(getattr(cls, name, None), FunctionType):
+        if _is_initialiser(cls, name):
             members[name] = init_flow.initialiser(cls, name)
     if issubclass(cls, nn.RNNBase):
         members |= recurrent.MEMBERS
     metaclass: Any = type(cls)
     return cast(type[nn.Module], metaclass(cls.__name__, (cls,), members))
+
+
+def _is_initialiser(cls: type[nn.Module], name: str) -> bool:
+    """Whether ``cls`` has such a method, and means by it what everybody does."""
+    own_apply = name == "apply" and cls.apply is not nn.Module.apply
+    return isinstance(inspect.getattr_static(cls, name, None), FunctionType) and not own_apply
 
 
 def _has_forward(cls: type[nn.Module]) -> bool:

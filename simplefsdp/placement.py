@@ -190,6 +190,24 @@ def distribute(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     )
 
 
+def rank_0s(number: int, mesh: DeviceMesh) -> int:
+    """The first rank's ``number``, on every rank of ``mesh``; collective."""
+    told = torch.tensor(number, dtype=torch.int64, device=mesh.device_type)
+    for group in mesh.get_all_groups():
+        if group.size() > 1:
+            dist.broadcast(told, group=group, group_src=0)
+    return int(told)
+
+
+def highest_of_ranks(flags: Sequence[bool], mesh: DeviceMesh) -> list[bool]:
+    """Of each flag, whether it is set on any rank of ``mesh``; collective."""
+    found = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
+    for group in mesh.get_all_groups():
+        if group.size() > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return [bool(flag) for flag in found.tolist()]
+
+
 def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """What ``distribute_tensor`` makes of a tensor that nobody has to be sent, without making the
     parts of the other ranks, who may be hundreds."""

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import is_to_empty
+from simplefsdp.placement import highest_of_ranks, parameter_like
 from simplefsdp.wrapped import shards_of
 
 _MARK = "_simple_fsdp_uninitialised"
@@ -63,6 +63,14 @@ def blank(param: DTensor) -> Tensor:
     return full.fill_(float("nan")) if can_hold_nan(param) else full
 
 
+def full_like(param: DTensor, full: Tensor) -> nn.Parameter:
+    """``full`` as a parameter in the place of ``param``: as trainable, with the user's marks."""
+    made = parameter_like(param, full)
+    for mark in (_MARK, _SEEN):
+        made.__dict__.pop(mark, None)
+    return made
+
+
 def is_empty(param: DTensor) -> bool:
     """Whether ``param`` was emptied and no rank has a value of it; collective if it was emptied.
 
@@ -71,11 +79,9 @@ def is_empty(param: DTensor) -> bool:
     if _MARK not in param.__dict__:
         return False
     missing = torch.isnan(param.to_local().detach())
-    # To be a maximum over ranks: is a value missing, is there one. An empty shard says neither.
-    found = torch.stack([missing.any(), (~missing).any()]).to(torch.int32)
-    for group in param.device_mesh.get_all_groups():
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    some_missing, some_there = (bool(flag) for flag in found.tolist())
+    # An empty shard says neither that a value is missing nor that there is one.
+    here = (bool(missing.any()), bool((~missing).any()))
+    some_missing, some_there = highest_of_ranks(here, param.device_mesh)
     if not some_missing:
         delattr(param, _MARK)
     return some_missing and not some_there

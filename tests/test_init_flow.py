@@ -137,6 +137,83 @@ def test_flows_end_with_the_plain_models_values(pools, ranks):
     assert max(pending) == 2 and pending.count(2) == cases * layers
 
 
+class Mixed(nn.Module):
+    """As graph and recurrent networks initialise themselves, and as pretrained ones load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 4))
+        self.bias = nn.Parameter(torch.empty(6))
+        self.kept = nn.Parameter(torch.full((3,), 3.0))
+        self.kept._no_reinit = True
+
+    def reset_parameters(self) -> None:
+        bound = 1 / self.weight.size(1) ** 0.5
+        for param in self.parameters():
+            if not getattr(param, "_no_reinit", False):
+                param.data.uniform_(-bound, bound)
+        self.weight.data[0].zero_()
+
+    def init_weights(self) -> None:
+        nn.init.ones_(self.weight)
+        state = {name: value.full_tensor() * 2 for name, value in self.state_dict().items()}
+        self.load_state_dict(state)
+        if not getattr(self.kept, "_no_reinit", False):
+            self.kept.data.zero_()
+        self.bias.requires_grad_(False)
+        self.bias.is_special = True
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        nn.init.constant_(module.weight, 4.0)
+
+
+def test_parameters_by_name_and_all_of_them_in_turn(solo_mesh):
+    layer = simple_fsdp(Mixed(), solo_mesh)
+    layer.reset_parameters()
+    weight = layer.weight.to_local()
+    assert weight[0].eq(0).all() and not weight[1].eq(0).any() and weight.abs().max() <= 0.5
+    assert layer.kept.to_local().eq(3).all()
+    layer.init_weights()
+    assert layer.weight.to_local().eq(2).all() and layer.kept.to_local().eq(6).all()
+    assert not layer.bias.requires_grad and layer.bias.is_special
+    layer.apply(layer._init_weights)
+    assert layer.weight.to_local().eq(4).all()
+
+
+def test_by_name_and_by_shard_at_once_is_refused(solo_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+    param = layer.weight
+
+    def both(module: nn.Module) -> None:
+        full = module.weight
+        with torch.no_grad():
+            param.fill_(1.0)
+            full.fill_(2.0)
+
+    with pytest.raises(ValueError, match=r"Linear\.apply\(\): writes to a parameter of shape"):
+        layer.apply(both)
+
+
+def test_hooks_set_by_an_initialiser_are_refused(solo_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+    with pytest.raises(ValueError, match=r"Linear\.apply\(\): set hooks on a parameter"):
+        layer.apply(lambda module: module.weight.register_hook(lambda grad: grad))
+
+
+def test_a_method_called_apply_that_computes(solo_mesh):
+    class Apply(nn.Linear):
+        def apply(self, x):
+            return x @ self.weight
+
+        def forward(self, x):
+            return self.apply(x)
+
+    layer = simple_fsdp(Apply(4, 4), solo_mesh)
+    layer(torch.ones(2, 4)).sum().backward()
+    assert layer.weight.grad is not None
+
+
 def test_ranks_that_were_seeded_differently_take_rank_0s_values(pools):
     pools(2).run(compare_with_plain, 1)
 
