@@ -9,7 +9,7 @@ Wrap once, compile, train::
 from simplefsdp import _torch
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.initialize import init_weights
-from simplefsdp.reading import register_forward_method
+from simplefsdp.parametrization import register_forward_method
 from simplefsdp.unsharded import raw_parameters, unsharded
 from simplefsdp.watch import inspect
 from simplefsdp.wrap import simple_fsdp

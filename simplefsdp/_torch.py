@@ -64,6 +64,8 @@ __all__ = [
     "sets_grad_mode",
     "shared_store",
     "storage_use_count",
+    "trace_without",
+    "tree_map_only",
 ]
 
 CompiledFunction = Callable[..., Any]
@@ -79,6 +81,19 @@ def is_checkpoint_region(node: Node) -> bool:
 def sets_grad_mode(node: Node) -> bool:
     """Whether a Dynamo node enters (``args == (False,)``) or leaves a ``no_grad`` block."""
     return node.target is torch._C._set_grad_enabled
+
+
+@functools.cache
+def trace_without(cls: type[torch.Tensor]) -> None:
+    """Let Dynamo leave alone what is done to tensors of ``cls``."""
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
+
+
+def tree_map_only(kind: type[Any], function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``function`` of each leaf of that kind, in any nesting of containers."""
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map_only(kind, function, value)
 
 
 def run_as_it_is(function: Callable[..., Any]) -> None:

@@ -59,12 +59,13 @@ def simplefsdp(
     _refuse_unwrapped(gm)
     breaks.enter(gm)
     specs = dedupe_gathers(gm)
-    _refuse_uninitialised(gm, example_inputs)
+    missing = _without_values(gm, example_inputs)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
     if settings is not None and settings.assignment.uncovered:
         say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
     ranks = _ranks(gm) if choice.rank_guard else ()
-    _agree_on_model(gm, choice, specs, settings, ranks)
+    _agree_on_model(gm, choice, specs, settings, ranks, missing)
+    uninitialised.refuse(missing)
     kept = decide_resharding(gm, example_inputs, settings, ranks, choice.rank_guard_timeout_s)
     if kept:
         say("kept from forward to backward: %s", ", ".join(kept))
@@ -105,6 +106,7 @@ def _agree_on_model(
     specs: Sequence[GatherSpec],
     settings: Settings | None,
     ranks: Sequence[int],
+    missing: Sequence[str],
 ) -> None:
     """Compare across ranks what is communicated, before autograd: a difference is told by name."""
     params = _sharded_inputs(gm)
@@ -114,6 +116,7 @@ def _agree_on_model(
     lines += _fields("options", replace(options, cluster=None))
     if settings is not None and settings.auto is not None:
         lines += _fields("cluster", settings.auto.cluster)
+    lines += [f"parameters without values: {', '.join(missing) or 'none'}"]
     # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
     lines += [
         str(
@@ -197,10 +200,11 @@ def _refuse_unwrapped(gm: GraphModule) -> None:
             )
 
 
-def _refuse_uninitialised(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+def _without_values(gm: GraphModule, example_inputs: Sequence[Any]) -> list[str]:
     value_of = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
-    gathered = [(str(node.args[1]), value_of.get(node.args[0])) for node in gathers_of(gm)]  # type: ignore[arg-type]
-    uninitialised.refuse((fqn, p) for fqn, p in gathered if isinstance(p, DTensor))
+    found = [(str(node.args[1]), value_of.get(node.args[0])) for node in gathers_of(gm)]  # type: ignore[arg-type]
+    params = [(fqn, param) for fqn, param in found if isinstance(param, DTensor)]
+    return uninitialised.without_values((fqn, p, _torch.local_tensor(p)) for fqn, p in params)
 
 
 def _is_plain_parameter(placeholder: Node) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -22,8 +22,8 @@ from simplefsdp import init_flow, recurrent, refused, uninitialised
 from simplefsdp._torch import cast_floating_point, run_as_it_is
 from simplefsdp.after_wrap import check_before_eager_forward
 from simplefsdp.gather import gather
-from simplefsdp.reading import in_forward, marked, read_only
-from simplefsdp.wrapped import LAYOUTS, PLAIN_CLASS, POLICY, Layout, check_placed_alike
+from simplefsdp.reading import in_forward, marked, plain, read_only
+from simplefsdp.wrapped import LAYOUTS, PLAIN_CLASS, POLICY, Layout, check_placed_alike, is_wrapped
 
 _CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instances with a policy
 
@@ -114,6 +114,31 @@ def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
         setattr(cls, _CASTS, True)
 
 
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let the method ``name`` of a wrapped module compute with gathered parameters, as forward.
+
+    For a model that is also called by another name: ``model.encode_text(x)``. As FSDP2's
+    ``register_fsdp_forward_method``. Methods that call ``self(...)``, such as ``generate``, or only
+    submodules, need it not. On a module that was wrapped itself, its inputs and outputs are cast as
+    those of its forward.
+
+    Args:
+        module: wrapped by :func:`simplefsdp.simple_fsdp`, itself or as a part of a model.
+        name: of a method that computes.
+
+    Raises:
+        ValueError: ``module`` is not wrapped, or has no such method.
+    """
+    if not is_wrapped(module):
+        raise ValueError(
+            f"module: expected a module wrapped by simple_fsdp, got {type(module).__name__}"
+        )
+    cls = type(module)
+    if not callable(getattr(cls, name, None)):
+        raise ValueError(f"name: {cls.__name__} has no method {name!r}")
+    module.__dict__[name] = MethodType(_casting_forward(marked(cls, name)), module)
+
+
 def _gathering_property(name: str) -> property:
     def get(self: nn.Module) -> Any:
         layout = getattr(self, LAYOUTS).get(name)
@@ -149,7 +174,7 @@ def _read_eagerly(param: Tensor, layout: Layout) -> Tensor:
             full = _gathered(param, layout)
     else:
         full = _gathered(param, layout)
-    uninitialised.refuse([(fqn, param)])
+    uninitialised.refuse(uninitialised.without_values([(fqn, param, full)]))
     return full if layout.tensor_parallel is not None else read_only(full, fqn)
 
 
@@ -192,6 +217,8 @@ def _casting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating_point((args, kwargs), policy.param_dtype)
         output = forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            output = plain(output)
         if policy.output_dtype is not None:
             output = cast_floating_point(output, policy.output_dtype)
         return output

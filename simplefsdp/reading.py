@@ -12,16 +12,23 @@ the gradient's shard, what is written to it stays, and reading it sends nothing.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
-from simplefsdp._torch import in_backward, no_torch_function, run_as_it_is
-from simplefsdp.wrapped import is_wrapped
+from simplefsdp._torch import (
+    in_backward,
+    no_torch_function,
+    run_as_it_is,
+    trace_without,
+    tree_map_only,
+)
 
 Forward = Callable[..., Any]
 
@@ -39,43 +46,20 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
     return forward_of_wrapped
 
 
-def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let the method ``name`` of a wrapped module compute with gathered parameters, as forward.
-
-    For a model that is also called by another name: ``model.encode_text(x)``. As FSDP2's
-    ``register_fsdp_forward_method``. Methods that call ``self(...)``, such as ``generate``, or only
-    submodules, need it not.
-
-    Args:
-        module: wrapped by :func:`simplefsdp.simple_fsdp`, itself or as a part of a model.
-        name: of a method that computes.
-
-    Raises:
-        ValueError: ``module`` is not wrapped, or has no such method.
-    """
-    if not is_wrapped(module):
-        raise ValueError(
-            f"module: expected a module wrapped by simple_fsdp, got {type(module).__name__}"
-        )
-    cls = type(module)
-    if not callable(getattr(cls, name, None)):
-        raise ValueError(f"name: {cls.__name__} has no method {name!r}")
-    module.__dict__[name] = MethodType(marked(cls, name), module)
-
-
 def in_forward() -> bool:
-    """Whether the caller runs inside a marked forward, or inside a backward, which may recompute
-    a part of one.
+    """Whether the caller runs inside a marked forward, or where a backward recomputes a part of
+    one that was checkpointed.
 
     Looks at the stack: a counter would be wrong in what runs eagerly after a graph break, where
     the frames of the forward stand on the stack, but their code was replaced by the compiler's.
     """
-    if in_backward():
-        return True
+    recomputes = in_backward()
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
         code = caller.f_code
         if code.co_name == "forward_of_wrapped" and code.co_filename == __file__:
+            return True
+        if recomputes and code.co_filename == checkpoint.__file__:
             return True
         frame = caller
     return False
@@ -102,14 +86,33 @@ class ReadOnlyParameter(Tensor):
             for tensor, version in zip(held, versions, strict=True):
                 if tensor._version != version:
                     _refuse_write(tensor._fqn, f"{getattr(func, '__name__', func)}()")
-            return _still_read_only(result, held)
+            return result if func in _NO_VIEWS else _still_read_only(result, held)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(plain(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
 
 
 run_as_it_is(ReadOnlyParameter.__torch_function__)
+# What gives another tensor that shares the memory, but not to write to.
+_NO_VIEWS = {vars(torch._C.TensorBase)["_base"].__get__}
+
+
+def plain(value: Any) -> Any:
+    """``value``, any nesting of containers, with what is read-only in it as plain tensors."""
+
+    def plain_one(tensor: ReadOnlyParameter) -> Tensor:
+        with no_torch_function():
+            return tensor.as_subclass(Tensor)
+
+    return tree_map_only(ReadOnlyParameter, plain_one, value)
 
 
 def read_only(full: Tensor, fqn: str) -> Tensor:
     """``full``, the gathered parameter ``fqn``, such that a write to it raises."""
+    trace_without(ReadOnlyParameter)
     made: ReadOnlyParameter = full.as_subclass(ReadOnlyParameter)
     made._fqn = fqn
     return made
@@ -134,6 +137,8 @@ def _still_read_only(result: Any, held: list[ReadOnlyParameter]) -> Any:
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 

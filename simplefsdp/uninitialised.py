@@ -10,7 +10,7 @@ what all ranks agreed on takes it off. What a rank found out by itself is noted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -87,23 +87,31 @@ def is_empty(param: DTensor) -> bool:
     return some_missing and not some_there
 
 
-def _has_values(param: Tensor) -> bool:
+def without_values(named: Iterable[tuple[str, Tensor, Tensor]]) -> list[str]:
+    """Names of the parameters that were emptied and got no values since.
+
+    Args:
+        named: FQN, parameter, and a tensor to look for its values in: the full one, or, of which
+            only this rank can judge, the shard.
+    """
+    return [fqn for fqn, param, values in named if not _has_values(param, values)]
+
+
+def _has_values(param: Tensor, values: Tensor) -> bool:
     if _MARK not in param.__dict__ or _SEEN in param.__dict__:
         return True
-    local = param.to_local() if isinstance(param, DTensor) else param
-    if bool(torch.isnan(local.detach()).any()):
+    if bool(torch.isnan(values.detach()).any()):
         return False
     setattr(param, _SEEN, True)
     return True
 
 
-def refuse(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if any of these parameters was never given values.
+def refuse(missing: Sequence[str]) -> None:
+    """Raise if any parameter was never given values.
 
     Raises:
         ValueError: names up to five of them.
     """
-    missing = [fqn for fqn, param in named if not _has_values(param)]
     if missing:
         raise ValueError(
             f"{', '.join(missing[:5])}{f' and {len(missing) - 5} more' if missing[5:] else ''}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -237,3 +238,44 @@ def test_a_forward_that_is_replaced_on_the_class_takes_effect(fake_mesh):
     Replaced.forward = lambda self, x: F.linear(x, self.weight) * 0
     assert model(torch.ones(2, 4)).eq(0).all()
     assert torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 4)).eq(0).all()
+
+
+def test_a_hook_of_backward_gets_the_parameter_that_is_trained(fake_mesh):
+    seen = []
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append(layer.weight))
+    layer(torch.ones(2, 4)).sum().backward()
+    assert seen[0] is layer.weight and seen[0].grad is not None
+
+
+def double(x, weight):
+    return torch.tanh(x @ weight) * 2
+
+
+def test_a_compiled_function_takes_a_gathered_parameter_of_an_eager_forward(fake_mesh):
+    run = torch.compile(double, backend="aot_eager")
+    model = simple_fsdp(Probe(lambda module, x: run(x, module.weight)), fake_mesh(2))
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_what_forward_returns_of_a_parameter_is_plain(fake_mesh):
+    def code(module, x):
+        assert module.weight._base is None or not isinstance(module.weight._base, DTensor)
+        copied = copy.deepcopy(module.weight.detach())
+        return {"rows": module.weight[:2], "sparse": module.weight.to_sparse(), "copied": copied}
+
+    model = simple_fsdp(Probe(code), fake_mesh(2))
+    out = model(torch.ones(2, 4))
+    assert {type(value) for value in out.values()} == {torch.Tensor}
+
+
+def test_a_registered_method_casts_as_forward_does(fake_mesh):
+    class Encodes(Probe):
+        def encode(self, x):
+            return x @ self.weight
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = simple_fsdp(Encodes(lambda m, x: x), fake_mesh(2), mp_policy=policy)
+    register_forward_method(model, "encode")
+    assert model.encode(torch.ones(2, 4)).dtype == torch.float64
