@@ -267,6 +267,7 @@ def test_what_torch_does_to_collectives_by_default():
     simple = {"enable_simple_overlap"} if torch.__version__ >= "2.14" else set()
     assert on & {"enable_simple_overlap"} == simple
     serve = {
+        "bucket_exposed_first",  # in 2.11
         "enable_fusion_regions",
         "pre_bucketing_fsdp_collectives",
         "prioritize_bucketing_during_scheduling",
