@@ -30,10 +30,12 @@ from torch.fx import Graph, GraphModule
 
 from inductor_passes.passes import ImposeOrder, bucket_and_reorder, rehearse
 from simplefsdp import _torch, simple_fsdp
-from simplefsdp.backend import describe_passes, fqn_of, pass_settings
+from simplefsdp.backend import pass_settings
+from simplefsdp.compilation import describe_passes
 from simplefsdp.dedupe import dedupe_gathers
 from simplefsdp.models import CONFIGS, Llama
 from simplefsdp.options import Options
+from simplefsdp.provenance import carried_fqn as fqn_of
 from simplefsdp.recompute import tag_for_recompute
 
 LAYERS = {"8B": 32, "70B": 80, "405B": 126}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,12 +13,13 @@ from inductor_passes import fx, scheduler
 from inductor_passes.layouts import write_buckets
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, in_sequence, overlap, starts_in
+from inductor_passes.plan import Plan
 from inductor_passes.planned import PlannedBucket, in_program
-from inductor_passes.program import ProgramError
+from inductor_passes.program import Bucket, ProgramError
 from inductor_passes.rehearsal import (
-    Plans,
     Rehearsal,
     Settings,
+    choose,
     no_garbage_collection,
     rehearsed,
 )
@@ -67,7 +68,7 @@ def _transform(
 ) -> None:
     before = fx.read(graph, fqn_of)
     if planned is None:
-        planned = rehearsed(before, settings).planned
+        planned = rehearsed(before, settings, choose(before, settings)).planned
     buckets = in_program(before.program, planned)
     write_buckets(graph, before, merge(before.program, buckets), buckets, settings.layout)
     reading = fx.read(graph, fqn_of)
@@ -150,11 +151,14 @@ def _try_on_copy(
     _transform(copied, settings, fqn_of, planned)
 
 
+Chooser = Callable[[fx.Reading, Settings], Plan | tuple[Bucket, ...]]
+
+
 @no_garbage_collection()
 def rehearse(
-    gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf, plans: Plans | None = None
+    gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf, chooser: Chooser = choose
 ) -> Rehearsal:
-    """Plan ``gm``; with no settings, nothing changes. ``plans``: see :func:`rehearsed`.
+    """Plan ``gm``; with no settings, nothing changes. ``chooser`` gives the buckets.
 
     If a failure is to lead to a fallback, the whole pass is tried: its callers compare the outcome
     across ranks, so that all fall back or none.
@@ -165,7 +169,7 @@ def rehearse(
     reading = fx.read(gm.graph, fqn_of)
     if settings is None:
         return Rehearsal(reading, (), reading.program)
-    found = rehearsed(reading, settings, plans)
+    found = rehearsed(reading, settings, chooser(reading, settings))
     if settings.on_error == "fallback":
         try:
             _try_on_copy(gm.graph, settings, fqn_of, found.planned)

@@ -7,6 +7,7 @@ parameters, which are the same on all ranks.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -54,6 +55,19 @@ def in_names(program: Program, buckets: Sequence[Bucket]) -> tuple[PlannedBucket
             bucket.window,
         )
         for bucket in buckets
+    )
+
+
+def to_json(planned: Sequence[PlannedBucket]) -> str:
+    """The buckets as a text that another process can read."""
+    return json.dumps(planned)
+
+
+def from_json(text: str) -> tuple[PlannedBucket, ...]:
+    """What :func:`to_json` wrote."""
+    return tuple(
+        PlannedBucket(label, kind, tuple(Member(*member) for member in members), window)
+        for label, kind, members, window in json.loads(text)
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,7 +21,7 @@ from inductor_passes.order import OverlapPolicy, overlap
 from inductor_passes.plan import Plan, evaluate
 from inductor_passes.planned import PlannedBucket, in_names, in_program
 from inductor_passes.presets import preset
-from inductor_passes.program import Bucket, Collective, Op, Program
+from inductor_passes.program import Bucket, Collective, Op, Program, ProgramError
 from inductor_passes.roofline import cluster_of, cost_of, device_of, fused_program
 from inductor_passes.simulate import simulate
 
@@ -126,7 +126,7 @@ class Rehearsal:
         planned: the buckets that were chosen.
         after: the graph's program with the collectives merged and in order.
         plan: what the automatic planner expects of it; without a budget if it was made for
-            another graph, which communicates the same.
+            another graph, on this rank or another, which communicates the same.
     """
 
     reading: fx.Reading
@@ -135,46 +135,44 @@ class Rehearsal:
     plan: Plan | None = None
 
 
-Plans = dict[object, tuple[PlannedBucket, ...]]
-
-
-def rehearsed(reading: fx.Reading, settings: Settings, plans: Plans | None = None) -> Rehearsal:
-    """Choose buckets, and merge and order the program of a graph.
-
-    Args:
-        reading: the graph.
-        settings: what to do.
-        plans: automatic plans made before, which this one is added to. A graph that communicates
-            the same gets the same plan: one rank may compile again for another batch size, and
-            the others, who do not, go on with theirs.
-    """
-    key = (repr(settings), _structure(reading.program))
-    if settings.auto is not None and plans is not None and key in plans:
-        chosen = _again(reading, settings.auto, in_program(reading.program, plans[key]))
-    else:
-        chosen = choose(reading, settings)
+def rehearsed(
+    reading: fx.Reading, settings: Settings, chosen: Plan | tuple[Bucket, ...]
+) -> Rehearsal:
+    """Merge the buckets that were chosen for a graph, and order its program."""
     plan = chosen if isinstance(chosen, Plan) else None
     buckets = chosen.buckets if isinstance(chosen, Plan) else chosen
     after = merge(reading.program, buckets)
     if settings.reorder:
         after = after.reorder(overlap(after, settings.policy))
-    planned = in_names(reading.program, buckets)
-    if plan is not None and plans is not None:
-        plans.setdefault(key, planned)
-    return Rehearsal(reading, planned, after, plan)
+    return Rehearsal(reading, in_names(reading.program, buckets), after, plan)
 
 
-def _again(
-    reading: fx.Reading, auto: Auto, buckets: tuple[Bucket, ...]
+def as_planned(
+    reading: fx.Reading, auto: Auto, planned: Sequence[PlannedBucket]
 ) -> Plan | tuple[Bucket, ...]:
-    """The plan that buckets are which were chosen for another graph."""
+    """A plan that was made for another graph, which communicates the same, for this one.
+
+    Raises:
+        ProgramError: the graph has other collectives of data parallelism's than the plan.
+    """
+    buckets = in_program(reading.program, planned)
+    if in_names(reading.program, buckets) != tuple(planned):
+        raise ProgramError("the plan is not for the collectives that this graph has")
     program, cost = rank_invariant(fused_program(reading), cost_of(reading, auto.cluster))
     return evaluate(program, cost, buckets, lower_bound_us(program, cost)) or buckets
 
 
-def _structure(program: Program) -> tuple[object, ...]:
-    """What data parallelism communicates in a graph, in sequence."""
-    return tuple(c for _, c in _collectives(program) if c.fqns)
+def communicated(program: Program, *, sizes: bool = False) -> list[str]:
+    """What data parallelism communicates in a graph, in words that are the same on all ranks.
+
+    Sorted: ranks may compute in another sequence and communicate the same. With ``sizes``, which
+    may differ between ranks if a tensor-parallel parameter is split unevenly.
+    """
+    return sorted(
+        f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks: {c.fqns} {c.nbytes if sizes else ''}"
+        for _, c in _collectives(program)
+        if c.fqns
+    )
 
 
 def launches(rehearsal: Rehearsal) -> list[str]:

@@ -6,6 +6,7 @@ Wrap once, compile, train::
     model = torch.compile(model, backend="simplefsdp")
 """
 
+from simplefsdp import _torch
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.initialize import init_weights
 from simplefsdp.reading import register_forward_method
@@ -23,3 +24,5 @@ __all__ = [
     "unsharded",
 ]
 __version__ = "0.1.0"
+
+_torch.compile_modules_of_torch_too("simplefsdp")

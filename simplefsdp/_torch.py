@@ -7,6 +7,7 @@ says what moved, when a new release of PyTorch moves it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 import sys
@@ -21,8 +22,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,12 +34,16 @@ __all__ = [
     "TorchDispatchMode",
     "annotate_backward",
     "cast_floating_point",
+    "default_dtensor_op",
+    "draws_globally",
     "dispatch_mode",
+    "compile_modules_of_torch_too",
     "compile_with_aot_eager",
     "compile_with_inductor",
     "graph_break_of",
     "graphs_of",
     "grad_dtype_override",
+    "handle_dtensor_op",
     "has_no_data",
     "hash_of_files",
     "in_backward",
@@ -46,6 +52,7 @@ __all__ = [
     "is_split",
     "is_to_empty",
     "line_of",
+    "local_tensor",
     "module_path",
     "no_torch_function",
     "reduces_in_param_dtype",
@@ -134,6 +141,64 @@ def graph_break_of(gm: GraphModule) -> GraphBreak | None:
     return GraphBreak(reason.reason, tuple(reason.user_stack))
 
 
+def compile_modules_of_torch_too(backend: str) -> None:
+    """Have ``module.compile(backend=backend)`` compile a module of torch's own as one graph.
+
+    Dynamo starts at no function of torch's, so ``nn.Sequential(...).compile()`` runs as it is, and
+    the backend never hears of it. ``torch.compile(module)`` puts a function in front, where Dynamo
+    starts; so does this, for ``backend`` only. If this is called because the backend is being
+    looked up by such a ``compile``, it holds for that one, too. Since 2.15 torch does so itself.
+    """
+    if torch.__version__ >= "2.15":
+        return
+    original = nn.Module.compile
+
+    @functools.wraps(original)
+    def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if kwargs.get("backend") == backend and _is_torchs_own(self):
+            self._compiled_call_impl = torch.compile(_in_front(self), *args, **kwargs)
+
+    nn.Module.compile = compile_module  # type: ignore[assignment,method-assign]
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is original.__code__ and _is_torchs_own(frame.f_locals["self"]):
+            if frame.f_locals["kwargs"].get("backend") == backend:
+                _put_in_front_once(frame.f_locals["self"])
+            return
+        frame = frame.f_back
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    return type(module).forward.__code__.co_filename.startswith(str(Path(torch.__file__).parent))
+
+
+def _in_front(module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return call
+
+
+def _put_in_front_once(module: nn.Module) -> None:
+    """Of the ``torch.compile`` that is under way for ``module``."""
+    import torch._dynamo
+
+    original = torch._dynamo.optimize
+
+    def optimize(*args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.optimize = original
+        decorate = original(*args, **kwargs)
+
+        def decorated(function: Any) -> Any:
+            is_it = getattr(function, "__self__", None) is module
+            return decorate(_in_front(module) if is_it else function)
+
+        return decorated
+
+    torch._dynamo.optimize = optimize
+
+
 class CodePlace(NamedTuple):
     """What a function is known by, whatever Dynamo made of its code."""
 
@@ -216,7 +281,7 @@ def module_path(node: Node) -> str | None:
     if not stack:
         return None
     path, cls = list(stack.values())[-1]
-    path = re.sub(r"^L\['\w+'\]\.?", "", path) or "the model"
+    path = re.sub(r"^L\['\w+'\]\.?(__self__\.?)?", "", path) or "the model"
     return f"{path} ({getattr(cls, '__name__', cls)})"
 
 
@@ -224,7 +289,7 @@ def line_of(node: Node | None) -> str:
     """Where the user's code made ``node``: the innermost frame of its trace, if it has one."""
     trace = node.stack_trace if node is not None else None
     lines = [line.strip() for line in (trace or "").splitlines()]
-    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    frames = [i for i, x in enumerate(lines) if x.startswith("File ") and __file__ not in x]
     return f" ({': '.join(lines[frames[-1] : frames[-1] + 2])})" if frames else ""
 
 
@@ -519,6 +584,17 @@ def second_group(name: str) -> str:
     return _second_groups[group]
 
 
+def reset_with_dynamo(backend: Callable[..., Any]) -> None:
+    """Let ``torch.compiler.reset()`` call ``backend.reset()``, if it has one.
+
+    Dynamo calls it for what ``torch.compile`` was called for since the last reset; not for what
+    was compiled again after it.
+    """
+    from torch._dynamo.eval_frame import cached_backends
+
+    cached_backends.setdefault(id(backend), backend)
+
+
 def hash_of_files(files: Sequence[str]) -> str:
     """Hash of the contents of source files, to key a cache on the code that made its entries."""
     from torch._inductor.custom_graph_pass import get_hash_for_files
@@ -563,6 +639,43 @@ def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
         return leaf
 
     return pytree.tree_map(cast_one, value)
+
+
+DTensorOp = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def handle_dtensor_op(op: Callable[..., Any], handler: DTensorOp) -> None:
+    """Have ``handler(op, args, kwargs)`` called for an operator whose arguments are DTensors."""
+    _dtensor_handlers().setdefault(op, handler)
+
+
+def default_dtensor_op(
+    op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a handled operator of DTensors does without its handler."""
+    handlers = _dtensor_handlers()
+    handler = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[op] = handler
+
+
+def _dtensor_handlers() -> dict[Any, DTensorOp]:
+    return DTensor._op_dispatcher._custom_op_handlers  # type: ignore[return-value]
+
+
+def draws_globally(mesh: DeviceMesh) -> bool:
+    """Whether torch draws random DTensors on ``mesh`` as one global tensor; on CPU it does not."""
+    from torch.distributed.tensor._random import is_rng_supported_mesh
+
+    return mesh.device_type != "cpu" and is_rng_supported_mesh(mesh)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """What a DTensor holds on this rank, as ``to_local()``, but nothing is dispatched."""
+    return tensor._local_tensor
 
 
 def in_backward() -> bool:

@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import itertools
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-import inductor_passes
-from inductor_passes._torch import no_fusion_past_launches
 from inductor_passes.buckets import assign_by_module
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
 from inductor_passes.order import OverlapPolicy
-from inductor_passes.passes import ImposeOrder, PassError, bucket_and_reorder, rehearse
-from inductor_passes.planned import PlannedBucket
-from inductor_passes.program import ProgramError
-from inductor_passes.rehearsal import Auto, Plans, Rehearsal, Settings, launches, predict
+from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.roofline import cluster_of
-from inductor_passes.text import to_text
-from simplefsdp import _torch, breaks, provenance, rank_guard
-from simplefsdp.breaks import show
-from simplefsdp.census import describe, take_census
-from simplefsdp.dedupe import dedupe_gathers, reduce_in_second_group
+from simplefsdp import _torch, breaks, rank_guard, uninitialised
+from simplefsdp.compilation import compile_with_passes, say, sources
+from simplefsdp.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.errors import told_plainly
 from simplefsdp.gather import GatherSpec
+from simplefsdp.known import known_fqns
 from simplefsdp.local_inputs import compile_with_local_inputs
 from simplefsdp.options import Options, parse_options
-from simplefsdp.recompute import tag_for_recompute
+from simplefsdp.outside import random_fills
 from simplefsdp.reshard import decide_resharding
-from simplefsdp.watch import Seen
-from simplefsdp.wrap import known_fqns
 
 log = logging.getLogger("simplefsdp")
-
-# Automatic plans of this process, of graphs with gradients and of those without: what is freed
-# in an evaluation is kept in a training step, which may communicate the same.
-_plans: dict[bool, Plans] = {True: {}, False: {}}
-_compilations = itertools.count()
 
 
 @told_plainly
@@ -69,30 +50,44 @@ def simplefsdp(
 
     Raises:
         TypeError, ValueError: an unknown option, a parameter that
-            :func:`simplefsdp.simple_fsdp` did not shard, or one that is written to.
+            :func:`simplefsdp.simple_fsdp` did not shard, one that is written to, or one that
+            ``to_empty`` left without values.
         RankMismatchError: the ranks are about to communicate differently.
         PassError: a pass failed, and ``on_error`` is ``"raise"``.
     """
+    _torch.reset_with_dynamo(simplefsdp)
     choice = parse_options(options)
     _refuse_unwrapped(gm)
     breaks.enter(gm)
     specs = dedupe_gathers(gm)
+    _refuse_uninitialised(gm, example_inputs)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
-    asked, specs = specs, decide_resharding(gm, example_inputs, settings)
-    kept = [s.fqn for s in specs if not s.reshard_after_forward and s not in asked]
-    if kept:
-        _say("kept from forward to backward: %s", ", ".join(kept))
     if settings is not None and settings.assignment.uncovered:
-        _say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
+        say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
     ranks = _ranks(gm) if choice.rank_guard else ()
     _agree_on_model(gm, choice, specs, settings, ranks)
+    kept = decide_resharding(gm, example_inputs, settings, ranks, choice.rank_guard_timeout_s)
+    if kept:
+        say("kept from forward to backward: %s", ", ".join(kept))
     if choice.separate_reduce_group:
         reduce_in_second_group(gm)
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _compile(gm, inputs, choice, settings, ranks)
+        return compile_with_passes(gm, inputs, choice, settings, ranks)
 
     return compile_with_local_inputs(gm, example_inputs, compile_graph)
+
+
+def _reset() -> None:
+    """Forget plans, and what was kept from forward to backward: the next compilation decides anew.
+
+    ``torch.compiler.reset()`` and ``torch._dynamo.reset()`` call it. Call them on all ranks, or on
+    none: see :func:`simplefsdp.rank_guard.forget_decisions`.
+    """
+    rank_guard.forget_decisions()
+
+
+simplefsdp.reset = _reset  # type: ignore[attr-defined]
 
 
 def _sharded_inputs(gm: GraphModule) -> list[DTensor]:
@@ -115,11 +110,12 @@ def _agree_on_model(
     """Compare across ranks what is communicated, before autograd: a difference is told by name."""
     params = _sharded_inputs(gm)
     grad = "with" if torch.is_grad_enabled() else "without"
-    lines = [f"torch {torch.__version__}", f"sources {_sources()[:16]}", f"{grad} gradients"]
+    lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients"]
     # Not the cluster, which may be a path, but what it stands for.
     lines += _fields("options", replace(options, cluster=None))
     if settings is not None and settings.auto is not None:
         lines += _fields("cluster", settings.auto.cluster)
+    lines += [f"random numbers drawn for parameters: {random_fills(tuple(ranks))}"]
     # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
     lines += [
         str(
@@ -142,109 +138,6 @@ def _fields(name: str, value: Options | Cluster) -> list[str]:
     return [f"{name}[{f.name!r}]: {getattr(value, f.name)!r}" for f in fields(value)]
 
 
-def _compile(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    settings: Settings | None,
-    ranks: Sequence[int],
-) -> Callable[..., Any]:
-    # The buckets of the graph that is being compiled, forward or backward: chosen when it is
-    # observed, and agreed on with the other ranks, then written by the pass.
-    current: list[tuple[PlannedBucket, ...] | None] = [None]
-    base = _uuid(settings)
-    timeout_s = options.rank_guard_timeout_s
-    compilation = next(_compilations)
-    plans = _plans[torch.is_grad_enabled()]
-
-    def uuid() -> str:
-        return hashlib.sha256(f"{base}{current[0]}".encode()).hexdigest()
-
-    def observe(graph: GraphModule, is_backward: bool) -> None:
-        current[0] = _observe(
-            graph,
-            is_backward,
-            settings=settings,
-            plans=plans,
-            ranks=ranks,
-            timeout_s=timeout_s,
-            compilation=compilation,
-        )
-
-    def graph_pass(graph: Graph) -> None:
-        if settings is not None and current[0] is not None:
-            bucket_and_reorder(graph, settings, fqn_of, current[0])
-
-    scheduler_pass, as_planned = None, False
-    if settings is not None and settings.reorder:
-        as_planned = settings.auto is not None
-        scheduler_pass = ImposeOrder(settings.policy, settings.on_error, as_planned, base)
-    if options.executor == "aot_eager":
-        return _torch.compile_with_aot_eager(
-            gm,
-            example_inputs,
-            observe=observe,
-            joint_pass=tag_for_recompute,
-            graph_pass=graph_pass if settings is not None else None,
-        )
-    return _torch.compile_with_inductor(
-        gm,
-        example_inputs,
-        observe=observe,
-        joint_pass=tag_for_recompute,
-        graph_pass=graph_pass if settings is not None else None,
-        scheduler_pass=scheduler_pass,
-        lowering=no_fusion_past_launches if as_planned else nullcontext,
-        uuid=uuid,
-    )
-
-
-def _observe(
-    gm: GraphModule,
-    is_backward: bool,
-    *,
-    settings: Settings | None,
-    plans: Plans,
-    ranks: Sequence[int],
-    timeout_s: float,
-    compilation: int,
-) -> tuple[PlannedBucket, ...] | None:
-    """Choose the buckets of a graph; log, and compare with the other ranks, what it will launch.
-
-    Called whether or not a cache has the code, with the graph that the passes will get. None if
-    the graph is to stay as it is: it cannot be planned, and that leads to a fallback.
-
-    Raises:
-        PassError: it cannot be planned, and that is an error; when all ranks have compared it.
-        ValueError: likewise, and the user can mend it: no schedule fits the memory budget, say.
-    """
-    line = describe(take_census(gm.graph), is_backward=is_backward)
-    part = "backward" if is_backward else "forward"
-    planned = failure = None
-    begin = time.perf_counter()
-    try:
-        rehearsal = rehearse(gm, settings, fqn_of, plans)
-        planned = rehearsal.planned
-        show(Seen(part, rehearsal, settings, time.perf_counter() - begin, compilation))
-        _torch.trace_artifact(f"simplefsdp_{part}", lambda: to_text(rehearsal.after))
-        lines = launches(rehearsal)
-        line += describe_passes(rehearsal, settings)
-        _warn_of_memory(part, rehearsal, settings)
-    except Exception as error:  # of whatever kind: the others wait to hear of it
-        failure = error
-        lines = [f"cannot be planned: {error}"]
-        line += f"; {lines[0]}"
-    _say("%s", line)
-    rank_guard.agree(f"the {part} graph to compile", lines, ranks, timeout_s)
-    if failure is not None and (settings is None or settings.on_error == "raise"):
-        theirs = isinstance(failure, ValueError) and not isinstance(failure, ProgramError)
-        kind = ValueError if theirs else PassError
-        raise kind(f"{part} graph: {failure}") from failure
-    if failure is not None:
-        log.warning("%s graph: compiled without the passes: %s", part, failure)
-    return planned
-
-
 def _device(gm: GraphModule) -> torch.device:
     return next((param.device for param in _sharded_inputs(gm)), torch.device("cpu"))
 
@@ -264,7 +157,7 @@ def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -
     if not merges and not options.reorders:
         return None
     return Settings(
-        assign_by_module(fqns, options.buckets, known=known_fqns),
+        assign_by_module(fqns, options.buckets, known=known_fqns(fqns)),
         auto=_auto(options, device) if options.bucketing == "auto" else None,
         merge=merges,
         reorder=options.reorders,
@@ -293,69 +186,6 @@ def _check_nodes(cluster: Cluster) -> None:
         )
 
 
-fqn_of = provenance.carried_fqn
-
-
-def _uuid(settings: Settings | None) -> str:
-    """The passes' identity for Inductor's cache: their sources, all of them, and settings."""
-    return hashlib.sha256(f"{_sources()}{settings!r}".encode()).hexdigest()
-
-
-@functools.cache
-def _sources() -> str:
-    packages = [Path(__file__).parent, Path(inductor_passes.__file__).parent]
-    return _torch.hash_of_files(sorted(str(f) for path in packages for f in path.glob("*.py")))
-
-
-def _say(message: str, *args: object) -> None:
-    log.log(_level(), message, *args)
-
-
-def _level() -> int:
-    """Rank 0 speaks for all."""
-    return logging.INFO if not dist.is_initialized() or dist.get_rank() == 0 else logging.DEBUG
-
-
-def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
-    """What the passes will make of a graph, for the log line; nothing if there are none."""
-    if settings is None:
-        return ""
-    found = predict(rehearsal, settings.auto.cluster if settings.auto else None)
-    verb = "->" if settings.merge else "moved as"
-    parts = [
-        f"{n} {kind}s {verb} {found.buckets[kind]} buckets"
-        for kind, n in found.collectives.items()
-        if n
-    ]
-    if (plan := rehearsal.plan) is not None:
-        of_budget = f" of {plan.budget_nbytes / 1e9:.3g}" if plan.budget_nbytes else ""
-        parts.append(
-            f"planned {'' if of_budget else 'as before, '}{plan.step_us / 1e3:.3g} ms (lower bound "
-            f"{plan.lower_bound_us / 1e3:.3g}), {plan.peak_nbytes / 1e9:.3g}{of_budget} GB beside "
-            "shards of parameters"
-        )
-    exposed = f"{found.exposed_before_us / 1e3:.3g} -> {found.exposed_after_us / 1e3:.3g} ms"
-    return "; ".join(["", *parts, f"predicted exposed {exposed} on {found.device}"])
-
-
-def _warn_of_memory(part: str, rehearsal: Rehearsal, settings: Settings | None) -> None:
-    """Say so if a plan that was made for another batch takes more than the user allows.
-
-    It cannot be made anew: the other ranks may go on with it.
-    """
-    allowed = settings.auto.budget_nbytes if settings is not None and settings.auto else None
-    plan = rehearsal.plan
-    if plan is not None and allowed is not None and plan.peak_nbytes > allowed:
-        log.warning(
-            "%s graph: planned for another batch, and for this one %.4g GB of activations, full "
-            "parameters and gradients are predicted, where memory_budget_gb=%.4g; compile the "
-            "largest batch first",
-            part,
-            plan.peak_nbytes / 1e9,
-            allowed / 1e9,
-        )
-
-
 def _refuse_unwrapped(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.op == "placeholder" and _is_plain_parameter(node):
@@ -367,6 +197,12 @@ def _refuse_unwrapped(gm: GraphModule) -> None:
                 "sharded: call simplefsdp.simple_fsdp(model, mesh) before "
                 'torch.compile(model, backend="simplefsdp"), and register no parameters after it'
             )
+
+
+def _refuse_uninitialised(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    value_of = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+    gathered = [(str(node.args[1]), value_of.get(node.args[0])) for node in gathers_of(gm)]  # type: ignore[arg-type]
+    uninitialised.refuse((fqn, p) for fqn, p in gathered if isinstance(p, DTensor))
 
 
 def _is_plain_parameter(placeholder: Node) -> bool:

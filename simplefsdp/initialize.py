@@ -24,7 +24,7 @@ from simplefsdp.wrapped import is_wrapped, plain_classes
 _BLOCK_NUMEL = 1 << 18
 
 _aten = torch.ops.aten
-_RANDOM_FILLS = {
+RANDOM_FILLS = {
     _aten.normal_.default,
     _aten.uniform_.default,
     _aten.bernoulli_.float,
@@ -159,6 +159,7 @@ class _ShardedInit(TorchDispatchMode):
         self.seed = seed
         self.module = ""  # the one being initialised, for errors
         self.draws: dict[str, int] = {}
+        self.filled = ""  # the parameter that was drawn last
         self.unwritten: dict[int, str] = {
             _address(tensor): fqn
             for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -172,24 +173,31 @@ class _ShardedInit(TorchDispatchMode):
         alias = func._schema.arguments[0].alias_info if func._schema.arguments else None
         if alias is None or not alias.is_write or not isinstance(args[0], Tensor):
             self._refuse_unseeded(func, args)
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         target = args[0]
-        fqn = self.fqns.get(_address(target))
         self.unwritten.pop(_address(target), None)
-        if not isinstance(target, DTensor):
-            return func(*args, **kwargs)
-        if fqn is None:
-            raise ValueError(
-                f"init of {self.module}: {func} writes to a tensor that is not a parameter itself: "
-                "a new one, or a slice, which of a sharded parameter is a copy, so that what is "
-                "written would be lost; initialise the whole parameter in place (nn.init.normal_, "
-                "uniform_, ...), or pass init_fn"
-            )
-        if func not in _RANDOM_FILLS:
-            return func(*args, **kwargs)
-        draw = self.draws[fqn] = self.draws.get(fqn, -1) + 1
-        _fill(target, (self.seed, fqn, draw), lambda t, g: func(t, *args[1:], generator=g))
+        if func not in RANDOM_FILLS or not isinstance(target, DTensor):
+            return self._run(func, args, kwargs)
+        # A tensor that is no parameter may become one: trunc_normal_ draws again what it rejects,
+        # on some ranks more often than on others. So each parameter has a count of its own.
+        if (fqn := self.fqns.get(_address(target))) is not None:
+            self.filled, self.draws[f"after {fqn}"] = fqn, -1
+        name = fqn or f"after {self.filled}"
+        draw = self.draws[name] = self.draws.get(name, -1) + 1
+        key = (self.seed, name, draw)
+        fill_global(target, key, lambda t, g: func(t, *args[1:], generator=g))
         return target
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"init of {self.module}: {func} does not work on shards ({error}); initialise "
+                "whole parameters in place (nn.init.normal_, uniform_, ...), pass init_fn, or "
+                "call model.to_empty(device=...) and the model's own initialisation instead, "
+                "which gets full parameters"
+            ) from error
 
     def _refuse_unseeded(self, func: Any, args: tuple[Any, ...]) -> None:
         draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -216,7 +224,7 @@ def _address(tensor: Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
-def _fill(
+def fill_global(
     target: DTensor, key: tuple[object, ...], draw: Callable[[Tensor, torch.Generator], object]
 ) -> None:
     """Fill the local shard with its part of the global tensor that ``key`` stands for."""

@@ -115,7 +115,9 @@ class Options:
             graph without it and warns. The passes are tried on a copy before each compilation,
             and the rank guard makes sure that they fail on all ranks or on none.
         rank_guard: compare, before a graph is compiled, what the ranks are about to communicate,
-            through the process group's store, and raise on a difference instead of hanging.
+            through the process group's store, and raise on a difference instead of hanging. With
+            ``"auto"`` the lowest rank plans for all; without the guard each plans for itself, and
+            must not have other batches than the rest.
         rank_guard_timeout_s: how long a rank waits for the others to get there.
     """
 

@@ -23,7 +23,7 @@ from inductor_passes.rehearsal import Rehearsal, Settings
 from inductor_passes.roofline import cost_of, fused_program
 from inductor_passes.simulate import Memory, Timeline, live_by_use, memory, simulate
 from simplefsdp import provenance
-from simplefsdp.backend import fqn_of
+from simplefsdp.provenance import carried_fqn as fqn_of
 from simplefsdp.trace import TracedStep
 
 _ADAMW_NBYTES = 4 * 7

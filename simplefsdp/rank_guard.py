@@ -2,7 +2,8 @@
 
 A collective that one rank launches and another does not is a hang, often hours into a job. Before
 anything is compiled each rank publishes a digest of what it will communicate through the process
-group's key-value store, which is no collective and cannot be out of step, and reads the others'.
+group's key-value store, which is no collective and cannot be out of step; the last one that comes
+compares them. What could come out differently is decided by one rank for all, by the same way.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +28,14 @@ TIMEOUT_S = 300.0
 _PATIENCE_S = 10.0  # then say who is missing
 # What was agreed on, in the default process group that it was agreed in.
 _agreed: WeakKeyDictionary[Any, set[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
+
+
+class _NoGroup:
+    """Stands for the default process group where there is none."""
+
+
+_NO_GROUP = _NoGroup()
+_decisions: WeakKeyDictionary[Any, dict[object, Any]] = WeakKeyDictionary()
 
 
 class RankMismatchError(RuntimeError):
@@ -58,61 +67,193 @@ def agree(
 
     Raises:
         RankMismatchError: on every rank, with the first difference; or on those that waited in
-            vain, with the ranks that did not come.
+            vain, and on those that come later, with the ranks that did not come.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digest = _digest(lines)
     if len(ranks) < 2:
         return
     agreed = _agreed.setdefault(dist.group.WORLD, set())
     if (tuple(ranks), digest) in agreed:
         return
-    scope = hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]
-    store = _torch.shared_store(f"simplefsdp/{scope}")
-    me = dist.get_rank()
+    store, me = _store_of(ranks), dist.get_rank()
     # The n-th call on one rank meets the n-th call on the others. The count lives in the store, so
     # that it starts afresh with a new process group.
     turn = store.add(f"turns/{me}", 1)
     store.set(f"{turn}/digest/{me}", digest)
-    try:
-        _wait(what, store, {rank: f"{turn}/digest/{rank}" for rank in ranks}, timeout_s)
-    except RankMismatchError:
-        store.set(f"{turn}/gave_up", str(me))  # whoever comes later must not go on alone
-        raise
-    if store.check([f"{turn}/gave_up"]):
-        late = store.get(f"{turn}/gave_up").decode()
-        raise RankMismatchError(f"{what}: rank {late} had given up waiting for rank {me}")
-    digests = [d.decode() for d in store.multi_get([f"{turn}/digest/{rank}" for rank in ranks])]
-    if len(set(digests)) > 1:
-        store.set(f"{turn}/lines/{me}", "\n".join(lines))
-        odd = next(i for i, other in enumerate(digests) if other != digests[0])
-        pair = (ranks[0], ranks[odd])
-        _wait(what, store, {rank: f"{turn}/lines/{rank}" for rank in pair}, timeout_s)
-        texts = [store.get(f"{turn}/lines/{rank}").decode().split("\n") for rank in pair]
-        raise RankMismatchError(_difference(what, pair, texts))
+    store.add(f"{turn}/count/{digest}", 1)
+    if store.add(f"{turn}/arrived", 1) == len(ranks):
+        equal = store.add(f"{turn}/count/{digest}", 0) == len(ranks)
+        _decide(store, turn, _EQUAL if equal else _DIFFERENT)
+    verdict = _verdict(what, store, turn, ranks, timeout_s)
+    if verdict == _DIFFERENT:
+        raise RankMismatchError(_told_apart(what, store, turn, lines, ranks, timeout_s))
     agreed.add((tuple(ranks), digest))
 
 
-def _wait(what: str, store: Any, keys: dict[int, str], timeout_s: float) -> None:
+def decided(
+    what: str,
+    subject: Sequence[str],
+    ranks: Sequence[int],
+    decide: Callable[[], str],
+    timeout_s: float = TIMEOUT_S,
+) -> str:
+    """What the lowest of ``ranks`` decides, on all of them.
+
+    The n-th call for a subject on one rank gets what the n-th call for it on the lowest rank
+    decided, be that earlier. Whoever keeps the answer (see :func:`decisions`) and does not ask
+    again waits for nobody.
+
+    Args:
+        what: is decided, for messages: "the plan of the forward graph".
+        subject: that it is decided for. The ranks agree on it first.
+        ranks: global ranks, this one among them; it decides for itself if it is alone.
+        decide: is called on the lowest rank. What it raises, the others do not hear of.
+        timeout_s: how long to wait for the slowest rank, and then for the decision.
+
+    Raises:
+        RankMismatchError: the subjects differ, or nothing came in time.
+    """
+    if len(ranks) < 2:
+        return decide()
+    agree(f"what {what} is for", subject, ranks, timeout_s)
+    store, me = _store_of(ranks), dist.get_rank()
+    digest = _digest([what, *subject])
+    turn = store.add(f"asked/{digest}/{me}", 1)
+    key = f"decided/{digest}/{turn}"
+    if me == min(ranks):
+        text = decide()
+        store.set(key, text)
+        return text
+    remedy = (
+        "It failed, is slower than that, or uses what it decided before: call "
+        "torch.compiler.reset() on all ranks or on none; or raise options['rank_guard_timeout_s']"
+    )
+    try:
+        _wait(what, store, {min(ranks): key}, timeout_s, remedy)
+    except RankMismatchError:
+        store.add(f"asked/{digest}/{me}", -1)  # that it may ask again, with all the others
+        raise
+    return str(store.get(key).decode())
+
+
+def decisions() -> dict[object, Any]:
+    """What this process knows to be decided, by keys of the callers' own.
+
+    It is of the default process group: with another one all are asked again.
+    """
+    group = dist.group.WORLD if dist.is_initialized() else _NO_GROUP
+    return _decisions.setdefault(group, {})
+
+
+def forget_decisions() -> None:
+    """Decide everything anew that comes up again. Call it on all ranks, or on none.
+
+    A rank that alone forgets asks the lowest rank, who does not decide again: it raises after
+    ``rank_guard_timeout_s``, and says so. If the lowest rank alone forgets, it decides anew, waits
+    for the others to agree, and raises likewise.
+    """
+    _decisions.clear()
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _store_of(ranks: Sequence[int]) -> Any:
+    scope = hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]
+    return _torch.shared_store(f"simplefsdp/{scope}")
+
+
+# How a turn ends, decided once in the store: these, or which rank gave up waiting for whom.
+_EQUAL, _DIFFERENT = "equal", "different"
+
+
+def _decide(store: Any, turn: int, verdict: str) -> str:
+    """``verdict``, unless another one stands already, and then that."""
+    return str(store.compare_set(f"{turn}/verdict", "", verdict).decode())
+
+
+def _verdict(what: str, store: Any, turn: int, ranks: Sequence[int], timeout_s: float) -> str:
+    """Whether all ranks came with equal lines.
+
+    Raises:
+        RankMismatchError: they did not all come before one of them gave up.
+    """
+    came = {rank: f"{turn}/digest/{rank}" for rank in ranks}
+    try:
+        _wait(what, store, came, timeout_s, _LATE, until=f"{turn}/verdict")
+    except RankMismatchError:
+        # The last one may come this very moment: what stands in the store holds for both.
+        late = _few(_missing(store, came))
+        mine = f"rank {dist.get_rank()} gave up waiting for ranks {late}"
+        if _decide(store, turn, mine) == mine:
+            raise
+    verdict = str(store.get(f"{turn}/verdict").decode())
+    if verdict not in (_EQUAL, _DIFFERENT):
+        raise RankMismatchError(f"{what}: {verdict}")
+    return verdict
+
+
+_LATE = (
+    "They failed, are slower than that, or took another branch of the program; see their logs, or "
+    "raise options['rank_guard_timeout_s']"
+)
+
+
+def _told_apart(
+    what: str,
+    store: Any,
+    turn: int,
+    lines: Sequence[str],
+    ranks: Sequence[int],
+    timeout_s: float,
+) -> str:
+    """How this turn's lines differ: those of the first rank, and of the first that has others."""
+    store.set(f"{turn}/lines/{dist.get_rank()}", "\n".join(lines))
+    digests = store.multi_get([f"{turn}/digest/{rank}" for rank in ranks])
+    odd = next(i for i, other in enumerate(digests) if other != digests[0])
+    pair = (ranks[0], ranks[odd])
+    keys = {rank: f"{turn}/lines/{rank}" for rank in pair}
+    _wait(what, store, keys, timeout_s, _LATE)
+    texts = [store.get(key).decode().split("\n") for key in keys.values()]
+    return _difference(what, pair, texts)
+
+
+def _wait(
+    what: str,
+    store: Any,
+    keys: Mapping[int, str],
+    timeout_s: float,
+    remedy: str,
+    *,
+    until: str = "",
+) -> None:
+    """Wait for a key of each rank, or for the one key ``until`` that says that all are there."""
     deadline = time.monotonic() + timeout_s
+    awaited = [until] if until else list(keys.values())
     while True:
         left = deadline - time.monotonic()
         try:
-            store.wait(list(keys.values()), timedelta(seconds=max(0.1, min(left, _PATIENCE_S))))
+            store.wait(awaited, timedelta(seconds=max(0.1, min(left, _PATIENCE_S))))
             return
         except RuntimeError as error:  # FileStore raises it bare, TCPStore a subclass
-            missing = [rank for rank, key in keys.items() if not store.check([key])]
-            if missing and left <= _PATIENCE_S:
+            missing = _missing(store, keys)
+            if left <= _PATIENCE_S and not store.check(awaited):
                 raise RankMismatchError(
                     f"{what}: after {timeout_s:g} s, ranks {_few(missing)} have not got to what "
-                    f"rank {dist.get_rank()} is about to do. They failed, are slower than that, or "
-                    "took another branch of the program; see their logs, or raise "
-                    "options['rank_guard_timeout_s']"
+                    f"rank {dist.get_rank()} is about to do. {remedy}"
                 ) from error
             if missing:
                 log.warning("%s: waiting for ranks %s", what, _few(missing))
 
 
+def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
+    return [rank for rank, key in keys.items() if not store.check([key])]
+
+
 def _few(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "(all have just come)"
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 

@@ -7,6 +7,8 @@ traced once more, as if nothing were kept.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -21,40 +23,63 @@ from inductor_passes.roofline import cost_of, fused_program
 from simplefsdp import _torch, provenance
 from simplefsdp.dedupe import gathers_of, specs_of
 from simplefsdp.gather import GatherSpec
+from simplefsdp.rank_guard import TIMEOUT_S, decided, decisions
 from simplefsdp.recompute import tag_for_recompute
 
 log = logging.getLogger("simplefsdp")
 
-# What this process keeps, by settings and gathers. A choice depends on the batch, and one rank may
-# compile again for another one: it must go on with what it chose first, as the others do.
-_kept: dict[object, frozenset[str]] = {}
-
 
 def decide_resharding(
-    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings | None
-) -> list[GatherSpec]:
-    """Replace every ``"auto"`` among the gathers of ``gm``, in place, and return their specs.
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings | None,
+    ranks: Sequence[int] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> list[str]:
+    """Replace every ``"auto"`` among the gathers of ``gm``, in place.
 
-    What was decided for these gathers before stands.
+    What was decided for these gathers before stands: a choice depends on the batch, and one rank
+    may compile again for another one. On several ranks the lowest decides.
+
+    Args:
+        gm: the Dynamo graph, whose gathers all ``ranks`` have compared.
+        example_inputs: its (fake) inputs.
+        settings: of the passes.
+        ranks: that compile it together; none if they do not compare.
+        timeout_s: how long to wait for them.
+
+    Returns:
+        The parameters that it was decided to keep from forward to backward.
 
     Raises:
         ValueError: there is an ``"auto"``, but no planner to decide.
+        RankMismatchError: no decision came in time.
     """
-    open_ = [spec.fqn for spec in specs_of(gm) if spec.reshard_after_forward == "auto"]
+    specs = specs_of(gm)
+    open_ = [spec.fqn for spec in specs if spec.reshard_after_forward == "auto"]
     if not open_:
-        return specs_of(gm)
+        return []
     if settings is None or settings.auto is None:
         raise ValueError(
             f"{open_[0]}: simple_fsdp(reshard_after_forward='auto') leaves it to the planner of "
             "bucketing='auto' what is kept; choose that, or wrap with True or False"
         )
-    key = (repr(settings), tuple(specs_of(gm)))
     _set(gm, open_, kept=())
-    if torch.is_grad_enabled():
-        if key not in _kept:
-            _kept[key] = _chosen_or_none(_copied(gm), example_inputs, settings, open_)
-        _set(gm, open_, kept=_kept[key])
-    return specs_of(gm)
+    if not torch.is_grad_enabled():
+        return []
+    known, key = decisions(), ("kept", tuple(ranks), repr(settings), tuple(specs))
+    if key not in known:
+        # Of the settings and of the gathers as the ranks see them alike: names.
+        subject = [hashlib.sha256(repr(settings).encode()).hexdigest(), *(s.fqn for s in specs)]
+
+        def decide() -> str:
+            return json.dumps(_chosen_or_none(_copied(gm), example_inputs, settings, open_))
+
+        what = "which parameters stay from forward to backward"
+        known[key] = json.loads(decided(what, subject, ranks, decide, timeout_s))
+    kept = [fqn for fqn in open_ if fqn in known[key]]
+    _set(gm, open_, kept=kept)
+    return kept
 
 
 def _set(gm: GraphModule, fqns: Collection[str], kept: Collection[str]) -> None:
@@ -73,17 +98,17 @@ def _copied(gm: GraphModule) -> GraphModule:
 
 def _chosen_or_none(
     gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, candidates: Sequence[str]
-) -> frozenset[str]:
+) -> list[str]:
     """What to keep; nothing, and a warning, if that cannot be found out.
 
     Whatever is wrong with the graphs, the compilation that follows meets it too, and tells the
     other ranks.
     """
     try:
-        return _choose(gm, example_inputs, settings, candidates)
+        return sorted(_choose(gm, example_inputs, settings, candidates))
     except Exception as error:
         log.warning("reshard_after_forward='auto': nothing is kept from forward: %s", error)
-        return frozenset()
+        return []
 
 
 @no_garbage_collection()

@@ -23,7 +23,7 @@ class Seen(NamedTuple):
         part: ``"forward"`` or ``"backward"``.
         rehearsal: see :class:`inductor_passes.rehearsal.Rehearsal`.
         settings: of the passes; None for none.
-        pass_seconds: that reading, planning and ordering took.
+        pass_seconds: that reading, planning and ordering took, and waiting for the plan.
         compilation: the same for a forward graph and its backward, and for no others.
         call: the same for all graphs that a call of the model runs: several if Dynamo breaks it.
     """

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp.after_wrap import is_original, mark_original
 from simplefsdp.gather import GatherSpec
+from simplefsdp.known import remember_fqns
+from simplefsdp.outside import watch
 from simplefsdp.parametrization import cast_in_forward, computes_with_parts, use_subclass
 from simplefsdp.placement import (
     DataParallel,
@@ -31,9 +33,6 @@ from simplefsdp.placement import (
 from simplefsdp.precision import Dtypes, check_policy, dtypes_of, without_override
 from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.wrapped import LAYOUTS, Layout, is_wrapped
-
-# Of every parameter that was wrapped in this process, for messages about those that were not.
-known_fqns: dict[str, None] = {}
 
 
 def simple_fsdp(
@@ -82,7 +81,8 @@ def simple_fsdp(
     agree(
         "the model given to simple_fsdp",
         [f"mode={mode} {policy} reshard_after_forward={reshard_after_forward}"]
-        + [f"{_signature(*pair)} {dtypes[key]}" for key, pair in originals.items()],
+        + [_signature(*pair) for pair in originals.values()]
+        + [f"{fqn}: {dtypes[key]}" for key, (fqn, _) in originals.items()],
         ranks_of([mesh]),
     )
     layouts = {
@@ -99,9 +99,10 @@ def simple_fsdp(
         _move_buffers(module, mesh.device_type)
     for fqn, param in originals.values():
         mark_original(param, fqn)
-        known_fqns[fqn] = None
     cast_in_forward(model, policy)
     _requalify(model)
+    remember_fqns(model)
+    watch(model)
     return model
 
 

@@ -76,6 +76,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """What is frozen would be reported as leaked at exit, by triton 3.9's bindings."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """By number of ranks, so that each pool starts once; the long ones first, so that none is left
     for the end when one of two workers has nothing to do."""

@@ -13,8 +13,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch.fx import GraphModule, Node
 
-import simplefsdp.backend
-from simplefsdp import provenance
+from simplefsdp import compilation, provenance
 
 _ops = torch.ops._c10d_functional
 STARTS = {
@@ -34,17 +33,17 @@ class Captured:
 
 @contextmanager
 def capture() -> Iterator[Captured]:
-    captured, original = Captured(), simplefsdp.backend._observe
+    captured, original = Captured(), compilation.observe
 
-    def observe(gm: GraphModule, is_backward: bool, **kwargs: object) -> object:
+    def observe(gm: GraphModule, is_backward: bool, *args: object) -> object:
         (captured.backward if is_backward else captured.forward).append(copy.deepcopy(gm))
-        return original(gm, is_backward, **kwargs)
+        return original(gm, is_backward, *args)
 
-    simplefsdp.backend._observe = observe
+    compilation.observe = observe
     try:
         yield captured
     finally:
-        simplefsdp.backend._observe = original
+        compilation.observe = original
 
 
 @contextmanager

@@ -115,6 +115,62 @@ def test_unwrapped_model_is_named(fake_mesh):
     assert "is not sharded: call simplefsdp.simple_fsdp(model, mesh) before" in message
 
 
+@pytest.mark.parametrize("wraps", [False, True], ids=["never", "after compile"])
+def test_an_unwrapped_model_of_torchs_own_class_is_named(fake_mesh, wraps):
+    mesh = fake_mesh(2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model.compile(backend="simplefsdp", options=EAGER)
+    if wraps:
+        simple_fsdp(model, mesh)
+        with capture() as captured:
+            model(torch.ones(2, 4)).sum().backward()
+        assert gathers(captured.forward[0]) == ["0.weight", "0.bias"]
+    else:
+        with pytest.raises(ValueError, match=r"^parameter 0\.weight of module 0 \(Linear\) is"):
+            model(torch.ones(2, 4))
+
+
+FIRST_CONTACT = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+assert "simplefsdp" not in sys.modules
+for model in models:
+    model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+optimize = torch._dynamo.optimize
+for model in models:
+    try:
+        model(torch.ones(2, 4))
+    except ValueError as error:
+        print(error)
+assert optimize is torch._dynamo.optimize and "_dynamo" in optimize.__module__
+"""
+
+
+def test_the_very_first_compile_imports_this_package():
+    command = [sys.executable, "-c", FIRST_CONTACT]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert run.stdout.count("parameter 0.weight of module 0 (Linear) is not sharded") == 2
+
+
+def test_other_backends_compile_as_ever(fake_mesh):
+    fake_mesh(2)
+    graphs = []
+
+    def mine(gm, inputs):
+        graphs.append(gm)
+        return gm
+
+    model = nn.Sequential(nn.Linear(4, 4), Broken().inner)
+    model.compile(backend=mine)
+    model(torch.ones(2, 4))
+    if torch.__version__ < "2.15":
+        assert graphs == []  # Dynamo starts at no function of torch's own
+
+
 def test_parameter_registered_after_the_wrap_is_named(fake_mesh):
     model = simple_fsdp(Broken(), fake_mesh(2))
     model.late = nn.Parameter(torch.ones(4))

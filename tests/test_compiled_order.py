@@ -19,7 +19,8 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, Node
 
-import simplefsdp.backend
+import simplefsdp.compilation
+import simplefsdp.provenance
 from inductor_passes import fx, passes, scheduler
 from inductor_passes._torch import origins_of
 from inductor_passes.layouts import Layout
@@ -116,7 +117,7 @@ class Recorder:
         self.products: list[tuple[list[str], list[str]]] = []
         self.in_graph: list[str] = []
         self.impose_order = passes.ImposeOrder.__call__
-        patch.setattr(simplefsdp.backend, "bucket_and_reorder", self.graph_pass)
+        patch.setattr(simplefsdp.compilation, "bucket_and_reorder", self.graph_pass)
         recorder = self
 
         def order(impose_order, snodes):
@@ -327,7 +328,7 @@ def test_other_limits(fake_mesh, layout, gathers, reduces):
     events = []
     for graph, settings in _done["aot_eager"].before:
         policy = OverlapPolicy(gathers, reduces)
-        fqn_of, now = simplefsdp.backend.fqn_of, copied(graph)
+        fqn_of, now = simplefsdp.provenance.carried_fqn, copied(graph)
         passes.bucket_and_reorder(now, replace(settings, policy=policy, layout=layout), fqn_of)
         events.append(events_of(fx.read(now, fqn_of).program))
     forward, backward = events

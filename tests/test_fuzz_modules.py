@@ -15,7 +15,7 @@ from inductor_passes import fx
 from inductor_passes.program import Program
 from inductor_passes.verify import verify_unchanged
 from simplefsdp import simple_fsdp
-from simplefsdp.backend import fqn_of
+from simplefsdp.provenance import carried_fqn as fqn_of
 
 WIDTH, VOCAB = 6, 7  # neither divides among 4 ranks
 

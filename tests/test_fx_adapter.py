@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from zoo import Zoo, batch, loss_of
 
-import simplefsdp.backend
+import simplefsdp.compilation
+import simplefsdp.provenance
 from inductor_passes import _torch, fx, passes
 from inductor_passes.buckets import Assignment, plan_buckets
 from inductor_passes.layouts import Layout, write_buckets
@@ -98,7 +99,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.before: list[Graph] = []
         self.after: list[Graph] = []
-        monkeypatch.setattr(simplefsdp.backend, "bucket_and_reorder", self)
+        monkeypatch.setattr(simplefsdp.compilation, "bucket_and_reorder", self)
 
     def __call__(self, graph: Graph, settings: Settings, *args: Any) -> None:
         self.before.append(copied(graph))
@@ -201,7 +202,7 @@ def graph(request, fake_mesh, monkeypatch) -> tuple[Graph, fx.FqnOf]:
             torch.compile(model, backend="simplefsdp", options=options), *batch(0, 1)
         ).backward()
         _zoo.extend(recorder.before)
-    return copied(_zoo[request.param == "zoo backward"]), simplefsdp.backend.fqn_of
+    return copied(_zoo[request.param == "zoo backward"]), simplefsdp.provenance.carried_fqn
 
 
 def read(graph: Graph, fqn_of: fx.FqnOf = ours) -> Program:

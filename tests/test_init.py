@@ -26,6 +26,8 @@ class Net(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.trunc_normal_(self.scale, std=0.5)
+        nn.init.trunc_normal_(self.up.weight, a=-1.0, b=1.0)  # rejects a third, and draws again
+        nn.init.trunc_normal_(self.down.weight, a=-1.0, b=1.0)
         self.table = torch.arange(4.0, device=self.table.device)
 
 
@@ -136,8 +138,11 @@ def test_padding_row_is_zero(fake_mesh, rank):
 @pytest.mark.parametrize(
     ("init_fn", "message"),
     [
-        (lambda m: m.weight[0].fill_(1), r"init of root \(Linear\): .* would be lost"),
-        (lambda m: nn.init.orthogonal_(m.weight), "writes to a tensor that is not a parameter"),
+        (lambda m: m.weight[0].fill_(1), "weight: a slice .* would be lost"),
+        (
+            lambda m: nn.init.orthogonal_(m.weight),
+            r"init of root \(Linear\): .* does not work on shards",
+        ),
         (lambda m: m.weight.copy_(torch.randn_like(m.weight)), "depend on the number of ranks"),
     ],
     ids=["slice", "new_tensor", "unseeded"],

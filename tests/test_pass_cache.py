@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from inductor_passes.order import OverlapPolicy
 from inductor_passes.passes import ImposeOrder
-from simplefsdp import backend, simple_fsdp
+from simplefsdp import backend, compilation, simple_fsdp
 from simplefsdp.options import parse_options
 
 WIDTH = 8
@@ -84,6 +84,7 @@ def test_another_process_hits(tmp_path):
             capture_output=True,
             text=True,
         )
+        assert "leaked" not in done.stderr  # as triton's bindings say at exit, of what is held
         said.append(done.stdout.split("\n")[:2])
     assert said == [["(0, 1)"] * 2, ["(1, 0)"] * 2]
 
@@ -114,18 +115,18 @@ def test_a_changed_option_misses(fake_mesh):
 def test_options_have_ids_of_their_own():
     specs = backend.pass_settings(parse_options(MANUAL), [], CPU)
     uuids = {
-        backend._uuid(backend.pass_settings(parse_options({**MANUAL, **other}), [], CPU))
+        compilation.identity(backend.pass_settings(parse_options({**MANUAL, **other}), [], CPU))
         for other in OTHERS
         if "buckets" not in other
     }
-    assert len(uuids) == len(OTHERS) - 1 and backend._uuid(specs) not in uuids
+    assert len(uuids) == len(OTHERS) - 1 and compilation.identity(specs) not in uuids
 
 
 def test_sources_are_part_of_the_id(monkeypatch):
     settings = backend.pass_settings(parse_options(MANUAL), [], CPU)
-    before = backend._uuid(settings)
-    monkeypatch.setattr(backend, "_sources", lambda: "others")
-    assert backend._uuid(settings) != before
+    before = compilation.identity(settings)
+    monkeypatch.setattr(compilation, "sources", lambda: "others")
+    assert compilation.identity(settings) != before
 
 
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
@@ -161,7 +162,7 @@ def test_a_warm_and_a_cold_rank(pools):
 
 def planned(caplog, mesh: DeviceMesh, rows: int, *, grad: bool, **options: object) -> list[str]:
     """What is logged of a compilation of its own for a batch of so many rows."""
-    torch._dynamo.reset()
+    torch._dynamo.reset_code_caches()  # compiles again, and forgets no plan
     caplog.clear()
     run = torch.compile(
         simple_fsdp(Two(), mesh),
@@ -174,9 +175,8 @@ def planned(caplog, mesh: DeviceMesh, rows: int, *, grad: bool, **options: objec
     return [record.getMessage() for record in caplog.records]
 
 
-def test_an_evaluation_is_planned_apart(fake_mesh, caplog, monkeypatch):
+def test_an_evaluation_is_planned_apart(fake_mesh, caplog):
     """It frees what a training step keeps, and may communicate the same."""
-    monkeypatch.setattr(backend, "_plans", {True: {}, False: {}})
     mesh = fake_mesh(4)
     for grad in (False, True):
         for again in (False, True):
@@ -184,10 +184,19 @@ def test_an_evaluation_is_planned_apart(fake_mesh, caplog, monkeypatch):
             assert "planned" in found and ("planned as before" in found) == again
 
 
-def test_a_plan_that_is_kept_and_takes_too_much_is_told(fake_mesh, caplog, monkeypatch):
-    monkeypatch.setattr(backend, "_plans", {True: {}, False: {}})
+def test_a_plan_that_is_kept_and_takes_too_much_is_told(fake_mesh, caplog):
     mesh, budget = fake_mesh(4), {"memory_budget_gb": 1e-3}
     assert "memory_budget_gb" not in "".join(planned(caplog, mesh, 2, grad=True, **budget))
     found = "".join(planned(caplog, mesh, 10**6, grad=True, **budget))
     assert "planned as before" in found
-    assert "forward graph: planned for another batch" in found and "memory_budget_gb=0.001" in found
+    assert (
+        "forward graph: planned for another batch or on" in found
+        and "memory_budget_gb=0.001" in found
+    )
+
+
+def test_after_a_reset_nothing_is_as_before(fake_mesh, caplog):
+    mesh = fake_mesh(4)
+    for again in (False, False):
+        assert ("planned as before" in "".join(planned(caplog, mesh, 2, grad=True))) == again
+        torch.compiler.reset()

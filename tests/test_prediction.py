@@ -18,8 +18,8 @@ from inductor_passes.rehearsal import Auto, Settings, room_nbytes
 from inductor_passes.roofline import cost_of, fused_program
 from inductor_passes.simulate import memory
 from simplefsdp import simple_fsdp
-from simplefsdp.backend import fqn_of
 from simplefsdp.prediction import StepPrediction, predict_step
+from simplefsdp.provenance import carried_fqn as fqn_of
 from simplefsdp.trace import trace
 
 WIDTH, ROWS = 256, 8

@@ -9,7 +9,7 @@ import torch
 from graphs import Captured, capture, gathers, reduces
 from torch import nn
 
-from simplefsdp import reshard, simple_fsdp
+from simplefsdp import simple_fsdp
 
 OPTIONS = {"executor": "aot_eager", "cluster": "cpu-gloo"}
 FQNS = [f"layers.{i}.weight" for i in range(4)]
@@ -24,11 +24,6 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_kept_before(monkeypatch):
-    monkeypatch.setattr(reshard, "_kept", {})
 
 
 def graphs_of(mesh, reshard_after_forward, **options) -> Captured:
@@ -64,7 +59,6 @@ def test_another_batch_keeps_what_the_first_one_kept(fake_mesh):
     mesh, kept = fake_mesh(64), []
     for rows in ((2, 3), (3,)):  # 3 rows take more, and alone there would be no room
         torch._dynamo.reset()
-        reshard._kept.clear()
         model = simple_fsdp(Layers(), mesh, reshard_after_forward="auto")
         options = {**OPTIONS, "memory_budget_gb": 68.7e-6}
         run = torch.compile(model, backend="simplefsdp", dynamic=False, options=options)

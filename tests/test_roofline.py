@@ -21,8 +21,8 @@ from inductor_passes.rehearsal import predict
 from inductor_passes.roofline import cluster_of, device_of, nodes_of, work_of
 from inductor_passes.simulate import simulate
 from simplefsdp import simple_fsdp
-from simplefsdp.backend import fqn_of
 from simplefsdp.models import Llama, LlamaConfig
+from simplefsdp.provenance import carried_fqn as fqn_of
 
 _aten, _ops = torch.ops.aten, torch.ops._c10d_functional
 ROWS, WIDTH = 64, 96

@@ -12,7 +12,7 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from simplefsdp import _torch, recurrent
@@ -383,3 +383,68 @@ def test_dispatch_modes_of_users_are_told_from_torchs_own():
         assert _torch.dispatch_mode() is None
         with FlopCounterMode(display=False):
             assert _torch.dispatch_mode() == "FlopCounterMode"
+
+
+def test_dynamo_starts_at_no_function_of_torchs(monkeypatch):
+    """Why ``Module.compile`` is replaced, and what of it the replacement leans on."""
+    monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.compile(backend=backend)
+    model(torch.ones(1, 2))
+    assert len(graphs) == (0 if torch.__version__ < "2.15" else 1)
+    graphs.clear()
+    torch._dynamo.register_backend(backend, name="contract")
+    _torch.compile_modules_of_torch_too("contract")
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    x = torch.ones(1, 2)
+    wanted = model(x)
+    model.compile(backend="contract")
+    torch.testing.assert_close(model(x), wanted)
+    assert len(graphs) == 1
+
+
+def test_a_reset_of_torchs_reaches_a_backend(monkeypatch):
+    """For what was compiled by name, and, since we say so, for what is compiled again after one."""
+    from simplefsdp.backend import simplefsdp
+
+    called = []
+    monkeypatch.setattr(simplefsdp, "reset", lambda: called.append(1))
+    torch.compile(torch.nn.Linear(2, 2), backend="simplefsdp", options={"executor": "aot_eager"})
+    torch._dynamo.reset_code_caches()
+    assert not called
+    torch.compiler.reset()
+    assert called
+    called.clear()
+    _torch.reset_with_dynamo(simplefsdp)
+    torch._dynamo.reset()
+    assert called
+
+
+def test_an_operator_of_dtensors_can_be_handled(fake_mesh):
+    """outside.py: nn.init and ``.data`` reach the handler; without it the operator is torch's."""
+    op, seen = torch.ops.aten.normal_.default, []
+
+    def handler(op, args, kwargs):
+        seen.append(type(args[0]))
+        return _torch.default_dtensor_op(op, args, kwargs)
+
+    before = _torch._dtensor_handlers().pop(op, None)
+    value = distribute_tensor(torch.zeros(4, 2), fake_mesh(2), [Shard(0)], src_data_rank=None)
+    try:
+        _torch.handle_dtensor_op(op, handler)
+        nn.init.normal_(value)
+        value.data.normal_()
+    finally:
+        _torch._dtensor_handlers().pop(op)
+        if before is not None:
+            _torch.handle_dtensor_op(op, before)
+    assert seen == [DTensor, DTensor]
+    assert value.to_local().abs().min() > 0
+    assert _torch.local_tensor(value) is value._local_tensor

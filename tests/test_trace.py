@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_passes import fx
 from simplefsdp import simple_fsdp
-from simplefsdp.backend import fqn_of
 from simplefsdp.models import CONFIGS, Llama
 from simplefsdp.placement import data_parallel, shard
+from simplefsdp.provenance import carried_fqn as fqn_of
 from simplefsdp.trace import trace
 
 

@@ -39,9 +39,9 @@ from inductor_passes.rehearsal import no_garbage_collection
 from inductor_passes.roofline import cost_of, fused_program
 from inductor_passes.simulate import memory, simulate
 from simplefsdp import provenance
-from simplefsdp.backend import fqn_of
 from simplefsdp.inspection.options import TorchPlan
 from simplefsdp.prediction import GraphPrediction, StepPrediction, predict_step
+from simplefsdp.provenance import carried_fqn as fqn_of
 from simplefsdp.trace import TracedStep
 
 _FX_PASSES = "torch._inductor.fx_passes."

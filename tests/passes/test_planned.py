@@ -5,7 +5,7 @@ from __future__ import annotations
 from programs import layers, random_program, renamed
 
 from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.planned import Member, PlannedBucket, in_names, in_program
+from inductor_passes.planned import Member, PlannedBucket, from_json, in_names, in_program, to_json
 from inductor_passes.program import Bucket
 from inductor_passes.text import parse
 
@@ -55,3 +55,11 @@ def test_random_programs_keep_their_plan():
         fqns = dict.fromkeys(f for _, op in program.starts() for f in op.collective.fqns)
         buckets = plan_buckets(program, assign_by_module(list(fqns)))
         assert in_program(program, in_names(program, buckets)) == buckets
+
+
+def test_planned_buckets_travel_as_text():
+    program = parse(layers(3, "backward"))
+    fqns = dict.fromkeys(fqn for _, op in program.starts() for fqn in op.collective.fqns)
+    planned = in_names(program, plan_buckets(program, assign_by_module(list(fqns))))
+    assert planned and from_json(to_json(planned)) == planned
+    assert all(isinstance(bucket.members[0], Member) for bucket in from_json(to_json(planned)))

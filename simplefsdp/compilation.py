@@ -1,0 +1,298 @@
+"""One Dynamo graph through AOTAutograd and the passes to code, the same on all ranks.
+
+Each graph, forward or backward, goes through four steps before it is lowered: it is planned; the
+ranks agree on what it will launch; it is described in the log; it is shown to whoever watches. Only
+the first two can fail a compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph, GraphModule
+
+import inductor_passes
+from inductor_passes import fx
+from inductor_passes._torch import no_fusion_past_launches
+from inductor_passes.passes import ImposeOrder, PassError, bucket_and_reorder, rehearse
+from inductor_passes.planned import PlannedBucket
+from inductor_passes.rehearsal import Rehearsal, Settings, launches, predict
+from inductor_passes.text import to_text
+from simplefsdp import _torch, rank_guard
+from simplefsdp.breaks import show
+from simplefsdp.census import describe, take_census
+from simplefsdp.options import OnError, Options
+from simplefsdp.plans import Chosen, is_users, plan_for_all
+from simplefsdp.provenance import carried_fqn
+from simplefsdp.rank_guard import RankMismatchError
+from simplefsdp.recompute import tag_for_recompute
+from simplefsdp.watch import Seen
+
+log = logging.getLogger("simplefsdp")
+_numbers = itertools.count()
+
+
+class Compilation(NamedTuple):
+    """What a forward graph and its backward have in common.
+
+    Attributes:
+        settings: of the passes; None for none.
+        on_error: of the user's options.
+        ranks: that compile together; none if they do not compare.
+        timeout_s: how long to wait for the others.
+        grad: whether gradients are wanted.
+        number: the same for no others.
+    """
+
+    settings: Settings | None
+    on_error: OnError
+    ranks: tuple[int, ...]
+    timeout_s: float
+    grad: bool
+    number: int
+
+
+def compile_with_passes(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    settings: Settings | None,
+    ranks: Sequence[int],
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph.
+
+    Args:
+        gm: the graph; owned by the callee.
+        example_inputs: its (fake) inputs.
+        options: the user's.
+        settings: of the passes; None for none.
+        ranks: that compile it together; none if they do not compare.
+
+    Raises:
+        RankMismatchError, PassError, ValueError: see :func:`observe`.
+    """
+    # The buckets of the graph that is being compiled, forward or backward: chosen when it is
+    # observed, and agreed on with the other ranks, then written by the pass.
+    current: list[tuple[PlannedBucket, ...] | None] = [None]
+    base = identity(settings)
+    compilation = Compilation(
+        settings,
+        options.on_error,
+        tuple(ranks),
+        options.rank_guard_timeout_s,
+        torch.is_grad_enabled(),
+        next(_numbers),
+    )
+
+    def uuid() -> str:
+        return hashlib.sha256(f"{base}{current[0]}".encode()).hexdigest()
+
+    def note(graph: GraphModule, is_backward: bool) -> None:
+        current[0] = observe(graph, is_backward, compilation)
+
+    def graph_pass(graph: Graph) -> None:
+        if settings is not None and current[0] is not None:
+            bucket_and_reorder(graph, settings, carried_fqn, current[0])
+
+    scheduler_pass, as_planned = None, False
+    if settings is not None and settings.reorder:
+        as_planned = settings.auto is not None
+        scheduler_pass = ImposeOrder(settings.policy, settings.on_error, as_planned, base)
+    if options.executor == "aot_eager":
+        return _torch.compile_with_aot_eager(
+            gm,
+            example_inputs,
+            observe=note,
+            joint_pass=tag_for_recompute,
+            graph_pass=graph_pass if settings is not None else None,
+        )
+    return _torch.compile_with_inductor(
+        gm,
+        example_inputs,
+        observe=note,
+        joint_pass=tag_for_recompute,
+        graph_pass=graph_pass if settings is not None else None,
+        scheduler_pass=scheduler_pass,
+        lowering=no_fusion_past_launches if as_planned else nullcontext,
+        uuid=uuid,
+    )
+
+
+def observe(
+    gm: GraphModule, is_backward: bool, compilation: Compilation
+) -> tuple[PlannedBucket, ...] | None:
+    """Choose the buckets of a graph, compare its launches across ranks, log it and show it.
+
+    Called whether or not a cache has the code, with the graph that the passes will get. None if
+    the graph is to stay as it is: it cannot be planned, and that leads to a fallback.
+
+    Raises:
+        RankMismatchError: the ranks are about to communicate differently.
+        PassError: it cannot be planned, and that is an error; when all ranks have compared it.
+        ValueError: likewise, and the user can mend it: no schedule fits the memory budget, say.
+    """
+    part = "backward" if is_backward else "forward"
+    begin = time.perf_counter()
+    found, number = _planned(gm, part, compilation)
+    seconds = time.perf_counter() - begin
+    _agree_on_launches(part, found, number, compilation)
+    _tell(gm, part, found, compilation.settings)
+    if isinstance(found, Exception):
+        _fall_back(part, found, compilation.on_error)
+        return None
+    show(Seen(part, found, compilation.settings, seconds, compilation.number))
+    return found.planned
+
+
+def _planned(
+    gm: GraphModule, part: str, compilation: Compilation
+) -> tuple[Rehearsal | Exception, int]:
+    """What the passes will make of a graph, or why they cannot: the others wait to hear of it.
+
+    And the number of the plan.
+    """
+    number = 0
+
+    def choose(reading: fx.Reading, settings: Settings) -> Chosen:
+        nonlocal number
+        choice = plan_for_all(
+            reading,
+            settings,
+            part=part,
+            grad=compilation.grad,
+            ranks=compilation.ranks,
+            timeout_s=compilation.timeout_s,
+        )
+        number = choice.number
+        if isinstance(choice.chosen, Exception):
+            raise choice.chosen
+        return choice.chosen
+
+    try:
+        return rehearse(gm, compilation.settings, carried_fqn, choose), number
+    except RankMismatchError:
+        raise
+    except Exception as error:
+        return error, number
+
+
+def _agree_on_launches(
+    part: str, found: Rehearsal | Exception, number: int, compilation: Compilation
+) -> None:
+    """Compare what a graph will launch, or why it cannot be planned; anew for each plan made."""
+    failure = found if isinstance(found, Exception) else None
+    lines = launches(found) if isinstance(found, Rehearsal) else [_cannot(found)]
+    lines += [f"plan {number}"] if number else []
+    try:
+        ranks, timeout_s = compilation.ranks, compilation.timeout_s
+        rank_guard.agree(f"the {part} graph to compile", lines, ranks, timeout_s)
+    except RankMismatchError as error:
+        raise error from failure
+
+
+def _cannot(error: Exception) -> str:
+    return f"cannot be planned: {error}"
+
+
+def _fall_back(part: str, failure: Exception, on_error: OnError) -> None:
+    if on_error == "raise":
+        kind = ValueError if is_users(failure) else PassError
+        raise kind(f"{part} graph: {failure}") from failure
+    log.warning("%s graph: compiled without the passes: %s", part, failure)
+
+
+def _tell(
+    gm: GraphModule, part: str, found: Rehearsal | Exception, settings: Settings | None
+) -> None:
+    """Log what a graph communicates and what the passes make of it."""
+
+    def communicates() -> str:
+        return describe(take_census(gm.graph), is_backward=part == "backward")
+
+    line = _harmless(part, communicates) or f"{part}:"
+    if isinstance(found, Exception):
+        say("%s; %s", line, _cannot(found))
+        return
+    line += _harmless(part, lambda: describe_passes(found, settings)) or ""
+    say("%s", line)
+    _warn_of_memory(part, found, settings)
+    _harmless(
+        part, lambda: _torch.trace_artifact(f"simplefsdp_{part}", lambda: to_text(found.after))
+    )
+
+
+def _harmless(part: str, describe_it: Callable[[], Any]) -> Any:
+    """What a function for the log gives; if it fails, that is logged, and no more."""
+    try:
+        return describe_it()
+    except Exception as error:
+        log.warning("%s graph: the log cannot describe all of it: %r", part, error)
+        return None
+
+
+def identity(settings: Settings | None) -> str:
+    """The passes' identity for Inductor's cache: their sources, all of them, and settings."""
+    return hashlib.sha256(f"{sources()}{settings!r}".encode()).hexdigest()
+
+
+@functools.cache
+def sources() -> str:
+    """A hash of the sources of this package and of the passes."""
+    packages = [Path(__file__).parent, Path(inductor_passes.__file__).parent]
+    return _torch.hash_of_files(sorted(str(f) for path in packages for f in path.glob("*.py")))
+
+
+def say(message: str, *args: object) -> None:
+    """Log for all ranks: rank 0 at INFO, the others at DEBUG."""
+    speaks = not dist.is_initialized() or dist.get_rank() == 0
+    log.log(logging.INFO if speaks else logging.DEBUG, message, *args)
+
+
+def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
+    """What the passes will make of a graph, for the log line; nothing if there are none."""
+    if settings is None:
+        return ""
+    found = predict(rehearsal, settings.auto.cluster if settings.auto else None)
+    verb = "->" if settings.merge else "moved as"
+    parts = [
+        f"{n} {kind}s {verb} {found.buckets[kind]} buckets"
+        for kind, n in found.collectives.items()
+        if n
+    ]
+    if (plan := rehearsal.plan) is not None:
+        of_budget = f" of {plan.budget_nbytes / 1e9:.3g}" if plan.budget_nbytes else ""
+        parts.append(
+            f"planned {'' if of_budget else 'as before, '}{plan.step_us / 1e3:.3g} ms (lower bound "
+            f"{plan.lower_bound_us / 1e3:.3g}), {plan.peak_nbytes / 1e9:.3g}{of_budget} GB beside "
+            "shards of parameters"
+        )
+    exposed = f"{found.exposed_before_us / 1e3:.3g} -> {found.exposed_after_us / 1e3:.3g} ms"
+    return "; ".join(["", *parts, f"predicted exposed {exposed} on {found.device}"])
+
+
+def _warn_of_memory(part: str, rehearsal: Rehearsal, settings: Settings | None) -> None:
+    """Say so if a plan that was made for another graph takes more than the user allows.
+
+    It cannot be made anew: the other ranks go on with it.
+    """
+    allowed = settings.auto.budget_nbytes if settings is not None and settings.auto else None
+    plan = rehearsal.plan
+    if plan is not None and allowed is not None and plan.peak_nbytes > allowed:
+        log.warning(
+            "%s graph: planned for another batch or on another rank, and here %.4g GB of "
+            "activations, full parameters and gradients are predicted, where "
+            "memory_budget_gb=%.4g; compile the largest batch first",
+            part,
+            plan.peak_nbytes / 1e9,
+            allowed / 1e9,
+        )

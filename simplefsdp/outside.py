@@ -1,0 +1,153 @@
+"""What is done to sharded parameters outside of forward and of initialisers, by operators.
+
+Most operators of DTensors do what they do to the plain tensor. Two kinds do not, and nobody would
+notice; torch lets a DTensor's operator be handled otherwise, and for the parameters of wrapped
+models these are:
+
+- *random fills* (``nn.init.normal_(module.weight)`` in a loop): on CPU every rank would draw
+  the same numbers for its own shard. Here they are those of one global tensor, as on CUDA.
+- *slices along a sharded dimension* (``module.weight.data[0].zero_()``): they are copies, gathered
+  from all ranks, so that a write is lost. Here they raise, where a write is possible.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from simplefsdp import _torch
+from simplefsdp.initialize import RANDOM_FILLS, fill_global
+from simplefsdp.rank_guard import ranks_of
+
+_aten = torch.ops.aten
+# The argument that is the dimension, of operators whose result is a view of a plain tensor.
+_SLICES: dict[Any, int] = {
+    _aten.select.int: 1,
+    _aten.slice.Tensor: 1,
+    _aten.unbind.int: 1,
+    _aten.split.Tensor: 2,
+    _aten.split_with_sizes.default: 2,
+}
+_models: WeakSet[nn.Module] = WeakSet()
+_drawn: dict[tuple[int, ...], str] = {}  # by ranks: a digest of the keys of all random fills
+
+
+def watch(model: nn.Module) -> None:
+    """Handle the operators on the parameters of a model that was just wrapped."""
+    _models.add(model)
+    _install()
+
+
+def random_fills(ranks: tuple[int, ...]) -> str:
+    """What was drawn for parameters over ``ranks``: equal on ranks that draw alike."""
+    return _drawn.get(ranks, "none")
+
+
+@functools.cache
+def _install() -> None:
+    for op in RANDOM_FILLS:
+        _torch.handle_dtensor_op(op, _fill)
+    for op in _SLICES:
+        _torch.handle_dtensor_op(op, _slice)
+
+
+def _fqn_of(tensor: DTensor) -> str | None:
+    """The name of the wrapped parameter whose shard ``tensor`` is, or shares the memory of."""
+    pointer = _pointer(tensor)
+    for model in list(_models) if pointer is not None else ():
+        for fqn, param in model.named_parameters():
+            if param.shape == tensor.shape and _pointer(param) == pointer:
+                return fqn
+    return None
+
+
+def _pointer(tensor: Tensor) -> int | None:
+    """Where the shard is; None if there is none, as while a compiler traces."""
+    local = _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    if type(local) is not Tensor or local.is_meta:
+        return None
+    return local.untyped_storage().data_ptr()
+
+
+def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    if _pointer(target) is None or _torch.draws_globally(target.device_mesh):
+        return _torch.default_dtensor_op(op, args, kwargs)
+    if _fqn_of(target) is not None:
+        _begin(target, kwargs.get("generator"))
+    elif not _last.continues_in(target):
+        return _torch.default_dtensor_op(op, args, kwargs)
+    given = {name: value for name, value in kwargs.items() if name != "generator"}
+    _last.fills += 1
+    key = (_last.number, tuple(target.shape), _last.fills)
+    fill_global(target, key, lambda part, own: op(part, *args[1:], **given, generator=own))
+    return target
+
+
+class _Last:
+    """The parameter that was filled last. What is drawn after it into another tensor of its shape
+    belongs to it: ``trunc_normal_`` draws again what it rejects. How often it does so may differ
+    between ranks, so these numbers are not taken from the generator that the ranks share."""
+
+    number = 0  # that the generator gave
+    shape: torch.Size | None = None
+    fills = 0
+
+    def continues_in(self, target: DTensor) -> bool:
+        return target.shape == self.shape
+
+
+_last = _Last()
+
+
+def _begin(param: DTensor, generator: torch.Generator | None) -> None:
+    source = torch.default_generator if generator is None else generator
+    number = torch.empty((), dtype=torch.int64, device=source.device).random_(generator=source)
+    _last.number, _last.shape, _last.fills = int(number), param.shape, 0
+    _note(param.device_mesh, (_last.number, tuple(param.shape)))
+
+
+def _note(mesh: DeviceMesh, key: tuple[object, ...]) -> None:
+    ranks = ranks_of([mesh])
+    before = _drawn.get(ranks, "")
+    _drawn[ranks] = hashlib.sha256(f"{before}{key}".encode()).hexdigest()[:16]
+
+
+def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    writable = not (torch.is_grad_enabled() and target.requires_grad)  # else autograd refuses
+    is_copy = writable and _takes_a_part(op, target, args, kwargs)
+    if is_copy and (fqn := _fqn_of(target)) is not None:
+        raise ValueError(
+            f"{fqn}: a slice along a dimension that is sharded is a copy, so that what is written "
+            "to it would be lost; write inside `with simplefsdp.unsharded(model):` (or in the "
+            "model's reset_parameters() or init_weights()); to read it, slice param.full_tensor()"
+        )
+    return _torch.default_dtensor_op(op, args, kwargs)
+
+
+def _takes_a_part(
+    op: Callable[..., Any], target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    place = _SLICES[op]
+    dim = args[place] if len(args) > place else kwargs.get("dim", 0)
+    mesh = target.device_mesh
+    split = {
+        getattr(p, "dim", None)
+        for i, p in enumerate(target.placements)
+        if _torch.is_split(p) and mesh.size(i) > 1
+    }
+    if dim % max(1, target.dim()) not in split:
+        return False
+    if op is _aten.slice.Tensor:
+        start, end = (*args[2:4], None, None)[:2]
+        return bool(start) or (end is not None and end < target.shape[dim])
+    return True

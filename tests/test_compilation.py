@@ -1,0 +1,68 @@
+"""What fails a compilation, what leads to a fallback, and what is only said."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from inductor_passes import fx, rehearsal
+from inductor_passes.passes import PassError
+from inductor_passes.program import ProgramError
+from simplefsdp import compilation, simple_fsdp
+from simplefsdp.watch import watching
+
+
+@pytest.fixture
+def step(fake_mesh, caplog):
+    """Compiles and runs two layers; gives the buckets of what was planned, and the log."""
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fake_mesh(2))
+
+    def run(**options: object) -> tuple[list[int], str]:
+        torch._dynamo.reset()
+        found = []
+        compiled = torch.compile(
+            model, backend="simplefsdp", options={"executor": "aot_eager", **options}
+        )
+        with watching(found.append), caplog.at_level(logging.INFO, "simplefsdp"):
+            compiled(torch.ones(2, 4)).sum().backward()
+        return [len(seen.rehearsal.planned) for seen in found], caplog.text
+
+    return run
+
+
+def failing(*args, **kwargs):
+    raise ProgramError("cannot be read")
+
+
+@pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
+def test_a_graph_that_cannot_be_read(step, monkeypatch, bucketing):
+    monkeypatch.setattr(fx, "read", failing)
+    buckets, log = step(bucketing=bucketing, on_error="fallback")
+    assert buckets == []
+    assert "forward graph: compiled without the passes: cannot be read" in log
+    assert "backward graph: compiled without the passes: cannot be read" in log
+    with pytest.raises(PassError, match="forward graph: cannot be read"):
+        step(bucketing=bucketing)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "fallback"])
+@pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
+def test_a_prediction_that_fails_decides_nothing(step, monkeypatch, bucketing, on_error):
+    """Of the log line; a planner's own simulations are not its."""
+    expected, _ = step(bucketing=bucketing, on_error=on_error)
+    monkeypatch.setattr(rehearsal, "simulate", failing)
+    buckets, log = step(bucketing=bucketing, on_error=on_error)
+    assert buckets == expected and len(buckets) == 2
+    assert ("the log cannot describe all of it" in log) == (bucketing != "none")
+    assert "without the passes" not in log
+
+
+def test_a_log_line_that_fails(step, monkeypatch):
+    monkeypatch.setattr(compilation, "describe", failing)
+    buckets, log = step(bucketing="manual")
+    assert len(buckets) == 2
+    assert "forward graph: the log cannot describe all of it: ProgramError" in log
+    assert "forward:; 4 gathers -> " in log

@@ -1,0 +1,78 @@
+"""Patterns may name modules of the model that is compiled, and of no other."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from simplefsdp import simple_fsdp
+from simplefsdp.known import known_fqns
+
+
+class Named(nn.Module):
+    """Layers of given names, of which it uses the first."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+        self.first = names[0]
+
+    def forward(self, x):
+        return getattr(self, self.first)(x)
+
+
+def run(model: nn.Module, *buckets: str) -> None:
+    torch._dynamo.reset()
+    options = {"executor": "aot_eager", "bucketing": "manual", "buckets": list(buckets)}
+    torch.compile(model, backend="simplefsdp", options=options)(torch.ones(2, 4))
+
+
+def test_a_pattern_may_name_what_the_graph_does_not_read(fake_mesh):
+    run(simple_fsdp(Named("used", "spare"), fake_mesh(2)), "used", "spare")
+
+
+def test_a_pattern_that_only_an_earlier_model_matches(fake_mesh):
+    mesh = fake_mesh(2)
+    earlier = simple_fsdp(Named("used", "gone"), mesh)
+    run(earlier, "used", "gone")
+    del earlier
+    torch._dynamo.reset()
+    gc.collect()
+    with pytest.raises(ValueError, match="'gone' matches no module"):
+        run(simple_fsdp(Named("used", "spare"), mesh), "used", "gone")
+
+
+def test_a_pattern_that_only_another_model_matches(fake_mesh):
+    mesh = fake_mesh(2)
+    other = simple_fsdp(Named("its", "own"), mesh)
+    with pytest.raises(ValueError, match="'own' matches no module"):
+        run(simple_fsdp(Named("used"), mesh), "used", "own")
+    assert other is not None
+
+
+def test_names_are_those_of_the_outermost_wrap_and_of_copies(fake_mesh):
+    mesh = fake_mesh(2)
+    model = Named("used_alone", "spare_alone")
+    simple_fsdp(model.used_alone, mesh)
+    simple_fsdp(model, mesh)
+    copied = copy.deepcopy(model)
+    names = sorted(name for name, _ in model.named_parameters())
+    del model
+    gc.collect()
+    assert known_fqns(["used_alone.weight"]) == names
+    run(copied, "used_alone", "spare_alone")
+
+
+def test_a_graph_of_several_wraps(fake_mesh):
+    mesh = fake_mesh(2)
+    one, other = (simple_fsdp(Named(*names), mesh) for names in (("a", "b"), ("c",)))
+    assert known_fqns(["a.weight", "c.weight"]) == [
+        f"{name}.{kind}" for name in "abc" for kind in ("bias", "weight")
+    ]
+    assert known_fqns(["a.weight"]) == ["a.bias", "a.weight", "b.bias", "b.weight"]
+    assert one is not other  # alive

@@ -1,0 +1,165 @@
+"""What ranks decide through the store, on a store in this process: no ranks, no waiting."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from simplefsdp import rank_guard
+from simplefsdp.rank_guard import RankMismatchError, agree, decided
+
+
+class Interleaved:
+    """A store whose waits for what is not there time out at once.
+
+    Attributes:
+        before: what is to happen, once, before a key that ends so is written.
+        keys: all that were touched.
+    """
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.before = {}
+        self.keys = []
+
+    def _touch(self, key):
+        self.keys.append(key)
+        for end in [end for end in self.before if key.endswith(end)]:
+            self.before.pop(end)()
+
+    def add(self, key, n):
+        self._touch(key)
+        return self._store.add(key, n)
+
+    def set(self, key, value):
+        self._touch(key)
+        self._store.set(key, value)
+
+    def compare_set(self, key, expected, value):
+        self._touch(key)
+        return self._store.compare_set(key, expected, value)
+
+    def get(self, key):
+        self.keys.append(key)
+        return self._store.get(key)
+
+    def multi_get(self, keys):
+        self.keys += keys
+        return self._store.multi_get(keys)
+
+    def check(self, keys):
+        return self._store.check(keys)
+
+    def wait(self, keys, timeout):
+        self.keys += keys
+        if not self._store.check(keys):
+            raise RuntimeError("timeout")
+
+
+class World:
+    """Ranks that take turns in this process."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.store = Interleaved()
+        self._rank = threading.local()
+        self._groups = {rank: dist.HashStore() for rank in range(8)}  # any object that can die
+        monkeypatch.setattr(rank_guard._torch, "shared_store", lambda prefix: self.store)
+        monkeypatch.setattr(rank_guard, "dist", self)
+
+    @property
+    def group(self):
+        return SimpleNamespace(WORLD=self._groups[self.get_rank()])
+
+    def get_rank(self) -> int:
+        return self._rank.now
+
+    def on(self, rank, function, *args, **kwargs):
+        """Its result, or its error, in words."""
+        was = getattr(self._rank, "now", None)
+        self._rank.now = rank
+        try:
+            return str(function(*args, **kwargs))
+        except RankMismatchError as error:
+            return str(error)
+        finally:
+            self._rank.now = was
+
+
+@pytest.fixture
+def world(monkeypatch) -> World:
+    return World(monkeypatch)
+
+
+def arrive(world: World, rank: int, lines=("equal",), ranks=(0, 1)) -> str:
+    return world.on(rank, agree, "the graph", list(lines), ranks, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("end", ["/gave_up", "/verdict"])
+def test_a_rank_that_comes_while_another_gives_up(world, end):
+    """Between the end of one's patience and its word for it: all go on, or none."""
+    late = []
+    world.store.before[end] = lambda: late.append(arrive(world, 1))
+    waited = arrive(world, 0)
+    if not late:
+        late.append(arrive(world, 1))
+    outcomes = {text == "None" for text in (waited, *late)}
+    assert len(outcomes) == 1, (waited, late)
+
+
+def test_one_outcome_for_those_who_came_and_those_who_come_later(world):
+    assert "ranks 1, 2 have not got to" in arrive(world, 0, ranks=(0, 1, 2))
+    for late in (1, 2):
+        told = arrive(world, late, ranks=(0, 1, 2))
+        assert told == "the graph: rank 0 gave up waiting for ranks 1, 2"
+
+
+def test_what_was_agreed_on_is_not_asked_again(world):
+    world.store.before["/verdict"] = lambda: arrive(world, 1)
+    assert arrive(world, 0) == "None"
+    touched = len(world.store.keys)
+    assert arrive(world, 0) == arrive(world, 1) == "None"
+    assert len(world.store.keys) == touched
+
+
+def test_a_rank_touches_as_many_keys_as_ever_however_many_ranks_there_are(world):
+    def touched(n: int) -> list[int]:
+        found = []
+        for rank in range(n):
+            world.store.keys.clear()
+            # All but the last wait in vain here, and are not the ones to count.
+            arrive(world, rank, [f"of {n}"], tuple(range(n)))
+            found.append(len(world.store.keys))
+        return found
+
+    assert touched(8)[-1] == touched(2)[-1]
+
+
+def asks(world: World, rank: int, decide=lambda: "its own", subject=("the same",)) -> str:
+    return world.on(rank, decided, "the plan", subject, (0, 1), decide, timeout_s=0.1)
+
+
+@pytest.fixture
+def agreed(world) -> World:
+    """Ranks that have agreed what to decide on."""
+    for rank in (0, 1):
+        known = rank_guard._agreed.setdefault(world._groups[rank], set())
+        known.add(((0, 1), rank_guard._digest(["the same"])))
+    return world
+
+
+def test_the_lowest_rank_decides(agreed):
+    assert asks(agreed, 0, lambda: "first") == asks(agreed, 1) == "first"
+    assert asks(agreed, 0, lambda: "second") == asks(agreed, 1) == "second"
+    assert agreed.on(0, decided, "alone", [], (0,), lambda: "mine") == "mine"
+
+
+def test_a_rank_that_alone_forgot_is_told(agreed):
+    asks(agreed, 0, lambda: "first")
+    assert asks(agreed, 1) == "first"
+    told = asks(agreed, 1)
+    assert "the plan: after 0.1 s, ranks 0 have not got to what rank 1 is about to do" in told
+    assert "call torch.compiler.reset() on all ranks or on none" in told
+    assert asks(agreed, 0, lambda: "second") == asks(agreed, 1) == "second"

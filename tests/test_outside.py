@@ -1,0 +1,132 @@
+"""Operators on sharded parameters outside of forward: random fills and slices."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from simplefsdp import initialize, outside, simple_fsdp, unsharded
+
+
+def fill(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.5)
+            module.bias.data.uniform_(-1, 1)
+    for param in model.parameters():
+        nn.init.trunc_normal_(param) if param.dim() > 1 else None
+
+
+def filled(mesh, mode: str) -> dict[str, torch.Tensor]:
+    model = simple_fsdp(nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7)), mesh, mode=mode)
+    fill(model)
+    values = {fqn: p.detach().full_tensor() for fqn, p in model.named_parameters()}
+    return {**values, "what is drawn next": torch.rand(())}
+
+
+def compare_meshes() -> None:
+    initialize._BLOCK_NUMEL = 16
+    ranks = torch.distributed.get_world_size()
+    flat = init_device_mesh("cpu", (ranks,))
+    pairs = init_device_mesh("cpu", (2, ranks // 2))
+    wanted = filled(flat, "replicate")
+    for mesh, mode in ((flat, "fully_shard"), (pairs, "hybrid_shard")):
+        for fqn, value in filled(mesh, mode).items():
+            assert torch.equal(value, wanted[fqn]), (mode, fqn)
+    rows = wanted["0.weight"]
+    assert not torch.equal(rows[:5], rows[5:])  # as if every rank had drawn the same
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_fills_do_not_depend_on_the_mesh(pools, ranks):
+    pools(ranks).run(compare_meshes)
+
+
+def test_a_generator_of_the_users_is_drawn_from(fake_mesh):
+    def weight(seed: int) -> torch.Tensor:
+        own = torch.Generator().manual_seed(seed)
+        nn.init.normal_(layer.weight, generator=own)
+        return layer.weight.to_local().clone()
+
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    assert torch.equal(weight(1), weight(1)) and not torch.equal(weight(1), weight(2))
+
+
+def test_ranks_that_draw_differently_can_be_told(fake_mesh, monkeypatch):
+    monkeypatch.setattr(outside, "ranks_of", lambda meshes: (0, 1))
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    digests = []
+    for seed in (1, 1, 2):
+        outside._drawn.clear()
+        torch.manual_seed(seed)
+        nn.init.normal_(layer.weight)
+        digests.append(outside.random_fills((0, 1)))
+    assert digests[0] == digests[1] != digests[2]
+    outside._drawn.clear()
+
+
+def draw_differently() -> None:
+    rank = torch.distributed.get_rank()
+    model = simple_fsdp(nn.Linear(4, 4), init_device_mesh("cpu", (2,)), mode="replicate")
+    torch.manual_seed(rank)
+    nn.init.normal_(model.weight)
+    model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    with pytest.raises(RuntimeError, match="random numbers drawn for parameters"):
+        model(torch.ones(2, 4))
+
+
+def test_copies_that_differ_do_not_train(pools):
+    pools(2).run(draw_differently)
+    pools(2).stop()  # of what was drawn
+
+
+SLICES = {
+    "item": lambda w: w[0],
+    "rows": lambda w: w[1:3],
+    "unbind": lambda w: w.unbind(),
+    "split": lambda w: w.split(2),
+    "chunk": lambda w: w.chunk(2),
+    "narrow": lambda w: w.narrow(0, 0, 2),
+}
+
+
+@pytest.mark.parametrize("take", SLICES.values(), ids=SLICES)
+def test_a_slice_that_is_a_copy_is_refused_where_it_may_be_written_to(fake_mesh, take):
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    message = r"weight: a slice along a dimension that is sharded is a copy"
+    with pytest.raises(ValueError, match=message):
+        take(layer.weight.data)
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        take(layer.weight)
+    with pytest.raises(ValueError, match=message):
+        take(layer.requires_grad_(False).weight)
+
+
+def test_other_slices_work(fake_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    assert layer.weight[0].shape == (4,)  # autograd refuses a write to it
+    layer.weight.data[:, 1].zero_()
+    layer.weight.data[:] = layer.weight.data * 1
+    local = layer.weight.to_local()
+    assert local[:, 1].eq(0).all() and not local[:, 0].eq(0).any()
+    other = distribute_tensor(torch.ones(4, 4), layer.weight.device_mesh, [Shard(0)])
+    assert other[0].shape == (4,)  # not a parameter
+    with unsharded(layer):
+        layer.weight.data[0].zero_()
+
+
+def test_a_model_that_is_gone_is_forgotten(fake_mesh):
+    mesh = fake_mesh(2)
+    layer = simple_fsdp(nn.Linear(4, 4), mesh)
+    value = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
+    assert outside._fqn_of(layer.weight) == "weight"
+    assert outside._fqn_of(value) is None
+    del layer
+    gc.collect()
+    assert not any(isinstance(model, nn.Linear) for model in outside._models)

@@ -1,0 +1,48 @@
+"""``inspect --bucketing torch-manual``: what torch's own pass buckets is read back whole."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from graphs import capture
+from zoo import Small, batch, loss_of
+
+from inductor_passes import fx
+from inductor_passes.program import Program
+from simplefsdp import simple_fsdp
+from simplefsdp.backend import fqn_of
+from simplefsdp.inspection.torch_passes import torch_manual
+
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="inspect says what they lack")
+
+
+def carried(program: Program) -> Counter[tuple[str, str]]:
+    found = [op.collective for _, op in program.starts()]
+    return Counter((c.kind, fqn) for c in found for fqn in c.fqns)
+
+
+def launches(program: Program, kind: str) -> int:
+    return sum(op.sends == kind for _, op in program.starts())
+
+
+def test_every_parameter_is_still_reduced_and_all_reduced(fake_mesh):
+    """Since 2.15 torch buckets the all-reduces of hybrid sharding, too."""
+    mesh = fake_mesh(2, 2, names=("replicate", "shard"))
+    model = simple_fsdp(Small(), mesh, mode="hybrid_shard")
+    options = {"executor": "aot_eager", "bucketing": "none"}
+    with capture() as graphs:
+        run = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
+        loss_of(run, *batch(0, 1)).backward()
+    units = [[name for name, _ in model.named_parameters()]]
+    for graph in (*graphs.forward, *graphs.backward):
+        made = torch_manual(copy.deepcopy(graph), units)
+        was, now = (fx.read(gm.graph, fqn_of).program for gm in (graph, made))
+        assert carried(now) == carried(was)
+        starts = launches(was, "all_reduce"), launches(now, "all_reduce")
+        assert starts[1] <= starts[0]
+        if starts[0] and torch.__version__ >= "2.15":
+            assert starts[1] < starts[0]
+    assert starts[0] > 1
