@@ -191,7 +191,9 @@ class _ShardedInit(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return func(*args, **kwargs)
-        except NotImplementedError as error:
+        except RuntimeError as error:  # NotImplementedError is one, too
+            if not any(isinstance(arg, DTensor) for arg in args):
+                raise
             raise ValueError(
                 f"init of {self.module}: {func} does not work on shards ({error}); initialise "
                 "whole parameters in place (nn.init.normal_, uniform_, ...), pass init_fn, or "

@@ -13,9 +13,9 @@ from graphs import capture
 from inductor_passes import fx
 from inductor_passes.program import Program
 from simplefsdp import simple_fsdp
-from simplefsdp.backend import fqn_of
 from simplefsdp.inspection.torch_passes import torch_manual, units_of
 from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.provenance import carried_fqn
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="inspect says what they lack")
 
@@ -41,7 +41,7 @@ def test_every_parameter_is_still_reduced_and_all_reduced(fake_mesh):
     units = units_of([name for name, _ in model.named_parameters()])
     for graph in (*graphs.forward, *graphs.backward):
         made = torch_manual(copy.deepcopy(graph), units)
-        was, now = (fx.read(gm.graph, fqn_of).program for gm in (graph, made))
+        was, now = (fx.read(gm.graph, carried_fqn).program for gm in (graph, made))
         assert carried(now) == carried(was)
         starts = launches(was, "all_reduce"), launches(now, "all_reduce")
         assert starts[1] <= starts[0]
