@@ -54,6 +54,7 @@ __all__ = [
     "is_to_empty",
     "line_of",
     "local_tensor",
+    "make_room_for_layers",
     "module_path",
     "no_torch_function",
     "reduces_in_param_dtype",
@@ -274,6 +275,20 @@ def place_called() -> CodePlace | None:
             inner = place
         frame = frame.f_back
     return found
+
+
+_LAYERS = 256
+
+
+def make_room_for_layers() -> None:
+    """Let each layer with a graph break have graphs of its own, for this process.
+
+    They are the same function for Dynamo, which gives up on one after eight graphs; but each layer
+    reads parameters of its own names, and so do its graphs.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _LAYERS)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * _LAYERS)
 
 
 def input_name(placeholder: Node) -> str | None:

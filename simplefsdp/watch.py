@@ -46,7 +46,7 @@ def show(seen: Seen) -> None:
         try:
             watcher(seen)
         except Exception as error:
-            log.warning("inspect: the %s graph is not in the report: %s", seen.part, error)
+            log.warning("inspect: the %s graph is not in the report: %r", seen.part, error)
 
 
 @contextmanager
