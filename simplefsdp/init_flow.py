@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp import uninitialised
 from simplefsdp._torch import storage_use_count
+from simplefsdp.placement import on_any_rank
 from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.unsharded import full_of, write_back
 
@@ -49,8 +50,12 @@ class _Pending:
         return sys.getrefcount(self.full), storage_use_count(self.full)
 
     def is_held(self) -> bool:
-        """Whether anyone else refers to the full parameter, or to a view of it."""
-        return self._references() != self.alone
+        """Whether anyone on any rank refers to the full parameter, or to a view of it; collective.
+
+        Ranks may differ: what one of them holds by a cycle, another's collector has freed.
+        """
+        here = self._references() != self.alone
+        return on_any_rank([here], self.param.device_mesh)[0]
 
     def finish(self) -> None:
         if self.full.shape != self.param.shape:

@@ -190,6 +190,14 @@ def distribute(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     )
 
 
+def on_any_rank(flags: Sequence[bool], mesh: DeviceMesh) -> list[bool]:
+    """Of each of ``flags``, whether some rank of ``mesh`` has it set; collective."""
+    found = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
+    for group in mesh.get_all_groups():
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return [bool(flag) for flag in found.tolist()]
+
+
 def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """What ``distribute_tensor`` makes of a tensor that nobody has to be sent, without making the
     parts of the other ranks, who may be hundreds."""

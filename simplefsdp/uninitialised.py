@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import is_to_empty
+from simplefsdp.placement import on_any_rank
 from simplefsdp.wrapped import shards_of
 
 _MARK = "_simple_fsdp_uninitialised"
@@ -71,11 +71,9 @@ def is_empty(param: DTensor) -> bool:
     if _MARK not in param.__dict__:
         return False
     missing = torch.isnan(param.to_local().detach())
-    # To be a maximum over ranks: is a value missing, is there one. An empty shard says neither.
-    found = torch.stack([missing.any(), (~missing).any()]).to(torch.int32)
-    for group in param.device_mesh.get_all_groups():
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    some_missing, some_there = (bool(flag) for flag in found.tolist())
+    # An empty shard says neither.
+    here = [bool(missing.any()), bool((~missing).any())]
+    some_missing, some_there = on_any_rank(here, param.device_mesh)
     if not some_missing:
         delattr(param, _MARK)
     return some_missing and not some_there
