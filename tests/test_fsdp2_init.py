@@ -89,6 +89,26 @@ def test_an_initialiser_that_comes_back_to_a_parameter(pools):
     pools(2).run(initialise_in_turns)
 
 
+class KeepsOnOneRank(InTurns):
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            kept = [self.first.fill_(1.0)]
+            if dist.get_rank() == 0:
+                kept.clear()
+            self.other.fill_(2.0)
+
+
+def keep_on_one_rank() -> None:
+    model = simple_fsdp(meta(KeepsOnOneRank), mesh_of()).to_empty(device="cpu")
+    model.reset_parameters()
+    assert model(torch.ones(1)).item() == 10.0
+
+
+def test_a_full_parameter_that_one_rank_holds_on_to(pools):
+    """As ranks do by chance, until their garbage collectors run."""
+    pools(2).run(keep_on_one_rank)
+
+
 def values_by_hand(mesh) -> nn.Module:
     model = simple_fsdp(meta(lambda: nn.Linear(DIM, DIM)), mesh).to_empty(device="cpu")
     for param in model.parameters():
