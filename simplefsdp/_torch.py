@@ -33,6 +33,7 @@ __all__ = [
     "GraphBreak",
     "TorchDispatchMode",
     "annotate_backward",
+    "assigns_data",
     "breaks_the_graph",
     "cast_floating_point",
     "default_dtensor_op",
@@ -54,7 +55,6 @@ __all__ = [
     "is_to_empty",
     "line_of",
     "local_tensor",
-    "make_room_for_layers",
     "module_path",
     "no_torch_function",
     "reduces_in_param_dtype",
@@ -277,18 +277,9 @@ def place_called() -> CodePlace | None:
     return found
 
 
-_LAYERS = 256
-
-
-def make_room_for_layers() -> None:
-    """Let each layer with a graph break have graphs of its own, for this process.
-
-    They are the same function for Dynamo, which gives up on one after eight graphs; but each layer
-    reads parameters of its own names, and so do its graphs.
-    """
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, _LAYERS)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * _LAYERS)
+def assigns_data(cut: GraphBreak) -> bool:
+    """Whether a graph broke at ``tensor.data = ...`` of a tensor that was made in it."""
+    return cut.reason.startswith("Failed to mutate tensor data attribute")
 
 
 def input_name(placeholder: Node) -> str | None:

@@ -58,8 +58,6 @@ def simplefsdp(
     choice = parse_options(options)
     _refuse_unwrapped(gm)
     breaks.enter(gm)
-    if _torch.graph_break_of(gm) is not None:
-        _torch.make_room_for_layers()
     specs = dedupe_gathers(gm)
     missing = _without_values(gm, example_inputs)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from torch.fx import GraphModule, Node
 
 from simplefsdp._torch import (
+    assigns_data,
+    graph_break_of,
     is_checkpoint_region,
     line_of,
     second_group,
@@ -70,6 +72,7 @@ def _refuse_writes(gm: GraphModule) -> None:
         value = node.meta.get("example_value")
         if node.op != "placeholder" and storage_of(value) in fqn_of:
             aliases[node] = fqn_of[storage_of(value)]
+    _refuse_assigned_data(gm, aliases)
     for node, fqn in aliases.items():
         if node.meta["example_value"]._version:
             by = next((u for u in gm.graph.nodes if _writes(u, fqn, aliases)), node)
@@ -78,6 +81,19 @@ def _refuse_writes(gm: GraphModule) -> None:
                 "not the parameter; update parameters outside the model, through "
                 "named_parameters()"
             )
+
+
+def _refuse_assigned_data(gm: GraphModule, aliases: Mapping[Node, object]) -> None:
+    """The graph ends at ``weight.data = ...``, and hands a gathered tensor to that line."""
+    cut = graph_break_of(gm)
+    (output,) = gm.graph.find_nodes(op="output")
+    fqn = next((aliases[n] for n in output.all_input_nodes if n in aliases), None)
+    if cut is not None and assigns_data(cut) and fqn is not None:
+        where = f" ({cut.stack[-1].filename}:{cut.stack[-1].lineno})" if cut.stack else ""
+        raise ValueError(
+            f"{fqn}: assigning to .data in forward{where} would change the gathered copy, not the "
+            "parameter; update parameters outside the model, through named_parameters()"
+        )
 
 
 def _writes(node: Node, fqn: object, aliases: Mapping[Node, object]) -> bool:

@@ -195,23 +195,3 @@ def test_an_operator_that_depends_on_data_breaks_the_graph_as_it_does_for_torch(
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"aten\.nonzero"):
         strict(x)
-
-
-class BrokenLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = self.fc(x)
-        torch._dynamo.graph_break()
-        return x.sin()
-
-
-def test_each_of_many_layers_with_a_break_is_compiled(fake_mesh):
-    model = simple_fsdp(nn.Sequential(*(BrokenLayer() for _ in range(10))), fake_mesh(2))
-    run = torch.compile(model, backend="simplefsdp", options=EAGER)
-    with inspect() as report:
-        run(torch.ones(2, WIDTH)).sum().backward()
-    gathered = {f for g in report.graphs.values() for b in g.buckets for f in b.fqns}
-    assert gathered == {fqn for fqn, _ in model.named_parameters()}
