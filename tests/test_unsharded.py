@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from zoo import Zoo
 
 from simplefsdp import simple_fsdp, unsharded
+from simplefsdp.rank_guard import RankMismatchError
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -125,3 +126,87 @@ def test_the_model_runs_inside(fake_mesh, part):
     with unsharded(part(model), writeback=False):
         assert torch.allclose(model(x), plain(x), atol=1e-6)
     model(x).sum().backward()
+
+
+def test_a_parameter_that_became_none_stays_so(solo_mesh):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), solo_mesh)
+    with unsharded(model):
+        model[0].bias = None
+    assert model[0].bias is None and list(model.state_dict()) == ["0.weight"]
+    x = torch.ones(1, 4)
+    assert torch.equal(model(x), x @ model[0].weight.full_tensor().t())
+    with unsharded(model):
+        assert model[0].bias is None
+
+
+def test_a_tied_parameter_that_came_apart_is_refused(solo_mesh):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    simple_fsdp(model, solo_mesh)
+    before = model[0].weight.full_tensor().clone()
+    apart = "unsharded: 0.weight and 1.weight were one parameter, .* tie"
+    with pytest.raises(ValueError, match=apart), unsharded(model):
+        model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    assert model[0].weight is model[1].weight
+    assert torch.equal(model[0].weight.full_tensor(), before)
+    with unsharded(model):
+        model[0].weight = model[1].weight = nn.Parameter(torch.zeros(4, 4))
+    assert model[0].weight is model[1].weight and not model[0].weight.full_tensor().any()
+
+
+def test_marks_and_requires_grad_go_both_ways(solo_mesh):
+    plain = nn.Linear(4, 4)
+    plain.weight.no_weight_decay = True
+    plain.bias.group = "biases"
+    layer = simple_fsdp(plain, solo_mesh)
+    weight, bias = layer.weight, layer.bias
+    with unsharded(layer):
+        assert layer.weight.no_weight_decay and layer.weight.requires_grad
+        del layer.weight.no_weight_decay
+        layer.weight.rank = 3
+        layer.weight.requires_grad_(False)
+        layer.bias = nn.Parameter(torch.ones(4))
+    assert layer.weight is weight and layer.bias is bias
+    assert weight.rank == 3 and not hasattr(weight, "no_weight_decay")
+    assert not weight.requires_grad and bias.requires_grad and bias.group == "biases"
+    with unsharded(layer, writeback=False):
+        assert not layer.weight.requires_grad
+        layer.weight.requires_grad_(True)
+    assert weight.requires_grad
+
+
+def test_what_belongs_to_a_full_parameter_alone_is_refused(solo_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+    hook = "weight of Linear got a hook, .* register it outside"
+    with pytest.raises(ValueError, match=hook), unsharded(layer):
+        layer.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(ValueError, match=hook), unsharded(layer):
+        layer.weight.register_post_accumulate_grad_hook(lambda param: None)
+    with unsharded(layer):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ValueError, match="SGD: holds weight as it was inside unsharded"):
+        optimizer.step()
+
+
+def fails_on_one_rank() -> None:
+    rank = torch.distributed.get_rank()
+    layer = simple_fsdp(nn.Linear(4, 4), init_device_mesh("cpu", (2,)))
+    before = values(layer)
+    raised = IndexError if rank == 1 else RankMismatchError
+    for _ in range(2):
+        with pytest.raises(raised), unsharded(layer):
+            nn.init.zeros_(layer.weight)[rank * 9]
+        with pytest.raises(IndexError), unsharded(layer):
+            raise IndexError(f"on rank {rank}")
+    for fqn, value in values(layer).items():
+        assert torch.equal(value, before[fqn])
+    with unsharded(layer):
+        nn.init.zeros_(layer.weight)
+    assert not layer.weight.full_tensor().any()
+    with pytest.raises(RankMismatchError, match="bias"), unsharded(layer):
+        layer.bias = None if rank == 1 else layer.bias
+
+
+def test_an_exception_on_one_rank_stops_all(pools):
+    pools(2).run(fails_on_one_rank, timeout=30.0)
