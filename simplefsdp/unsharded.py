@@ -17,6 +17,7 @@ from simplefsdp import rank_guard, uninitialised
 from simplefsdp._torch import has_no_data
 from simplefsdp.after_wrap import mark_full
 from simplefsdp.placement import as_bytes, distribute
+from simplefsdp.recurrent import second_lists
 from simplefsdp.slots import Slot, agree_to_leave, carry_over, ends_of, restore, slots_of
 from simplefsdp.wrapped import is_wrapped, plain_classes
 
@@ -34,7 +35,8 @@ def raw_parameters(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: nothing in ``module`` is wrapped.
     """
-    with plain_classes(_wrapped_in(module)):
+    wrapped = _wrapped_in(module)
+    with plain_classes(wrapped), second_lists(wrapped):
         yield
 
 
@@ -69,7 +71,8 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         for slot in slots:
             slot.owner._parameters[slot.name] = fulls[id(slot.param)]
         try:
-            yield
+            with second_lists(wrapped):
+                yield
             ends = ends_of(slots, fulls)
         except Exception as error:
             if writeback:

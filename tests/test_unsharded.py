@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from zoo import Zoo
 
-from simplefsdp import simple_fsdp, unsharded
+from simplefsdp import raw_parameters, simple_fsdp, unsharded
 from simplefsdp.rank_guard import RankMismatchError
 
 
@@ -210,3 +212,42 @@ def fails_on_one_rank() -> None:
 
 def test_an_exception_on_one_rank_stops_all(pools):
     pools(2).run(fails_on_one_rank, timeout=30.0)
+
+
+def test_a_compiled_model_runs_inside(solo_mesh):
+    class Own(nn.Sequential):  # Dynamo starts at no forward of torch's own
+        def forward(self, x):
+            return super().forward(x)
+
+    plain = Own(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    x = torch.randn(2, 4)
+    with unsharded(model):
+        assert torch.allclose(model(x), plain(x), atol=1e-6)
+        model[0].weight.data.zero_()
+        plain[0].weight.data.zero_()
+        assert torch.allclose(model(x), plain(x), atol=1e-6)
+    assert torch.allclose(model(x), plain(x), atol=1e-6)
+    model.append(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"2.weight.* is not sharded"), unsharded(model):
+        model(x)
+
+
+def test_a_recurrent_module_runs_inside(solo_mesh):
+    plain = nn.LSTM(4, 4)
+    model = simple_fsdp(nn.Sequential(copy.deepcopy(plain)), solo_mesh)
+    x = torch.randn(2, 1, 4)
+    for part in (model, model[0]):
+        with unsharded(part):
+            assert torch.allclose(model[0](x)[0], plain(x)[0], atol=1e-6)
+            for one in (model[0], plain):
+                one.weight_hh_l0 = nn.Parameter(one.weight_hh_l0.detach() * 2)
+            assert torch.allclose(model[0](x)[0], plain(x)[0], atol=1e-6)
+        assert "_flat_weights" not in vars(model[0])
+        assert torch.allclose(model[0](x)[0], plain(x)[0], atol=1e-6)
+    with raw_parameters(model):
+        assert model[0]._flat_weights[0] is model[0].weight_ih_l0
+    assert "_flat_weights" not in vars(model[0])
+    model[0](x)[0].sum().backward()
+    assert model[0].weight_ih_l0.grad is not None
