@@ -25,4 +25,4 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_torch.compile_modules_of_torch_too("simplefsdp")
+_torch.compile_modules_of_torch_too("simplefsdp", "simplefsdp.backend.simplefsdp")

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import os
 import re
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -68,6 +70,10 @@ __all__ = [
     "trace_without",
     "tree_map_only",
 ]
+
+# Where code is not the user's.
+_OURS = str(Path(__file__).parent) + os.sep
+_TORCHS = str(Path(torch.__file__).parent) + os.sep
 
 CompiledFunction = Callable[..., Any]
 GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
@@ -174,36 +180,54 @@ def graph_break_of(gm: GraphModule) -> GraphBreak | None:
     return GraphBreak(reason.reason, tuple(reason.user_stack))
 
 
-def compile_modules_of_torch_too(backend: str) -> None:
+def compile_modules_of_torch_too(backend: str, function: str = "") -> None:
     """Have ``module.compile(backend=backend)`` compile a module of torch's own as one graph.
 
     Dynamo starts at no function of torch's, so ``nn.Sequential(...).compile()`` runs as it is, and
     the backend never hears of it. ``torch.compile(module)`` puts a function in front, where Dynamo
     starts; so does this, for ``backend`` only. If this is called because the backend is being
     looked up by such a ``compile``, it holds for that one, too. Since 2.15 torch does so itself.
+
+    Args:
+        backend: its name.
+        function: full name of the function that it is, for who gives that.
     """
     if torch.__version__ >= "2.15":
         return
     original = nn.Module.compile
 
+    def is_meant(given: Any) -> bool:
+        if isinstance(given, str):
+            return given == backend
+        names = (getattr(given, part, "") for part in ("__module__", "__qualname__"))
+        return bool(function) and ".".join(map(str, names)) == function
+
     @functools.wraps(original)
     def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if kwargs.get("backend") == backend and _is_torchs_own(self):
+        if is_meant(kwargs.get("backend")) and _is_torchs_own(self):
             self._compiled_call_impl = torch.compile(_in_front(self), *args, **kwargs)
 
     nn.Module.compile = compile_module  # type: ignore[assignment,method-assign]
+    code = original.__code__
+    frame = _frame_of(code)
+    if frame is not None and is_meant(frame.f_locals["kwargs"].get("backend")):
+        module = frame.f_locals["self"]
+        if _is_torchs_own(module):
+            _put_in_front_once(module, code)
+
+
+def _frame_of(code: CodeType) -> FrameType | None:
+    """The innermost call of ``code`` that is under way."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is original.__code__ and _is_torchs_own(frame.f_locals["self"]):
-            if frame.f_locals["kwargs"].get("backend") == backend:
-                _put_in_front_once(frame.f_locals["self"])
-            return
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
+    return frame
 
 
 def _is_torchs_own(module: nn.Module) -> bool:
-    return type(module).forward.__code__.co_filename.startswith(str(Path(torch.__file__).parent))
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCHS)
 
 
 def _in_front(module: nn.Module) -> Callable[..., Any]:
@@ -213,15 +237,25 @@ def _in_front(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _put_in_front_once(module: nn.Module) -> None:
-    """Of the ``torch.compile`` that is under way for ``module``."""
+def _put_in_front_once(module: nn.Module, compile_code: CodeType) -> None:
+    """Of the ``torch.compile`` that ``compile_code``, under way for ``module``, calls.
+
+    What is replaced is called at its end. If it raises before, the next ``torch.compile``, be it
+    somebody else's, finds the replacement, which then does nothing but take itself away.
+    """
     import torch._dynamo
 
     original = torch._dynamo.optimize
+    awaited = weakref.ref(module)
 
     def optimize(*args: Any, **kwargs: Any) -> Any:
-        torch._dynamo.optimize = original
+        if torch._dynamo.optimize is optimize:
+            torch._dynamo.optimize = original
         decorate = original(*args, **kwargs)
+        caller = _frame_of(compile_code)
+        module = caller.f_locals["self"] if caller is not None else None
+        if module is None or module is not awaited():
+            return decorate
 
         def decorated(function: Any) -> Any:
             is_it = getattr(function, "__self__", None) is module
@@ -327,7 +361,8 @@ def line_of(node: Node | None) -> str:
     """Where the user's code made ``node``: the innermost frame of its trace, if it has one."""
     trace = node.stack_trace if node is not None else None
     lines = [line.strip() for line in (trace or "").splitlines()]
-    frames = [i for i, x in enumerate(lines) if x.startswith("File ") and __file__ not in x]
+    others = (f'File "{_OURS}', f'File "{_TORCHS}')
+    frames = [i for i, x in enumerate(lines) if x.startswith("File ") and not x.startswith(others)]
     return f" ({': '.join(lines[frames[-1] : frames[-1] + 2])})" if frames else ""
 
 

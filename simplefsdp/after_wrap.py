@@ -15,7 +15,7 @@ from simplefsdp._torch import dispatch_mode
 
 log = logging.getLogger("simplefsdp")
 _ORIGINAL = "_simple_fsdp_sharded"  # on every original parameter that was sharded: its FQN
-_FULL = "_simple_fsdp_full"  # on every full parameter that stands for a shard for a while
+_FULL = "_simple_fsdp_full"  # on every full parameter that stands for a shard: the shard's FQN
 
 
 def mark_original(param: Tensor, fqn: str) -> None:
@@ -24,10 +24,16 @@ def mark_original(param: Tensor, fqn: str) -> None:
     _watch_optimizers()
 
 
-def mark_full(param: nn.Parameter) -> nn.Parameter:
+def mark_full(param: nn.Parameter, fqn: str) -> nn.Parameter:
     """Note on a full parameter that it stands for a shard, inside ``unsharded``."""
-    setattr(param, _FULL, True)
+    setattr(param, _FULL, fqn)
+    _watch_optimizers()
     return param
+
+
+def stands_for_shard(param: object) -> bool:
+    """Whether ``param`` is, or was, full in the place of a shard, inside ``unsharded``."""
+    return hasattr(param, _FULL)
 
 
 def is_original(param: Tensor) -> bool:
@@ -51,6 +57,12 @@ def _refuse_originals(optimizer: Optimizer, *_: Any) -> None:
                     "before simple_fsdp, a tensor that the model no longer has, so that the step "
                     "would train nothing; make the optimizer after simple_fsdp"
                 )
+            if stands_for_shard(param):
+                raise ValueError(
+                    f"{type(optimizer).__name__}: holds {getattr(param, _FULL)} as it was inside "
+                    "unsharded, a full copy that the model no longer has, so that the step would "
+                    "train nothing; make the optimizer outside"
+                )
 
 
 def check_before_eager_forward(model: nn.Module) -> None:
@@ -60,7 +72,7 @@ def check_before_eager_forward(model: nn.Module) -> None:
         ValueError: such a parameter would train on this rank's data alone.
     """
     for fqn, param in model.named_parameters():
-        if param.requires_grad and not isinstance(param, DTensor) and not hasattr(param, _FULL):
+        if param.requires_grad and not isinstance(param, DTensor) and not stands_for_shard(param):
             raise ValueError(
                 f"{fqn}: is not sharded: it came after simple_fsdp, so every rank would train one "
                 "of its own; add parameters (get_peft_model, resize_token_embeddings) first, then "

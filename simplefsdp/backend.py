@@ -21,6 +21,7 @@ from inductor_passes.order import OverlapPolicy
 from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.roofline import cluster_of
 from simplefsdp import _torch, breaks, rank_guard, uninitialised
+from simplefsdp.after_wrap import stands_for_shard
 from simplefsdp.compilation import compile_with_passes, say, sources
 from simplefsdp.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.errors import told_plainly
@@ -56,7 +57,7 @@ def simplefsdp(
     """
     _torch.reset_with_dynamo(simplefsdp)
     choice = parse_options(options)
-    _refuse_unwrapped(gm)
+    _refuse_unwrapped(gm, example_inputs)
     breaks.enter(gm)
     specs = dedupe_gathers(gm)
     missing = _without_values(gm, example_inputs)
@@ -187,9 +188,11 @@ def _check_nodes(cluster: Cluster) -> None:
         )
 
 
-def _refuse_unwrapped(gm: GraphModule) -> None:
-    for node in gm.graph.nodes:
-        if node.op == "placeholder" and _is_plain_parameter(node):
+def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        # Inside ``unsharded`` it is the plain model that is compiled.
+        if _is_plain_parameter(node) and not stands_for_shard(value):
             user = next((u for u in node.users if _torch.module_path(u)), None)
             module = f" of module {_torch.module_path(user)}" if user is not None else ""
             module += _torch.line_of(user)

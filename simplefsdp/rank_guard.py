@@ -52,7 +52,12 @@ def ranks_of(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
 
 
 def agree(
-    what: str, lines: Sequence[str], ranks: Sequence[int], timeout_s: float = TIMEOUT_S
+    what: str,
+    lines: Sequence[str],
+    ranks: Sequence[int],
+    timeout_s: float = TIMEOUT_S,
+    *,
+    remember: bool = True,
 ) -> None:
     """Return when all of ``ranks`` have called this with equal ``lines``.
 
@@ -64,6 +69,7 @@ def agree(
         lines: that must be equal on all ranks, so no group names, local shapes or paths.
         ranks: global ranks, this one among them; nothing happens if it is alone.
         timeout_s: how long to wait for the slowest rank.
+        remember: False to compare each time: another rank may differ though this one does not.
 
     Raises:
         RankMismatchError: on every rank, with the first difference; or on those that waited in
@@ -73,7 +79,7 @@ def agree(
     if len(ranks) < 2:
         return
     agreed = _agreed.setdefault(dist.group.WORLD, set())
-    if (tuple(ranks), digest) in agreed:
+    if remember and (tuple(ranks), digest) in agreed:
         return
     store, me = _store_of(ranks), dist.get_rank()
     # The n-th call on one rank meets the n-th call on the others. The count lives in the store, so
@@ -87,7 +93,8 @@ def agree(
     verdict = _verdict(what, store, turn, ranks, timeout_s)
     if verdict == _DIFFERENT:
         raise RankMismatchError(_told_apart(what, store, turn, lines, ranks, timeout_s))
-    agreed.add((tuple(ranks), digest))
+    if remember:
+        agreed.add((tuple(ranks), digest))
 
 
 def decided(

@@ -6,6 +6,9 @@ the parameters each time, so that it holds the gathered ones.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -32,3 +35,20 @@ def drop_second_list(module: nn.Module) -> None:
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
         module._flat_weight_refs = []
+
+
+@contextmanager
+def second_lists(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, ``modules`` of torch's recurrent classes have their list: those classes need it.
+
+    Nothing is moved into one chunk of memory, as torch does for cuDNN, which computes without.
+    """
+    recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        weights = module.__dict__["_flat_weights"] = _read(module)
+        module._flat_weight_refs = [w if w is None else weakref.ref(w) for w in weights]
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            drop_second_list(module)

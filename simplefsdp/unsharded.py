@@ -7,17 +7,19 @@ parallelism is undone, too. What is written to it on rank 0 goes to the shards o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, cast
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from simplefsdp import rank_guard, uninitialised
 from simplefsdp._torch import has_no_data
 from simplefsdp.after_wrap import mark_full
 from simplefsdp.placement import as_bytes, distribute
-from simplefsdp.wrapped import is_wrapped, plain_classes, shards_of
+from simplefsdp.recurrent import second_lists
+from simplefsdp.slots import Slot, agree_to_leave, carry_over, ends_of, restore, slots_of
+from simplefsdp.wrapped import is_wrapped, plain_classes
 
 
 @contextmanager
@@ -33,7 +35,8 @@ def raw_parameters(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: nothing in ``module`` is wrapped.
     """
-    with plain_classes(_wrapped_in(module)):
+    wrapped = _wrapped_in(module)
+    with plain_classes(wrapped), second_lists(wrapped):
         yield
 
 
@@ -44,7 +47,9 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     What code does that knows nothing of shards works inside: ``merge_and_unload``, an orthogonal
     initialisation, ``generate``, ``save_pretrained``, any method that computes. At the end the
     values *of rank 0* go to everybody's shards. Collective at both ends: every rank must enter
-    and leave. If an exception passes, nothing is written back.
+    and leave. If an exception passes on any rank, nothing is written back and every rank raises.
+    A parameter that is set to None or deleted stays so; ``requires_grad`` and other attributes of
+    parameters go to the shards.
 
     Every rank holds all full parameters of ``module`` meanwhile; for a large model go through its
     submodules one by one.
@@ -55,61 +60,44 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 
     Raises:
         ValueError: nothing in ``module`` is wrapped; or, at the end, a parameter has another shape
-            or dtype than before, or got a gradient, which the shard would not have.
+            or dtype than before, got a gradient or a hook, which the shard would not have, or is
+            no longer tied to what it was tied to.
+        RankMismatchError: at the end, another rank failed, or did something else.
     """
-    slots = [
-        _Slot(owner, name, param)
-        for owner in _wrapped_in(module)
-        for name, param in shards_of(owner)
-    ]
-    full_by_id: dict[int, nn.Parameter] = {}
-    for *_, param in slots:
-        if id(param) not in full_by_id:
-            made = nn.Parameter(full_of(param), requires_grad=param.requires_grad)
-            full_by_id[id(param)] = mark_full(made)
-    with plain_classes(_wrapped_in(module)):
-        for owner, name, param in slots:
-            owner._parameters[name] = full_by_id[id(param)]
+    wrapped = _wrapped_in(module)
+    slots = slots_of(module)
+    fulls = _fulls_of(slots)
+    with plain_classes(wrapped):
+        for slot in slots:
+            slot.owner._parameters[slot.name] = fulls[id(slot.param)]
         try:
-            yield
-            written = {id(slot.param): (slot.param, _full_in(slot)) for slot in slots}
+            with second_lists(wrapped):
+                yield
+            ends = ends_of(slots, fulls)
+        except Exception as error:
+            if writeback:
+                # What the others raise; this rank has an error of its own.
+                with suppress(rank_guard.RankMismatchError):
+                    agree_to_leave(slots, [], error)
+            raise
         finally:
-            _restore(slots)
+            restore(slots)
     if writeback:
-        for param, full in written.values():
-            if full is not None:
-                write_back(param, full)
+        agree_to_leave(slots, ends, None)
+    carry_over(ends)
+    if writeback:
+        for end in ends:
+            write_back(end.slot.param, end.full)
 
 
-class _Slot(NamedTuple):
-    owner: nn.Module
-    name: str
-    param: DTensor
-
-
-def _restore(slots: list[_Slot]) -> None:
-    for owner, name, param in slots:
-        if name in owner._parameters:
-            owner._parameters[name] = cast(nn.Parameter, param)
-
-
-def _full_in(slot: _Slot) -> Tensor | None:
-    """The full parameter that a module ends with; None if it was taken away."""
-    full = slot.owner._parameters.get(slot.name)
-    if full is None:
-        return None
-    if full.grad is not None:
-        raise ValueError(
-            f"unsharded: {slot.name} of {type(slot.owner).__name__} got a gradient, which would be "
-            "lost: it is that of a full parameter, on this rank alone; call backward outside"
-        )
-    if full.shape != slot.param.shape or full.dtype != slot.param.dtype:
-        raise ValueError(
-            f"unsharded: {slot.name} of {type(slot.owner).__name__} was {tuple(slot.param.shape)} "
-            f"{slot.param.dtype} and is {tuple(full.shape)} {full.dtype}; shapes and dtypes are "
-            "fixed by simple_fsdp: change the model before the wrap"
-        )
-    return full
+def _fulls_of(slots: list[Slot]) -> dict[int, nn.Parameter]:
+    """The full parameter for each shard, by its ``id``; collective."""
+    fulls: dict[int, nn.Parameter] = {}
+    for slot in slots:
+        if id(slot.param) not in fulls:
+            made = uninitialised.full_like(slot.param, full_of(slot.param))
+            fulls[id(slot.param)] = mark_full(made, slot.fqn)
+    return fulls
 
 
 def _wrapped_in(module: nn.Module) -> list[nn.Module]:

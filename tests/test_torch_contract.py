@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from simplefsdp import _torch, recurrent
+from simplefsdp import _torch, reading, recurrent
 from simplefsdp.rank_guard import RankMismatchError
 
 
@@ -449,3 +449,76 @@ def test_an_operator_of_dtensors_can_be_handled(fake_mesh):
     assert seen == [DTensor, DTensor]
     assert value.to_local().abs().min() > 0
     assert _torch.local_tensor(value) is value._local_tensor
+
+
+def test_a_compile_that_fails_leaves_nothing_for_the_next(monkeypatch):
+    """The backend's look-up is what puts a function in front; what comes after it may raise."""
+    if torch.__version__ >= "2.15":
+        pytest.skip("torch does it itself")
+    monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
+    monkeypatch.setattr(torch._dynamo, "optimize", torch._dynamo.optimize)
+    seen = []
+
+    def look_up(*args, **kwargs):
+        _torch.compile_modules_of_torch_too("contract")
+        raise ImportError("after the look-up")
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "compile", look_up)
+        with pytest.raises(ImportError):
+            model.compile(backend="contract")
+
+    def somebody_elses(gm, inputs):
+        seen.append(gm)
+        return gm
+
+    torch.compile(model._call_impl, backend=somebody_elses)(torch.ones(1, 2))
+    assert not seen  # as without us: Dynamo starts at no function of torch's
+
+
+def test_the_backend_is_known_as_a_function_too(monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
+    _torch.compile_modules_of_torch_too("contract", f"{__name__}.{_counting.__qualname__}")
+    _counted.clear()
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.compile(backend=_counting)
+    model(torch.ones(1, 2))
+    assert len(_counted) == 1
+
+
+_counted = []
+
+
+def _counting(gm, inputs):
+    _counted.append(gm)
+    return gm
+
+
+def test_a_forward_that_is_no_function_is_compiled_as_ever(monkeypatch):
+    class Callable:
+        def __call__(self, x):
+            return x * 2
+
+    class Odd(nn.Module):
+        forward = Callable()
+
+    monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
+    torch._dynamo.register_backend(lambda gm, inputs: gm, name="contract_odd")
+    _torch.compile_modules_of_torch_too("contract_odd")
+    model = Odd()
+    model.compile(backend="contract_odd")
+    assert torch.equal(model(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_a_line_is_never_ours_nor_torchs():
+    frames = {
+        "user": 'File "/home/me/simplefsdp_models/net.py", line 3, in forward\n    self.fc(x)',
+        "ours": f'File "{reading.__file__}", line 37, in forward_of_wrapped\n    return x',
+        "torchs": f'File "{nn.__file__}", line 1, in forward\n    return F.linear(x)',
+    }
+    node = torch.fx.Graph().placeholder("x")
+    node.stack_trace = "\n".join(frames.values())
+    assert _torch.line_of(node) == f" ({frames['user'].replace(chr(10) + '    ', ': ')})"
+    node.stack_trace = frames["ours"]
+    assert not _torch.line_of(node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from zoo import Zoo
 
-from simplefsdp import simple_fsdp, unsharded
+from simplefsdp import raw_parameters, simple_fsdp, unsharded
+from simplefsdp.rank_guard import RankMismatchError
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -125,3 +128,126 @@ def test_the_model_runs_inside(fake_mesh, part):
     with unsharded(part(model), writeback=False):
         assert torch.allclose(model(x), plain(x), atol=1e-6)
     model(x).sum().backward()
+
+
+def test_a_parameter_that_became_none_stays_so(solo_mesh):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), solo_mesh)
+    with unsharded(model):
+        model[0].bias = None
+    assert model[0].bias is None and list(model.state_dict()) == ["0.weight"]
+    x = torch.ones(1, 4)
+    assert torch.equal(model(x), x @ model[0].weight.full_tensor().t())
+    with unsharded(model):
+        assert model[0].bias is None
+
+
+def test_a_tied_parameter_that_came_apart_is_refused(solo_mesh):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    simple_fsdp(model, solo_mesh)
+    before = model[0].weight.full_tensor().clone()
+    apart = "unsharded: 0.weight and 1.weight were one parameter, .* tie"
+    with pytest.raises(ValueError, match=apart), unsharded(model):
+        model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    assert model[0].weight is model[1].weight
+    assert torch.equal(model[0].weight.full_tensor(), before)
+    with unsharded(model):
+        model[0].weight = model[1].weight = nn.Parameter(torch.zeros(4, 4))
+    assert model[0].weight is model[1].weight and not model[0].weight.full_tensor().any()
+
+
+def test_marks_and_requires_grad_go_both_ways(solo_mesh):
+    plain = nn.Linear(4, 4)
+    plain.weight.no_weight_decay = True
+    plain.bias.group = "biases"
+    layer = simple_fsdp(plain, solo_mesh)
+    weight, bias = layer.weight, layer.bias
+    with unsharded(layer):
+        assert layer.weight.no_weight_decay and layer.weight.requires_grad
+        del layer.weight.no_weight_decay
+        layer.weight.rank = 3
+        layer.weight.requires_grad_(False)
+        layer.bias = nn.Parameter(torch.ones(4))
+    assert layer.weight is weight and layer.bias is bias
+    assert weight.rank == 3 and not hasattr(weight, "no_weight_decay")
+    assert not weight.requires_grad and bias.requires_grad and bias.group == "biases"
+    with unsharded(layer, writeback=False):
+        assert not layer.weight.requires_grad
+        layer.weight.requires_grad_(True)
+    assert weight.requires_grad
+
+
+def test_what_belongs_to_a_full_parameter_alone_is_refused(solo_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+    hook = "weight of Linear got a hook, .* register it outside"
+    with pytest.raises(ValueError, match=hook), unsharded(layer):
+        layer.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(ValueError, match=hook), unsharded(layer):
+        layer.weight.register_post_accumulate_grad_hook(lambda param: None)
+    with unsharded(layer):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ValueError, match="SGD: holds weight as it was inside unsharded"):
+        optimizer.step()
+
+
+def fails_on_one_rank() -> None:
+    rank = torch.distributed.get_rank()
+    layer = simple_fsdp(nn.Linear(4, 4), init_device_mesh("cpu", (2,)))
+    before = values(layer)
+    raised = IndexError if rank == 1 else RankMismatchError
+    for _ in range(2):
+        with pytest.raises(raised), unsharded(layer):
+            nn.init.zeros_(layer.weight)[rank * 9]
+        with pytest.raises(IndexError), unsharded(layer):
+            raise IndexError(f"on rank {rank}")
+    for fqn, value in values(layer).items():
+        assert torch.equal(value, before[fqn])
+    with unsharded(layer):
+        nn.init.zeros_(layer.weight)
+    assert not layer.weight.full_tensor().any()
+    with pytest.raises(RankMismatchError, match="bias"), unsharded(layer):
+        layer.bias = None if rank == 1 else layer.bias
+
+
+def test_an_exception_on_one_rank_stops_all(pools):
+    pools(2).run(fails_on_one_rank, timeout=30.0)
+
+
+def test_a_compiled_model_runs_inside(solo_mesh):
+    class Own(nn.Sequential):  # Dynamo starts at no forward of torch's own
+        def forward(self, x):
+            return super().forward(x)
+
+    plain = Own(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    x = torch.randn(2, 4)
+    with unsharded(model):
+        assert torch.allclose(model(x), plain(x), atol=1e-6)
+        model[0].weight.data.zero_()
+        plain[0].weight.data.zero_()
+        assert torch.allclose(model(x), plain(x), atol=1e-6)
+    assert torch.allclose(model(x), plain(x), atol=1e-6)
+    model.append(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"2.weight.* is not sharded"), unsharded(model):
+        model(x)
+
+
+def test_a_recurrent_module_runs_inside(solo_mesh):
+    plain = nn.LSTM(4, 4)
+    model = simple_fsdp(nn.Sequential(copy.deepcopy(plain)), solo_mesh)
+    x = torch.randn(2, 1, 4)
+    for part in (model, model[0]):
+        with unsharded(part):
+            assert torch.allclose(model[0](x)[0], plain(x)[0], atol=1e-6)
+            for one in (model[0], plain):
+                one.weight_hh_l0 = nn.Parameter(one.weight_hh_l0.detach() * 2)
+            assert torch.allclose(model[0](x)[0], plain(x)[0], atol=1e-6)
+        assert "_flat_weights" not in vars(model[0])
+        assert torch.allclose(model[0](x)[0], plain(x)[0], atol=1e-6)
+    with raw_parameters(model):
+        assert model[0]._flat_weights[0] is model[0].weight_ih_l0
+    assert "_flat_weights" not in vars(model[0])
+    model[0](x)[0].sum().backward()
+    assert model[0].weight_ih_l0.grad is not None
