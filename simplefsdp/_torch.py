@@ -90,7 +90,6 @@ def sets_grad_mode(node: Node) -> bool:
     return node.target is torch._C._set_grad_enabled
 
 
-@functools.cache
 def trace_without(cls: type[torch.Tensor]) -> None:
     """Let Dynamo leave alone what is done to tensors of ``cls``."""
     torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
@@ -254,12 +253,13 @@ def _put_in_front_once(module: nn.Module, compile_code: CodeType) -> None:
         decorate = original(*args, **kwargs)
         caller = _frame_of(compile_code)
         module = caller.f_locals["self"] if caller is not None else None
-        if module is None or module is not awaited():
+        if not isinstance(module, nn.Module) or module is not awaited():
             return decorate
+        found: nn.Module = module
 
         def decorated(function: Any) -> Any:
-            is_it = getattr(function, "__self__", None) is module
-            return decorate(_in_front(module) if is_it else function)
+            is_it = getattr(function, "__self__", None) is found
+            return decorate(_in_front(found) if is_it else function)
 
         return decorated
 

@@ -43,6 +43,10 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(cls, name)(self, *args, **kwargs)
 
+    # Code of its own: Dynamo counts what it compiles by code, and gives up on one after eight.
+    code = forward_of_wrapped.__code__
+    own = (f"{cls.__module__}.{cls.__qualname__}.{name}",)
+    forward_of_wrapped.__code__ = code.replace(co_consts=code.co_consts + own)
     return forward_of_wrapped
 
 
@@ -96,6 +100,7 @@ class ReadOnlyParameter(Tensor):
 
 
 run_as_it_is(ReadOnlyParameter.__torch_function__)
+trace_without(ReadOnlyParameter)  # now: Dynamo compiles anew what it compiled by other settings
 # What gives another tensor that shares the memory, but not to write to.
 _NO_VIEWS = {vars(torch._C.TensorBase)["_base"].__get__}
 
@@ -112,7 +117,6 @@ def plain(value: Any) -> Any:
 
 def read_only(full: Tensor, fqn: str) -> Tensor:
     """``full``, the gathered parameter ``fqn``, such that a write to it raises."""
-    trace_without(ReadOnlyParameter)
     made: ReadOnlyParameter = full.as_subclass(ReadOnlyParameter)
     made._fqn = fqn
     return made

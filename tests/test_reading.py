@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from simplefsdp import raw_parameters, register_forward_method, simple_fsdp
+from simplefsdp import raw_parameters, reading, register_forward_method, simple_fsdp
 
 
 class Probe(nn.Module):
@@ -285,3 +285,10 @@ def test_a_registered_method_casts_as_forward_does(fake_mesh):
     model = simple_fsdp(Encodes(lambda m, x: x), fake_mesh(2), mp_policy=policy)
     register_forward_method(model, "encode")
     assert model.encode(torch.ones(2, 4)).dtype == torch.float64
+
+
+def test_classes_share_no_code_that_dynamo_counts_by(fake_mesh):
+    one = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    other = simple_fsdp(nn.LayerNorm(4), one.weight.device_mesh)
+    codes = [reading.marked(type(m)).__code__ for m in (one, other)]
+    assert codes[0] != codes[1] and {code.co_name for code in codes} == {"forward_of_wrapped"}
