@@ -236,8 +236,8 @@ def _in_front(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _put_in_front_once(module: nn.Module, compile_code: CodeType) -> None:
-    """Of the ``torch.compile`` that ``compile_code``, under way for ``module``, calls.
+def _put_in_front_once(meant: nn.Module, compile_code: CodeType) -> None:
+    """Of the ``torch.compile`` that ``compile_code``, under way for ``meant``, calls.
 
     What is replaced is called at its end. If it raises before, the next ``torch.compile``, be it
     somebody else's, finds the replacement, which then does nothing but take itself away.
@@ -245,21 +245,21 @@ def _put_in_front_once(module: nn.Module, compile_code: CodeType) -> None:
     import torch._dynamo
 
     original = torch._dynamo.optimize
-    awaited = weakref.ref(module)
+    awaited = weakref.ref(meant)
 
     def optimize(*args: Any, **kwargs: Any) -> Any:
         if torch._dynamo.optimize is optimize:
             torch._dynamo.optimize = original
         decorate = original(*args, **kwargs)
         caller = _frame_of(compile_code)
-        module = caller.f_locals["self"] if caller is not None else None
-        if not isinstance(module, nn.Module) or module is not awaited():
+        module = awaited()
+        if caller is None or module is None or caller.f_locals["self"] is not module:
             return decorate
-        found: nn.Module = module
+        in_front = _in_front(module)
 
         def decorated(function: Any) -> Any:
-            is_it = getattr(function, "__self__", None) is found
-            return decorate(_in_front(found) if is_it else function)
+            is_it = getattr(function, "__self__", None) is module
+            return decorate(in_front if is_it else function)
 
         return decorated
 

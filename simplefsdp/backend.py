@@ -86,6 +86,7 @@ def _reset() -> None:
     none: see :func:`simplefsdp.rank_guard.forget_decisions`.
     """
     rank_guard.forget_decisions()
+    breaks.reset()
 
 
 simplefsdp.reset = _reset  # type: ignore[attr-defined]

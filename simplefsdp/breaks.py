@@ -102,6 +102,16 @@ def show(seen: Seen) -> None:
         _tell(seen)
     except Exception as error:  # it is for the log only
         log.warning("graph break: what it costs cannot be predicted: %s", error)
+    if seen.part == "backward" or not _current.trains:  # nothing of this compilation comes any more
+        _call_of.pop(seen.compilation, None)
+        _behind.pop(seen.compilation, None)
+
+
+def reset() -> None:
+    """Forget all calls, and which functions were warned of: they are compiled anew."""
+    for kept in (_warned, _call_of, _behind):
+        kept.clear()
+    vars(_current).update(vars(_Call()))
 
 
 def _tell(seen: Seen) -> None:

@@ -39,7 +39,6 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
     It is looked up at each call, so that a later ``cls.forward = ...`` takes effect.
     """
 
-    @functools.wraps(getattr(cls, name))
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(cls, name)(self, *args, **kwargs)
 
@@ -47,7 +46,7 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
     code = forward_of_wrapped.__code__
     own = (f"{cls.__module__}.{cls.__qualname__}.{name}",)
     forward_of_wrapped.__code__ = code.replace(co_consts=code.co_consts + own)
-    return forward_of_wrapped
+    return functools.update_wrapper(forward_of_wrapped, getattr(cls, name))
 
 
 def in_forward() -> bool:
