@@ -191,7 +191,7 @@ def compile_modules_of_torch_too(backend: str, function: str = "") -> None:
         backend: its name.
         function: full name of the function that it is, for who gives that.
     """
-    if torch.__version__ >= "2.15":
+    if torch.__version__ >= "2.14":
         return
     original = nn.Module.compile
 

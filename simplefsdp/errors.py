@@ -46,7 +46,7 @@ def told_plainly(backend: Callable[P, R]) -> Callable[P, R]:
             if _torch.breaks_the_graph(error):
                 log.warning(
                     "graph break: %s. The code of this graph runs eagerly, and what it gathers is "
-                    "not bucketed; fullgraph=True makes a break an error",
+                    "not bucketed",
                     str(error).splitlines()[0],
                 )
             raise

@@ -214,11 +214,13 @@ def _casting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             check_before_eager_forward(self)
+            return plain(cast_around(self, policy, args, kwargs))
+        return cast_around(self, policy, args, kwargs)
+
+    def cast_around(self: nn.Module, policy: Any, args: Any, kwargs: Any) -> Any:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating_point((args, kwargs), policy.param_dtype)
         output = forward(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            output = plain(output)
         if policy.output_dtype is not None:
             output = cast_floating_point(output, policy.output_dtype)
         return output

@@ -114,6 +114,9 @@ def plain(value: Any) -> Any:
     return tree_map_only(ReadOnlyParameter, plain_one, value)
 
 
+run_as_it_is(plain)
+
+
 def read_only(full: Tensor, fqn: str) -> Tensor:
     """``full``, the gathered parameter ``fqn``, such that a write to it raises."""
     made: ReadOnlyParameter = full.as_subclass(ReadOnlyParameter)

@@ -167,7 +167,7 @@ def test_other_backends_compile_as_ever(fake_mesh):
     model = nn.Sequential(nn.Linear(4, 4), Broken().inner)
     model.compile(backend=mine)
     model(torch.ones(2, 4))
-    if torch.__version__ < "2.15":
+    if torch.__version__ < "2.14":
         assert graphs == []  # Dynamo starts at no function of torch's own
 
 

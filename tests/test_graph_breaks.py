@@ -191,28 +191,3 @@ def test_an_operator_that_depends_on_data_breaks_the_graph_as_it_does_for_torch(
     for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.to_local(), wanted.grad)
     assert "graph break: aten.nonzero.default. The code of this graph runs eagerly" in caplog.text
-    strict = torch.compile(model, backend="simplefsdp", options=EAGER, fullgraph=True)
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"aten\.nonzero"):
-        strict(x)
-
-
-def test_nothing_is_kept_of_what_is_over(fake_mesh, first_time):
-    model = compiled(simple_fsdp(InARow(), fake_mesh(2)))
-    x = torch.ones(2, 4, WIDTH)
-    kept = (breaks._call_of, breaks._behind)
-    for one in kept:
-        one.clear()
-    loss = model(x).sum()
-    begun = len(breaks._call_of)
-    loss.backward()
-    left = len(breaks._call_of)
-    assert left < begun
-    with torch.no_grad():
-        model(x)
-    assert len(breaks._call_of) == left
-    model(torch.ones(3, 4, WIDTH)).sum()  # no backward comes
-    assert all(kept) and breaks._warned
-    torch.compiler.reset()
-    assert not any(kept) and not breaks._warned
-    assert breaks._current.is_over and breaks._current.root is None
