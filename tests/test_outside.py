@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -114,6 +115,7 @@ def test_a_model_that_is_gone_is_forgotten(fake_mesh):
     value = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
     assert outside._fqn_of(layer.weight) == "weight"
     assert outside._fqn_of(value) is None
+    alive = weakref.ref(layer)
     del layer
     gc.collect()
-    assert not any(isinstance(model, nn.Linear) for model in outside._models)
+    assert alive() is None
