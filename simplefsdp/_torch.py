@@ -52,6 +52,7 @@ __all__ = [
     "hash_of_files",
     "in_backward",
     "input_name",
+    "is_allowed_in_graph",
     "is_checkpoint_region",
     "is_split",
     "is_to_empty",
@@ -88,6 +89,13 @@ def is_checkpoint_region(node: Node) -> bool:
 def sets_grad_mode(node: Node) -> bool:
     """Whether a Dynamo node enters (``args == (False,)``) or leaves a ``no_grad`` block."""
     return node.target is torch._C._set_grad_enabled
+
+
+def is_allowed_in_graph(function: Callable[..., Any]) -> bool:
+    """Whether somebody gave a function, or a class, to ``torch.compiler.allow_in_graph``."""
+    from torch._dynamo.trace_rules import is_callable_allowed
+
+    return bool(is_callable_allowed(function))
 
 
 def trace_without(cls: type[torch.Tensor]) -> None:

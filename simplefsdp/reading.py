@@ -24,6 +24,7 @@ from torch.utils import checkpoint
 
 from simplefsdp._torch import (
     in_backward,
+    is_allowed_in_graph,
     no_torch_function,
     run_as_it_is,
     trace_without,
@@ -39,7 +40,12 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
     It is looked up at each call, so that a later ``cls.forward = ...`` takes effect.
     """
 
+    # Dynamo knows nothing of the methods of a class that was allowed in its graphs.
+    fixed = getattr(cls, name) if is_allowed_in_graph(cls) else None
+
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if fixed is not None:
+            return fixed(self, *args, **kwargs)
         return getattr(cls, name)(self, *args, **kwargs)
 
     # Code of its own: Dynamo counts what it compiles by code, and gives up on one after eight.

@@ -292,3 +292,15 @@ def test_classes_share_no_code_that_dynamo_counts_by(fake_mesh):
     other = simple_fsdp(nn.LayerNorm(4), one.weight.device_mesh)
     codes = [reading.marked(type(m)).__code__ for m in (one, other)]
     assert codes[0] != codes[1] and {code.co_name for code in codes} == {"forward_of_wrapped"}
+
+
+def test_a_class_that_was_allowed_in_graphs_is_traced(fake_mesh):
+    """As diffusers does with its blocks."""
+
+    @torch.compiler.allow_in_graph
+    class Allowed(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight)
+
+    model = simple_fsdp(nn.Sequential(Allowed(4, 4)), fake_mesh(2))
+    assert torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 4)).shape == (2, 4)
