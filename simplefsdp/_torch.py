@@ -656,7 +656,7 @@ def second_group(name: str) -> str:
     group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
     if group not in _second_groups:
         ranks = distributed_c10d.get_process_group_ranks(group)
-        second = distributed_c10d.new_group(
+        second: Any = distributed_c10d.new_group(  # since 2.15 its type has a number in it
             ranks,
             backend=distributed_c10d.get_backend_config(group),
             use_local_synchronization=True,

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,7 @@ def time_collectives(
 
     Sizes are rounded so that the ranks' shards are equal. Ranks that take no part get nothing.
     """
-    group = dist.new_group(list(range(ranks)))
+    group: Any = dist.new_group(list(range(ranks)))
     found: dict[CollectiveKind, list[Sample]] = {}
     if dist.get_rank() < ranks:
         for kind in LINK_KINDS:

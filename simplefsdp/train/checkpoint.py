@@ -47,7 +47,7 @@ class CheckpointWriter:
     def __init__(self, run: Path, keep: int) -> None:
         self._run = run
         self._keep = keep
-        self._group = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo")
         self._leads = dist.get_rank() == 0
         self._pending: _Pending | None = None
         if self._leads:
