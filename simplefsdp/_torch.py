@@ -48,6 +48,7 @@ __all__ = [
     "graphs_of",
     "grad_dtype_override",
     "handle_dtensor_op",
+    "has_hooks",
     "has_no_data",
     "hash_of_files",
     "in_backward",
@@ -607,6 +608,12 @@ def graphs_of(
             decompose=True,
         )
     return graphs
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook waits for the gradient of ``tensor``, or for its accumulation."""
+    hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(hooks)
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

@@ -45,7 +45,7 @@ def simplefsdp(
 
     Args:
         gm: the graph.
-        example_inputs: its (fake) inputs.
+        example_inputs: its inputs; parameters are the model's own.
         options: see :class:`simplefsdp.options.Options`.
 
     Raises:

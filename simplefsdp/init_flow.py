@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simplefsdp import uninitialised
-from simplefsdp._torch import has_no_data, storage_use_count
+from simplefsdp._torch import has_hooks, has_no_data, storage_use_count
 from simplefsdp.placement import as_bytes, highest_of_ranks, rank_0s
 from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.reading import in_forward
@@ -94,7 +94,7 @@ class _Pending:
                 f"{_flow.what}: made a parameter of shape {tuple(param.shape)} and {param.dtype} "
                 f"one of {tuple(full.shape)} and {full.dtype}; change the model before simple_fsdp"
             )
-        hooks = full._backward_hooks or getattr(full, "_post_accumulate_grad_hooks", None)
+        hooks = has_hooks(full)
         if hooks or full.grad is not None:
             raise ValueError(
                 f"{_flow.what}: set {'hooks' if hooks else 'a gradient'} on a parameter of shape "

@@ -104,7 +104,7 @@ def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """Have ``model``, a wrapped root, cast its inputs and outputs as ``policy`` says.
 
     With nothing to cast, its forward is ours nevertheless: Dynamo does not start at a forward of
-    torch's own, so ``nn.Sequential(...).compile()`` would compile each read of a parameter apart.
+    torch's own, so ``nn.Sequential(...).compile()`` would compile each layer apart.
     """
     model.__dict__[POLICY] = policy
     use_subclass(model, ())

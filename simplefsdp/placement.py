@@ -169,6 +169,13 @@ def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
     )
 
 
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors lie in the same memory, at least in part; empty ones do not."""
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """``tensor``, for a transfer; a float8 one as plain bytes, which every backend can send."""
     is_float8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1

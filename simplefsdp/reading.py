@@ -30,6 +30,7 @@ from simplefsdp._torch import (
     trace_without,
     tree_map_only,
 )
+from simplefsdp.placement import share_memory
 
 Forward = Callable[..., Any]
 
@@ -143,15 +144,9 @@ def _still_read_only(result: Any, held: list[ReadOnlyParameter]) -> Any:
         return type(result)(_still_read_only(item, held) for item in result)
     if type(result) is Tensor:
         for tensor in held:
-            if _same_storage(result, tensor):
+            if share_memory(result, tensor):
                 return read_only(result, tensor._fqn)
     return result
-
-
-def _same_storage(one: Tensor, other: Tensor) -> bool:
-    if one.layout is not torch.strided or other.layout is not torch.strided:
-        return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
 def _refuse_write(fqn: str, write: str) -> None:

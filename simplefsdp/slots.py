@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import rank_guard
+from simplefsdp._torch import has_hooks
 from simplefsdp.wrapped import LAYOUTS, is_wrapped, shards_of
 
 
@@ -90,7 +91,7 @@ def _check(slot: Slot, full: Tensor) -> None:
             "got a gradient, which would be lost: it is that of a full parameter, on this rank "
             "alone; call backward outside",
         )
-    if full._backward_hooks or getattr(full, "_post_accumulate_grad_hooks", None):
+    if has_hooks(full):
         _refuse(
             slot,
             "got a hook, which would be lost: the full parameter gets no gradient, its shard "

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp import rank_guard, uninitialised
 from simplefsdp._torch import has_no_data
 from simplefsdp.after_wrap import mark_full
-from simplefsdp.placement import as_bytes, distribute
+from simplefsdp.placement import as_bytes, distribute, share_memory
 from simplefsdp.recurrent import second_lists
 from simplefsdp.slots import Slot, agree_to_leave, carry_over, ends_of, restore, slots_of
 from simplefsdp.wrapped import is_wrapped, plain_classes
@@ -126,8 +126,7 @@ def full_of(param: DTensor) -> Tensor:
     )
     full = whole.full_tensor().view(param.dtype)
     # Of a parameter that is whole on every rank, full_tensor() is the shard itself.
-    shares = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return full.clone() if shares else full
+    return full.clone() if share_memory(full, local) else full
 
 
 @torch.no_grad()

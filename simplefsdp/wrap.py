@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from simplefsdp._torch import has_hooks
 from simplefsdp.after_wrap import is_original, mark_original
 from simplefsdp.gather import GatherSpec
 from simplefsdp.known import remember_fqns
@@ -163,8 +164,7 @@ def _check_parameter(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"{fqn}: is not initialized (a lazy module); run one forward before simple_fsdp"
         )
-    hooks = getattr(param, "_backward_hooks", None)
-    if hooks or getattr(param, "_post_accumulate_grad_hooks", None) or param.grad is not None:
+    if has_hooks(param) or param.grad is not None:
         raise ValueError(
             f"{fqn}: has {'hooks' if param.grad is None else 'a gradient'}, which the "
             "sharded parameter would not have; set them after simple_fsdp"
