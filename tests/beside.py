@@ -127,3 +127,17 @@ def train_beside(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+def meta(build) -> nn.Module:
+    """What ``build`` makes, on the meta device."""
+    with torch.device("meta"):
+        return build()
+
+
+def two_mlps(body, executors) -> None:
+    """Call ``body(plain, model, call)`` for two layers and their wrapped copy, by each executor."""
+    for executor in executors:
+        plain = nn.Sequential(Mlp(), Mlp())
+        model = wrapped(plain)
+        body(plain, model, call_of(model, executor))

@@ -20,6 +20,7 @@ from beside import (
     numbers,
     rows,
     train_beside,
+    two_mlps,
     wrapped,
 )
 from torch import Tensor, nn
@@ -282,13 +283,6 @@ WAYS = {
 }
 
 
-def go(way) -> None:
-    for executor in WAYS[way]:
-        plain = nn.Sequential(Mlp(), Mlp())
-        model = wrapped(plain)
-        way(plain, model, call_of(model, executor))
-
-
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_way_of_backward(pools, way):
-    pools(2).run(go, way)
+    pools(2).run(two_mlps, way, WAYS[way])

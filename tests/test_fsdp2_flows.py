@@ -8,7 +8,6 @@ from beside import (
     DIM,
     EXECUTORS,
     Mlp,
-    call_of,
     check_close,
     check_grads,
     mean,
@@ -16,9 +15,8 @@ from beside import (
     numbers,
     rows,
     train_beside,
-    wrapped,
+    two_mlps,
 )
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
@@ -102,13 +100,6 @@ FLOWS = {
 }
 
 
-def run_flow(flow) -> None:
-    for executor in EXECUTORS if FLOWS[flow] else ("eager",):
-        plain = nn.Sequential(Mlp(), Mlp())
-        model = wrapped(plain)
-        flow(plain, model, call_of(model, executor))
-
-
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.__name__)
 def test_a_flow(pools, flow):
-    pools(2).run(run_flow, flow)
+    pools(2).run(two_mlps, flow, EXECUTORS if FLOWS[flow] else ("eager",))

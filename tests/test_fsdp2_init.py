@@ -14,6 +14,7 @@ from beside import (
     call_of,
     mean,
     mesh_of,
+    meta,
     mine,
     numbers,
     rows,
@@ -26,12 +27,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp, unsharded
-
-
-def meta(build) -> nn.Module:
-    with torch.device("meta"):
-        return build()
-
 
 # --- to_empty, and values by hand -----------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from beside import (
     check_grads,
     mean,
     mesh_of,
+    meta,
     mine,
     numbers,
     rows,
@@ -32,11 +33,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from simplefsdp import clip_grad_norm_, simple_fsdp, unsharded
-
-
-def meta(build) -> nn.Module:
-    with torch.device("meta"):
-        return build()
 
 
 def two() -> nn.Module:
