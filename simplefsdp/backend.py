@@ -26,7 +26,7 @@ from simplefsdp.compilation import compile_with_passes, say, sources
 from simplefsdp.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.errors import told_plainly
 from simplefsdp.gather import GatherSpec
-from simplefsdp.known import known_fqns
+from simplefsdp.living import known_fqns
 from simplefsdp.local_inputs import compile_with_local_inputs
 from simplefsdp.options import Options, parse_options
 from simplefsdp.reshard import decide_resharding
@@ -60,7 +60,8 @@ def simplefsdp(
     _refuse_unwrapped(gm, example_inputs)
     breaks.enter(gm)
     specs = dedupe_gathers(gm)
-    missing = _without_values(gm, example_inputs)
+    gathered = _gathered_inputs(gm)
+    missing = _without_values(gathered, example_inputs)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
     if settings is not None and settings.assignment.uncovered:
         say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
@@ -76,7 +77,33 @@ def simplefsdp(
     def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_with_passes(gm, inputs, choice, settings, ranks)
 
-    return compile_with_local_inputs(gm, example_inputs, compile_graph)
+    compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
+    return _refusing_emptied(compiled, gathered, ranks)
+
+
+def _refusing_emptied(
+    compiled: Callable[..., Any], gathered: Mapping[int, str], ranks: Sequence[int]
+) -> Callable[..., Any]:
+    """``compiled``, that refuses parameters that ``to_empty`` took the values of after compiling.
+
+    Args:
+        compiled: a compiled Dynamo graph.
+        gathered: FQN of the parameter that is gathered, by its place among the inputs.
+        ranks: that run it together.
+    """
+    checked = uninitialised.last_emptied()
+
+    def call(*args: Any) -> Any:
+        nonlocal checked
+        if checked != (emptied := uninitialised.last_emptied()):
+            missing = _without_values(gathered, args)
+            lines = [f"parameters without values: {', '.join(missing) or 'none'}"]
+            rank_guard.agree("the parameters to compute with", lines, ranks, remember=False)
+            uninitialised.refuse(missing)
+            checked = emptied
+        return compiled(*args)
+
+    return call
 
 
 def _reset() -> None:
@@ -204,11 +231,18 @@ def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             )
 
 
-def _without_values(gm: GraphModule, example_inputs: Sequence[Any]) -> list[str]:
-    value_of = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
-    found = [(str(node.args[1]), value_of.get(node.args[0])) for node in gathers_of(gm)]  # type: ignore[arg-type]
-    params = [(fqn, param) for fqn, param in found if isinstance(param, DTensor)]
-    return uninitialised.without_values((fqn, p, _torch.local_tensor(p)) for fqn, p in params)
+def _gathered_inputs(gm: GraphModule) -> dict[int, str]:
+    """FQNs of the parameters that are gathered, by their places among the inputs of ``gm``."""
+    fqns = {node.args[0]: str(node.args[1]) for node in gathers_of(gm)}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return {place: fqns[node] for place, node in enumerate(placeholders) if node in fqns}
+
+
+def _without_values(gathered: Mapping[int, str], inputs: Sequence[Any]) -> list[str]:
+    params = [(fqn, inputs[place]) for place, fqn in gathered.items()]
+    return uninitialised.without_values(
+        (fqn, param, _torch.local_tensor(param)) for fqn, param in params
+    )
 
 
 def _is_plain_parameter(placeholder: Node) -> bool:

@@ -164,12 +164,25 @@ def _flush(pending: list[_Pending]) -> None:
             pending.remove(entry)
 
 
-def sharded_original(param: Any) -> Any:
-    """The shard whose full parameter ``param`` is, if an initialiser assigns it; else itself."""
+def sharded_original(param: Any, current: Any) -> Any:
+    """The shard that a full parameter stands for, if an initialiser assigns one; else itself.
+
+    Args:
+        param: that is assigned.
+        current: what it replaces. Of a shard, a new full parameter gives the values.
+    """
+    if not initialising():
+        return param
     for entry in _flow.pending or ():
         if entry.full is param:
             return entry.param
-    return param
+    if not isinstance(current, DTensor) or isinstance(param, DTensor) or param is None:
+        return param
+    full_parameter(current)
+    for entry in _flow.pending or ():
+        if entry.param is current:
+            entry.full = param
+    return current
 
 
 class _Shards(dict[str, Any]):

@@ -16,14 +16,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import _torch
 from simplefsdp.initialize import RANDOM_FILLS, fill_global
+from simplefsdp.living import living_shards
 from simplefsdp.placement import rank_0s
 from simplefsdp.reading import in_forward
 
@@ -36,17 +36,11 @@ _SLICES: dict[Any, int] = {
     _aten.split.Tensor: 2,
     _aten.split_with_sizes.default: 2,
 }
-_models: WeakSet[nn.Module] = WeakSet()
-
-
-def watch(model: nn.Module) -> None:
-    """Handle the operators on the parameters of a model that was just wrapped."""
-    _models.add(model)
-    _install()
 
 
 @functools.cache
-def _install() -> None:
+def handle_operators() -> None:
+    """Have these operators handled, from the first wrap of a process on."""
     for op in RANDOM_FILLS:
         _torch.handle_dtensor_op(op, _fill)
     for op in _SLICES:
@@ -56,10 +50,9 @@ def _install() -> None:
 def _fqn_of(tensor: DTensor) -> str | None:
     """The name of the wrapped parameter whose shard ``tensor`` is, or shares the memory of."""
     pointer = _pointer(tensor)
-    for model in list(_models) if pointer is not None else ():
-        for fqn, param in model.named_parameters():
-            if param.shape == tensor.shape and _pointer(param) == pointer:
-                return fqn
+    for fqn, param in living_shards() if pointer is not None else ():
+        if param.shape == tensor.shape and _pointer(param) == pointer:
+            return fqn
     return None
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp import init_flow, recurrent, refused, uninitialised
+from simplefsdp import init_flow, living, recurrent, refused, uninitialised
 from simplefsdp._torch import cast_floating_point, run_as_it_is
 from simplefsdp.after_wrap import check_before_eager_forward
 from simplefsdp.gather import gather
-from simplefsdp.reading import in_forward, marked, plain, read_only
+from simplefsdp.reading import in_forward, marked, marked_own, plain, read_only
 from simplefsdp.wrapped import LAYOUTS, PLAIN_CLASS, POLICY, Layout, check_placed_alike, is_wrapped
 
 _CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instances with a policy
@@ -39,7 +39,10 @@ def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         if name not in vars(subclass):
             setattr(subclass, name, _gathering_property(name))
+    if module.__class__ is not subclass and "forward" in module.__dict__:
+        module.__dict__["forward"] = MethodType(marked_own(module.__dict__["forward"]), module)
     module.__class__ = subclass
+    living.note(module)
     recurrent.drop_second_list(module)
 
 
@@ -56,8 +59,12 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
     def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return uninitialised.apply_marking(self, cls._apply, fn, *args, **kwargs)
 
+    def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
+        cls.__setstate__(self, state)
+        living.note(self)  # a copy
+
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        param = init_flow.sharded_original(param)
+        param = init_flow.sharded_original(param, self._parameters.get(name))
         check_placed_alike(self, name, param)
         cls.register_parameter(self, name, param)
 
@@ -69,6 +76,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         LAYOUTS: {},  # for instances that the model's own code makes of type(self)
         "_load_from_state_dict": _load_from_state_dict,
         "_apply": _apply,
+        "__setstate__": __setstate__,
         "register_parameter": register_parameter,
         **refused.members(cls),
     }
@@ -97,7 +105,8 @@ def computes_with_parts(module: nn.Module) -> bool:
     """Whether a forward of ``module`` may read parameters of the modules inside it."""
     cls = type(module)
     only_calls_them = cls.forward is nn.Sequential.forward
-    return _has_forward(cls) and not only_calls_them and next(module.children(), None) is not None
+    has_forward = _has_forward(cls) or "forward" in module.__dict__
+    return has_forward and not only_calls_them and next(module.children(), None) is not None
 
 
 def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
@@ -108,6 +117,9 @@ def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """
     model.__dict__[POLICY] = policy
     use_subclass(model, ())
+    own = model.__dict__.get("forward")
+    if own is not None:
+        model.__dict__["forward"] = MethodType(_casting_forward(own.__func__), model)
     cls = type(model)
     if _CASTS not in vars(cls):
         cls.forward = _casting_forward(cls.forward)  # type: ignore[method-assign]

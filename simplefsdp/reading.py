@@ -16,6 +16,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -49,11 +50,31 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
             return fixed(self, *args, **kwargs)
         return getattr(cls, name)(self, *args, **kwargs)
 
-    # Code of its own: Dynamo counts what it compiles by code, and gives up on one after eight.
-    code = forward_of_wrapped.__code__
-    own = (f"{cls.__module__}.{cls.__qualname__}.{name}",)
-    forward_of_wrapped.__code__ = code.replace(co_consts=code.co_consts + own)
-    return functools.update_wrapper(forward_of_wrapped, getattr(cls, name))
+    return _with_own_code(
+        functools.update_wrapper(forward_of_wrapped, getattr(cls, name)),
+        f"{cls.__module__}.{cls.__qualname__}.{name}",
+    )
+
+
+def marked_own(forward: Forward) -> Forward:
+    """A forward that was set on a module itself, as a method, so that :func:`in_forward` finds it.
+
+    A copy of the module then computes with its own parameters.
+    """
+    takes_self = isinstance(forward, MethodType)
+    function = forward.__func__ if isinstance(forward, MethodType) else forward
+
+    def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs) if takes_self else function(*args, **kwargs)
+
+    return _with_own_code(functools.update_wrapper(forward_of_wrapped, function), repr(function))
+
+
+def _with_own_code(function: Any, tells_it_apart: str) -> Forward:
+    """Dynamo counts what it compiles by code, and gives up on one after eight."""
+    code = function.__code__
+    function.__code__ = code.replace(co_consts=(*code.co_consts, tells_it_apart))
+    return function
 
 
 def in_forward() -> bool:

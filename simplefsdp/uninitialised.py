@@ -10,6 +10,7 @@ what all ranks agreed on takes it off. What a rank found out by itself is noted 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,13 @@ from simplefsdp.wrapped import shards_of
 
 _MARK = "_simple_fsdp_uninitialised"
 _SEEN = "_simple_fsdp_has_values"  # on this rank
+_times = itertools.count()
+_last_emptied = next(_times)
+
+
+def last_emptied() -> int:
+    """A number that changes whenever a parameter is emptied."""
+    return _last_emptied
 
 
 def apply_marking(
@@ -45,7 +53,9 @@ def apply_marking(
 
 @torch.no_grad()
 def _poison(param: DTensor) -> None:
+    global _last_emptied
     if can_hold_nan(param):
+        _last_emptied = next(_times)
         param.to_local().fill_(float("nan"))
         setattr(param, _MARK, True)
         param.__dict__.pop(_SEEN, None)

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from simplefsdp._torch import has_hooks
 from simplefsdp.after_wrap import is_original, mark_original
 from simplefsdp.gather import GatherSpec
-from simplefsdp.known import remember_fqns
-from simplefsdp.outside import watch
+from simplefsdp.living import remember_fqns
+from simplefsdp.outside import handle_operators
 from simplefsdp.parametrization import cast_in_forward, computes_with_parts, use_subclass
 from simplefsdp.placement import (
     DataParallel,
@@ -103,7 +103,7 @@ def simple_fsdp(
     cast_in_forward(model, policy)
     _requalify(model)
     remember_fqns(model)
-    watch(model)
+    handle_operators()
     return model
 
 

@@ -309,3 +309,59 @@ def test_a_rank_that_initialises_alone_is_told(pools):
     said = pools(2).run(initialise_alone)[0]
     assert "Linear.apply(), which reads parameters: after 0.2 s, ranks 1 have not got" in said
     pools(2).stop()  # the turns of the two ranks are out of step now
+
+
+class Assigns(nn.Module):
+    """Makes new parameters where others write to those that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 3))
+        self.scale = nn.Parameter(torch.empty(2))
+
+    def reset_parameters(self) -> None:
+        self.scale = nn.Parameter(torch.rand(2))
+        self.weight = nn.Parameter(torch.rand(4, 3))
+        self.weight.data[0] = self.scale[1]
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+def assign_and_compare() -> None:
+    torch.manual_seed(3)
+    plain = Assigns()
+    plain.reset_parameters()
+    with torch.device("meta"):
+        model = Assigns()
+    simple_fsdp(model, init_device_mesh("cpu", (2,))).to_empty(device="cpu")
+    optimizer = torch.optim.SGD(model.parameters())
+    torch.manual_seed(3 + torch.distributed.get_rank())
+    model.reset_parameters()
+    for (name, param), held in zip(model.named_parameters(), optimizer.param_groups[0]["params"]):
+        assert param is held
+        assert torch.equal(param.full_tensor(), dict(plain.named_parameters())[name]), name
+
+
+def test_an_initialiser_may_assign_new_parameters(pools):
+    pools(2).run(assign_and_compare)
+
+
+def test_an_assigned_parameter_of_another_shape_is_refused(solo_mesh):
+    model = simple_fsdp(Assigns(), solo_mesh)
+    with pytest.raises(ValueError, match=r"made a parameter of shape \(4, 3\)"):
+        model.apply(lambda module: setattr(module, "weight", nn.Parameter(torch.ones(5, 3))))
+
+
+def test_a_model_that_is_emptied_after_it_was_compiled(fake_mesh):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2))
+    compiled = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
+    compiled(torch.ones(2, 4))
+    model.to_empty(device="cpu")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"0\.weight, 0\.bias: to_empty\(\) gave memory"):
+            compiled(torch.ones(2, 4))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0)
+    compiled(torch.ones(2, 4))

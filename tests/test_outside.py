@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -72,6 +73,21 @@ def seeds_differ() -> None:
 
 def test_copies_are_filled_with_rank_0s_numbers(pools):
     pools(2).run(seeds_differ)
+
+
+def copies_are_watched() -> None:
+    model = simple_fsdp(nn.Sequential(nn.Linear(6, 10)), init_device_mesh("cpu", (2,)))
+    for copied in (copy.deepcopy(model), copy.deepcopy(model[0])):
+        weight = next(copied.parameters())
+        nn.init.normal_(weight)
+        rows = weight.full_tensor()
+        assert not torch.equal(rows[:5], rows[5:])
+        with torch.no_grad(), pytest.raises(ValueError, match="weight: a slice"):
+            weight[0].zero_()
+
+
+def test_copies_of_models_and_of_their_parts_are_handled_alike(pools):
+    pools(2).run(copies_are_watched)
 
 
 SLICES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import MethodType
 
 import pytest
 import torch
@@ -304,3 +305,37 @@ def test_a_class_that_was_allowed_in_graphs_is_traced(fake_mesh):
 
     model = simple_fsdp(nn.Sequential(Allowed(4, 4)), fake_mesh(2))
     assert torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 4)).shape == (2, 4)
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+def own_forward(self, x):
+    """What accelerate and Liger set on an instance; it reads a parameter of a part, too."""
+    return nn.functional.linear(x, self.inner.weight) * self.scale
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forward_of_the_instance_is_one(fake_mesh, compiled):
+    plain = Scales()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = copy.deepcopy(plain)
+    model.forward = MethodType(own_forward, model)
+    model = simple_fsdp(model, fake_mesh(1), mp_policy=policy)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.scale.zero_()
+    x = torch.rand(2, 4)
+    for made, wanted in ((model, own_forward(plain.bfloat16(), x.bfloat16())), (copied, 0)):
+        if compiled:
+            made.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+        y = made(x)
+        assert y.dtype == torch.bfloat16 and type(y) is torch.Tensor
+        torch.testing.assert_close(y, torch.zeros_like(y) + wanted)
