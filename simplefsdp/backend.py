@@ -95,7 +95,7 @@ def _refusing_emptied(
 
     def call(*args: Any) -> Any:
         nonlocal checked
-        if checked != (emptied := uninitialised.last_emptied()):
+        if checked is not (emptied := uninitialised.last_emptied()):
             missing = _without_values(gathered, args)
             lines = [f"parameters without values: {', '.join(missing) or 'none'}"]
             rank_guard.agree("the parameters to compute with", lines, ranks, remember=False)

@@ -49,6 +49,28 @@ def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
 @functools.cache
 def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``cls``, under the same name so that ``repr`` and errors read the same."""
+    members: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        PLAIN_CLASS: cls,
+        LAYOUTS: {},  # for instances that the model's own code makes of type(self)
+        **_methods(cls),
+        **refused.members(cls),
+    }
+    if _has_forward(cls):
+        members["forward"] = marked(cls)
+    for name in init_flow.INITIALISERS:
+        if _is_initialiser(cls, name):
+            members[name] = init_flow.initialiser(cls, name)
+    if issubclass(cls, nn.RNNBase):
+        members |= recurrent.MEMBERS
+    metaclass: Any = type(cls)
+    return cast(type[nn.Module], metaclass(cls.__name__, (cls,), members))
+
+
+def _methods(cls: type[nn.Module]) -> dict[str, Any]:
+    """What the subclass of ``cls`` does otherwise, where torch sets parameters and copies."""
 
     def _load_from_state_dict(
         self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
@@ -68,27 +90,8 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         check_placed_alike(self, name, param)
         cls.register_parameter(self, name, param)
 
-    members: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        PLAIN_CLASS: cls,
-        LAYOUTS: {},  # for instances that the model's own code makes of type(self)
-        "_load_from_state_dict": _load_from_state_dict,
-        "_apply": _apply,
-        "__setstate__": __setstate__,
-        "register_parameter": register_parameter,
-        **refused.members(cls),
-    }
-    if _has_forward(cls):
-        members["forward"] = marked(cls)
-    for name in init_flow.INITIALISERS:
-        if _is_initialiser(cls, name):
-            members[name] = init_flow.initialiser(cls, name)
-    if issubclass(cls, nn.RNNBase):
-        members |= recurrent.MEMBERS
-    metaclass: Any = type(cls)
-    return cast(type[nn.Module], metaclass(cls.__name__, (cls,), members))
+    methods = (_load_from_state_dict, _apply, __setstate__, register_parameter)
+    return {method.__name__: method for method in methods}
 
 
 def _is_initialiser(cls: type[nn.Module], name: str) -> bool:

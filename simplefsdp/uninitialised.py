@@ -10,7 +10,7 @@ what all ranks agreed on takes it off. What a rank found out by itself is noted 
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,13 +24,12 @@ from simplefsdp.wrapped import shards_of
 
 _MARK = "_simple_fsdp_uninitialised"
 _SEEN = "_simple_fsdp_has_values"  # on this rank
-_times = itertools.count()
-_last_emptied = next(_times)
+_emptied: deque[object] = deque([object()], maxlen=1)
 
 
-def last_emptied() -> int:
-    """A number that changes whenever a parameter is emptied."""
-    return _last_emptied
+def last_emptied() -> object:
+    """What is another one whenever a parameter was emptied."""
+    return _emptied[0]
 
 
 def apply_marking(
@@ -53,9 +52,8 @@ def apply_marking(
 
 @torch.no_grad()
 def _poison(param: DTensor) -> None:
-    global _last_emptied
     if can_hold_nan(param):
-        _last_emptied = next(_times)
+        _emptied.append(object())
         param.to_local().fill_(float("nan"))
         setattr(param, _MARK, True)
         param.__dict__.pop(_SEEN, None)

@@ -338,8 +338,9 @@ def assign_and_compare() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     torch.manual_seed(3 + torch.distributed.get_rank())
     model.reset_parameters()
-    for (name, param), held in zip(model.named_parameters(), optimizer.param_groups[0]["params"]):
-        assert param is held
+    held = optimizer.param_groups[0]["params"]
+    assert all(one is other for one, other in zip(model.parameters(), held, strict=True))
+    for name, param in model.named_parameters():
         assert torch.equal(param.full_tensor(), dict(plain.named_parameters())[name]), name
 
 
