@@ -1,14 +1,15 @@
 """What is done to sharded parameters outside of forward and of initialisers, by operators.
 
 Most operators of DTensors do what they do to the plain tensor. Two kinds do not, and nobody would
-notice; torch lets a DTensor's operator be handled otherwise, and for the parameters of wrapped
+notice, and one is missing; torch lets a DTensor's operator be handled otherwise, and for the parameters of wrapped
 models these are:
 
 - *random fills* (``nn.init.normal_(module.weight)`` in a loop): on CPU every rank would draw
   the same numbers for its own shard. Here they are those of one global tensor, as on CUDA, and
   from rank 0's generator; so a fill is collective.
 - *slices along a sharded dimension* (``module.weight.data[0].zero_()``): they are copies, gathered
-  from all ranks, so that a write is lost. Here they raise, where a write is possible.
+  from all ranks, so that a write is lost. Here they raise, where a write is possible;
+- *whether any element is true*, which ``torch.autograd.detect_anomaly`` asks of every gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp import _torch
 from simplefsdp.initialize import RANDOM_FILLS, fill_global
 from simplefsdp.living import living_shards
-from simplefsdp.placement import rank_0s
+from simplefsdp.placement import highest_of_ranks, rank_0s
 from simplefsdp.reading import in_forward
 
 _aten = torch.ops.aten
@@ -45,6 +46,7 @@ def handle_operators() -> None:
         _torch.handle_dtensor_op(op, _fill)
     for op in _SLICES:
         _torch.handle_dtensor_op(op, _slice)
+    _torch.handle_dtensor_op(_aten._is_any_true.default, _is_any_true)
 
 
 def _fqn_of(tensor: DTensor) -> str | None:
@@ -113,6 +115,13 @@ def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             "model's reset_parameters() or init_weights()); to read it, slice param.full_tensor()"
         )
     return _torch.default_dtensor_op(op, args, kwargs)
+
+
+def _is_any_true(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    (flags,) = args
+    here = bool(op(_torch.local_tensor(flags)))
+    (anywhere,) = highest_of_ranks([here], flags.device_mesh)
+    return torch.tensor(anywhere, device=flags.device)
 
 
 def _takes_a_part(

@@ -24,6 +24,7 @@ from beside import (
     wrapped,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -286,3 +287,20 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_way_of_backward(pools, way):
     pools(2).run(two_mlps, way, WAYS[way])
+
+
+def look_for_anomalies(compiled: bool) -> None:
+    """A gradient that is not a number on one rank is told on all, or the others would wait."""
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4, bias=False)), init_device_mesh("cpu", (2,)))
+    if compiled:
+        model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    with torch.autograd.detect_anomaly():
+        model(torch.ones(2, 4)).sum().backward()
+        assert model[0].weight.grad is not None
+        with pytest.raises(RuntimeError, match="nan values"):
+            model(torch.full((2, 4), float("inf"))).mul(0).sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_anomalies_are_detected(pools, compiled):
+    pools(2).run(look_for_anomalies, compiled)
