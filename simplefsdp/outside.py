@@ -1,8 +1,7 @@
 """What is done to sharded parameters outside of forward and of initialisers, by operators.
 
 Most operators of DTensors do what they do to the plain tensor. Two kinds do not, and nobody would
-notice, and one is missing; torch lets a DTensor's operator be handled otherwise, and for the parameters of wrapped
-models these are:
+notice, and one is missing. torch lets a DTensor's operator be handled otherwise; these are:
 
 - *random fills* (``nn.init.normal_(module.weight)`` in a loop): on CPU every rank would draw
   the same numbers for its own shard. Here they are those of one global tensor, as on CUDA, and
