@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,14 @@ def backend(stopwatch: Stopwatch, options: Options) -> Callable[..., Any]:
         passes = {"observe": observe, "joint_pass": joint_pass, "graph_pass": graph_pass}
         if options.executor == "aot_eager":
             return _torch.compile_with_aot_eager(gm, inputs, **passes)
-        order = Timed(ImposeOrder(settings.policy, settings.on_error, ""), stopwatch)
+        order = Timed(ImposeOrder(settings.policy, settings.on_error, False, ""), stopwatch)
         return _torch.compile_with_inductor(
-            gm, inputs, **passes, scheduler_pass=order, uuid=lambda: "none"
+            gm,
+            inputs,
+            **passes,
+            scheduler_pass=order,
+            lowering=nullcontext,
+            uuid=lambda: "none",
         )
 
     return compile_graph

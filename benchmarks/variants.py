@@ -195,6 +195,8 @@ BUILDERS: dict[str, Callable[[Workload], Variant]] = {
         buckets=["layers.0.self_attn", "layers.0", "layers.*"],
     ),
     # Not in the default list: for choosing the defaults.
+    "manual_regions": _options("manual_regions", bucketing="manual", executor="regions"),
+    "auto_regions": functools.partial(_auto, name="auto_regions", executor="regions"),
     "greedy": functools.partial(_auto, name="greedy", planner="greedy"),
     "none_reorder": _options("none_reorder", bucketing="none", reorder=True),
     "manual_flat": _options("manual_flat", bucketing="manual", layout="flat"),

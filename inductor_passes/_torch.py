@@ -5,14 +5,15 @@ Each has a contract test in ``tests/test_passes_contract.py`` that says what mov
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from math import inf
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _wait_for_several = getattr(torch.ops._c10d_functional, "wait_tensors", None)  # since 2.15
@@ -56,6 +57,43 @@ def is_view(node: Node) -> bool:
     returns = node.target._schema.returns  # type: ignore[union-attr]
     alias = returns[0].alias_info if len(returns) == 1 else None
     return alias is not None and not alias.is_write
+
+
+def is_lookup_of_seed(node: Node) -> bool:
+    """Whether a node takes one of the seeds that Inductor draws for a graph at a time."""
+    from torch._inductor import inductor_prims
+
+    return node.target is inductor_prims.lookup_seed
+
+
+def module_path(node: Node) -> str | None:
+    """Path of the innermost module whose forward made a node, or whose backward it belongs to.
+
+    It begins with what the compiled function calls the model. None if it is of no module.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    path = str(list(stack.values())[-1][0])
+    # L['self']._modules['layers']._modules['3'] or L['self'].layers[3] is self.layers.3 to people.
+    return re.sub(r"(\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]", r".\2", path)
+
+
+def has_symbols(value: Any) -> bool:
+    """Whether a traced value, or any of several, is a symbolic number or has one in its layout."""
+    if isinstance(value, (list, tuple)):
+        return any(map(has_symbols, value))
+    if isinstance(value, torch.Tensor):
+        return any(map(has_symbols, (*value.shape, *value.stride(), value.storage_offset())))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def layout_text(value: Any) -> str:
+    """How a traced value lies in memory, as far as code that is generated for it depends on it."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    aligned = value.storage_offset() * value.element_size() % 64 == 0
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device} {aligned}"
 
 
 def mutated_arguments(node: Node) -> Iterable[Node]:
@@ -112,6 +150,40 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
     return device.type
+
+
+# Inductor
+
+
+def compile_region(
+    gm: GraphModule, example_inputs: Sequence[Any], *, is_backward: bool, is_inference: bool
+) -> Callable[[list[Any]], Any]:
+    """Compile a part of a graph by Inductor; its outputs keep their strides.
+
+    What is known of the whole graph (its parameters, the strides of its outputs, which of its
+    inputs may be written over) is not said of the part. Passes that the user has set after the
+    graph is partitioned run on the part.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
+
+    record_original_output_strides(gm)
+    fake_mode = next((v.fake_mode for v in example_inputs if hasattr(v, "fake_mode")), None)
+    # Code of a region is the same whatever was done to the joint graph, and so is its key.
+    with tracing(TracingContext(fake_mode)), config.patch(joint_custom_post_pass=None):
+        return compile_fx_inner(  # type: ignore[return-value]
+            gm, example_inputs, is_backward=is_backward, is_inference=is_inference
+        )
+
+
+def report_output_strides(values: Sequence[Any]) -> None:
+    """Tell AOTAutograd that the outputs of the graph that is compiled lie as they were traced."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        for value in values:
+            is_tensor = isinstance(value, torch.Tensor)
+            context.output_strides.append(tuple(value.stride()) if is_tensor else None)
 
 
 # Inductor's scheduler

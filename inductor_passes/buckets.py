@@ -153,6 +153,11 @@ def new_label(label: str, taken: Iterable[str]) -> str:
     return label
 
 
+def repeated_modules(fqns: Sequence[str]) -> tuple[str, ...]:
+    """The elements of a model's repeated lists, its layers, from the FQNs of its parameters."""
+    return tuple(dict.fromkeys(_list_elements(fqns).values()))
+
+
 def _list_elements(fqns: Sequence[str]) -> dict[str, str]:
     """The list element that each parameter belongs to, if it belongs to one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes import _torch
 from inductor_passes.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
+from inductor_passes.units import repeated_module, with_units
 
 FqnOf = Callable[[Node], str | None]
 
@@ -26,6 +27,7 @@ KIND_OF: dict[object, CollectiveKind] = {
     _ops.all_reduce_coalesced.default: "all_reduce",
 }
 _MARK = "inductor_passes_bucket"
+_UNIT = "inductor_passes_unit"  # and the place in the graph as it was made
 # Ops that draw random numbers or have unknown effects keep their order: they write these.
 _RANDOM, _EFFECTS = "random state", "effects"
 
@@ -72,6 +74,37 @@ def read(graph: Graph, fqn_of: FqnOf) -> Reading:
     for node in graph.nodes:
         reader.read(node)
     return reader.result()
+
+
+def mark_units(reading: Reading, modules: Collection[str]) -> Reading:
+    """Note on each node of a graph the unit that it is in, see :mod:`inductor_passes.units`.
+
+    Args:
+        reading: of the graph, in the order in which it was made.
+        modules: that are repeated.
+    """
+    module = repeated_module(modules)
+
+    def module_of(op: str) -> str | None:
+        path = _torch.module_path(reading.nodes[op][0])
+        return None if path is None else module(path)
+
+    program = with_units(reading.program, module_of)
+    for place, op in enumerate(program.ops):
+        for node in reading.nodes[op.name]:
+            node.meta[_UNIT] = (op.unit, place)
+    return Reading(program, reading.nodes)
+
+
+def unit_of(node: Node) -> int:
+    """The unit that a node was marked with; 0 for none."""
+    return int(node.meta.get(_UNIT, (0, 0))[0])
+
+
+def place_of(node: Node) -> int | None:
+    """Where a node stood in the graph when it was marked; None if it was made later."""
+    found = node.meta.get(_UNIT)
+    return None if found is None else int(found[1])
 
 
 class _Reader:
@@ -152,7 +185,8 @@ class _Reader:
         collective: Collective | None = None,
         items: tuple[Node, ...] = (),
     ) -> None:
-        self.ops.append(Op(node.name, kind, reads, writes, collective))
+        unit = unit_of(node) if kind == "compute" else 0
+        self.ops.append(Op(node.name, kind, reads, writes, collective, unit))
         self.nodes[node.name] = (node, *items)
 
     def _keep_shards(self, start: Node) -> None:

@@ -10,7 +10,7 @@ reduced. What is left is full tensors, whose sizes all ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -71,7 +71,7 @@ def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCos
     """
     check_compute_beside(cost)
     local, shard_nbytes = _local(program)
-    free = local | _following_all_reduce(program)
+    free = local | following(program, ("all_reduce",))
     op_us = {}
     for i, op in enumerate(program.ops):
         if op.kind == "compute":
@@ -86,7 +86,7 @@ def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCos
 
 def _local(program: Program) -> tuple[set[int], dict[str, int]]:
     """Ops that handle shards alone, and the bytes of the shards' storages on every rank."""
-    prepared = _prepared(program)
+    preparing = prepared(program)
     reduced = reduced_nbytes(program)
     shards = program.storages(program.resident)
     local: set[int] = set()
@@ -94,14 +94,14 @@ def _local(program: Program) -> tuple[set[int], dict[str, int]]:
         reads, made = program.storages(op.reads), program.first_written(i)
         if op.sends == "reduce" or (reads & reduced.keys() and op.sends in ("", "all_reduce")):
             local.add(i)
-        elif not op.sends and (i in prepared or (reads and reads <= shards)):
+        elif not op.sends and (i in preparing or (reads and reads <= shards)):
             shards |= made
             local.add(i)
-    sent = _sent_nbytes(program, prepared)
+    sent = _sent_nbytes(program, preparing)
     return local, dict.fromkeys(shards | _shard_inputs(program, local), 0) | sent | reduced
 
 
-def _sent_nbytes(program: Program, prepared: set[int]) -> dict[str, int]:
+def _sent_nbytes(program: Program, preparing: set[int]) -> dict[str, int]:
     """Bytes on every rank, by storage, of casts that gathers send.
 
     Ranks with a smaller shard also send what was padded, and the others the shard itself: that
@@ -109,7 +109,7 @@ def _sent_nbytes(program: Program, prepared: set[int]) -> dict[str, int]:
     """
     itemsize = {s: program.buffers[s].itemsize for s in program.buffers}
     shard_itemsize = {s: itemsize[s] for s in program.storages(program.inputs)}
-    for i in sorted(prepared):
+    for i in sorted(preparing):
         sources = program.storages(program.ops[i].reads) & shard_itemsize.keys()
         was = max((shard_itemsize[s] for s in sources), default=0)
         for storage in program.first_written(i):
@@ -123,19 +123,19 @@ def _sent_nbytes(program: Program, prepared: set[int]) -> dict[str, int]:
     }
 
 
-def _following_all_reduce(program: Program) -> set[int]:
-    """Computes and views of what all-reduces left."""
-    reduced: set[str] = set()
-    following: set[int] = set()
+def following(program: Program, kinds: Collection[str]) -> set[int]:
+    """Computes, views and waits of what collectives of these ``kinds`` left."""
+    left: set[str] = set()
+    found: set[int] = set()
     for i, op in enumerate(program.ops):
-        if not op.sends and any(program.buffers[name].storage in reduced for name in op.reads):
-            following.add(i)
-        if i in following or op.sends == "all_reduce":
-            reduced |= program.storages(op.writes)
-    return following
+        if not op.sends and any(program.buffers[name].storage in left for name in op.reads):
+            found.add(i)
+        if i in found or op.sends in kinds:
+            left |= program.storages(op.writes)
+    return found
 
 
-def _prepared(program: Program) -> set[int]:
+def prepared(program: Program) -> set[int]:
     """Computes and views, of inputs alone, whose results go into gathers alone."""
     from_inputs = program.storages(program.inputs)
     of_inputs: set[int] = set()
@@ -145,7 +145,7 @@ def _prepared(program: Program) -> set[int]:
         if op.kind in ("compute", "view") and known and not mutates:
             of_inputs.add(i)
             from_inputs |= program.storages(op.writes)
-    prepared: set[int] = set()
+    found: set[int] = set()
     elsewhere = set(program.outputs)
     read: set[str] = set()
     for i in reversed(range(len(program.ops))):
@@ -153,11 +153,11 @@ def _prepared(program: Program) -> set[int]:
         useful = read.issuperset(op.writes) and elsewhere.isdisjoint(op.writes)
         gathers = op.sends == "gather"
         if i in of_inputs and op.writes and useful:
-            prepared.add(i)
+            found.add(i)
         elif not gathers:
             elsewhere.update(op.reads)
         read.update(op.reads)
-    return prepared
+    return found
 
 
 def _shard_inputs(program: Program, local: set[int]) -> set[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -43,7 +43,8 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
 
     A gather starts while the bucket before it is computed with, is waited for at its first use,
     and goes out before the reduces of that compute, with which it shares a communicator. A reduce
-    starts as soon as its gradients are there, and is waited for as late as memory allows.
+    starts as soon as its gradients are there, and is waited for as late as memory allows. What
+    would fall into a unit of computes goes before it or, a reduce's start, behind it.
 
     Args:
         program: collectives with equal kind, group and bucket label are one bucket.
@@ -53,11 +54,12 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
     """
     keys: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
     followers = _followers(program)
-    first_use = _first_uses(program, followers)
+    begin, end = _unit_ends(program)
+    first_use = [begin.get(i, i) for i in _first_uses(program, followers)]
     uses = _place_gathers(program, policy, keys, first_use)
     late: set[int] = set()
     for kind in ("reduce", "all_reduce"):
-        _place_reduces(program, kind, policy, keys, late, uses)
+        _place_reduces(program, kind, policy, keys, late, uses, end)
         _push_followers(program, keys, late)
     if keep_starts:
         _keep_starts(program, keys, first_use)
@@ -112,6 +114,16 @@ def _first_uses(program: Program, followers: list[list[int]]) -> list[float]:
     return found
 
 
+def _unit_ends(program: Program) -> tuple[dict[float, int], dict[float, int]]:
+    """Positions of the first and of the last op of each op's unit, for ops that are in one."""
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(program.ops):
+        if op.unit:
+            members[op.unit].append(i)
+    ends = [(i, found[0], found[-1]) for found in members.values() for i in found]
+    return {i: first for i, first, _ in ends}, {i: last for i, _, last in ends}
+
+
 def _buckets(program: Program, kind: CollectiveKind) -> list[list[int]]:
     """Positions of the starts of each bucket."""
     groups: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
@@ -159,13 +171,14 @@ def _place_reduces(
     keys: list[Key],
     late: set[int],
     uses: list[float],
+    unit_end: Mapping[float, int],
 ) -> None:
     end = float(len(program.ops))
     ready: list[tuple[Key, list[int]]] = []
     made = _made_at(program, keys)
     for starts in _buckets(program, kind):
         at = max((made[j] for i in starts for j in program.predecessors[i]), default=(-1, 0, 0))
-        ready.append(((at[0], _REDUCE, at[2]), starts))
+        ready.append(((unit_end.get(at[0], at[0]), _REDUCE, at[2]), starts))
     ready.sort()
     for k, (where, starts) in enumerate(ready):
         window = _window(program, starts, policy.max_pending_reduces)

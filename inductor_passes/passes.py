@@ -21,6 +21,7 @@ from inductor_passes.rehearsal import (
     Settings,
     choose,
     no_garbage_collection,
+    read,
     rehearsed,
 )
 from inductor_passes.verify import verify_unchanged
@@ -66,7 +67,7 @@ def _transform(
     fqn_of: fx.FqnOf,
     planned: Sequence[PlannedBucket] | None,
 ) -> None:
-    before = fx.read(graph, fqn_of)
+    before = read(graph, settings, fqn_of)
     if planned is None:
         planned = rehearsed(before, settings, choose(before, settings)).planned
     buckets = in_program(before.program, planned)
@@ -166,7 +167,7 @@ def rehearse(
     Raises:
         ProgramError: the graph breaks a rule, or cannot be planned (or written).
     """
-    reading = fx.read(gm.graph, fqn_of)
+    reading = read(gm.graph, settings, fqn_of)
     if settings is None:
         return Rehearsal(reading, (), reading.program)
     found = rehearsed(reading, settings, chooser(reading, settings))

@@ -85,6 +85,8 @@ class Op:
         reads: names of buffers.
         writes: names of buffers. One that was written before, or is an input, is mutated in place.
         collective: of a start.
+        unit: of computes that run as one piece, a number that they share: no collective is
+            launched or waited for between two of them. 0 for an op by itself.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Op:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     collective: Collective | None = None
+    unit: int = 0
 
     @property
     def sends(self) -> CollectiveKind | Literal[""]:

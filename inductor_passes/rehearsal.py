@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch.fx import Graph
+
 from inductor_passes import _torch, fx
 from inductor_passes.auto import plan_auto
 from inductor_passes.bound import lower_bound_us
@@ -70,6 +72,8 @@ class Settings:
         layout: how the members of a bucket travel.
         policy: limits of the reordering.
         on_error: ``"raise"``, or ``"fallback"``: leave the graph as it was and warn.
+        units: repeated modules, whose computes collectives stay out of; see
+            :mod:`inductor_passes.units`. Without any, collectives may go anywhere.
     """
 
     assignment: Assignment
@@ -79,6 +83,13 @@ class Settings:
     layout: Layout = "coalesced"
     policy: OverlapPolicy = field(default_factory=OverlapPolicy)
     on_error: Literal["raise", "fallback"] = "raise"
+    units: tuple[str, ...] = ()
+
+
+def read(graph: Graph, settings: Settings | None, fqn_of: fx.FqnOf) -> fx.Reading:
+    """A graph, as it was made, as a program; its computes in units if the settings name any."""
+    reading = fx.read(graph, fqn_of)
+    return fx.mark_units(reading, settings.units) if settings and settings.units else reading
 
 
 def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]:

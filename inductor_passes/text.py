@@ -9,8 +9,9 @@
 
 One line an op, in order. A buffer carries its bytes where it first appears, behind ``/`` those of
 an element if it is not 1, and after ``@`` the buffer whose storage it shares; to write it again is
-to mutate it. ``resident`` is an input that the caller keeps. ``#`` starts a comment. A name with
-other signs than letters, digits and ``_ . - / : *`` is written as a JSON string.
+to mutate it. A compute may end with the unit that it belongs to: ``| unit=2``. ``resident`` is an
+input that the caller keeps. ``#`` starts a comment. A name with other signs than letters, digits
+and ``_ . - / : *`` is written as a JSON string.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def to_text(program: Program) -> str:
         reads = ", ".join(map(_quote, op.reads))
         writes = ", ".join(map(declare, op.writes))
         line = f"{op.kind} {_quote(op.name)}({reads})" + (f" -> {writes}" if writes else "")
-        lines.append(line + (_collective_text(op.collective) if op.collective else ""))
+        line += _collective_text(op.collective) if op.collective else ""
+        lines.append(line + (f" | unit={op.unit}" if op.unit else ""))
     lines += [f"output {_quote(name)}" for name in program.outputs]
     return "\n".join(lines) + "\n"
 
@@ -151,8 +153,18 @@ class _Reader:
         writes: tuple[str, ...] = ()
         if self._skip("->"):
             writes = self._list(self._declare)
-        collective = self._collective() if self._skip("|") else None
-        self.ops.append(Op(name, kind, reads, writes, collective))
+        collective, unit = None, 0
+        if self._skip("|"):
+            if kind == "compute":
+                unit = self._unit()
+            else:
+                collective = self._collective()
+        self.ops.append(Op(name, kind, reads, writes, collective, unit))
+
+    def _unit(self) -> int:
+        self._expect("unit")
+        self._expect("=")
+        return int(self._take())
 
     def _collective(self) -> Collective:
         word = self._take()

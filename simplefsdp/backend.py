@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from inductor_passes.buckets import assign_by_module
+from inductor_passes.buckets import assign_by_module, repeated_modules
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
 from inductor_passes.order import OverlapPolicy
@@ -194,6 +194,7 @@ def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -
         layout=options.layout,
         policy=OverlapPolicy(options.max_inflight_gathers, options.max_pending_reduces),
         on_error=options.on_error,
+        units=repeated_modules(fqns) if options.executor == "regions" else (),
     )
 
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
 import inductor_passes
-from inductor_passes import fx
-from inductor_passes._torch import no_fusion_past_launches
+from inductor_passes import fx, regional
+from inductor_passes._torch import has_symbols, no_fusion_past_launches
 from inductor_passes.passes import ImposeOrder, PassError, bucket_and_reorder, rehearse
 from inductor_passes.planned import PlannedBucket
 from inductor_passes.rehearsal import Rehearsal, Settings, launches, predict
@@ -108,6 +108,8 @@ def compile_with_passes(
     if settings is not None and settings.reorder:
         as_planned = settings.auto is not None
         scheduler_pass = ImposeOrder(settings.policy, settings.on_error, as_planned, base)
+    if options.executor == "regions" and not has_symbols(example_inputs):
+        return _by_regions(gm, example_inputs, note, graph_pass, uuid)
     if options.executor == "aot_eager":
         return _torch.compile_with_aot_eager(
             gm,
@@ -125,6 +127,27 @@ def compile_with_passes(
         scheduler_pass=scheduler_pass,
         lowering=no_fusion_past_launches if as_planned else nullcontext,
         uuid=uuid,
+    )
+
+
+def _by_regions(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    note: Callable[[GraphModule, bool], None],
+    graph_pass: Callable[[Graph], None],
+    uuid: Callable[[], str],
+) -> Callable[..., Any]:
+    codes = regional.Codes()
+
+    def lower(graph: GraphModule, is_backward: bool, is_inference: bool) -> Callable[..., Any]:
+        note(graph, is_backward)
+        graph_pass(graph.graph)
+        return regional.compile_by_regions(
+            graph, codes, is_backward=is_backward, is_inference=is_inference
+        )
+
+    return _torch.compile_with_lower(
+        gm, example_inputs, joint_pass=tag_for_recompute, lower=lower, uuid=uuid
     )
 
 

@@ -17,7 +17,7 @@ from simplefsdp.rank_guard import TIMEOUT_S
 
 Bucketing = Literal["none", "manual", "auto"]
 Planner = Literal["search", "greedy"]
-Executor = Literal["inductor", "aot_eager"]
+Executor = Literal["inductor", "regions", "aot_eager"]
 OnError = Literal["raise", "fallback"]
 
 # Says what it expected of a value, or None if the value is fine.
@@ -109,8 +109,11 @@ class Options:
             the one being computed; likewise.
         separate_reduce_group: reduce on a second communicator, so that gathers and reduces run
             side by side. With NCCL it costs GPU memory, and the two share the links.
-        executor: ``"inductor"`` generates code; ``"aot_eager"`` runs the forward and backward
-            graphs op by op, which compiles in seconds and serves debugging.
+        executor: ``"inductor"`` generates code for the whole graph. ``"regions"`` does so for one
+            of the layers that are alike, and calls it for each: 100 layers compile like one, and
+            collectives start and are waited for between layers only. (A graph whose sizes are
+            symbols is compiled whole.) ``"aot_eager"`` runs the forward and backward graphs op by
+            op, which compiles in seconds and serves debugging.
         on_error: what to do if a pass fails: ``"raise"``, or ``"fallback"``, which compiles the
             graph without it and warns. The passes are tried on a copy before each compilation,
             and the rank guard makes sure that they fail on all ranks or on none.

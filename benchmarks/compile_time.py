@@ -1,0 +1,163 @@
+"""How long compiling takes as a model grows: ours, plain ``torch.compile``, FSDP2 by block.
+
+Each cell is a process of its own with caches of its own, which are empty (*cold*), and then a
+second process that finds them full (*warm*). A narrow Llama with its loss, on a fake process group
+of eight ranks and with one compile thread; counted is the CPU time, the children's included, that
+the first forward and backward take beyond the second ones.
+
+    python benchmarks/compile_time.py --layers 4 12 32 126
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RANKS = 8
+RESULTS = Path(__file__).parent / "results" / "compile_time.json"
+OURS = {
+    f"{bucketing}_{executor}": {"bucketing": bucketing, "executor": executor}
+    for bucketing in ("manual", "auto")
+    for executor in ("inductor", "regions")
+}
+VARIANTS = ("plain", "fsdp2_by_block", "fsdp2_whole", *OURS)
+# Parts of it, by the names under which torch times them (wall seconds; parts may hold others).
+PHASES = {
+    "_compile.compile_inner": "Dynamo and all it calls",
+    "backend_compile": "backend and all it calls",
+    "create_aot_dispatcher_function": "AOTAutograd and all it calls",
+    "inductor_compile": "Inductor, all",
+    "GraphLowering.run": "Inductor: lowering",
+    "Scheduler.__init__": "Inductor: scheduling",
+    "Scheduler.codegen": "Inductor: code generation",
+}
+
+
+def cpu_s() -> tuple[float, float]:
+    """CPU seconds of this process, and of the children that it has waited for."""
+    found = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own, children = (usage.ru_utime + usage.ru_stime for usage in found)
+    return own, children
+
+
+def built(variant: str, layers: int) -> Callable[..., Any]:
+    """The model of ``variant``, wrapped and to be compiled at its first call."""
+    import torch
+    from rows import Row
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from variants import LlamaCompiledLoss, LlamaLoss
+
+    from simplefsdp import simple_fsdp
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    torch._dynamo.config.recompile_limit = max(8, 2 * layers)
+    config = Row(layers=layers, dim=128, vocab=512, seq_len=64).config()
+    if variant.startswith("fsdp2"):
+        by_block = variant == "fsdp2_by_block"
+        model = (LlamaCompiledLoss if by_block else LlamaLoss)(config)
+        for unit in (*model.layers, model):
+            if by_block and unit is not model:
+                unit.compile()
+            fully_shard(unit, mesh=mesh)
+        return model if by_block else torch.compile(model)
+    model = LlamaLoss(config)
+    if variant == "plain":
+        return torch.compile(model)
+    simple_fsdp(model, mesh)
+    return torch.compile(model, backend="simplefsdp", options=OURS[variant], fullgraph=True)
+
+
+def measure(variant: str, layers: int) -> dict[str, Any]:
+    """Seconds of the first step of ``variant`` beyond the second's, and of torch's phases."""
+    import torch
+    import torch.distributed as dist
+    from torch._dynamo.utils import compilation_time_metrics
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    sys.setrecursionlimit(20_000)  # AOTAutograd's partitioner walks deep graphs recursively
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    run = built(variant, layers)
+    tokens = torch.zeros(1, 64, dtype=torch.long)
+
+    def step() -> tuple[float, float, float]:
+        began, (own, children) = time.perf_counter(), cpu_s()
+        run(tokens, tokens).backward()
+        now = cpu_s()
+        return now[0] - own, now[1] - children, time.perf_counter() - began
+
+    first, second = step(), step()
+    own, children, wall = (a - b for a, b in zip(first, second, strict=True))
+    phases = {name: sum(compilation_time_metrics.get(key, ())) for key, name in PHASES.items()}
+    return {
+        "cpu_s": own + children,
+        "compiler_s": children,
+        "wall_s": wall,
+        "phases_s": {name: round(seconds, 2) for name, seconds in phases.items() if seconds},
+    }
+
+
+def in_process(variant: str, layers: int, cache: str) -> dict[str, Any]:
+    """:func:`measure` in a process of its own whose caches are in ``cache``."""
+    script = Path(__file__)
+    done = subprocess.run(
+        [sys.executable, str(script), "--one", variant, "--layers", str(layers)],
+        env={
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{variant}, {layers} layers:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Measure, print a line a cell, write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12, 32, 126])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--json", type=Path, help=f"default, for all variants: {RESULTS}")
+    parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
+    choice = parser.parse_args()
+    if choice.one:
+        print(json.dumps(measure(choice.one, choice.layers[0])))
+        return
+    import torch
+    from report import environment
+
+    cells = []
+    for layers in choice.layers:
+        for variant in choice.variants:
+            with tempfile.TemporaryDirectory() as cache:
+                cold, warm = (in_process(variant, layers, cache) for _ in range(2))
+            cells.append({"variant": variant, "layers": layers, "cold": cold, "warm": warm})
+            print(
+                f"{layers:4} layers, {variant:15}: cold {cold['cpu_s']:6.1f} s CPU (of which C++ "
+                f"{cold['compiler_s']:5.1f}), warm {warm['cpu_s']:5.1f}",
+                flush=True,
+            )
+    target = choice.json or (RESULTS if choice.variants == VARIANTS else None)
+    if target is not None:
+        results = {"environment": environment(torch.device("cpu")), "cells": cells}
+        target.write_text(json.dumps(results, indent=2) + "\n")
+        print(f"wrote {target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Cut an ordered graph into regions, which are compiled once for all that are alike.
+
+Launches and waits stay where the plan has put them, as calls of a straight-line program; the
+computes between two of them are a region. Layers that compute the same are one structure: the
+126th is the first one's code.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from inductor_passes import _torch
+from inductor_passes.fx import place_of, unit_of
+
+_aten = torch.ops.aten
+_CONSTANTS = {_aten.full.default, torch.ops.prims.iota.default}
+
+
+class Region(NamedTuple):
+    """Computes that are compiled together.
+
+    Attributes:
+        nodes: in an order that does not depend on the plan; constants that others make, too,
+            first.
+        inputs: values from outside, in the order of their first use.
+        outputs: nodes whose values are used outside.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+def cut(graph: Graph) -> list[Node | Region]:
+    """What runs one after the other: nodes that are called as they are, and regions."""
+    pieces: list[Node | Region] = []
+    for run in _runs(graph):
+        pieces += [run] if isinstance(run, Node) else _without_views_of_others(run)
+    return _without_unused_constants(graph, pieces)
+
+
+def _runs(graph: Graph) -> list[Node | list[Node]]:
+    """Launches, waits and writes in place by themselves; computes of one unit between them."""
+    runs: list[Node | list[Node]] = []
+    open_run: list[Node] | None = None
+    unit: int | None = None
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if _is_alone(node):
+            runs.append(node)
+            open_run = None
+            continue
+        own = None if _is_free(node) else unit_of(node)
+        if open_run is None or (own is not None and unit is not None and own != unit):
+            open_run, unit = [], None
+            runs.append(open_run)
+        open_run.append(node)
+        unit = own if own is not None else unit
+    return runs
+
+
+def _is_alone(node: Node) -> bool:
+    communicates = _torch.is_collective_start(node) or _torch.is_wait(node)
+    if communicates or (node.target is operator.getitem and _is_of_collective(node)):
+        return True
+    return _torch.is_op(node) and any(True for _ in _torch.mutated_arguments(node))
+
+
+def _is_of_collective(item: Node) -> bool:
+    (source,) = item.all_input_nodes
+    return _torch.is_collective_start(source) or _torch.is_wait(source)
+
+
+def _is_free(node: Node) -> bool:
+    """Whether a node costs no kernel: a view, or a function of numbers and containers."""
+    return _torch.is_view(node) or _torch.is_pure_python(node) or _torch.is_lookup_of_seed(node)
+
+
+def _without_views_of_others(run: Sequence[Node]) -> list[Node | Region]:
+    """A run as a region, behind those views of other runs' values that others need, too.
+
+    If there is nothing to fuse in it, its nodes one by one: then kernels are as good as code. So
+    are those of sizes that depend on data, which Inductor would have to be told of.
+    """
+    here = set(run)
+    before: set[Node] = set()
+    for node in run:
+        if _is_free(node) and all(n not in here or n in before for n in node.all_input_nodes):
+            before.add(node)
+    for node in reversed(run):
+        if node in before and all(user in here and user not in before for user in node.users):
+            before.discard(node)
+    rest = [node for node in run if node not in before]
+    first: list[Node | Region] = [node for node in run if node in before]
+    symbolic = any(_torch.has_symbols(n.meta.get("val")) for n in (*run, *_inputs(run)))
+    if symbolic or not _is_worth_compiling(rest):
+        return [*first, *rest]
+    return [*first, _region(rest)]
+
+
+def _is_worth_compiling(nodes: Sequence[Node]) -> bool:
+    """Whether a node reads what another one made, or there is one that only a compiler knows."""
+    made: set[Node] = set()
+    for node in nodes:
+        if not (_torch.is_op(node) or _torch.is_pure_python(node)):
+            return True
+        reads = any(n in made for n in node.all_input_nodes)
+        if reads and not _is_free(node):
+            return True
+        if reads or not _is_free(node):
+            made.add(node)
+    return False
+
+
+def _region(nodes: Sequence[Node]) -> Region:
+    if all(place_of(node) is not None for node in nodes):
+        nodes = sorted(nodes, key=place_of)  # type: ignore[arg-type,type-var]
+    here, outside = set(nodes), _inputs(nodes)
+    made_anew = [n for n in outside if _is_constant(n)]
+    inputs = [n for n in outside if n not in made_anew and not _is_submodule(n)]
+    outputs = [node for node in nodes if any(user not in here for user in node.users)]
+    return Region((*made_anew, *nodes), tuple(inputs), tuple(outputs))
+
+
+def _inputs(nodes: Sequence[Node]) -> list[Node]:
+    """What ``nodes`` read that none of them makes, in the order of first use."""
+    here = set(nodes)
+    return list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in here))
+
+
+def _is_constant(node: Node) -> bool:
+    return node.target in _CONSTANTS and not node.all_input_nodes
+
+
+def _is_submodule(node: Node) -> bool:
+    return node.op == "get_attr" and isinstance(_attribute(node), GraphModule)
+
+
+def _attribute(node: Node) -> Any:
+    module = node.graph.owning_module
+    return operator.attrgetter(str(node.target))(module)
+
+
+def _without_unused_constants(graph: Graph, pieces: list[Node | Region]) -> list[Node | Region]:
+    """Leave out constants that every user makes anew."""
+    needed: set[Node] = set(next(iter(reversed(graph.nodes))).all_input_nodes)
+    for piece in pieces:
+        needed.update(piece.all_input_nodes if isinstance(piece, Node) else piece.inputs)
+    return [p for p in pieces if not isinstance(p, Node) or not _is_constant(p) or p in needed]
+
+
+def structure_of(region: Region) -> str:
+    """What tells the code of a region from others': operators, wiring, constants, layouts."""
+    number = {n: i for i, n in enumerate((*region.inputs, *region.nodes))}
+
+    def named(node: Node) -> Any:
+        return _Name(f"%{number[node]}" if node in number else _submodule_text(node))
+
+    lines = [_torch.layout_text(node.meta["val"]) for node in region.inputs]
+    lines += [
+        f"{node.target} {map_arg((node.args, node.kwargs), named)!r}" for node in region.nodes
+    ]
+    return "\n".join([*lines, repr([number[node] for node in region.outputs])])
+
+
+class _Name(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _submodule_text(node: Node) -> str:
+    """The code of a submodule that is an argument; one that holds tensors is like no other."""
+    module = _attribute(node)
+    holds_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
+    return f"<{id(module) if holds_tensors else module.code}>"
+
+
+def graph_of(region: Region) -> GraphModule:
+    """The region as a graph by itself."""
+    root, graph = torch.nn.Module(), Graph()
+    made: dict[Node, Node] = {}
+    for node in region.inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = {"val": node.meta["val"]}
+
+    def own(node: Node) -> Node:
+        if node not in made:  # a submodule
+            name = str(node.target).replace(".", "_")
+            setattr(root, name, _attribute(node))
+            made[node] = graph.get_attr(name)
+            made[node].meta = dict(node.meta)
+        return made[node]
+
+    for node in region.nodes:
+        made[node] = graph.node_copy(node, own)
+    output = graph.output(tuple(made[node] for node in region.outputs))
+    output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
+    return GraphModule(root, graph)

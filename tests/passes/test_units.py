@@ -1,0 +1,96 @@
+"""Units of computes: which ops they are of, and that collectives stay out of them."""
+
+from __future__ import annotations
+
+import pytest
+from programs import layers
+
+from inductor_passes.order import OverlapPolicy, overlap
+from inductor_passes.text import parse, to_text
+from inductor_passes.units import repeated_module, with_units
+
+FORWARD = """
+resident p0: 16
+resident p1: 16
+input x: 64
+compute cast0(p0) -> c0: 8
+start g0(c0) -> b0: 64 | gather ranks=4 nbytes=64 fqns=layers.0.w
+wait w0(b0) -> full0: 64 @b0
+compute up0(x, full0) -> h0: 64
+compute down0(h0) -> y0: 64
+start g1(p1) -> b1: 64 | gather ranks=4 nbytes=64 fqns=layers.1.w
+wait w1(b1) -> full1: 64 @b1
+compute up1(y0, full1) -> h1: 64
+compute odd(h1) -> i1: 64
+compute down1(i1) -> y1: 64
+output y1
+"""
+
+BACKWARD = """
+resident p: 16
+input dy: 64
+compute first(dy) -> d1: 64
+compute wgrad(d1) -> dw: 64
+start r(dw) -> s: 16 | reduce ranks=4 nbytes=64 fqns=layers.1.w
+wait rw(s) -> grad: 16 @s
+compute divide(grad) -> scaled: 16
+compute second(d1) -> d0: 64
+compute other(d0) -> out: 64
+output scaled
+output out
+"""
+
+
+def module_of(op: str) -> str | None:
+    return f"layers.{op[-1]}" if op[-1].isdigit() else None
+
+
+def units(text: str, of=module_of) -> dict[str, int]:
+    return {op.name: op.unit for op in with_units(parse(text), of).ops if op.kind == "compute"}
+
+
+def test_a_unit_for_each_layer_and_none_for_what_prepares_a_gather():
+    assert units(FORWARD) == {"cast0": 0, "up0": 1, "down0": 1, "up1": 2, "odd": 2, "down1": 2}
+
+
+def test_what_follows_a_reduce_is_in_no_unit():
+    found = units(BACKWARD, lambda op: "layers.1" if op in ("first", "wgrad") else "layers.0")
+    assert found == {"first": 1, "wgrad": 1, "divide": 0, "second": 2, "other": 2}
+
+
+def test_collectives_go_between_units():
+    """The second gather would start, and the reduce, between the computes of one layer."""
+    program = with_units(parse(FORWARD), module_of)
+    order = overlap(program, OverlapPolicy(1))
+    assert order == "cast0 g0 w0 up0 down0 g1 w1 up1 odd down1".split()
+    program = with_units(parse(BACKWARD), lambda op: "layers.0")
+    assert overlap(program, OverlapPolicy()) == "first wgrad second other r rw divide".split()
+    program = parse(BACKWARD)
+    assert overlap(program, OverlapPolicy()) == "first wgrad r second other rw divide".split()
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+@pytest.mark.parametrize("limits", [(1, 1), (2, 2), (3, 1)])
+def test_no_collective_is_between_two_of_one_unit(part, limits):
+    program = with_units(parse(layers(6, part)), module_of)
+    order = overlap(program, OverlapPolicy(*limits))
+    program.reorder(order).verify()
+    ops = [program.ops[program.index[name]] for name in order]
+    sequence = [op.unit or op.kind for op in ops if op.unit or op.kind in ("start", "wait")]
+    runs = [x for i, x in enumerate(sequence) if not i or x != sequence[i - 1]]
+    found = [x for x in runs if isinstance(x, int)]
+    assert len(found) == len(set(found)) == 6
+
+
+def test_a_program_with_units_is_printed_and_parsed():
+    program = with_units(parse(FORWARD), module_of)
+    assert "compute up1(y0, full1) -> h1: 64 | unit=2" in to_text(program)
+    assert parse(to_text(program)) == program
+
+
+def test_paths_of_modules():
+    module = repeated_module(["layers.3", "decoder.layers.3", "layers.31"])
+    assert module("self.layers.3.mlp.up") == "layers.3"
+    assert module("self.model.layers.31.mlp") == "layers.31"
+    assert module("self.decoder.layers.3.mlp") == "decoder.layers.3"
+    assert module("self.decoder.norm") == ""
