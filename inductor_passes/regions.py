@@ -95,7 +95,9 @@ def _without_views_of_others(run: Sequence[Node]) -> list[Node | Region]:
         if _is_free(node) and all(n not in here or n in before for n in node.all_input_nodes):
             before.add(node)
     for node in reversed(run):
-        if node in before and all(user in here and user not in before for user in node.users):
+        only_here = all(user in here and user not in before for user in node.users)
+        # Which seed a layer draws from would tell it apart from the others.
+        if node in before and only_here and not _torch.is_lookup_of_seed(node):
             before.discard(node)
     rest = [node for node in run if node not in before]
     first: list[Node | Region] = [node for node in run if node in before]

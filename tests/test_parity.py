@@ -138,14 +138,16 @@ def test_kept_from_forward_to_backward_equals_one_process(pools, ranks, mode, pr
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mode", "precision", "reshard", "build"),
+    ("ranks", "mode", "precision", "reshard", "build", "executor"),
     [
-        (2, "fully_shard", "fp32", False, Zoo),
-        (4, "hybrid_shard", "bf16", True, Small),
+        (2, "fully_shard", "fp32", False, Zoo, "inductor"),
+        (2, "fully_shard", "fp32", True, Zoo, "regions"),
+        (4, "hybrid_shard", "bf16", True, Small, "inductor"),
+        (4, "hybrid_shard", "bf16", True, Small, "regions"),
     ],
 )
-def test_generated_code_equals_one_process(pools, ranks, mode, precision, reshard, build):
-    arguments = (mode, precision, reshard, "inductor", build)
+def test_generated_code_equals_one_process(pools, ranks, mode, precision, reshard, build, executor):
+    arguments = (mode, precision, reshard, executor, build)
     pools(ranks).run(compare_with_one_process, *arguments, timeout=300)
 
 

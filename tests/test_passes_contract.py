@@ -431,3 +431,81 @@ def test_no_fusion_past_launches(apart):
         if apart
         else "Inductor no longer fuses such sums: no_fusion_past_launches has nothing to do"
     )
+
+
+def test_module_path():
+    """Of Dynamo's stacks, in every form that they have had."""
+    node = Graph().placeholder("x")
+    assert _torch.module_path(node) is None
+    for path in (
+        "L['self'].layers.3.up",
+        "L['self']._modules['layers']._modules['3']._modules['up']",
+    ):
+        node.meta = {"nn_module_stack": {"a": ("L['self']", int), "b": (path, int)}}
+        assert _torch.module_path(node) == "L.self.layers.3.up"
+    node.meta = {"fwd_nn_module_stack": {"a": ("L['model'].layers[3].up", int)}}
+    assert _torch.module_path(node) == "L.model.layers.3.up"
+
+
+def test_stacks_of_modules_reach_the_backward(fake_mesh):
+    from graphs import capture
+
+    from simplefsdp import simple_fsdp
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    simple_fsdp(model, fake_mesh(2))
+    options = {"executor": "aot_eager", "bucketing": "none"}
+    with capture() as captured:
+        torch.compile(model, backend="simplefsdp", options=options)(
+            torch.ones(2, 4)
+        ).sum().backward()
+    for (graph,) in (captured.forward, captured.backward):
+        matmuls = [n for n in graph.graph.nodes if "mm" in str(n.target)]
+        paths = {str(_torch.module_path(n)).rpartition(".")[2] for n in matmuls}
+        assert paths == {"0", "1"}, "nn_module_stack or fwd_nn_module_stack has moved"
+
+
+def test_is_lookup_of_seed():
+    from torch._inductor import inductor_prims
+
+    graph = trace(lambda s: inductor_prims.lookup_seed(s, 1) + 1, torch.ones(3, dtype=torch.int64))
+    found = [_torch.is_lookup_of_seed(n) for n in graph.nodes if n.op == "call_function"]
+    assert found == [True, False]
+
+
+def test_has_symbols():
+    assert not _torch.has_symbols([torch.ones(2), 3, None])
+    graph = trace(lambda x: x + 1, torch.ones(2, 3), mode="symbolic")
+    assert any(_torch.has_symbols(n.meta.get("val")) for n in graph.nodes)
+
+
+def test_compile_region():
+    """A graph is compiled by itself: boxed, with the strides that it was traced with."""
+    from torch._guards import TracingContext
+
+    graph = make_fx(lambda a, b: ((a @ b).permute(1, 0), (a + 1).relu()), tracing_mode="fake")(
+        torch.rand(3, 3), torch.rand(3, 3)
+    )
+    values = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
+    (output,) = graph.graph.find_nodes(op="output")
+    output.meta["user_visible_output_idxs"] = [0, 1]
+    a, b = torch.rand(3, 3), torch.rand(3, 3)
+    wanted = graph(a, b)
+    run = _torch.compile_region(graph, values, is_backward=False, is_inference=False)
+    args = [a, b]
+    made = run(args)
+    assert args == [], "compiled code does not empty its list of arguments any more"
+    for one, other in zip(made, wanted, strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other)
+    assert TracingContext.try_get() is None
+
+
+def test_report_output_strides():
+    from torch._guards import TracingContext, tracing
+
+    with tracing(TracingContext(None)):
+        context = TracingContext.get()
+        context.output_strides = []
+        _torch.report_output_strides([torch.ones(2, 3).t(), None, 3])
+        assert context.output_strides == [(1, 3), None, None]

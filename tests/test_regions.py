@@ -1,0 +1,297 @@
+"""The executor of regions: what it compiles, in which order it runs, and what it computes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from inductor_passes import _torch, regional, straight_line
+from inductor_passes.regions import Region, cut, graph_of, structure_of
+from simplefsdp import simple_fsdp
+from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.watch import watching
+
+DIM = 16
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, 2 * DIM)
+        self.down = nn.Linear(2 * DIM, DIM)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int, **kind: float) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.layers = nn.ModuleList(Layer(**kind) for _ in range(layers))
+        self.batch_norm = nn.BatchNorm1d(DIM)
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.batch_norm(x))
+
+
+class Ran:
+    """What the executor made: its programs, and how many structures were compiled."""
+
+    def __init__(self) -> None:
+        self.programs: dict[str, str] = {}
+        self.compiled: dict[str, int] = {}
+        self.regions: dict[str, int] = {}
+
+
+@contextmanager
+def recorded(monkeypatch):
+    ran, original = Ran(), regional.compile_by_regions
+
+    def compile_by_regions(gm, codes, *, is_backward, is_inference):
+        part = "backward" if is_backward else "forward"
+        before = len(codes)
+        program = original(gm, codes, is_backward=is_backward, is_inference=is_inference)
+        ran.programs[part] = program.source
+        ran.compiled[part] = len(codes) - before
+        ran.regions[part] = len(re.findall(r"f\d+\(a\)", program.source))
+        return program
+
+    with monkeypatch.context() as patch:
+        patch.setattr(regional, "compile_by_regions", compile_by_regions)
+        yield ran
+
+
+def run(model: nn.Module, x: torch.Tensor, **options: object) -> torch.Tensor:
+    torch._dynamo.reset()
+    options = {"executor": "regions", "bucketing": "manual", **options}
+    loss = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)(x).sum()
+    loss.backward()
+    return loss.detach()
+
+
+def compiled_of(mesh, monkeypatch, layers: int, dropout: float = 0.0, **options: object) -> Ran:
+    """A Llama, whose layers the partitioner cuts alike. Where two choices of what to save cost the
+    same, as for the layer norms above, it may take one in one layer and another in the next."""
+    config = replace(CONFIGS["debug"], n_layers=layers, dim=32, ffn_dim=64, vocab_size=64)
+    model = Llama(replace(config, n_heads=4, n_kv_heads=2))
+    for layer in model.layers:
+        layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(dropout))
+    with monkeypatch.context() as patch, recorded(monkeypatch) as ran:
+        patch.setattr(_torch, "compile_region", lambda gm, *_, **__: lambda args: gm(*args))
+        run(simple_fsdp(model, mesh), torch.zeros(2, 16, dtype=torch.long), **options)
+    return ran
+
+
+@pytest.mark.parametrize(("bucketing", "dropout"), [("manual", 0.5), ("auto", 0.0)])
+def test_what_is_compiled_does_not_grow_with_depth(fake_mesh, monkeypatch, bucketing, dropout):
+    mesh = fake_mesh(4)
+    few, many = (
+        compiled_of(mesh, monkeypatch, n, dropout=dropout, bucketing=bucketing) for n in (5, 8)
+    )
+    assert few.compiled == many.compiled
+    assert 1 <= few.compiled["forward"] <= 4 and 1 <= few.compiled["backward"] <= 6
+    for part in ("forward", "backward"):
+        assert many.regions[part] == few.regions[part] + 3
+
+
+def launches_of(source: str) -> list[str]:
+    """Kinds of the collectives that are launched and waited for, and regions between."""
+    found = re.findall(r"# _c10d_functional\.(\w+)|(f\d+\(a\))", source)
+    return ["region" if region else kind.split("_")[0] for kind, region in found]
+
+
+def test_it_runs_what_was_planned_and_in_that_order(fake_mesh, monkeypatch):
+    mesh, seen = fake_mesh(4), []
+    with watching(seen.append):
+        ran = compiled_of(mesh, monkeypatch, 4)
+    for shown in seen:
+        planned = [op.sends for _, op in shown.rehearsal.after.starts()]
+        kinds = {"all": "gather", "reduce": "reduce"}
+        launched = [kinds[k] for k in launches_of(ran.programs[shown.part]) if k in kinds]
+        assert launched == planned and len(launched) >= 5
+    # One bucket is gathered while the one before is computed with.
+    sequence = [k for k in launches_of(ran.programs["forward"]) if k != "wait"]
+    assert " ".join(sequence).startswith("all all all region all region all region")
+
+
+def test_every_value_is_dropped_after_its_last_use(fake_mesh, monkeypatch):
+    ran = compiled_of(fake_mesh(4), monkeypatch, 4)
+    for source in ran.programs.values():
+        *lines, result = source.splitlines()[2:]
+        made: set[str] = set(re.findall(r"v\d+", source.splitlines()[1]))
+        for line in lines:
+            names = set(re.findall(r"\bv\d+\b", line))
+            if line.strip().startswith("del "):
+                assert names <= made
+                made -= names
+            else:
+                target = line.split("=")[0]
+                made |= set(re.findall(r"\bv\d+\b", target))
+        assert made == set(re.findall(r"\bv\d+\b", result))
+
+
+def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {fqn: p.grad.full_tensor() for fqn, p in model.named_parameters()}
+    return found | {fqn: b.clone() for fqn, b in model.named_buffers()}
+
+
+@pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
+def test_it_computes_what_the_whole_graph_does(solo_mesh, monkeypatch, bucketing):
+    """Dropout, too, which draws from the same seeds, and what is written in place."""
+    torch.manual_seed(0)
+    plain, x = Model(3, dropout=0.3), torch.rand(4, DIM)
+    results = []
+    for executor in ("inductor", "regions"):
+        model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+        torch.manual_seed(1)
+        with recorded(monkeypatch) as ran:
+            loss = run(model, x, executor=executor, bucketing=bucketing)
+        assert bool(ran.programs) == (executor == "regions")
+        results.append({"loss": loss, **numbers(model)})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_dropout_differs_between_layers(solo_mesh):
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(0.5) for _ in range(4))
+
+        def forward(self, x):
+            return torch.stack([layer(x) for layer in self.layers])
+
+    model = Drops()
+    for layer in model.layers[1:]:
+        layer.load_state_dict(model.layers[0].state_dict())
+    simple_fsdp(model, solo_mesh)
+    options = {"executor": "regions", "bucketing": "manual"}
+    made = torch.compile(model, backend="simplefsdp", options=options)(torch.rand(4, DIM))
+    assert all(not torch.equal(made[0], other) for other in made[1:])
+
+
+def test_another_batch_is_compiled_whole(solo_mesh, monkeypatch):
+    model = simple_fsdp(Model(2), solo_mesh)
+    options = {"executor": "regions", "bucketing": "manual"}
+    compiled = torch.compile(model, backend="simplefsdp", options=options)
+    for batch in (4, 6, 7):  # the second one makes the size a symbol
+        x = torch.rand(batch, DIM)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+class Chooses(nn.Module):
+    """Has sizes that depend on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            chosen = x[(x.sum(-1) > 0).nonzero()[:, 0]]
+            x = x + layer(chosen).sum(0)
+        return x
+
+
+def test_sizes_that_depend_on_data(solo_mesh):
+    model, x = Chooses(), torch.randn(6, DIM)
+    wanted = model(x)
+    simple_fsdp(model, solo_mesh)
+    options = {"executor": "regions", "bucketing": "manual"}
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        made = torch.compile(model, backend="simplefsdp", options=options)(x)
+    torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-6)
+
+
+# --- cutting -------------------------------------------------------------------------------------
+
+
+def traced(function, *args):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def pieces_of(gm) -> list[str]:
+    return ["region" if isinstance(p, Region) else str(p.target) for p in cut(gm.graph)]
+
+
+def test_what_has_nothing_to_fuse_is_called_as_it_is():
+    gm = traced(lambda a, b: (a @ b, a + b), torch.rand(3, 3), torch.rand(3, 3))
+    assert pieces_of(gm) == ["aten.mm.default", "aten.add.Tensor"]
+    gm = traced(lambda a, b: (a @ b + 1).relu(), torch.rand(3, 3), torch.rand(3, 3))
+    assert pieces_of(gm) == ["region"]
+
+
+def test_writes_in_place_are_alone_and_in_order():
+    def function(a, b):
+        made = (a + b).relu()
+        a.copy_(made)
+        return (a * 2).relu()
+
+    assert pieces_of(traced(function, torch.rand(3), torch.rand(3))) == [
+        "region",
+        "aten.copy_.default",
+        "region",
+    ]
+
+
+def structures(function, *args) -> list[str]:
+    return [structure_of(p) for p in cut(traced(function, *args).graph) if isinstance(p, Region)]
+
+
+def test_structures_tell_regions_apart():
+    a, b = torch.rand(4, 4), torch.rand(4, 4)
+
+    def first(a, b):
+        return (a @ b + 1).relu()
+
+    alike = structures(first, a, b)
+    assert structures(first, b, a) == alike
+    others = [
+        structures(lambda a, b: (a @ b + 2).relu(), a, b),  # a constant
+        structures(lambda a, b: (a @ b + a).relu(), a, b),
+        structures(lambda a, b: (a @ b + b).relu(), a, b),  # wiring
+        structures(lambda a, b: (a @ b - 1).relu(), a, b),  # an operator
+        structures(first, a.t(), b),  # strides
+        structures(first, a.double(), b.double()),
+        structures(first, torch.rand(2, 4), b),
+        structures(lambda a, b: ((c := a @ b + 1).relu(), c), a, b),  # what is used outside
+    ]
+    assert all(len(found) == 1 and found != alike for found in others)
+    assert len({found[0] for found in others}) == len(others)
+
+
+def test_a_program_of_calls_gives_what_the_graph_gives():
+    def function(a, b):
+        made = (a @ b + 1).relu()
+        return made.t(), [a.sum(0), made.view(-1)[:3] * 2]
+
+    args = (torch.rand(3, 3), torch.rand(3, 3))
+    gm = traced(lambda a, b: (*function(a, b)[:1], *function(a, b)[1]), *args)
+    run = straight_line.straight_line(gm, cut(gm.graph), interpreted)
+    given = list(args)
+    made = run(given)
+    assert given == []  # so that whoever runs it holds nothing
+    for one, other in zip(made, gm(*args), strict=True):
+        assert torch.equal(one, other)
+
+
+def interpreted(region: Region):
+    gm = graph_of(region)
+    return lambda args: gm(*args)
