@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils.flop_counter import flop_registry
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _wait_for_several = getattr(torch.ops._c10d_functional, "wait_tensors", None)  # since 2.15
@@ -57,6 +58,12 @@ def is_view(node: Node) -> bool:
     returns = node.target._schema.returns  # type: ignore[union-attr]
     alias = returns[0].alias_info if len(returns) == 1 else None
     return alias is not None and not alias.is_write
+
+
+def multiplies_matrices(node: Node) -> bool:
+    """Whether a node is a matmul, a convolution or attention."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in flop_registry or "attention" in str(packet)
 
 
 def is_lookup_of_seed(node: Node) -> bool:

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes import _torch
 from inductor_passes.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
-from inductor_passes.units import repeated_module, with_units
+from inductor_passes.units import Part, parts_of, with_units
 
 FqnOf = Callable[[Node], str | None]
 
@@ -83,13 +83,14 @@ def mark_units(reading: Reading, modules: Collection[str]) -> Reading:
         reading: of the graph, in the order in which it was made.
         modules: that are repeated.
     """
-    module = repeated_module(modules)
+    part = parts_of(modules)
 
-    def module_of(op: str) -> str | None:
+    def part_of(op: str) -> Part | None:
         path = _torch.module_path(reading.nodes[op][0])
-        return None if path is None else module(path)
+        return None if path is None else part(path)
 
-    program = with_units(reading.program, module_of)
+    heavy = [op for op, nodes in reading.nodes.items() if _torch.multiplies_matrices(nodes[0])]
+    program = with_units(reading.program, part_of, heavy)
     for place, op in enumerate(program.ops):
         for node in reading.nodes[op.name]:
             node.meta[_UNIT] = (op.unit, place)

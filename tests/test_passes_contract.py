@@ -465,6 +465,14 @@ def test_stacks_of_modules_reach_the_backward(fake_mesh):
         assert paths == {"0", "1"}, "nn_module_stack or fwd_nn_module_stack has moved"
 
 
+def test_multiplies_matrices():
+    graph = trace(lambda a: ((a @ a) + 1).relu().conj(), torch.ones(3, 3))
+    found = [n.name for n in graph.nodes if _torch.multiplies_matrices(n)]
+    assert found == ["mm"]
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert _torch.multiplies_matrices(Graph().call_function(attention))
+
+
 def test_is_lookup_of_seed():
     from torch._inductor import inductor_prims
 

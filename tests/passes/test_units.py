@@ -7,7 +7,7 @@ from programs import layers
 
 from inductor_passes.order import OverlapPolicy, overlap
 from inductor_passes.text import parse, to_text
-from inductor_passes.units import repeated_module, with_units
+from inductor_passes.units import Part, parts_of, with_units
 
 FORWARD = """
 resident p0: 16
@@ -41,12 +41,17 @@ output out
 """
 
 
-def module_of(op: str) -> str | None:
-    return f"layers.{op[-1]}" if op[-1].isdigit() else None
+def part_of(op: str) -> Part | None:
+    return Part(f"layers.{op[-1]}", "") if op[-1].isdigit() else None
 
 
-def units(text: str, of=module_of) -> dict[str, int]:
-    return {op.name: op.unit for op in with_units(parse(text), of).ops if op.kind == "compute"}
+def units(text: str, of=part_of, heavy=()) -> dict[str, int]:
+    program = with_units(parse(text), of, heavy)
+    return {op.name: op.unit for op in program.ops if op.kind == "compute"}
+
+
+def in_layer(*ops: str):
+    return lambda op: Part("layers.1" if op in ops else "layers.0", "")
 
 
 def test_a_unit_for_each_layer_and_none_for_what_prepares_a_gather():
@@ -54,16 +59,16 @@ def test_a_unit_for_each_layer_and_none_for_what_prepares_a_gather():
 
 
 def test_what_follows_a_reduce_is_in_no_unit():
-    found = units(BACKWARD, lambda op: "layers.1" if op in ("first", "wgrad") else "layers.0")
+    found = units(BACKWARD, in_layer("first", "wgrad"))
     assert found == {"first": 1, "wgrad": 1, "divide": 0, "second": 2, "other": 2}
 
 
 def test_collectives_go_between_units():
     """The second gather would start, and the reduce, between the computes of one layer."""
-    program = with_units(parse(FORWARD), module_of)
+    program = with_units(parse(FORWARD), part_of)
     order = overlap(program, OverlapPolicy(1))
     assert " ".join(order) == "cast0 g0 w0 up0 down0 g1 w1 up1 odd down1"
-    program = with_units(parse(BACKWARD), lambda op: "layers.0")
+    program = with_units(parse(BACKWARD), in_layer())
     order = overlap(program, OverlapPolicy())
     assert " ".join(order) == "first wgrad second other r rw divide"
     program = parse(BACKWARD)
@@ -74,7 +79,7 @@ def test_collectives_go_between_units():
 @pytest.mark.parametrize("part", ["forward", "backward"])
 @pytest.mark.parametrize("limits", [(1, 1), (2, 2), (3, 1)])
 def test_no_collective_is_between_two_of_one_unit(part, limits):
-    program = with_units(parse(layers(6, part)), module_of)
+    program = with_units(parse(layers(6, part)), part_of)
     order = overlap(program, OverlapPolicy(*limits))
     program.reorder(order).verify()
     ops = [program.ops[program.index[name]] for name in order]
@@ -85,14 +90,43 @@ def test_no_collective_is_between_two_of_one_unit(part, limits):
 
 
 def test_a_program_with_units_is_printed_and_parsed():
-    program = with_units(parse(FORWARD), module_of)
+    program = with_units(parse(FORWARD), part_of)
     assert "compute up1(y0, full1) -> h1: 64 | unit=2" in to_text(program)
     assert parse(to_text(program)) == program
 
 
+CHILDREN = """
+input x: 8
+compute embed(x) -> e: 8
+compute norm(e) -> n: 8
+compute attention(n) -> a: 8
+compute add(a, e) -> s: 8
+compute norm2(s) -> n2: 8
+compute mlp(n2) -> m: 8
+compute scale(m) -> c: 8
+compute add2(c, s) -> y: 8
+compute head(y) -> z: 8
+output z
+"""
+
+
+def test_a_layer_is_cut_behind_what_multiplies_matrices():
+    child = {"norm": "n1", "attention": "attn", "add": "", "norm2": "n2", "mlp": "mlp"}
+    child |= {"scale": "scale", "add2": ""}
+
+    def of(op: str) -> Part:
+        return Part("layers.0", child[op]) if op in child else Part("", op)
+
+    outside = {"embed": 0, "head": 0}
+    layer = dict.fromkeys(child, 1)
+    assert units(CHILDREN, of) == outside | layer
+    cut = dict.fromkeys(("norm2", "mlp", "scale", "add2"), 2)
+    assert units(CHILDREN, of, ("embed", "attention", "mlp", "head")) == outside | layer | cut
+
+
 def test_paths_of_modules():
-    module = repeated_module(["layers.3", "decoder.layers.3", "layers.31"])
-    assert module("self.layers.3.mlp.up") == "layers.3"
-    assert module("self.model.layers.31.mlp") == "layers.31"
-    assert module("self.decoder.layers.3.mlp") == "decoder.layers.3"
-    assert module("self.decoder.norm") == ""
+    part = parts_of(["layers.3", "decoder.layers.3", "layers.31"])
+    assert part("self.layers.3.mlp.up") == Part("layers.3", "mlp")
+    assert part("self.model.layers.31") == Part("layers.31", "")
+    assert part("self.decoder.layers.3.mlp") == Part("decoder.layers.3", "mlp")
+    assert part("self.decoder.norm").module == ""
