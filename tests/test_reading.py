@@ -323,12 +323,12 @@ def own_forward(self, x):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_forward_of_the_instance_is_one(fake_mesh, compiled):
+def test_a_forward_of_the_instance_is_one(solo_mesh, compiled):
     plain = Scales()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = copy.deepcopy(plain)
     model.forward = MethodType(own_forward, model)
-    model = simple_fsdp(model, fake_mesh(1), mp_policy=policy)
+    model = simple_fsdp(model, solo_mesh, mp_policy=policy)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         copied.scale.zero_()
