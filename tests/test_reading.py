@@ -39,8 +39,8 @@ def no_collectives(monkeypatch):
     return lambda: monkeypatch.setattr("simplefsdp.parametrization.gather", refuse)
 
 
-def test_outside_forward_it_is_the_parameter_that_is_trained(fake_mesh, no_collectives):
-    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2))
+def test_outside_forward_it_is_the_parameter_that_is_trained(solo_mesh, no_collectives):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), solo_mesh)
     model(torch.ones(2, 4)).sum().backward()
     no_collectives()
     layer, param = model[0], model.get_parameter("0.weight")
