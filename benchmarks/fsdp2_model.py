@@ -38,7 +38,7 @@ from scale_cells import POLICY, Cell, data_parallel_mesh, in_fake_model, tokens_
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from variants import LlamaLoss
+from variants import LlamaLoss, cast_recomputed_inputs
 
 from inductor_passes.cluster import Work
 from inductor_passes.program import Op, Program
@@ -75,6 +75,7 @@ def wrap(cell: Cell, mesh: DeviceMesh, model: LlamaLoss) -> LlamaLoss:
         fully_shard(model.embed_tokens, **options)
         fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
+    cast_recomputed_inputs(model.layers, POLICY)
     return model
 
 

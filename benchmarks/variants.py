@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -128,6 +128,20 @@ def _ddp(load: Workload) -> Variant:
     return Variant("ddp", torch.compile(ddp), params, extra)
 
 
+def cast_recomputed_inputs(layers: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> None:
+    """Have FSDP2 cast the inputs of checkpointed layers in backward as it does in forward.
+
+    Before 2.13 it does not, and torch refuses what is recomputed: it is of another dtype.
+    """
+
+    def cast(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(value.to(policy.param_dtype) for value in inputs)
+
+    if torch.__version__ < "2.13" and policy.param_dtype is not None:
+        for layer in layers:
+            layer.register_forward_pre_hook(cast)
+
+
 def _fsdp2(load: Workload, *, compiled: bool) -> Variant:
     """FSDP2, a unit each for the embedding, the blocks, and norm with head; compiled by block."""
     model = load.model(LlamaCompiledLoss if compiled else LlamaLoss)
@@ -137,6 +151,7 @@ def _fsdp2(load: Workload, *, compiled: bool) -> Variant:
     units = (model.embed_tokens, *model.layers, [model.norm, model.lm_head], model)
     for unit in units:
         fully_shard(unit, mesh=load.mesh, mp_policy=load.policy(), reshard_after_forward=True)
+    cast_recomputed_inputs(model.layers, load.policy())
     name = "fsdp2_compiled" if compiled else "fsdp2_eager"
     return Variant(name, model, dict(model.named_parameters()))
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from inductor_passes import _torch
+from inductor_passes import _torch, attention
 from inductor_passes.cluster import Cluster, ClusterCost, Work, nodes_spanned
 from inductor_passes.fusion import traffic_of, without_fused
 from inductor_passes.fx import Reading
@@ -20,24 +19,14 @@ from inductor_passes.program import Program
 
 log = logging.getLogger("simplefsdp")
 
-_aten = torch.ops.aten
-_FORWARD = flop_registry[_aten._scaled_dot_product_flash_attention]
-_BACKWARD = flop_registry[_aten._scaled_dot_product_flash_attention_backward]
-# Attention that torch's registry has no formula for: the arguments begin alike.
-_MORE_FLOPS: dict[str, Callable[..., int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _FORWARD,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _BACKWARD,
-    "aten::_scaled_dot_product_fused_attention_overrideable": _FORWARD,
-    "aten::_scaled_dot_product_fused_attention_overrideable_backward": _BACKWARD,
-}
 _ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
 
 
 def work_of(reading: Reading) -> dict[str, Work]:
     """The work of each compute op by name, once Inductor has fused them.
 
-    Operations are counted for matmuls, convolutions and attention by torch's formulas, half of
-    them for causal attention, which is computed blockwise; bytes by the rule in
+    Operations are counted for matmuls, convolutions and attention, half of them for
+    causal attention, which is computed blockwise; bytes by the rule in
     :mod:`inductor_passes.fusion`. Symbolic sizes count as what they were when traced.
     """
     program, nodes = reading.program, _compute_nodes(reading)
@@ -90,7 +79,7 @@ def flops_of(node: Node) -> float:
     alone.
     """
     target = getattr(node.target, "overloadpacket", node.target)
-    count = _MORE_FLOPS.get(name_of(node)) or flop_registry.get(target)
+    count = attention.FLOPS.get(name_of(node)) or flop_registry.get(target)
     if count is None:
         return 0
 
@@ -100,7 +89,7 @@ def flops_of(node: Node) -> float:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), plain)
     try:
         return count(*args, **kwargs, out_val=plain(node))
-    except Exception as error:  # the formulas are torch's, and so is what they raise
+    except Exception as error:  # most formulas are torch's, and so is what they raise
         _warn_of_formula(name_of(node), f"{type(error).__name__}: {error}")
         return 0
 

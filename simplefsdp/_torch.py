@@ -59,6 +59,7 @@ __all__ = [
     "is_split",
     "is_to_empty",
     "line_of",
+    "local_of",
     "local_tensor",
     "module_path",
     "no_torch_function",
@@ -804,6 +805,33 @@ def draws_globally(mesh: DeviceMesh) -> bool:
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """What a DTensor holds on this rank, as ``to_local()``, but nothing is dispatched."""
     return tensor._local_tensor
+
+
+def local_of(param: DTensor) -> torch.Tensor:
+    """``param.to_local()``; the gradient that comes back is laid out as ``param``, on every rank.
+
+    torch does so since 2.12. 2.11 takes the strides of the whole from the local gradient; where
+    they are not the parameter's, as those of an empty one, autograd gathers the gradient, on that
+    rank alone, which then waits for ever. It also cuts off what ``create_graph`` asks for.
+    """
+    if torch.__version__ >= "2.12":
+        return param.to_local()
+    return cast(torch.Tensor, _LocalOf.apply(param))
+
+
+class _LocalOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: DTensor) -> torch.Tensor:
+        ctx.place = (param.device_mesh, param.placements)
+        ctx.whole = {"shape": param.shape, "stride": param.stride()}
+        local = param._local_tensor
+        ctx.contiguous = local.is_contiguous()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        grad = grad.contiguous() if ctx.contiguous else grad
+        return DTensor.from_local(grad, *ctx.place, run_check=False, **ctx.whole)
 
 
 def in_backward() -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import provenance
+from simplefsdp._torch import local_of
 from simplefsdp.placement import as_bytes
 
 _collectives = torch.ops._c10d_functional
@@ -168,7 +169,7 @@ def gather(param: DTensor, *spec: Any) -> Tensor:
         )
     with provenance.gather_of(fields.fqn, reshard_after_forward=fields.reshard_after_forward):
         try:
-            return _Gather.apply(param.to_local(), fields)  # type: ignore[no-any-return]
+            return _Gather.apply(local_of(param), fields)  # type: ignore[no-any-return]
         except RuntimeError as error:
             if "functorch" in str(error):
                 _refuse_transform(fields.fqn, error)

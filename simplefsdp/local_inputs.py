@@ -46,7 +46,7 @@ def compile_with_local_inputs(
     compiled = compile_graph(gm, inputs)
 
     def call(*args: Any) -> Any:
-        return compiled(*(a.to_local() if i in unwrapped else a for i, a in enumerate(args)))
+        return compiled(*(_torch.local_of(a) if i in unwrapped else a for i, a in enumerate(args)))
 
     return call
 

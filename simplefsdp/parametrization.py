@@ -1,7 +1,7 @@
 """The parametrization: on a wrapped module, reading a parameter in forward gathers it.
 
 Each module that owns parameters becomes an instance of a subclass of its own class, in which every
-parameter name is a property. There is one subclass per original class, whatever the number of
+parameter name is a descriptor. There is one subclass per original class, whatever the number of
 instances (Dynamo would recompile for each class); what differs between instances lives on them.
 """
 
@@ -29,7 +29,7 @@ _CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instance
 
 
 def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
-    """Make ``module`` an instance of its class's one subclass, with a property per name.
+    """Make ``module`` an instance of its class's one subclass, with a descriptor per name.
 
     State lives on the instance: two models of one class may differ in mesh and policy, and one
     instance's parameter may be another's buffer or None.
@@ -38,7 +38,7 @@ def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
     subclass = cls if hasattr(cls, PLAIN_CLASS) else _subclass(cls)  # type: ignore[arg-type]
     for name in names:
         if name not in vars(subclass):
-            setattr(subclass, name, _gathering_property(name))
+            setattr(subclass, name, _Gathering(name))
     if module.__class__ is not subclass and "forward" in module.__dict__:
         module.__dict__["forward"] = MethodType(marked_own(module.__dict__["forward"]), module)
     module.__class__ = subclass
@@ -154,27 +154,32 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     module.__dict__[name] = MethodType(_casting_forward(marked(cls, name)), module)
 
 
-def _gathering_property(name: str) -> property:
-    def get(self: nn.Module) -> Any:
-        layout = getattr(self, LAYOUTS).get(name)
-        param = self._parameters.get(name)
+class _Gathering:
+    """What a wrapped class has for the name of a parameter.
+
+    A plain attribute of that name, on an instance without the parameter, goes before it: it is
+    there in ``__dict__``, and there is no ``__set__``. (A property would have to read it there;
+    Dynamo of 2.11 takes ``__dict__[name]`` for the attribute, and recurses.)
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
+        if module is None:
+            return self
+        layout = getattr(module, LAYOUTS).get(self.name)
+        param = module._parameters.get(self.name)
         if layout is None or param is None:
-            return _plain_attribute(self, name)
+            return _plain_attribute(module, self.name)
         if torch.compiler.is_compiling():
             return _gathered(param, layout)
         return _read_eagerly(param, layout)
 
-    run_as_it_is(get)
 
-    def put(self: nn.Module, value: Any) -> None:
-        self.__dict__[name] = value
-
-    def delete(self: nn.Module) -> None:
-        if name not in self.__dict__:
-            raise AttributeError(name)
-        del self.__dict__[name]
-
-    return property(get, put, delete)
+run_as_it_is(_Gathering.__get__)
 
 
 def _read_eagerly(param: Tensor, layout: Layout) -> Tensor:
@@ -211,13 +216,10 @@ def _gathered(param: Tensor, layout: Layout) -> Tensor:
 
 def _plain_attribute(module: nn.Module, name: str) -> Any:
     """What ``module.name`` is on an instance where ``name`` is not a sharded parameter."""
-    # Registries first: Dynamo of 2.11 takes __dict__[name] for module.name, and recurses.
     if name in module._parameters:
         return module._parameters[name]
     if name in module._buffers:
         return module._buffers[name]
-    if name in module.__dict__:
-        return module.__dict__[name]
     return nn.Module.__getattr__(module, name)
 
 

@@ -183,10 +183,10 @@ NORMS = {
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("how", ["buffers", "policy"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_norms(fake_mesh, norm, how, dtype):
+def test_norms(solo_mesh, norm, how, dtype):
     """With buffers of the low dtype, as torch's CPU kernels want them, or a policy of its own."""
     layers, shape = NORMS[norm][0](), NORMS[norm][1]
-    model, mesh = nn.Sequential(*layers), fake_mesh(2)
+    model, mesh = nn.Sequential(*layers), solo_mesh
     if how == "policy":
         simple_fsdp(model[1], mesh, mp_policy=MixedPrecisionPolicy(output_dtype=dtype))
     simple_fsdp(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))

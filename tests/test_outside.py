@@ -114,6 +114,7 @@ def test_a_slice_that_is_a_copy_is_refused_where_it_may_be_written_to(fake_mesh,
 
 def test_other_slices_work(fake_mesh):
     layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    layer.weight.data.fill_(1.0)
     assert layer.weight[0].shape == (4,)  # autograd refuses a write to it
     layer.weight.data[:, 1].zero_()
     layer.weight.data[:] = layer.weight.data * 1

@@ -186,7 +186,9 @@ class Causal(nn.Module):
         start, length = 0, x.shape[1]
         if self.mesh is not None:
             start = self.mesh.get_local_rank() * length
-            k, v = (all_gather_tensor_autograd(t.contiguous(), 1, self.mesh) for t in (k, v))
+            # Along dim 0, and cat: Dynamo of 2.12 takes no gather along another one.
+            whole = (all_gather_tensor_autograd(t.contiguous(), 0, self.mesh) for t in (k, v))
+            k, v = (torch.cat(t.chunk(self.mesh.size()), 1) for t in whole)
         k, v = (t[:, : start + length] for t in (k, v))
         seen = torch.arange(start + length)[None] <= torch.arange(length)[:, None] + start
         y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)

@@ -39,8 +39,8 @@ def no_collectives(monkeypatch):
     return lambda: monkeypatch.setattr("simplefsdp.parametrization.gather", refuse)
 
 
-def test_outside_forward_it_is_the_parameter_that_is_trained(fake_mesh, no_collectives):
-    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2))
+def test_outside_forward_it_is_the_parameter_that_is_trained(solo_mesh, no_collectives):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), solo_mesh)
     model(torch.ones(2, 4)).sum().backward()
     no_collectives()
     layer, param = model[0], model.get_parameter("0.weight")
@@ -323,12 +323,12 @@ def own_forward(self, x):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_forward_of_the_instance_is_one(fake_mesh, compiled):
+def test_a_forward_of_the_instance_is_one(solo_mesh, compiled):
     plain = Scales()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = copy.deepcopy(plain)
     model.forward = MethodType(own_forward, model)
-    model = simple_fsdp(model, fake_mesh(1), mp_policy=policy)
+    model = simple_fsdp(model, solo_mesh, mp_policy=policy)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         copied.scale.zero_()

@@ -451,6 +451,21 @@ def test_an_operator_of_dtensors_can_be_handled(fake_mesh):
     assert _torch.local_tensor(value) is value._local_tensor
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_gradient_of_a_shard_lies_as_the_parameter(fake_mesh, rank):
+    """On every rank, one without rows included, and tied to what it was computed from."""
+    mesh, whole = fake_mesh(2, rank=rank), {"shape": (1, 3), "stride": (3, 1)}
+    shard = torch.ones(1 - rank, 3)
+    param = nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, **whole))
+    _torch.local_of(param).sum().backward()  # of strides 0
+    assert param.grad.placements == (Shard(0),) and param.grad.stride() == param.stride()
+    square = _torch.local_of(param).square().sum()
+    (grad,) = torch.autograd.grad(square, param, create_graph=True)
+    assert grad.grad_fn is not None
+    (twice,) = torch.autograd.grad(grad.to_local().sum(), param)
+    assert torch.equal(twice.to_local(), 2 * torch.ones_like(shard))
+
+
 def test_a_compile_that_fails_leaves_nothing_for_the_next(monkeypatch):
     """The backend's look-up is what puts a function in front; what comes after it may raise."""
     if torch.__version__ >= "2.14":

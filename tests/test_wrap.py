@@ -274,3 +274,27 @@ def test_complex_gradient_keeps_its_imaginary_part(fake_mesh):
     model = simple_fsdp(Turn(), fake_mesh(1), mp_policy=policy)
     model(torch.ones(2)).backward()
     assert model.get_parameter("weight").grad.to_local().imag.abs().min() == 1
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: nn.Parameter | float | None) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.eye(4)), scale
+
+    def forward(self, x):
+        x = x @ self.weight
+        return x if self.scale is None else x * self.scale
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_name_may_be_a_parameter_of_one_and_an_attribute_of_another(solo_mesh, compiled):
+    # as an optional bias often is
+    layers = [Scaled(None), Scaled(nn.Parameter(torch.full((4,), 3.0))), Scaled(5.0)]
+    model = simple_fsdp(nn.Sequential(*layers), solo_mesh)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    assert call(torch.ones(2, 4)).eq(15.0).all()
+    model[0].scale, model[2].scale = 2.0, None
+    assert call(torch.ones(2, 4)).eq(6.0).all()
+    del model[2].scale
+    with pytest.raises(AttributeError, match="scale"):
+        _ = model[2].scale

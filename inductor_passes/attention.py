@@ -1,0 +1,50 @@
+"""Floating-point operations of attention, by formulas of our own.
+
+torch's differ by version: before 2.12 they refuse grouped queries, before 2.13 there is none for
+flex attention, before 2.15 none for the CPU's operators. A plan is to depend on no version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Two matmuls: scores of the query and key, output of the scores and value."""
+    return _scores(query, key) * 2 * (query.shape[-1] + value.shape[-1])
+
+
+def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Five matmuls: the scores once more, and the gradients of scores, value, query and key."""
+    return _scores(query, key) * 2 * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _flex_backward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return _backward(query, query, key, value)
+
+
+def _scores(query: Tensor, key: Tensor) -> int:
+    """How many scores there are, ``[batch, heads of the query, queries, keys]``: a head of the
+    key may serve several of the query. What a mask leaves out is in it."""
+    return math.prod(query.shape[:-1]) * key.shape[-2]
+
+
+_FUSED = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+)
+
+# By the operator's name; called with its arguments.
+FLOPS: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(_FUSED, _forward),
+    **{f"{name}_backward": _backward for name in _FUSED},
+    "flex_attention": _forward,
+    "flex_attention_backward": _flex_backward,
+}
