@@ -43,9 +43,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add(
         "--executor",
-        choices=("inductor", "aot_eager"),
+        choices=("inductor", "regions", "aot_eager"),
         default="inductor",
-        help="of ours, and the backend under FSDP2; default inductor",
+        help="of ours, and the backend under FSDP2 (inductor for regions); default inductor",
     )
     add(
         "--bucketing",

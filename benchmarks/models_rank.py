@@ -238,7 +238,8 @@ def compiled(model: nn.Module, system: str, executor: str) -> Iterator[Launches]
     launches = Launches()
     with watching(launches.see):
         if system == "fsdp2":
-            shard_as_fsdp2(model).compile(backend=executor)
+            backend = "inductor" if executor == "regions" else executor
+            shard_as_fsdp2(model).compile(backend=backend)
         else:
             simple_fsdp(model, init_device_mesh("cpu", (RANKS,)))
             options = {"executor": executor, "bucketing": system}
