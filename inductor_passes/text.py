@@ -155,14 +155,13 @@ class _Reader:
             writes = self._list(self._declare)
         collective, unit = None, 0
         if self._skip("|"):
-            if kind == "compute":
+            if self._skip("unit"):
                 unit = self._unit()
             else:
                 collective = self._collective()
         self.ops.append(Op(name, kind, reads, writes, collective, unit))
 
     def _unit(self) -> int:
-        self._expect("unit")
         self._expect("=")
         return int(self._take())
 
