@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from math import inf
 from typing import Any
@@ -86,6 +86,14 @@ def module_path(node: Node) -> str | None:
     return re.sub(r"(\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]", r".\2", path)
 
 
+def draws_from_seed(node: Node) -> bool:
+    """Whether a node draws random numbers from a seed that it is given. Only code that Inductor
+    generates does so: run as it is, it draws from the generator of the device."""
+    from torch._inductor import inductor_prims
+
+    return node.target in (inductor_prims.random, inductor_prims.randint)
+
+
 def has_symbols(value: Any) -> bool:
     """Whether a traced value, or any of several, is a symbolic number or has one in its layout."""
     if isinstance(value, (list, tuple)):
@@ -98,9 +106,10 @@ def has_symbols(value: Any) -> bool:
 def layout_text(value: Any) -> str:
     """How a traced value lies in memory, as far as code that is generated for it depends on it."""
     if not isinstance(value, torch.Tensor):
-        return repr(value)
+        return repr(value) if isinstance(value, (bool, int, float)) else f"<{id(value)}>"
     aligned = value.storage_offset() * value.element_size() % 64 == 0
-    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device} {aligned}"
+    bits = f"{aligned} {value.is_conj()} {value.is_neg()}"
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device} {bits}"
 
 
 def mutated_arguments(node: Node) -> Iterable[Node]:
@@ -163,7 +172,7 @@ def device_name(device: torch.device) -> str:
 
 
 def compile_region(
-    gm: GraphModule, example_inputs: Sequence[Any], *, is_backward: bool, is_inference: bool
+    gm: GraphModule, example_inputs: Sequence[Any], *, is_backward: bool
 ) -> Callable[[list[Any]], Any]:
     """Compile a part of a graph by Inductor; its outputs keep their strides.
 
@@ -172,16 +181,17 @@ def compile_region(
     graph is partitioned run on the part.
     """
     from torch._guards import TracingContext, tracing
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
 
     record_original_output_strides(gm)
     fake_mode = next((v.fake_mode for v in example_inputs if hasattr(v, "fake_mode")), None)
-    # Code of a region is the same whatever was done to the joint graph, and so is its key.
-    with tracing(TracingContext(fake_mode)), config.patch(joint_custom_post_pass=None):
-        return compile_fx_inner(  # type: ignore[return-value]
-            gm, example_inputs, is_backward=is_backward, is_inference=is_inference
-        )
+    with tracing(TracingContext(fake_mode)):
+        return compile_fx_inner(gm, example_inputs, is_backward=is_backward)  # type: ignore[return-value]
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Operators inside run in the dtypes that they are given, whatever autocast is on."""
+    return torch._C._DisableAutocast()
 
 
 def report_output_strides(values: Sequence[Any]) -> None:

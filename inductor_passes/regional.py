@@ -18,38 +18,35 @@ class Codes:
     """Compiled regions by structure, of the forward and the backward graph of one compilation."""
 
     def __init__(self) -> None:
-        self._code_of: dict[tuple[str, bool, bool], Compiled] = {}
+        self._code_of: dict[tuple[str, bool], Compiled] = {}
 
     def __len__(self) -> int:
         return len(self._code_of)
 
-    def code_of(self, region: Region, *, is_backward: bool, is_inference: bool) -> Compiled:
+    def code_of(self, region: Region, *, is_backward: bool) -> Compiled:
         """The code of ``region``, compiled now if it is like no other."""
-        key = (structure_of(region), is_backward, is_inference)
+        key = (structure_of(region), is_backward)
         if key not in self._code_of:
             values = [node.meta["val"] for node in region.inputs]
             self._code_of[key] = _torch.compile_region(
-                graph_of(region), values, is_backward=is_backward, is_inference=is_inference
+                graph_of(region), values, is_backward=is_backward
             )
         return self._code_of[key]
 
 
-def compile_by_regions(
-    gm: GraphModule, codes: Codes, *, is_backward: bool, is_inference: bool
-) -> Compiled:
-    """Compile a forward or backward graph, in the order in which it is.
+def compile_by_regions(gm: GraphModule, codes: Codes, *, is_backward: bool) -> Compiled:
+    """Compile a forward or backward graph without symbols, in the order in which it is.
 
     Args:
         gm: the graph, whose collectives are bucketed and in order.
         codes: that are known; those of new structures are added.
         is_backward: as AOTAutograd says.
-        is_inference: likewise.
     """
     pieces = cut(gm.graph)
     before = len(codes)
 
     def code_of(region: Region) -> Compiled:
-        return codes.code_of(region, is_backward=is_backward, is_inference=is_inference)
+        return codes.code_of(region, is_backward=is_backward)
 
     program = straight_line(gm, pieces, code_of)
     regions = sum(isinstance(piece, Region) for piece in pieces)
@@ -62,6 +59,12 @@ def compile_by_regions(
     )
     _torch.report_output_strides([_value(v) for v in _outputs(gm)])
     return program
+
+
+def has_symbols(gm: GraphModule) -> bool:
+    """Whether sizes in a graph are symbols, as those of a second batch, or those that depend on
+    data: Inductor must see such a graph as a whole."""
+    return any(_torch.has_symbols(node.meta.get("val")) for node in gm.graph.nodes)
 
 
 def _outputs(gm: GraphModule) -> tuple[Any, ...]:

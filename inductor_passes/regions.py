@@ -8,7 +8,7 @@ computes between two of them are a region. Layers that compute the same are one 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ def cut(graph: Graph) -> list[Node | Region]:
     pieces: list[Node | Region] = []
     for run in _runs(graph):
         pieces += [run] if isinstance(run, Node) else _without_views_of_others(run)
-    return _without_unused_constants(graph, pieces)
+    return _without_unused(graph, pieces)
 
 
 def _runs(graph: Graph) -> list[Node | list[Node]]:
@@ -50,9 +50,7 @@ def _runs(graph: Graph) -> list[Node | list[Node]]:
     runs: list[Node | list[Node]] = []
     open_run: list[Node] | None = None
     unit: int | None = None
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node in _items_behind_their_sources(graph):
         if _is_alone(node):
             runs.append(node)
             open_run = None
@@ -66,16 +64,29 @@ def _runs(graph: Graph) -> list[Node | list[Node]]:
     return runs
 
 
+def _items_behind_their_sources(graph: Graph) -> Iterator[Node]:
+    """The calls of a graph, with what takes one of several results directly behind what gives
+    them: nothing that is not a tensor goes from one region to another."""
+    for node in graph.nodes:
+        if node.op == "call_function" and not _is_item(node):
+            left = [node]
+            while left:
+                yield (current := left.pop(0))
+                left += [user for user in current.users if _is_item(user, of=current)]
+
+
+def _is_item(node: Node, of: Node | None = None) -> bool:
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return False
+    return node.args[0].op == "call_function" and of in (None, node.args[0])
+
+
 def _is_alone(node: Node) -> bool:
-    communicates = _torch.is_collective_start(node) or _torch.is_wait(node)
-    if communicates or (node.target is operator.getitem and _is_of_collective(node)):
+    if _is_item(node):
+        return _is_alone(node.args[0])  # type: ignore[arg-type]
+    if _torch.is_collective_start(node) or _torch.is_wait(node):
         return True
     return _torch.is_op(node) and any(True for _ in _torch.mutated_arguments(node))
-
-
-def _is_of_collective(item: Node) -> bool:
-    (source,) = item.all_input_nodes
-    return _torch.is_collective_start(source) or _torch.is_wait(source)
 
 
 def _is_free(node: Node) -> bool:
@@ -86,8 +97,7 @@ def _is_free(node: Node) -> bool:
 def _without_views_of_others(run: Sequence[Node]) -> list[Node | Region]:
     """A run as a region, behind those views of other runs' values that others need, too.
 
-    If there is nothing to fuse in it, its nodes one by one: then kernels are as good as code. So
-    are those of sizes that depend on data, which Inductor would have to be told of.
+    If there is nothing to fuse in it, its nodes one by one: then kernels are as good as code.
     """
     here = set(run)
     before: set[Node] = set()
@@ -101,8 +111,7 @@ def _without_views_of_others(run: Sequence[Node]) -> list[Node | Region]:
             before.discard(node)
     rest = [node for node in run if node not in before]
     first: list[Node | Region] = [node for node in run if node in before]
-    symbolic = any(_torch.has_symbols(n.meta.get("val")) for n in (*run, *_inputs(run)))
-    if symbolic or not _is_worth_compiling(rest):
+    if not _is_worth_compiling(rest):
         return [*first, *rest]
     return [*first, _region(rest)]
 
@@ -111,6 +120,8 @@ def _is_worth_compiling(nodes: Sequence[Node]) -> bool:
     """Whether a node reads what another one made, or there is one that only a compiler knows."""
     made: set[Node] = set()
     for node in nodes:
+        if _torch.draws_from_seed(node):
+            return True
         if not (_torch.is_op(node) or _torch.is_pure_python(node)):
             return True
         reads = any(n in made for n in node.all_input_nodes)
@@ -150,12 +161,19 @@ def _attribute(node: Node) -> Any:
     return operator.attrgetter(str(node.target))(module)
 
 
-def _without_unused_constants(graph: Graph, pieces: list[Node | Region]) -> list[Node | Region]:
+def _without_unused(graph: Graph, pieces: list[Node | Region]) -> list[Node | Region]:
     """Leave out constants that every user makes anew."""
     needed: set[Node] = set(next(iter(reversed(graph.nodes))).all_input_nodes)
     for piece in pieces:
         needed.update(piece.all_input_nodes if isinstance(piece, Node) else piece.inputs)
-    return [p for p in pieces if not isinstance(p, Node) or not _is_constant(p) or p in needed]
+    found: list[Node | Region] = []
+    for piece in pieces:
+        if isinstance(piece, Region):
+            outputs = tuple(node for node in piece.outputs if node in needed)
+            found.append(piece._replace(outputs=outputs))
+        elif piece in needed or not _is_constant(piece):
+            found.append(piece)
+    return found
 
 
 def structure_of(region: Region) -> str:
@@ -178,10 +196,12 @@ class _Name(str):
 
 
 def _submodule_text(node: Node) -> str:
-    """The code of a submodule that is an argument; one that holds tensors is like no other."""
+    """The code of a submodule that is an argument, and of those inside it; one that holds
+    anything but submodules is like no other."""
     module = _attribute(node)
-    holds_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
-    return f"<{id(module) if holds_tensors else module.code}>"
+    inner = [m for m in module.modules() if isinstance(m, GraphModule)]
+    held = [n for m in inner for n in m.graph.find_nodes(op="get_attr") if not _is_submodule(n)]
+    return f"<{id(module) if held else module.print_readable(print_output=False)}>"
 
 
 def graph_of(region: Region) -> GraphModule:

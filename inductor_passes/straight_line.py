@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
+from inductor_passes import _torch
 from inductor_passes.regions import Region
 
 Compiled = Callable[[list[Any]], Any]
@@ -30,10 +30,16 @@ def straight_line(
     writer = _Writer(gm, pieces)
     source = writer.source(code_of)
     exec(compile(source, "<simplefsdp regions>", "exec"), writer.scope)
-    run: Any = writer.scope["run"]
-    run.source = source
-    run._boxed_call = True  # by which torch knows such a function
-    return cast(Compiled, run)
+    ordered = writer.scope["run"]
+
+    def run(args: list[Any]) -> Any:
+        # Of the dtypes that regions were compiled for; AOTAutograd leaves backward's autocast on.
+        with _torch.no_autocast():
+            return ordered(args)
+
+    run.source = source  # type: ignore[attr-defined]
+    run._boxed_call = True  # type: ignore[attr-defined]  # by which torch knows such a function
+    return run
 
 
 class _Writer:
@@ -41,7 +47,7 @@ class _Writer:
         self.gm, self.pieces = gm, pieces
         self.name = {node: f"v{i}" for i, node in enumerate(gm.graph.nodes)}
         self.output = next(iter(reversed(gm.graph.nodes)))
-        self.scope: dict[str, Any] = {"torch": torch}
+        self.scope: dict[str, Any] = {}
         self.last = self._last_uses()
 
     def source(self, code_of: Callable[[Region], Compiled]) -> str:
@@ -89,13 +95,20 @@ class _Writer:
         lines = [f"    a = [{', '.join(self.name[n] for n in region.inputs)}]"]
         lines += self._dropped(n for n in region.inputs if self.last[n] == i)
         made = "".join(f"{self.name[n]}, " for n in region.outputs)
-        return [*lines, f"    {made and made + '= '}{function}(a)"]
+        lines.append(f"    {made and made + '= '}{function}(a)")
+        return lines
 
     def _text(self, value: Any) -> str:
         if isinstance(value, Node):
             return self.name[value]
         if isinstance(value, (list, tuple)):
-            return f"[{', '.join(map(self._text, value))}]"
+            items = "".join(f"{self._text(item)}, " for item in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items})"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{k!r}: {self._text(v)}' for k, v in value.items())}}}"
+        if isinstance(value, slice):
+            ends = map(self._text, (value.start, value.stop, value.step))
+            return f"slice({', '.join(ends)})"
         if type(value) in _LITERALS:
             return repr(value)
         key = f"c{len(self.scope)}"

@@ -44,7 +44,6 @@ __all__ = [
     "compile_modules_of_torch_too",
     "compile_with_aot_eager",
     "compile_with_inductor",
-    "compile_with_lower",
     "graph_break_of",
     "graphs_of",
     "grad_dtype_override",
@@ -390,7 +389,7 @@ def compile_with_inductor(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     *,
-    observe: Callable[[GraphModule, bool], None],
+    observe: Callable[[GraphModule, bool], CompiledFunction | None],
     joint_pass: GraphPass,
     graph_pass: GraphPass | None,
     scheduler_pass: Callable[[list[Any]], list[Any]] | None,
@@ -403,7 +402,8 @@ def compile_with_inductor(
         gm: the Dynamo graph; owned by the callee.
         example_inputs: its (fake) inputs.
         observe: called with each graph before it is lowered, and whether it is the backward;
-            called when the compiled code comes from a cache, too.
+            called when the compiled code comes from a cache, too. If it gives a function, that is
+            the compiled graph, and none of the passes below, nor Inductor, sees it.
         joint_pass: mutates the joint graph before it is partitioned.
         graph_pass: mutates the forward and the backward graph just before they are lowered.
         scheduler_pass: permutes Inductor's scheduler nodes, last of all. Its pickle becomes part
@@ -412,10 +412,15 @@ def compile_with_inductor(
         uuid: identifies the other passes and all they depend on, for that key; asked for when
             a graph has been observed.
     """
-    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        observe(graph, bool(kwargs.get("is_backward", False)))
+        with config.patch(users):
+            compiled = observe(graph, bool(kwargs.get("is_backward", False)))
+        if compiled is not None:
+            return compiled
         with _stable_mesh_hashes(inputs), lowering():
             return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
 
@@ -425,49 +430,9 @@ def compile_with_inductor(
         patches |= _TORCH_BUCKETING_OFF
     if scheduler_pass is not None:
         patches |= _scheduler_patches(scheduler_pass)
-    return _compile_fx(gm, example_inputs, inner_compile, patches)
-
-
-Lower = Callable[[GraphModule, bool, bool], CompiledFunction]
-
-
-def compile_with_lower(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    joint_pass: GraphPass,
-    lower: Lower,
-    uuid: Callable[[], str],
-) -> CompiledFunction:
-    """Have Inductor make the forward and the backward graph of ``gm``, and ``lower`` compile them.
-
-    Args:
-        gm: the Dynamo graph; owned by the callee.
-        example_inputs: its (fake) inputs.
-        joint_pass: as for :func:`compile_with_inductor`.
-        lower: of a graph, given whether it is the backward, and whether gradients are not wanted.
-        uuid: as for :func:`compile_with_inductor`.
-    """
-
-    def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        return lower(graph, *(bool(kwargs.get(k)) for k in ("is_backward", "is_inference")))
-
-    patches = _after_the_users("joint_custom_post_pass", joint_pass, uuid)
-    return _compile_fx(gm, example_inputs, inner_compile, patches)
-
-
-def _compile_fx(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    inner_compile: Callable[..., Any],
-    patches: dict[str, Any],
-) -> CompiledFunction:
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-
     known = config.get_config_copy()
     patches = {key: value for key, value in patches.items() if key in known}
+    users = {key: getattr(config, key) for key in patches}
     # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
     # is the one that saves the minutes of code generation.
     with functorch_config.patch(enable_autograd_cache=False):

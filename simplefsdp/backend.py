@@ -78,11 +78,14 @@ def simplefsdp(
         return compile_with_passes(gm, inputs, choice, settings, ranks)
 
     compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
-    return _refusing_emptied(compiled, gathered, ranks)
+    return _refusing_emptied(compiled, gathered, ranks, choice.rank_guard_timeout_s)
 
 
 def _refusing_emptied(
-    compiled: Callable[..., Any], gathered: Mapping[int, str], ranks: Sequence[int]
+    compiled: Callable[..., Any],
+    gathered: Mapping[int, str],
+    ranks: Sequence[int],
+    timeout_s: float,
 ) -> Callable[..., Any]:
     """``compiled``, that refuses parameters that ``to_empty`` took the values of after compiling.
 
@@ -90,16 +93,19 @@ def _refusing_emptied(
         compiled: a compiled Dynamo graph.
         gathered: FQN of the parameter that is gathered, by its place among the inputs.
         ranks: that run it together.
+        timeout_s: how long to wait for the others, if a parameter was emptied.
     """
     checked = uninitialised.last_emptied()
 
     def call(*args: Any) -> Any:
         nonlocal checked
         if checked is not (emptied := uninitialised.last_emptied()):
-            missing = _without_values(gathered, args)
-            lines = [f"parameters without values: {', '.join(missing) or 'none'}"]
-            rank_guard.agree("the parameters to compute with", lines, ranks, remember=False)
-            uninitialised.refuse(missing)
+            if any(uninitialised.was_emptied(args[place]) for place in gathered):
+                missing = _without_values(gathered, args)
+                lines = [f"parameters without values: {', '.join(missing) or 'none'}"]
+                what = "the parameters to compute with"
+                rank_guard.agree(what, lines, ranks, timeout_s, remember=False)
+                uninitialised.refuse(missing)
             checked = emptied
         return compiled(*args)
 

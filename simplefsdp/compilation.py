@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule
 
 import inductor_passes
 from inductor_passes import fx, regional
-from inductor_passes._torch import has_symbols, no_fusion_past_launches
+from inductor_passes._torch import no_fusion_past_launches
 from inductor_passes.passes import ImposeOrder, PassError, bucket_and_reorder, rehearse
 from inductor_passes.planned import PlannedBucket
 from inductor_passes.rehearsal import Rehearsal, Settings, launches, predict
@@ -104,12 +104,17 @@ def compile_with_passes(
         if settings is not None and current[0] is not None:
             bucket_and_reorder(graph, settings, carried_fqn, current[0])
 
-    scheduler_pass, as_planned = None, False
-    if settings is not None and settings.reorder:
-        as_planned = settings.auto is not None
-        scheduler_pass = ImposeOrder(settings.policy, settings.on_error, as_planned, base)
-    if options.executor == "regions" and not has_symbols(example_inputs):
-        return _by_regions(gm, example_inputs, note, graph_pass, uuid)
+    codes = regional.Codes()
+
+    def by_regions(graph: GraphModule, is_backward: bool) -> Callable[..., Any] | None:
+        note(graph, is_backward)
+        if regional.has_symbols(graph):
+            part = "backward" if is_backward else "forward"
+            say("%s graph: sizes are symbols, so it is compiled whole, not by regions", part)
+            return None
+        graph_pass(graph.graph)
+        return regional.compile_by_regions(graph, codes, is_backward=is_backward)
+
     if options.executor == "aot_eager":
         return _torch.compile_with_aot_eager(
             gm,
@@ -121,34 +126,24 @@ def compile_with_passes(
     return _torch.compile_with_inductor(
         gm,
         example_inputs,
-        observe=note,
+        observe=by_regions if options.executor == "regions" else note,
         joint_pass=tag_for_recompute,
         graph_pass=graph_pass if settings is not None else None,
-        scheduler_pass=scheduler_pass,
-        lowering=no_fusion_past_launches if as_planned else nullcontext,
+        scheduler_pass=_scheduler_pass(settings, base),
+        lowering=no_fusion_past_launches if _as_planned(settings) else nullcontext,
         uuid=uuid,
     )
 
 
-def _by_regions(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    note: Callable[[GraphModule, bool], None],
-    graph_pass: Callable[[Graph], None],
-    uuid: Callable[[], str],
-) -> Callable[..., Any]:
-    codes = regional.Codes()
+def _as_planned(settings: Settings | None) -> bool:
+    """Whether compute, too, keeps the order that the plan was made for."""
+    return settings is not None and settings.reorder and settings.auto is not None
 
-    def lower(graph: GraphModule, is_backward: bool, is_inference: bool) -> Callable[..., Any]:
-        note(graph, is_backward)
-        graph_pass(graph.graph)
-        return regional.compile_by_regions(
-            graph, codes, is_backward=is_backward, is_inference=is_inference
-        )
 
-    return _torch.compile_with_lower(
-        gm, example_inputs, joint_pass=tag_for_recompute, lower=lower, uuid=uuid
-    )
+def _scheduler_pass(settings: Settings | None, identity: str) -> ImposeOrder | None:
+    if settings is None or not settings.reorder:
+        return None
+    return ImposeOrder(settings.policy, settings.on_error, _as_planned(settings), identity)
 
 
 def observe(

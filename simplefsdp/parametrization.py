@@ -22,7 +22,7 @@ from simplefsdp import init_flow, living, recurrent, refused, uninitialised
 from simplefsdp._torch import cast_floating_point, run_as_it_is
 from simplefsdp.after_wrap import check_before_eager_forward
 from simplefsdp.gather import gather
-from simplefsdp.reading import in_forward, marked, marked_own, plain, read_only
+from simplefsdp.reading import OWN, in_forward, marked, marked_own, plain, read_only
 from simplefsdp.wrapped import LAYOUTS, PLAIN_CLASS, POLICY, Layout, check_placed_alike, is_wrapped
 
 _CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instances with a policy
@@ -40,7 +40,8 @@ def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
         if name not in vars(subclass):
             setattr(subclass, name, _Gathering(name))
     if module.__class__ is not subclass and "forward" in module.__dict__:
-        module.__dict__["forward"] = MethodType(marked_own(module.__dict__["forward"]), module)
+        own = module.__dict__[OWN] = module.__dict__["forward"]
+        module.__dict__["forward"] = MethodType(marked_own(own), module)
     module.__class__ = subclass
     living.note(module)
     recurrent.drop_second_list(module)

@@ -16,7 +16,6 @@ import copy
 import functools
 import sys
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from simplefsdp._torch import (
 from simplefsdp.placement import share_memory
 
 Forward = Callable[..., Any]
+OWN = "_simple_fsdp_own_forward"  # on a module whose forward was set on it
 
 
 def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
@@ -57,17 +57,15 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
 
 
 def marked_own(forward: Forward) -> Forward:
-    """A forward that was set on a module itself, as a method, so that :func:`in_forward` finds it.
+    """As :func:`marked`, of a forward that was set on a module itself, and is now under ``OWN``.
 
-    A copy of the module then computes with its own parameters.
+    There, a copy of the module has a copy of what it is bound to.
     """
-    takes_self = isinstance(forward, MethodType)
-    function = forward.__func__ if isinstance(forward, MethodType) else forward
 
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs) if takes_self else function(*args, **kwargs)
+        return getattr(self, OWN)(*args, **kwargs)
 
-    return _with_own_code(functools.update_wrapper(forward_of_wrapped, function), repr(function))
+    return _with_own_code(functools.update_wrapper(forward_of_wrapped, forward), repr(forward))
 
 
 def _with_own_code(function: Any, tells_it_apart: str) -> Forward:

@@ -95,6 +95,11 @@ def is_empty(param: DTensor) -> bool:
     return some_missing and not some_there
 
 
+def was_emptied(param: Tensor) -> bool:
+    """Whether ``param`` carries the mark, which is the same on every rank."""
+    return _MARK in param.__dict__
+
+
 def without_values(named: Iterable[tuple[str, Tensor, Tensor]]) -> list[str]:
     """Names of the parameters that were emptied and got no values since.
 

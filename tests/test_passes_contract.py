@@ -481,6 +481,21 @@ def test_is_lookup_of_seed():
     assert found == [True, False]
 
 
+def test_draws_from_seed():
+    """Run as it is, it takes no notice of its seed; if that changes, it need not be compiled."""
+    from torch._inductor import inductor_prims
+
+    graph = trace(lambda s: inductor_prims.random([2], s, "rand"), torch.tensor(3))
+    assert any(_torch.draws_from_seed(n) for n in graph.nodes)
+    one, other = (inductor_prims.random([8], torch.tensor(3), "rand") for _ in range(2))
+    assert not torch.equal(one, other)
+
+
+def test_no_autocast():
+    with torch.autocast("cpu", torch.bfloat16), _torch.no_autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
 def test_has_symbols():
     assert not _torch.has_symbols([torch.ones(2), 3, None])
     graph = trace(lambda x: x + 1, torch.ones(2, 3), mode="symbolic")
@@ -499,7 +514,7 @@ def test_compile_region():
     output.meta["user_visible_output_idxs"] = [0, 1]
     a, b = torch.rand(3, 3), torch.rand(3, 3)
     wanted = graph(a, b)
-    run = _torch.compile_region(graph, values, is_backward=False, is_inference=False)
+    run = _torch.compile_region(graph, values, is_backward=False)
     args = [a, b]
     made = run(args)
     assert args == [], "compiled code does not empty its list of arguments any more"

@@ -339,3 +339,27 @@ def test_a_forward_of_the_instance_is_one(solo_mesh, compiled):
         y = made(x)
         assert y.dtype == torch.bfloat16 and type(y) is torch.Tensor
         torch.testing.assert_close(y, torch.zeros_like(y) + wanted)
+
+
+class Thrice:
+    """An object in front of a module, as adapters make it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.module.weight) * 3
+
+
+def test_a_forward_that_is_another_objects(solo_mesh):
+    plain, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(2, 4)
+    plain[0].forward = plain[1].forward
+    plain[2].forward = Thrice(plain[2]).forward
+    wanted = plain(x)
+    model = simple_fsdp(plain, solo_mesh)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied[1].weight.zero_()
+        copied[1].bias.zero_()
+    torch.testing.assert_close(model(x), wanted)
+    assert torch.equal(copied(x), torch.zeros(2, 4))
