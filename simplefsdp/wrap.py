@@ -85,6 +85,7 @@ def simple_fsdp(
         + [_signature(*pair) for pair in originals.values()]
         + [f"{fqn}: {dtypes[key]}" for key, (fqn, _) in originals.items()],
         ranks_of([mesh]),
+        remember=False,  # what this rank wraps a second time, another may wrap another model for
     )
     layouts = {
         key: _layout(fqn, param, dp, dtypes[key], reshard_after_forward)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from beside import (
     DIM,
     Mlp,
@@ -26,8 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -224,3 +228,43 @@ def clip(by_torch: bool) -> None:
 @pytest.mark.parametrize("by_torch", [True, False])
 def test_clipping(pools, by_torch):
     pools(2).run(clip, by_torch)
+
+
+def resume_in_new_objects(folder: str) -> None:
+    """A new optimizer has no state to load into, unless ``get_state_dict`` makes it."""
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        simple_fsdp(model, init_device_mesh("cpu", (2,)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def steps(model, optimizer, seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.rand(2, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def state_of(model, optimizer):
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    model, optimizer = make()
+    steps(model, optimizer, 1)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    wanted = steps(model, optimizer, 2)
+    model, optimizer = make()
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    assert steps(model, optimizer, 2) == wanted
+
+
+def test_a_new_model_and_optimizer_resume_exactly(pools, tmp_path):
+    pools(2).run(resume_in_new_objects, str(tmp_path))

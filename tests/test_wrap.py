@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from zoo import Zoo, batch, loss_of
 
 from simplefsdp import simple_fsdp
+from simplefsdp.rank_guard import RankMismatchError
 from simplefsdp.wrapped import LAYOUTS
 
 
@@ -298,3 +300,16 @@ def test_a_name_may_be_a_parameter_of_one_and_an_attribute_of_another(solo_mesh,
     del model[2].scale
     with pytest.raises(AttributeError, match="scale"):
         _ = model[2].scale
+
+
+def wrap_again_and_differ() -> None:
+    """Rank 0 has wrapped such a model before, and must wait for the others all the same."""
+    mesh = init_device_mesh("cpu", (2,))
+    simple_fsdp(nn.Linear(4, 4), mesh)
+    width = 4 if torch.distributed.get_rank() == 0 else 6
+    with pytest.raises(RankMismatchError, match="the model given to simple_fsdp"):
+        simple_fsdp(nn.Linear(4, width), mesh)
+
+
+def test_ranks_that_differ_the_second_time_are_told(pools):
+    pools(2).run(wrap_again_and_differ)
