@@ -55,6 +55,7 @@ __all__ = [
     "input_name",
     "is_allowed_in_graph",
     "is_checkpoint_region",
+    "is_checkpointed_by_hooks",
     "is_split",
     "is_to_empty",
     "line_of",
@@ -797,6 +798,13 @@ class _LocalOf(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
         grad = grad.contiguous() if ctx.contiguous else grad
         return DTensor.from_local(grad, *ctx.place, run_check=False, **ctx.whole)
+
+
+def is_checkpointed_by_hooks(module: nn.Module) -> bool:
+    """Whether somebody gave ``module`` to ``torch.distributed._composable.checkpoint``."""
+    from torch.distributed._composable.contract import _get_registry
+
+    return "checkpoint" in (_get_registry(module) or {})
 
 
 def in_backward() -> bool:

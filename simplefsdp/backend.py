@@ -26,7 +26,7 @@ from simplefsdp.compilation import compile_with_passes, say, sources
 from simplefsdp.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.errors import told_plainly
 from simplefsdp.gather import GatherSpec
-from simplefsdp.living import known_fqns
+from simplefsdp.living import known_fqns, models_of
 from simplefsdp.local_inputs import compile_with_local_inputs
 from simplefsdp.options import Options, parse_options
 from simplefsdp.reshard import decide_resharding
@@ -61,6 +61,7 @@ def simplefsdp(
     breaks.enter(gm)
     specs = dedupe_gathers(gm)
     gathered = _gathered_inputs(gm)
+    _refuse_checkpoint_by_hooks([example_inputs[place] for place in gathered])
     missing = _without_values(gathered, example_inputs)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
     if settings is not None and settings.assignment.uncovered:
@@ -236,6 +237,19 @@ def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
                 "sharded: call simplefsdp.simple_fsdp(model, mesh) before "
                 'torch.compile(model, backend="simplefsdp"), and register no parameters after it'
             )
+
+
+def _refuse_checkpoint_by_hooks(params: Sequence[Any]) -> None:
+    """Its hooks compare what a compiled forward saved with what an eager one saves."""
+    for model in models_of(params):
+        for path, module in model.named_modules():
+            if _torch.is_checkpointed_by_hooks(module):
+                raise ValueError(
+                    f"{path or 'the model'}: is checkpointed by torch.distributed._composable."
+                    "checkpoint, whose hooks cannot be compiled; call torch.utils.checkpoint."
+                    "checkpoint(..., use_reentrant=False) in forward instead, or apply "
+                    "checkpoint_wrapper, or do not compile"
+                )
 
 
 def _gathered_inputs(gm: GraphModule) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import cast
 from weakref import WeakValueDictionary
 
@@ -48,3 +48,11 @@ def living_shards() -> Iterator[tuple[str, DTensor]]:
         layouts = module.__dict__.get(LAYOUTS, {})
         for name, param in shards_of(module):
             yield (layouts[name].spec.fqn if name in layouts else name), param
+
+
+def models_of(params: Iterable[object]) -> Iterator[nn.Module]:
+    """The living outermost models that own any of ``params``."""
+    wanted = {id(param) for param in params}
+    for module in list(_modules.values()):
+        if _NAMES in module.__dict__ and any(id(p) in wanted for p in module.parameters()):
+            yield module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -228,3 +229,18 @@ def test_layers_may_be_made_and_wrapped_one_by_one(fake_mesh):
     simple_fsdp(model, mesh)
     mean(model(numbers(2, DIM))).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_checkpointing_by_hooks_is_refused_where_it_is_compiled(solo_mesh):
+    """The composable ``checkpoint``, which FSDP2's own tests use; eager it works."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
+    composable_checkpoint(model[0])
+    plain, x = copy.deepcopy(model), torch.rand(2, 4)
+    plain(x).sum().backward()
+    simple_fsdp(model, solo_mesh)
+    model(x).sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad.full_tensor(), other.grad)
+    model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    with pytest.raises(ValueError, match=r"0: is checkpointed by .* checkpoint_wrapper"):
+        model(x)

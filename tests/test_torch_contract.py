@@ -537,3 +537,11 @@ def test_a_line_is_never_ours_nor_torchs():
     assert _torch.line_of(node) == f" ({frames['user'].replace(chr(10) + '    ', ': ')})"
     node.stack_trace = frames["ours"]
     assert not _torch.line_of(node)
+
+
+def test_is_checkpointed_by_hooks():
+    from torch.distributed._composable import checkpoint
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert not _torch.is_checkpointed_by_hooks(model)
+    assert _torch.is_checkpointed_by_hooks(checkpoint(model))
