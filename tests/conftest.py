@@ -21,6 +21,12 @@ from torch.distributed.tensor.debug import (
 )
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws is the same in every run and in any order of the tests."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], RankPool]]:
     """Pools of real gloo ranks by world size; only the last one used is kept alive."""
