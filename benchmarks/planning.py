@@ -97,7 +97,7 @@ def backend(stopwatch: Stopwatch, options: Options) -> Callable[..., Any]:
         passes = {"observe": observe, "joint_pass": joint_pass, "graph_pass": graph_pass}
         if options.executor == "aot_eager":
             return _torch.compile_with_aot_eager(gm, inputs, **passes)
-        order = Timed(ImposeOrder(settings.policy, settings.on_error, False, ""), stopwatch)
+        order = Timed(ImposeOrder(settings.policy, False, ""), stopwatch)
         return _torch.compile_with_inductor(
             gm,
             inputs,

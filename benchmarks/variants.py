@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from cluster_here import cluster_here
@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch_passes import auto_backend, manual_backend
 
+from inductor_passes.rehearsal import Settings
 from simplefsdp import simple_fsdp
+from simplefsdp.backend import simplefsdp
 from simplefsdp.models import Llama
 
 
@@ -58,6 +60,10 @@ def _with_own_code(cls: type[Llama]) -> type[Llama]:
         shared.__code__.replace(), shared.__globals__, "forward", closure=shared.__closure__
     )
     return type(cls.__name__, (cls,), {"forward": own})
+
+
+# Of what users do not choose.
+Adjust = Callable[[Settings], Settings]
 
 
 @dataclass
@@ -160,18 +166,27 @@ def _wrapped(load: Workload) -> nn.Module:
     return simple_fsdp(load.model(), load.mesh, mp_policy=load.policy(), reshard_after_forward=True)
 
 
-def _simplefsdp(load: Workload, *, name: str, options: dict[str, object]) -> Variant:
+def _simplefsdp(
+    load: Workload, *, name: str, options: dict[str, object], adjust: Adjust | None = None
+) -> Variant:
     model = _wrapped(load)
-    compiled = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
+    backend = functools.partial(simplefsdp, options=options, adjust=adjust)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     return Variant(name, compiled, dict(model.named_parameters()))
 
 
-def _auto(load: Workload, *, name: str = "auto", **options: object) -> Variant:
+def _auto(
+    load: Workload, *, name: str = "auto", adjust: Adjust | None = None, **options: object
+) -> Variant:
     """Planned for this machine and this wire."""
-    cluster = cluster_here(load.row, load.device)
-    return _simplefsdp(
-        load, name=name, options={"bucketing": "auto", "cluster": cluster, **options}
-    )
+    options = {"bucketing": "auto", "cluster": cluster_here(load.row, load.device), **options}
+    return _simplefsdp(load, name=name, options=options, adjust=adjust)
+
+
+def _greedily(settings: Settings) -> Settings:
+    """The published rule instead of the planner."""
+    assert settings.auto is not None
+    return replace(settings, auto=replace(settings.auto, planner="greedy"))
 
 
 def _torch_manual(load: Workload) -> Variant:
@@ -189,8 +204,10 @@ def _torch_auto(load: Workload) -> Variant:
     return Variant("torch_auto", compiled, dict(model.named_parameters()))
 
 
-def _options(name: str, **options: object) -> Callable[[Workload], Variant]:
-    return functools.partial(_simplefsdp, name=name, options=options)
+def _options(
+    name: str, adjust: Adjust | None = None, **options: object
+) -> Callable[[Workload], Variant]:
+    return functools.partial(_simplefsdp, name=name, options=options, adjust=adjust)
 
 
 BUILDERS: dict[str, Callable[[Workload], Variant]] = {
@@ -212,9 +229,10 @@ BUILDERS: dict[str, Callable[[Workload], Variant]] = {
     # Not in the default list: for choosing the defaults.
     "manual_regions": _options("manual_regions", bucketing="manual", executor="regions"),
     "auto_regions": functools.partial(_auto, name="auto_regions", executor="regions"),
-    "greedy": functools.partial(_auto, name="greedy", planner="greedy"),
+    "greedy": functools.partial(_auto, name="greedy", adjust=_greedily),
     "none_reorder": _options("none_reorder", bucketing="none", reorder=True),
-    "manual_flat": _options("manual_flat", bucketing="manual", layout="flat"),
-    "manual_coalesced": _options("manual_coalesced", bucketing="manual", layout="coalesced"),
+    "manual_flat": _options(
+        "manual_flat", lambda settings: replace(settings, layout="flat"), bucketing="manual"
+    ),
 }
 DEFAULT = tuple(BUILDERS)[:10]

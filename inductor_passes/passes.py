@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch.fx import Graph, GraphModule
 
@@ -26,7 +25,7 @@ from inductor_passes.rehearsal import (
 )
 from inductor_passes.verify import verify_unchanged
 
-log = logging.getLogger("simplefsdp")
+_REMEDY = 'options={"bucketing": "none"} compiles without the passes'
 
 
 class PassError(RuntimeError):
@@ -49,16 +48,12 @@ def bucket_and_reorder(
         planned: the buckets, if :func:`rehearse` chose them; else they are chosen here.
 
     Raises:
-        PassError: unless ``settings.on_error`` is ``"fallback"``.
+        PassError: it failed; the graph is not to be used then.
     """
     try:
-        if settings.on_error == "fallback":
-            _try_on_copy(graph, settings, fqn_of, planned)
         _transform(graph, settings, fqn_of, planned)
     except Exception as error:
-        if settings.on_error == "raise":
-            raise PassError(f"bucket_and_reorder: {error}") from error
-        _warn("bucket_and_reorder", error)
+        raise PassError(f"bucket_and_reorder: {error}; {_REMEDY}") from error
 
 
 def _transform(
@@ -90,7 +85,6 @@ class ImposeOrder:
 
     Attributes:
         policy: as in :class:`Settings`.
-        on_error: likewise.
         as_planned: compute, too, in the order that the plan was made for, which Inductor's fusion
             and its memory reordering change: a wait "before the third next reduce" comes far too
             early if the weight gradients of a layer are computed one after the other.
@@ -98,7 +92,6 @@ class ImposeOrder:
     """
 
     policy: OverlapPolicy
-    on_error: Literal["raise", "fallback"]
     as_planned: bool
     uuid: str
 
@@ -107,14 +100,14 @@ class ImposeOrder:
         """The same scheduler nodes, in order.
 
         Raises:
-            PassError: unless ``on_error`` is ``"fallback"``.
+            PassError: they cannot be put into it.
         """
         try:
             reading = scheduler.read(snodes, _no_fqn)
             if not any(
                 op.collective and op.collective.bucket for _, op in reading.program.starts()
             ):
-                return snodes  # a graph without buckets, or one that fell back
+                return snodes  # a graph without buckets
             program = reading.program
             if self.as_planned:
                 program = program.reorder(in_sequence(program, scheduler.lowered_at(reading)))
@@ -126,30 +119,11 @@ class ImposeOrder:
                 )
             return scheduler.write(reading, order, len(snodes))
         except Exception as error:
-            if self.on_error == "raise":
-                raise PassError(f"impose_order: {error}") from error
-            _warn("impose_order", error)
-            return snodes
+            raise PassError(f"impose_order: {error}; {_REMEDY}") from error
 
 
 def _no_fqn(node: object) -> None:
     """At the scheduler all that we planned is marked."""
-
-
-def _warn(name: str, error: Exception) -> None:
-    log.warning("%s failed, the graph is compiled without it: %s", name, error)
-
-
-def _try_on_copy(
-    graph: Graph,
-    settings: Settings,
-    fqn_of: fx.FqnOf,
-    planned: Sequence[PlannedBucket] | None,
-) -> None:
-    """Fail, if the passes will, while the graph is whole."""
-    copied = Graph()
-    copied.output(copied.graph_copy(graph, {}))
-    _transform(copied, settings, fqn_of, planned)
 
 
 Chooser = Callable[[fx.Reading, Settings], Plan | tuple[Bucket, ...]]
@@ -161,19 +135,10 @@ def rehearse(
 ) -> Rehearsal:
     """Plan ``gm``; with no settings, nothing changes. ``chooser`` gives the buckets.
 
-    If a failure is to lead to a fallback, the whole pass is tried: its callers compare the outcome
-    across ranks, so that all fall back or none.
-
     Raises:
-        ProgramError: the graph breaks a rule, or cannot be planned (or written).
+        ProgramError: the graph breaks a rule, or cannot be planned.
     """
     reading = read(gm.graph, settings, fqn_of)
     if settings is None:
         return Rehearsal(reading, (), reading.program)
-    found = rehearsed(reading, settings, chooser(reading, settings))
-    if settings.on_error == "fallback":
-        try:
-            _try_on_copy(gm.graph, settings, fqn_of, found.planned)
-        except Exception as error:
-            raise ProgramError(str(error)) from error
-    return found
+    return rehearsed(reading, settings, chooser(reading, settings))

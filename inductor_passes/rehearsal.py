@@ -71,7 +71,6 @@ class Settings:
         reorder: move collectives to where they are hidden; else they stay near their places.
         layout: how the members of a bucket travel.
         policy: limits of the reordering.
-        on_error: ``"raise"``, or ``"fallback"``: leave the graph as it was and warn.
         units: repeated modules, whose computes collectives stay out of; see
             :mod:`inductor_passes.units`. Without any, collectives may go anywhere.
     """
@@ -82,7 +81,6 @@ class Settings:
     reorder: bool = True
     layout: Layout = "coalesced"
     policy: OverlapPolicy = field(default_factory=OverlapPolicy)
-    on_error: Literal["raise", "fallback"] = "raise"
     units: tuple[str, ...] = ()
 
 

@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 from inductor_passes.buckets import assign_by_module, repeated_modules
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
-from inductor_passes.order import OverlapPolicy
 from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.roofline import cluster_of
 from simplefsdp import _torch, breaks, rank_guard, uninitialised
@@ -40,6 +39,7 @@ def simplefsdp(
     example_inputs: Sequence[Any],
     *,
     options: Mapping[str, object] | None = None,
+    adjust: Callable[[Settings], Settings] | None = None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph of a wrapped model; torch calls this, users name the backend.
 
@@ -47,13 +47,15 @@ def simplefsdp(
         gm: the graph.
         example_inputs: its inputs; parameters are the model's own.
         options: see :class:`simplefsdp.options.Options`.
+        adjust: of benchmarks and tests: changes what users do not choose, of the settings that
+            follow from ``options``; in the same way on all ranks.
 
     Raises:
         TypeError, ValueError: an unknown option, a parameter that
             :func:`simplefsdp.simple_fsdp` did not shard, one that is written to, or one that
             ``to_empty`` left without values.
         RankMismatchError: the ranks are about to communicate differently.
-        PassError: a pass failed, and ``on_error`` is ``"raise"``.
+        PassError: a pass failed.
     """
     _torch.reset_with_dynamo(simplefsdp)
     choice = parse_options(options)
@@ -64,9 +66,11 @@ def simplefsdp(
     _refuse_checkpoint_by_hooks([example_inputs[place] for place in gathered])
     missing = _without_values(gathered, example_inputs)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
+    if settings is not None and adjust is not None:
+        settings = adjust(settings)
     if settings is not None and settings.assignment.uncovered:
         say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
-    ranks = _ranks(gm) if choice.rank_guard else ()
+    ranks = _ranks(gm) if choice.rank_guard_timeout_s else ()
     _agree_on_model(gm, choice, specs, settings, ranks, missing)
     uninitialised.refuse(missing)
     kept = decide_resharding(gm, example_inputs, settings, ranks, choice.rank_guard_timeout_s)
@@ -198,9 +202,6 @@ def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -
         auto=_auto(options, device) if options.bucketing == "auto" else None,
         merge=merges,
         reorder=options.reorders,
-        layout=options.layout,
-        policy=OverlapPolicy(options.max_inflight_gathers, options.max_pending_reduces),
-        on_error=options.on_error,
         units=repeated_modules(fqns) if options.executor == "regions" else (),
     )
 
@@ -209,7 +210,7 @@ def _auto(options: Options, device: torch.device) -> Auto:
     cluster = cluster_of(device) if options.cluster is None else as_cluster(options.cluster)
     _check_nodes(cluster)
     budget_gb = options.memory_budget_gb
-    return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9), options.planner)
+    return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9))
 
 
 def _check_nodes(cluster: Cluster) -> None:

@@ -31,7 +31,7 @@ from inductor_passes.text import to_text
 from simplefsdp import _torch, rank_guard
 from simplefsdp.breaks import show
 from simplefsdp.census import describe, take_census
-from simplefsdp.options import OnError, Options
+from simplefsdp.options import Options
 from simplefsdp.plans import Chosen, is_users, plan_for_all
 from simplefsdp.provenance import carried_fqn
 from simplefsdp.rank_guard import RankMismatchError
@@ -47,7 +47,6 @@ class Compilation(NamedTuple):
 
     Attributes:
         settings: of the passes; None for none.
-        on_error: of the user's options.
         ranks: that compile together; none if they do not compare.
         timeout_s: how long to wait for the others.
         grad: whether gradients are wanted.
@@ -55,7 +54,6 @@ class Compilation(NamedTuple):
     """
 
     settings: Settings | None
-    on_error: OnError
     ranks: tuple[int, ...]
     timeout_s: float
     grad: bool
@@ -83,11 +81,10 @@ def compile_with_passes(
     """
     # The buckets of the graph that is being compiled, forward or backward: chosen when it is
     # observed, and agreed on with the other ranks, then written by the pass.
-    current: list[tuple[PlannedBucket, ...] | None] = [None]
+    current: list[tuple[PlannedBucket, ...]] = [()]
     base = identity(settings)
     compilation = Compilation(
         settings,
-        options.on_error,
         tuple(ranks),
         options.rank_guard_timeout_s,
         torch.is_grad_enabled(),
@@ -101,7 +98,7 @@ def compile_with_passes(
         current[0] = observe(graph, is_backward, compilation)
 
     def graph_pass(graph: Graph) -> None:
-        if settings is not None and current[0] is not None:
+        if settings is not None:
             bucket_and_reorder(graph, settings, carried_fqn, current[0])
 
     codes = regional.Codes()
@@ -143,20 +140,19 @@ def _as_planned(settings: Settings | None) -> bool:
 def _scheduler_pass(settings: Settings | None, identity: str) -> ImposeOrder | None:
     if settings is None or not settings.reorder:
         return None
-    return ImposeOrder(settings.policy, settings.on_error, _as_planned(settings), identity)
+    return ImposeOrder(settings.policy, _as_planned(settings), identity)
 
 
 def observe(
     gm: GraphModule, is_backward: bool, compilation: Compilation
-) -> tuple[PlannedBucket, ...] | None:
+) -> tuple[PlannedBucket, ...]:
     """Choose the buckets of a graph, compare its launches across ranks, log it and show it.
 
-    Called whether or not a cache has the code, with the graph that the passes will get. None if
-    the graph is to stay as it is: it cannot be planned, and that leads to a fallback.
+    Called whether or not a cache has the code, with the graph that the passes will get.
 
     Raises:
         RankMismatchError: the ranks are about to communicate differently.
-        PassError: it cannot be planned, and that is an error; when all ranks have compared it.
+        PassError: it cannot be planned, on any rank; when all ranks have compared it.
         ValueError: likewise, and the user can mend it: no schedule fits the memory budget, say.
     """
     part = "backward" if is_backward else "forward"
@@ -166,8 +162,8 @@ def observe(
     _agree_on_launches(part, found, number, compilation)
     _tell(gm, part, found, compilation.settings)
     if isinstance(found, Exception):
-        _fall_back(part, found, compilation.on_error)
-        return None
+        kind = ValueError if is_users(found) else PassError
+        raise kind(f"{part} graph: {found}") from found
     show(Seen(part, found, compilation.settings, seconds, compilation.number))
     return found.planned
 
@@ -220,13 +216,6 @@ def _agree_on_launches(
 
 def _cannot(error: Exception) -> str:
     return f"cannot be planned: {error}"
-
-
-def _fall_back(part: str, failure: Exception, on_error: OnError) -> None:
-    if on_error == "raise":
-        kind = ValueError if is_users(failure) else PassError
-        raise kind(f"{part} graph: {failure}") from failure
-    log.warning("%s graph: compiled without the passes: %s", part, failure)
 
 
 def _tell(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Any, Literal, get_args
@@ -12,13 +12,10 @@ from typing import Any, Literal, get_args
 from inductor_passes.buckets import check_patterns
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
-from inductor_passes.layouts import Layout
 from simplefsdp.rank_guard import TIMEOUT_S
 
 Bucketing = Literal["none", "manual", "auto"]
-Planner = Literal["search", "greedy"]
 Executor = Literal["inductor", "regions", "aot_eager"]
-OnError = Literal["raise", "fallback"]
 
 # Says what it expected of a value, or None if the value is fine.
 Check = Callable[[object], str | None]
@@ -36,18 +33,17 @@ def _flag(optional: bool = False) -> Mapping[str, Check]:
     return {"check": lambda v: None if any(v is a for a in allowed) else expected}
 
 
-def _check_count(value: object) -> str | None:
-    fine = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    return None if fine else "a whole number of buckets, 1 or more"
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
 def _check_seconds(value: object) -> str | None:
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-    return None if fine else "a number of seconds above 0"
+    fine = _is_number(value) and value >= 0  # type: ignore[operator]
+    return None if fine else "a number of seconds, or 0 for no guard"
 
 
 def _check_gb(value: object) -> str | None:
-    fine = value is None or (_check_seconds(value) is None and isfinite(value))  # type: ignore[arg-type]
+    fine = value is None or (_is_number(value) and value > 0)  # type: ignore[operator]
     return None if fine else "1e9 bytes, a number above 0, or None"
 
 
@@ -69,8 +65,25 @@ def _check_buckets(value: object) -> str | None:
     return None
 
 
-_OF_AUTO = ("cluster", "memory_budget_gb", "planner")
-_OF_MANUAL = ("buckets", "max_inflight_gathers", "max_pending_reduces")
+_OF_AUTO = ("cluster", "memory_budget_gb")
+_OF_MANUAL = ("buckets",)
+
+_WRAP = "is an argument of simple_fsdp(model, mesh, ...)"
+_AUTO = "bucketing='auto' plans it, within memory_budget_gb"
+# What is no option, and what to use instead: options there were, and habits of FSDP2.
+_INSTEAD = {
+    "planner": "leave it out; `simplefsdp inspect --compare greedy` prices the published rule",
+    "max_inflight_gathers": _AUTO,
+    "max_pending_reduces": _AUTO,
+    "layout": "leave it out: the members of a bucket travel in one coalesced call",
+    "on_error": "leave it out; bucketing='none' compiles without the passes",
+    "rank_guard": "rank_guard_timeout_s=0 turns the guard off",
+    "reshard_after_forward": _WRAP,
+    "mp_policy": _WRAP,
+    "mesh": _WRAP,
+    "mode": _WRAP,
+    "offload_policy": "shards stay on the device; there is no offloading",
+}
 
 
 @dataclass(frozen=True)
@@ -95,18 +108,9 @@ class Options:
             full and reduced, in forward and in backward. Parameter shards, optimizer state, and
             gradients of earlier batches that are accumulated come on top. None: what ``"manual"``
             takes, or nine tenths of the device less the first two (fp32, AdamW), if that is less.
-        planner: of ``"auto"``: ``"search"``, or ``"greedy"``, the published rule, to compare with.
         reorder: move collectives to where compute hides them, which ``"auto"`` always does. None:
             unless bucketing is "none".
             With ``bucketing="none"`` the collectives of a bucket move together, unmerged.
-        layout: how the members of a bucket travel, see :mod:`inductor_passes.layouts`. The default
-            is what is faster with gloo; with NCCL it has not been measured. ``"auto"`` plans for
-            ``"coalesced"``: the copies of ``"flat"``, and their memory, come on top.
-        max_inflight_gathers: buckets being gathered at a time, the one that compute waits for
-            included. More hides more, and holds more full parameters. ``"auto"`` chooses it bucket
-            by bucket.
-        max_pending_reduces: buckets of full gradients whose reduce is under way at a time, beside
-            the one being computed; likewise.
         separate_reduce_group: reduce on a second communicator, so that gathers and reduces run
             side by side. With NCCL it costs GPU memory, and the two share the links.
         executor: ``"inductor"`` generates code for the whole graph. ``"regions"`` does so for one
@@ -114,14 +118,11 @@ class Options:
             collectives start and are waited for between layers only. (A graph whose sizes are
             symbols is compiled whole.) ``"aot_eager"`` runs the forward and backward graphs op by
             op, which compiles in seconds and serves debugging.
-        on_error: what to do if a pass fails: ``"raise"``, or ``"fallback"``, which compiles the
-            graph without it and warns. The passes are tried on a copy before each compilation,
-            and the rank guard makes sure that they fail on all ranks or on none.
-        rank_guard: compare, before a graph is compiled, what the ranks are about to communicate,
-            through the process group's store, and raise on a difference instead of hanging. With
-            ``"auto"`` the lowest rank plans for all; without the guard each plans for itself, and
-            must not have other batches than the rest.
-        rank_guard_timeout_s: how long a rank waits for the others to get there.
+        rank_guard_timeout_s: before a graph is compiled, the ranks compare what they are about to
+            communicate, through the process group's store, and raise on a difference instead of
+            hanging. This is how long a rank waits for the others. 0: they do not compare; with
+            ``"auto"`` each rank then plans for itself, and must not have other batches than the
+            rest.
     """
 
     bucketing: Bucketing = field(default="auto", metadata=_one_of(Bucketing))
@@ -132,15 +133,9 @@ class Options:
         default=None, metadata={"check": _check_cluster}
     )
     memory_budget_gb: float | None = field(default=None, metadata={"check": _check_gb})
-    planner: Planner = field(default="search", metadata=_one_of(Planner))
     reorder: bool | None = field(default=None, metadata=_flag(optional=True))
-    layout: Layout = field(default="coalesced", metadata=_one_of(Layout))
-    max_inflight_gathers: int = field(default=2, metadata={"check": _check_count})
-    max_pending_reduces: int = field(default=2, metadata={"check": _check_count})
     separate_reduce_group: bool = field(default=False, metadata=_flag())
     executor: Executor = field(default="inductor", metadata=_one_of(Executor))
-    on_error: OnError = field(default="raise", metadata=_one_of(OnError))
-    rank_guard: bool = field(default=True, metadata=_flag())
     rank_guard_timeout_s: float = field(default=TIMEOUT_S, metadata={"check": _check_seconds})
 
     @property
@@ -163,15 +158,21 @@ def parse_options(options: Mapping[str, object] | None) -> Options:
     checks = {f.name: f.metadata["check"] for f in fields(Options)}
     for key, value in options.items():
         if key not in checks:
-            close = difflib.get_close_matches(str(key), checks, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(
-                f"options: unknown key {key!r}{hint} (valid keys: {', '.join(sorted(checks))})"
+                f"options: unknown key {key!r}{_hint(str(key), checks)} (valid keys: "
+                f"{', '.join(sorted(checks))})"
             )
         expected = checks[key](value)
         if expected is not None:
             raise ValueError(f"options[{key!r}]: expected {expected}, got {value!r}")
     return _consistent(Options(**options))  # type: ignore[arg-type]
+
+
+def _hint(key: str, valid: Iterable[str]) -> str:
+    if key in _INSTEAD:
+        return f": {_INSTEAD[key]}"
+    close = difflib.get_close_matches(key, valid, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _consistent(options: Options) -> Options:
@@ -189,10 +190,5 @@ def _consistent(options: Options) -> Options:
         raise ValueError(
             "options['reorder']: bucketing='auto' plans when each bucket starts, so it cannot be "
             "False; leave it out, or choose bucketing='manual'"
-        )
-    if options.memory_budget_gb is not None and options.layout == "flat":
-        raise ValueError(
-            "options['memory_budget_gb']: the planner does not count the copies of layout='flat'; "
-            "leave one of the two out"
         )
     return options

@@ -61,8 +61,8 @@ def plan_for_all(
     """The buckets of a graph, the same on all ranks in portable names.
 
     A plan that was made before for a graph that communicates the same stands: one rank may compile
-    again for another batch size, and the others, who do not, go on with theirs. So does a failure
-    that leads to a fallback. Another failure does not: the user may try again.
+    again for another batch size, and the others, who do not, go on with theirs. A failure does
+    not stand: the user may try again.
 
     Args:
         reading: the graph.
@@ -95,7 +95,7 @@ def plan_for_all(
         subject = [f"grad {grad}, settings {of_settings}", *communicated(reading.program)]
         text = decided(f"the plan of the {part} graph", subject, ranks, decide, timeout_s)
         decision = _from_text(text)
-        if not isinstance(decision.planned, Exception) or settings.on_error == "fallback":
+        if not isinstance(decision.planned, Exception):
             known[key] = decision
     if mine is not None:
         return Choice(mine, decision.number)

@@ -266,10 +266,10 @@ def _few(ranks: Sequence[int]) -> str:
 
 def _difference(what: str, pair: tuple[int, int], texts: Sequence[Sequence[str]]) -> str:
     lines = itertools.zip_longest(*texts, fillvalue="(nothing more)")
-    number, (one, other) = next((i, ab) for i, ab in enumerate(lines, 1) if ab[0] != ab[1])
+    one, other = next(two for two in lines if two[0] != two[1])
     return (
-        f"{what} is not the same on all ranks, and would hang. The first difference, in line "
-        f"{number}: rank {pair[0]} has {one!r}, rank {pair[1]} has {other!r}. Build the same "
+        f"{what} is not the same on all ranks, and would hang. The first difference: rank "
+        f"{pair[0]} has {one!r}, rank {pair[1]} has {other!r}. Build the same "
         "model with the same options on every rank, and let no branch depend on the rank or on "
         "local data"
     )

@@ -13,7 +13,7 @@ _ALL = (
     "call backward for each, then optimizer.step()"
 )
 _RESHARD = "pass reshard_after_forward to simple_fsdp"
-_PREFETCH = "the compiler orders gathers, see the options bucketing and max_inflight_gathers"
+_PREFETCH = "the compiler orders gathers: bucketing='auto' chooses how far ahead each starts"
 _UNSHARDED = "use `with simplefsdp.unsharded(model):`"
 _SCALE = "gradients are averaged over all data-parallel ranks; scale the loss"
 

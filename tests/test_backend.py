@@ -31,8 +31,9 @@ EAGER = {"executor": "aot_eager"}
 def test_options():
     assert parse_options(None) == parse_options({}) == Options()
     assert parse_options({"executor": "aot_eager"}).executor == "aot_eager"
-    with pytest.raises(ValueError, match=r"unknown key 'layuot'; did you mean 'layout'\? \(valid"):
-        parse_options({"layuot": "flat"})
+    message = r"unknown key 'excutor'; did you mean 'executor'\? \(valid"
+    with pytest.raises(ValueError, match=message):
+        parse_options({"excutor": "aot_eager"})
     with pytest.raises(ValueError, match=r"options\['executor'\]: expected one of 'inductor', "):
         parse_options({"executor": "eager"})
     with pytest.raises(TypeError, match="options: expected a dict, got str"):
@@ -261,10 +262,6 @@ def test_a_budget_that_nothing_meets_says_which_graph_and_how_much(fake_mesh):
     compiled = torch.compile(model, backend="simplefsdp", options=options)
     with pytest.raises(ValueError, match=r"forward graph: memory budget: no schedule"):
         compiled(torch.ones(8, 64))
-    options["on_error"] = "fallback"
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="simplefsdp", options=options)
-    assert compiled(torch.ones(8, 64)).shape == (8, 64)
 
 
 def test_two_models_two_options_in_one_process(fake_mesh):
@@ -326,11 +323,13 @@ def test_second_process_starts_warm(tmp_path: Path):
     [
         ({"bucketing": "manual", "cluster": "h100"}, "'cluster'.*no meaning.*bucketing='auto'"),
         ({"bucketing": "none", "memory_budget_gb": 1.0}, "'memory_budget_gb'.*bucketing='none'"),
-        ({"bucketing": "manual", "planner": "greedy"}, "'planner'.*bucketing='manual'"),
+        ({"planner": "greedy"}, "unknown key 'planner': leave it out; `simplefsdp inspect"),
+        ({"rank_guard": False}, "'rank_guard': rank_guard_timeout_s=0 turns"),
+        ({"reshard_after_forward": True}, r"is an argument of simple_fsdp\(model, mesh"),
+        ({"rank_guard_timeout_s": -1}, "a number of seconds, or 0 for no guard"),
         ({"buckets": ["*"]}, "'buckets'.*bucketing='auto'.*'manual'"),
         ({"reorder": False}, "'reorder'.*bucketing='auto' plans when"),
-        ({"memory_budget_gb": 1.0, "layout": "flat"}, "'memory_budget_gb'.*layout='flat'"),
-        ({"max_inflight_gathers": 3}, "'max_inflight_gathers'.*bucketing='auto'.*'manual'"),
+        ({"max_inflight_gathers": 3}, "'max_inflight_gathers': bucketing='auto' plans it"),
         ({"bucketing": "auto", "cluster": "h10"}, "h100.*JSON"),
         ({"bucketing": "auto", "memory_budget_gb": -1}, "1e9 bytes, a number above 0"),
     ],

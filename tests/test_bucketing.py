@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from zoo import Small, Zoo, batch, loss_of
 
+from inductor_passes.order import OverlapPolicy
+from inductor_passes.rehearsal import Settings
 from simplefsdp import simple_fsdp
+from simplefsdp.backend import simplefsdp as simplefsdp_backend
 
 STARTS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
@@ -30,11 +35,25 @@ def launches(run, tokens, targets) -> Counter[str]:
     return Counter({name: n for name, n in found.items() if name in STARTS})
 
 
+def flat(settings: Settings) -> Settings:
+    return replace(settings, layout="flat")
+
+
+def one_at_a_time(settings: Settings) -> Settings:
+    return replace(settings, policy=OverlapPolicy(max_inflight_gathers=1))
+
+
+def five_at_a_time(settings: Settings) -> Settings:
+    return replace(settings, policy=OverlapPolicy(max_inflight_gathers=5))
+
+
 def train(model: nn.Module, options: dict, steps: int = 2):
     """Losses, then gradients of the last step as they are on this rank, and launches per step."""
-    model = copy.deepcopy(model)
+    model, options = copy.deepcopy(model), dict(options)
     torch._dynamo.reset()
-    run = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
+    adjust = options.pop("adjust", None)
+    backend = functools.partial(simplefsdp_backend, options=options, adjust=adjust)
+    run = torch.compile(model, backend=backend, fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -61,21 +80,21 @@ def compare_with_none(mode, precision, variants, build):
         assert got == alone if fewer == 1 else got.total() < alone.total() / fewer, (options, got)
         # Gloo sums the segments of a buffer in turns, so in a flat buffer of more than two ranks
         # an element may be summed in another order; elsewhere every bit is the same.
-        bound = 1e-6 if options.get("layout") == "flat" and dist.get_world_size() > 2 else 0.0
+        bound = 1e-6 if options.get("adjust") is flat and dist.get_world_size() > 2 else 0.0
         assert got_losses == pytest.approx(losses, rel=bound, abs=0.0), options
         for one, other in zip(got_gradients, gradients, strict=True):
             assert torch.equal(one, other) or relative_error(one, other, 1e-3) < bound, options
 
 
 MANUAL = {"bucketing": "manual"}
-FLAT = {**MANUAL, "layout": "flat"}
+FLAT = {**MANUAL, "adjust": flat}
 AUTO = {"bucketing": "auto", "memory_budget_gb": 1.0}
 VARIANTS = [
     MANUAL,
-    {"bucketing": "auto", "layout": "flat", "cluster": "h100"},
+    {"bucketing": "auto", "adjust": flat, "cluster": "h100"},
     {**MANUAL, "reorder": False, "separate_reduce_group": True},
-    {**MANUAL, "max_inflight_gathers": 1, "buckets": ["blocks.1", ["embed", "frozen"]]},
-    {"bucketing": "none", "reorder": True, "max_inflight_gathers": 5},
+    {**MANUAL, "adjust": one_at_a_time, "buckets": ["blocks.1", ["embed", "frozen"]]},
+    {"bucketing": "none", "reorder": True, "adjust": five_at_a_time},
 ]
 
 

@@ -1,4 +1,4 @@
-"""What fails a compilation, what leads to a fallback, and what is only said."""
+"""What fails a compilation, and what is only said."""
 
 from __future__ import annotations
 
@@ -40,24 +40,18 @@ def failing(*args, **kwargs):
 @pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
 def test_a_graph_that_cannot_be_read(step, monkeypatch, bucketing):
     monkeypatch.setattr(fx, "read", failing)
-    buckets, log = step(bucketing=bucketing, on_error="fallback")
-    assert buckets == []
-    assert "forward graph: compiled without the passes: cannot be read" in log
-    assert "backward graph: compiled without the passes: cannot be read" in log
     with pytest.raises(PassError, match="forward graph: cannot be read"):
         step(bucketing=bucketing)
 
 
-@pytest.mark.parametrize("on_error", ["raise", "fallback"])
 @pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
-def test_a_prediction_that_fails_decides_nothing(step, monkeypatch, bucketing, on_error):
+def test_a_prediction_that_fails_decides_nothing(step, monkeypatch, bucketing):
     """Of the log line; a planner's own simulations are not its."""
-    expected, _ = step(bucketing=bucketing, on_error=on_error)
+    expected, _ = step(bucketing=bucketing)
     monkeypatch.setattr(rehearsal, "simulate", failing)
-    buckets, log = step(bucketing=bucketing, on_error=on_error)
+    buckets, log = step(bucketing=bucketing)
     assert buckets == expected and len(buckets) == 2
     assert ("the log cannot describe all of it" in log) == (bucketing != "none")
-    assert "without the passes" not in log
 
 
 def test_a_log_line_that_fails(step, monkeypatch):

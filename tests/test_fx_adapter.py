@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -592,25 +591,3 @@ def test_a_failing_pass_says_which(monkeypatch, failure, message):
     graph = trace(forward)
     with pytest.raises(PassError, match=message):
         bucket_and_reorder(graph, Settings(by_twos(read(graph))), ours)
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_fallback_leaves_the_graph_as_it_was(monkeypatch, caplog, failure):
-    monkeypatch.setattr(passes, "write_buckets", failure)
-    graph = trace(forward)
-    nodes = [(n, n.args, n.kwargs, dict(n.meta), list(n.users)) for n in graph.nodes]
-    with caplog.at_level(logging.WARNING, logger="simplefsdp"):
-        settings = Settings(by_twos(read(graph)), on_error="fallback")
-        bucket_and_reorder(graph, settings, ours)
-    assert [(n, n.args, n.kwargs, dict(n.meta), list(n.users)) for n in graph.nodes] == nodes
-    (record,) = [record for record in caplog.records if record.name == "simplefsdp"]
-    assert record.levelno == logging.WARNING
-    assert "bucket_and_reorder failed, the graph is compiled without it" in record.getMessage()
-
-
-def test_fallback_that_does_not_fail_does_the_work(graph):
-    graph, fqn_of = graph
-    other = copied(graph)
-    for on_error, g in (("raise", graph), ("fallback", other)):
-        bucket_and_reorder(g, Settings(by_twos(read(g, fqn_of)), on_error=on_error), fqn_of)
-    assert read(graph, fqn_of) == read(other, fqn_of)

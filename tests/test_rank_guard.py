@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from inductor_passes import passes
-from simplefsdp import simple_fsdp
+from simplefsdp import plans, simple_fsdp
 from simplefsdp.rank_guard import RankMismatchError, agree
 
 OPTIONS = {"executor": "aot_eager", "rank_guard_timeout_s": 5}
@@ -92,7 +91,7 @@ def another_order_of_use():
 def a_pass_fails_on_one_rank():
     torch._dynamo.reset()
     model = simple_fsdp(Swapped(False), mesh())
-    options = {**OPTIONS, "bucketing": "manual", "on_error": "fallback"}
+    options = {**OPTIONS, "bucketing": "manual"}
     compiled = torch.compile(model, backend="simplefsdp", options=options)
 
     def fail(*args):
@@ -100,7 +99,7 @@ def a_pass_fails_on_one_rank():
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(passes, "write_buckets", fail)
+            patch.setattr(plans, "choose", fail)
         return error_of(lambda: compiled(torch.ones(2, 4)))
 
 
@@ -139,7 +138,7 @@ def same_but_another_batch(executor, bucketing):
 def test_ranks_that_differ_raise(pools, body, says):
     for text in pools(2).run(body):
         assert "is not the same on all ranks" in text, text
-        assert "The first difference, in line" in text and says in text
+        assert "The first difference: rank 0 has" in text and says in text
 
 
 def test_a_rank_that_waits_in_vain_says_for_whom_and_nobody_goes_on_alone(pools):
