@@ -1,4 +1,4 @@
-"""The bar chart of the README, as SVG, from the results of ``step.py``.
+"""The bar chart of RESULTS.md, as SVG, from the results of ``step.py``.
 
     python benchmarks/figure.py --out benchmarks/results/step.svg default latency_bound bf16
 

@@ -1,4 +1,4 @@
-"""What a run says: a table for people, JSON for the figure and the README."""
+"""What a run says: a table for people, JSON for the figure and RESULTS.md."""
 
 from __future__ import annotations
 

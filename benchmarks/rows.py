@@ -1,4 +1,4 @@
-"""The rows of the benchmark: a model, a batch, a wire; and the grid that the README shows."""
+"""The rows of the benchmark: a model, a batch, a wire; and the grid that RESULTS.md shows."""
 
 from __future__ import annotations
 

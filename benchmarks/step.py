@@ -34,7 +34,7 @@ class Options:
     """Row of the grid to start from; the options below change it."""
     setting: Annotated[Row, "the model and the wire"] = field(default_factory=Row)
     variants: tuple[str, ...] = ()
-    """Which variants to run. Default: the ten of the README. `floor` and `none` always run: the
+    """Which variants to run. Default: the ten of RESULTS.md. `floor` and `none` always run: the
     wire is calibrated by them. See variants.py for more names."""
     rounds: int = 11
     """Timed rounds; each steps every variant once."""

@@ -259,7 +259,7 @@ def _cells(v: dict[str, Any]) -> list[str]:
 
 
 def _result_path(options: Options) -> Path | None:
-    """The given path; the README's file for a run that is fit for it; else none."""
+    """The given path; the committed file for a run that is fit for it; else none."""
     usual = Options()
     rounds = min(options.rounds, usual.rounds)
     kept = replace(options, json=None, time_limit_s=usual.time_limit_s, rounds=rounds)

@@ -1,8 +1,21 @@
 """Passes over TorchInductor's IR that bucket and reorder collectives.
 
-The core works on :class:`~inductor_passes.program.Program` and does not import torch: ``program``,
-``text``, ``cost``, ``simulate``, ``buckets``, ``merge``, ``order``. The adapters read and write
-torch's graphs: ``fx``, ``scheduler``, and ``passes``, which holds what the compiler calls.
+The core works on :class:`~inductor_passes.program.Program` and does not import torch. Read the code
+in this order:
 
+1. ``program`` and ``text``: ops, buffers, collectives, and their rules; printed and parsed.
+2. ``buckets``, ``merge``, ``order``: which collectives go together, as one, and when each starts.
+3. ``cost``, ``cluster``, ``links``, ``presets``, ``cluster_file``: what a machine is, and what an
+   op costs on it; ``simulate`` a timeline of a program, with its memory; ``bound`` a time that no
+   plan beats; ``fusion`` which bytes reach memory.
+4. ``auto``, the planner, and what it is made of; ``greedy``, the published rule; ``keep``, which
+   parameters to keep from forward to backward.
+5. The adapters: ``fx`` and ``layouts`` read and write FX graphs, ``scheduler`` Inductor's nodes,
+   ``roofline``, ``loops`` and ``attention`` tell what a node computes.
+6. ``rehearsal`` says what the passes will do to a graph, ``passes`` is what the compiler calls,
+   ``verify`` what a pass must leave alone. ``regional``, ``regions``, ``straight_line`` and
+   ``units`` compile layers that are alike once.
+
+``_torch`` holds every private part of PyTorch; ``tests/test_passes_contract.py`` is its contract.
 This package knows nothing of ``simplefsdp``, which imports it.
 """

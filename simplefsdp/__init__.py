@@ -4,6 +4,23 @@ Wrap once, compile, train::
 
     model = simple_fsdp(model, mesh)
     model = torch.compile(model, backend="simplefsdp")
+
+Read the code in this order:
+
+1. The wrap. ``wrap`` and ``placement`` make parameters shards; ``parametrization`` makes reading
+   one a gather, and ``gather`` is that gather with its backward, the reduce. ``init_flow``,
+   ``unsharded``, ``slots``, ``outside``, ``after_wrap`` and ``refused`` make FSDP2's habits work
+   outside of forward, or refuse them by name.
+2. The compiler's backend. ``options`` are the user's; ``backend`` checks a Dynamo graph and asks
+   the ranks to agree on it (``rank_guard``); ``dedupe`` leaves one gather per parameter,
+   ``recompute`` and ``reshard`` say which are made again in backward; ``compilation`` plans each
+   graph (``plans``: one rank for all), logs it (``census``), and calls the passes of
+   ``inductor_passes``.
+3. Steps that are not run. ``trace`` makes the graphs of a step without memory, ``alike`` and
+   ``deepen`` those of a deep model from a shallow one's; ``prediction`` prices them.
+4. ``inspection``, ``models``, ``train``, ``calibrate`` and ``cli``, which nothing above imports.
+
+``_torch`` holds every private part of PyTorch; ``tests/test_torch_contract.py`` is its contract.
 """
 
 from simplefsdp import _torch

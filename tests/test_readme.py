@@ -1,4 +1,4 @@
-"""The README's Python, run as one script by torchrun on two ranks."""
+"""What the README shows is run as it stands there; the tables of RESULTS.md are the results'."""
 
 from __future__ import annotations
 
@@ -7,22 +7,101 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import results_tables  # noqa: E402
+
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def test_python_of_the_readme_runs(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 6  # wrap, compile, train, checkpoint, resume
-    script = tmp_path / "readme.py"
-    tail = "dist.destroy_process_group()\n"
-    script.write_text("\n".join(blocks).replace('"inductor"', '"aot_eager"') + tail)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(script)],
-        cwd=tmp_path,
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", README, re.DOTALL)
+
+
+def run(folder: Path, code: str, *arguments: str) -> str:
+    script = folder / "readme.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, *arguments, str(script)],
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert (tmp_path / "checkpoint" / ".metadata").exists()
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_python_of_the_readme_runs(tmp_path):
+    train, resume = blocks("python")
+    (plain,) = blocks("python plain")
+    train = train.replace('"auto"}', '"auto", "executor": "aot_eager"}')
+    assert "aot_eager" in train
+    printed = run(tmp_path, train, *LAUNCHER, "2")
+    first, *_, last = [float(x) for x in re.findall(r"loss ([\d.]+), norm [\d.]+", printed)]
+    assert last < first
+
+    made, *_ = train.partition("for step in")
+    moments = "optimizer.state_dict()['state'][0]['exp_avg'].full_tensor()"
+    values = f"{moments}.abs().sum().item(), model[0].weight.full_tensor().sum().item()"
+    show = f"values = {values}\nif dist.get_rank() == 0: print(*values)\n"
+    end = "dist.destroy_process_group()\n"
+    at_the_end = train.replace(end, show + end)
+    before = run(tmp_path, at_the_end, *LAUNCHER, "2").splitlines()[-1]
+    after = run(tmp_path, made + resume + show + end, *LAUNCHER, "2").splitlines()[-1]
+    assert before == after
+
+    imports = "import torch.distributed.checkpoint as dcp\nfrom torch import nn\n"
+    loaded = run(tmp_path, imports + plain + "print(plain[0].weight.sum().item())")
+    assert float(loaded) == pytest.approx(float(before.split()[1]), abs=1e-4)
+
+
+PRELUDE = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module
+)
+from simplefsdp import simple_fsdp
+device = "cpu"
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+hybrid = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+hybrid.load_state_dict(model.state_dict())
+"""
+COMPARE = """
+x = torch.ones(2, 8)
+torch.testing.assert_close(model(x), hybrid(x))
+for part in (hybrid, model):
+    options = {"executor": "aot_eager"}
+    torch.compile(part, backend="simplefsdp", options=options)(x).sum().backward()
+    assert all(p.grad is not None and p.grad.placements == p.placements for p in part.parameters())
+assert {p.placements for p in hybrid.parameters()} == {(Replicate(), Shard(0))}
+assert model[2].weight.device_mesh.mesh_dim_names == ("tp", "dp")
+assert model[2].weight.placements == (Shard(1), Shard(0))
+print("fine")
+dist.destroy_process_group()
+"""
+
+
+def test_hybrid_and_tensor_parallel(tmp_path):
+    (code,) = blocks("python four")
+    printed = run(tmp_path, PRELUDE + code + COMPARE, *LAUNCHER, "4")
+    assert printed.count("fine") == 4
+
+
+def test_it_is_of_one_sitting():
+    assert len(README.encode()) <= 10_000
+
+
+def test_tables_of_results_are_those_of_the_files():
+    path = ROOT / "benchmarks" / "RESULTS.md"
+    assert results_tables.rewritten(path.read_text()) == path.read_text()
+    assert len(results_tables.MARKED.findall(path.read_text())) == 4

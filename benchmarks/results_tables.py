@@ -1,8 +1,9 @@
-"""The tables of the README, as Markdown, from the results of ``step.py`` and ``scale.py``.
+"""The tables of ``RESULTS.md``, from the results of ``step.py`` and ``scale.py``.
 
-    python benchmarks/readme_table.py default long_sequence
-    python benchmarks/readme_table.py --summary
-    python benchmarks/readme_table.py --scale
+    python benchmarks/results_tables.py                # write them all anew into RESULTS.md
+    python benchmarks/results_tables.py default        # print one: a row of step.py,
+    python benchmarks/results_tables.py --summary      # all rows,
+    python benchmarks/results_tables.py --scale        # or the clusters of scale.py
 
 Nothing is computed here but ratios and MiB.
 """
@@ -10,6 +11,7 @@ Nothing is computed here but ratios and MiB.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -115,16 +117,38 @@ def _scale_cell(v: dict[str, Any] | None) -> str:
     return f"{v['to_bound']:.3f}, {v['exposed_ms']:.0f}, {v['peak_gb']:.1f}{too_much}"
 
 
+def shown(name: str) -> str:
+    """A table, and for a row of ``step.py`` where it was measured.
+
+    Args:
+        name: a row that has a result, ``"--summary"`` or ``"--scale"``.
+    """
+    if name == "--summary":
+        return summary()
+    if name == "--scale":
+        return scale()
+    result = json.loads((RESULTS / f"step_{name}.json").read_text())
+    environment = result["environment"]
+    return f"torch {environment['torch']}, {environment['cpu']}:\n\n{table(result)}"
+
+
+MARKED = re.compile(
+    r"(<!-- python benchmarks/results_tables\.py (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
+
+
+def rewritten(text: str) -> str:
+    """``text`` with each marked table made anew."""
+    return MARKED.sub(lambda m: f"{m[1]}\n{shown(m[2])}\n\n{m[3]}", text)
+
+
 def main() -> None:
-    """Print the table of each row named on the command line, or one of the others."""
-    if sys.argv[1:] in (["--summary"], ["--scale"]):
-        print(summary() if sys.argv[1] == "--summary" else scale())
-        return
+    """Print the tables named on the command line; with none, write all into RESULTS.md."""
     for name in sys.argv[1:]:
-        result = json.loads((RESULTS / f"step_{name}.json").read_text())
-        environment = result["environment"]
-        print(f"**{name}**: torch {environment['torch']}, {environment['cpu']}\n")
-        print(table(result) + "\n")
+        print(shown(name) + "\n")
+    if not sys.argv[1:]:
+        path = RESULTS.parent / "RESULTS.md"
+        path.write_text(rewritten(path.read_text()))
 
 
 if __name__ == "__main__":
