@@ -256,7 +256,7 @@ def identity(settings: Settings | None) -> str:
 def sources() -> str:
     """A hash of the sources of this package and of the passes."""
     packages = [Path(__file__).parent, Path(inductor_passes.__file__).parent]
-    return _torch.hash_of_files(sorted(str(f) for path in packages for f in path.glob("*.py")))
+    return _torch.hash_of_files(sorted(str(f) for path in packages for f in path.rglob("*.py")))
 
 
 def say(message: str, *args: object) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from simplefsdp import _torch, reading, recurrent
+from simplefsdp._torch import backends, tensors
 from simplefsdp.rank_guard import RankMismatchError
 
 
@@ -274,7 +275,7 @@ def test_what_torch_does_to_collectives_by_default():
         "spmd_check",
     }
     assert on - serve == simple, "torch has another pass of collectives that is on by default"
-    assert {family + name for name in simple} <= _torch._ORDER_STAYS.keys()
+    assert {family + name for name in simple} <= backends._ORDER_STAYS.keys()
     if simple:
         assert "comms.simple_overlap(" in inspect.getsource(scheduler)
         assert callable(comms.simple_overlap)
@@ -436,14 +437,14 @@ def test_an_operator_of_dtensors_can_be_handled(fake_mesh):
         seen.append(type(args[0]))
         return _torch.default_dtensor_op(op, args, kwargs)
 
-    before = _torch._dtensor_handlers().pop(op, None)
+    before = tensors._dtensor_handlers().pop(op, None)
     value = distribute_tensor(torch.zeros(4, 2), fake_mesh(2), [Shard(0)], src_data_rank=None)
     try:
         _torch.handle_dtensor_op(op, handler)
         nn.init.normal_(value)
         value.data.normal_()
     finally:
-        _torch._dtensor_handlers().pop(op)
+        tensors._dtensor_handlers().pop(op)
         if before is not None:
             _torch.handle_dtensor_op(op, before)
     assert seen == [DTensor, DTensor]

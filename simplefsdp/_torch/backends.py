@@ -1,0 +1,255 @@
+"""AOTAutograd and Inductor: a Dynamo graph to code, with our passes on the way."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph, GraphModule
+
+CompiledFunction = Callable[..., Any]
+
+GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
+
+GraphPass = Callable[[Graph], None]
+
+
+def compile_with_inductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    observe: Callable[[GraphModule, bool], CompiledFunction | None],
+    joint_pass: GraphPass,
+    graph_pass: GraphPass | None,
+    scheduler_pass: Callable[[list[Any]], list[Any]] | None,
+    lowering: Callable[[], AbstractContextManager[None]],
+    uuid: Callable[[], str],
+) -> CompiledFunction:
+    """Compile ``gm`` with Inductor, its settings patched for this compilation only.
+
+    Args:
+        gm: the Dynamo graph; owned by the callee.
+        example_inputs: its (fake) inputs.
+        observe: called with each graph before it is lowered, and whether it is the backward;
+            called when the compiled code comes from a cache, too. If it gives a function, that is
+            the compiled graph, and none of the passes below, nor Inductor, sees it.
+        joint_pass: mutates the joint graph before it is partitioned.
+        graph_pass: mutates the forward and the backward graph just before they are lowered.
+        scheduler_pass: permutes Inductor's scheduler nodes, last of all. Its pickle becomes part
+            of the FX-graph cache's key.
+        lowering: makes a context that each graph is lowered in.
+        uuid: identifies the other passes and all they depend on, for that key; asked for when
+            a graph has been observed.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with config.patch(users):
+            compiled = observe(graph, bool(kwargs.get("is_backward", False)))
+        if compiled is not None:
+            return compiled
+        with _stable_mesh_hashes(inputs), lowering():
+            return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
+
+    patches = _after_the_users("joint_custom_post_pass", joint_pass, uuid) | _ORDER_STAYS
+    if graph_pass is not None:
+        patches |= _after_the_users("post_grad_custom_post_pass", graph_pass, uuid)
+        patches |= _TORCH_BUCKETING_OFF
+    if scheduler_pass is not None:
+        patches |= _scheduler_patches(scheduler_pass)
+    known = config.get_config_copy()
+    patches = {key: value for key, value in patches.items() if key in known}
+    users = {key: getattr(config, key) for key in patches}
+    # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
+    # is the one that saves the minutes of code generation.
+    with functorch_config.patch(enable_autograd_cache=False):
+        compiled = compile_fx(
+            gm, example_inputs, inner_compile=inner_compile, config_patches=patches
+        )
+    return cast(CompiledFunction, compiled)
+
+
+# On by default since 2.14 and the last of all: it launches earlier and waits later than planned.
+# What is to run as it stands in the graph (``bucketing="none"``) is not to be moved either.
+_ORDER_STAYS = {"aten_distributed_optimizations.enable_simple_overlap": False}
+
+# Torch's own passes come after ours, and would bucket again what is bucketed.
+_TORCH_BUCKETING_OFF = {
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+}
+
+
+def _scheduler_patches(scheduler_pass: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
+    from torch._inductor import config
+
+    patches = {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": [scheduler_pass],
+        # 2.12 compares the graphs of all ranks by a collective while it compiles, if a pass like
+        # this is set: a rank that finds its code in the cache would never come to it.
+        "aten_distributed_optimizations.spmd_check": False,
+    }
+    if config.deterministic:
+        # The scheduler then skips our pass; the order of the FX graph must stand.
+        patches["reorder_for_peak_memory"] = False
+    return patches
+
+
+@contextmanager
+def _stable_mesh_hashes(inputs: Sequence[Any]) -> Iterator[None]:
+    """Keep the FX-graph cache warm across processes.
+
+    Since 2.12 the meshes of DTensors are inputs of a graph, and the cache's key is a pickle that
+    holds ``DeviceMesh._hash``: Python's hash of strings and None, another one in every process. A
+    mesh holds others: the one it was cut from, and those that were flattened from that one.
+    """
+    left = [getattr(value, "real_obj", value) for value in inputs]
+    meshes: dict[int, DeviceMesh] = {}
+    while left:
+        mesh = left.pop()
+        if isinstance(mesh, dict):
+            left += mesh.values()
+        elif isinstance(mesh, DeviceMesh) and id(mesh) not in meshes:
+            meshes[id(mesh)] = mesh
+            left += vars(mesh).values()
+    before = {key: getattr(mesh, "_hash", None) for key, mesh in meshes.items()}
+    for mesh in meshes.values():
+        text = repr((mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names))
+        mesh._hash = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    try:
+        yield
+    finally:
+        for key, mesh in meshes.items():
+            mesh._hash = before[key]
+
+
+def _after_the_users(name: str, function: GraphPass, identity: Callable[[], str]) -> dict[str, Any]:
+    """The setting that makes ``function`` a pass of Inductor's, which its caches can key on.
+
+    It runs after the pass that the user has set under the same name, if there is one.
+    """
+    from torch._inductor import config, custom_graph_pass
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    users = getattr(config, name)
+    in_turn = users if isinstance(users, (list, tuple)) else [users] if users is not None else []
+
+    class _Pass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> Any:
+            return identity()
+
+    if not in_turn:
+        return {name: _Pass()}
+    if hasattr(custom_graph_pass, "get_custom_graph_passes"):  # since 2.13
+        return {name: [*in_turn, _Pass()]}
+    (first,) = in_turn
+
+    class _Both(_Pass):
+        def __call__(self, graph: Graph) -> None:
+            first(graph)
+            function(graph)
+
+        def uuid(self) -> Any:
+            theirs = first.uuid() if isinstance(first, CustomGraphPass) else None
+            # None: a pass that no cache can know goes past the cache, as it does without us.
+            return None if theirs is None else (theirs, identity())
+
+    return {name: _Both()}
+
+
+def compile_with_aot_eager(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    observe: Callable[[GraphModule, bool], None],
+    joint_pass: GraphPass,
+    graph_pass: GraphPass | None,
+    decompose: bool = False,
+) -> CompiledFunction:
+    """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
+
+    Arguments as for :func:`compile_with_inductor`. With ``decompose`` the graphs are made of the
+    ops that Inductor would get.
+    """
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def compiler(is_backward: bool) -> GraphCompiler:
+        def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> CompiledFunction:
+            observe(graph, is_backward)
+            if graph_pass is not None:
+                graph_pass(graph.graph)
+                graph.recompile()
+            return make_boxed_func(graph.forward)  # type: ignore[no-any-return]
+
+        return compile_graph
+
+    def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        joint_pass(joint.graph)
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    decompositions: dict[Any, Any] = {}
+    if decompose:
+        from torch._inductor.decomposition import select_decomp_table
+
+        decompositions = select_decomp_table()
+    backend = aot_autograd(
+        fw_compiler=compiler(False),
+        bw_compiler=compiler(True),
+        partition_fn=partition,
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )
+    return backend(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+def graphs_of(
+    gm: GraphModule, example_inputs: Sequence[Any], joint_pass: GraphPass
+) -> dict[bool, GraphModule]:
+    """The forward (False) and backward (True) graph of ``gm``, of the ops that Inductor would get.
+
+    Nothing runs. The state of no random generator is stashed for what the backward recomputes:
+    torch does that in ways that differ by device, and can fail on the CPU's.
+    """
+    from unittest.mock import patch
+
+    from torch._functorch import config as functorch_config
+    from torch._functorch import partitioners
+
+    graphs: dict[bool, GraphModule] = {}
+
+    def observe(graph: GraphModule, is_backward: bool) -> None:
+        graphs[is_backward] = graph
+
+    with (
+        patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False),
+        functorch_config.patch(force_non_lazy_backward_lowering=True),
+    ):
+        compile_with_aot_eager(
+            gm,
+            example_inputs,
+            observe=observe,
+            joint_pass=joint_pass,
+            graph_pass=None,
+            decompose=True,
+        )
+    return graphs
+
+
+def hash_of_files(files: Sequence[str]) -> str:
+    """Hash of the contents of source files, to key a cache on the code that made its entries."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(tuple(files)).hex()

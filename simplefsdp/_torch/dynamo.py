@@ -1,0 +1,219 @@
+"""What Dynamo traces, where it is, and what it does with errors."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+# Where code is not the user's.
+_OURS = str(Path(__file__).parents[1]) + os.sep
+
+_TORCHS = str(Path(torch.__file__).parent) + os.sep
+
+
+def is_checkpoint_region(node: Node) -> bool:
+    """Whether a Dynamo node calls a body that the user checkpoints (``torch.utils.checkpoint``)."""
+    return node.target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+def sets_grad_mode(node: Node) -> bool:
+    """Whether a Dynamo node enters (``args == (False,)``) or leaves a ``no_grad`` block."""
+    return node.target is torch._C._set_grad_enabled
+
+
+def is_allowed_in_graph(function: Callable[..., Any]) -> bool:
+    """Whether somebody gave a function, or a class, to ``torch.compiler.allow_in_graph``."""
+    from torch._dynamo.trace_rules import is_callable_allowed
+
+    return bool(is_callable_allowed(function))
+
+
+def trace_without(cls: type[torch.Tensor]) -> None:
+    """Let Dynamo leave alone what is done to tensors of ``cls``."""
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
+
+
+def run_as_it_is(function: Callable[..., Any]) -> None:
+    """Let no call of ``function`` become a graph of its own, nor what it calls.
+
+    Where Dynamo cannot take a frame, it goes on with each function that the frame calls. Called
+    from a frame that it can take, ``function`` is traced as ever.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def left_alone_by_dynamo(error: Exception, frame: FrameType) -> Exception:
+    """``error`` as an exception that a backend can raise and its user gets: same type, same words.
+
+    Args:
+        error: the exception.
+        frame: where the part of its traceback begins that the user is to see.
+    """
+    alone: Exception = _left_alone(type(error))(str(error), first_useful_frame=frame)
+    alone.__dict__.update(error.__dict__)
+    return alone
+
+
+def _left_alone(kind: type[Exception]) -> type[Any]:
+    from torch._dynamo.exc import ShortenTraceback
+
+    def __init__(self: Any, message: str, first_useful_frame: FrameType | None = None) -> None:
+        Exception.__init__(self, message)
+        self.first_useful_frame = first_useful_frame
+        self._torch_dynamo_tracer_output = self.frame_exec_strategy = None
+        self.message = message
+
+    # Dynamo adds advice to the arguments, for those who debug it.
+    members = {
+        "__init__": __init__,
+        "__str__": lambda self: self.message,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__reduce__": lambda self: (kind, (self.message,)),
+    }
+    return type(kind.__name__, (ShortenTraceback, kind), members)
+
+
+def breaks_the_graph(error: BaseException) -> bool:
+    """Whether Dynamo makes a graph break of ``error``, raised by a backend: an operator whose
+    output depends on data, say, that AOTAutograd meets.
+
+    It does not where the user allowed a function in the graph, as we allow ``gather``; from here
+    on, for the graph that is being compiled, it does.
+    """
+    from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if not isinstance(error, exceptions_allowed_to_be_fallback):
+        return False
+    InstructionTranslator.current_tx().output.has_user_defined_allowed_in_graph = False
+    return True
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """Why Dynamo ended a graph early, and where: frames outermost first."""
+
+    reason: str
+    stack: tuple[traceback.FrameSummary, ...]
+
+
+def graph_break_of(gm: GraphModule) -> GraphBreak | None:
+    """The graph break that ended this Dynamo graph, or None if it ran to the return."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return GraphBreak(reason.reason, tuple(reason.user_stack))
+
+
+def assigns_data(cut: GraphBreak) -> bool:
+    """Whether a graph broke at ``tensor.data = ...`` of a tensor that was made in it."""
+    return cut.reason.startswith("Failed to mutate tensor data attribute")
+
+
+class CodePlace(NamedTuple):
+    """What a function is known by, whatever Dynamo made of its code."""
+
+    file: str
+    line: int
+    name: str
+
+
+def _place_of(code: CodeType) -> CodePlace:
+    return CodePlace(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def place_being_compiled() -> CodePlace | None:
+    """The function whose graph Dynamo hands to a backend now; None if it does not."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return _place_of(InstructionTranslator.current_tx().f_code)
+    except AttributeError:
+        return None
+
+
+def place_called() -> CodePlace | None:
+    """The outermost of the functions that run compiled, which the user's call began with.
+
+    None if none does: it is being compiled.
+    """
+    from torch._dynamo import convert_frame, eval_frame
+
+    torchs = str(Path(torch.__file__).parent)
+    found: CodePlace | None = None
+    inner: CodePlace | None = None  # the last function on the way out that is not torch's own
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        place = _place_of(frame.f_code)
+        if place.file == convert_frame.__file__:
+            inner = None  # what the compiler has called
+        elif place.file == eval_frame.__file__ and place.name == "compile_wrapper":
+            found = inner
+        elif not place.file.startswith(torchs):
+            inner = place
+        frame = frame.f_back
+    return found
+
+
+def input_name(placeholder: Node) -> str | None:
+    """FQN of a graph input that is a parameter, else its Python expression, or None."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return None
+    name = str(source.name() if callable(source.name) else source.name)
+    # L['self']._modules['fc']._parameters['weight'] is fc.weight to the user.
+    return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", name)) or name
+
+
+def module_path(node: Node) -> str | None:
+    """FQN-like path and class of the innermost module that made ``node``, or None."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    path, cls = list(stack.values())[-1]
+    path = re.sub(r"^L\['\w+'\]\.?(__self__\.?)?", "", path) or "the model"
+    return f"{path} ({getattr(cls, '__name__', cls)})"
+
+
+def line_of(node: Node | None) -> str:
+    """Where the user's code made ``node``: the innermost frame of its trace, if it has one."""
+    trace = node.stack_trace if node is not None else None
+    lines = [line.strip() for line in (trace or "").splitlines()]
+    others = (f'File "{_OURS}', f'File "{_TORCHS}')
+    frames = [i for i, x in enumerate(lines) if x.startswith("File ") and not x.startswith(others)]
+    return f" ({': '.join(lines[frames[-1] : frames[-1] + 2])})" if frames else ""
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to what ``TORCH_TRACE`` collects (tlparse shows it); nothing is made without."""
+    torch._logging._internal.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+    )
+
+
+def reset_with_dynamo(backend: Callable[..., Any]) -> None:
+    """Let ``torch.compiler.reset()`` call ``backend.reset()``, if it has one.
+
+    Dynamo calls it for what ``torch.compile`` was called for since the last reset; not for what
+    was compiled again after it.
+    """
+    from torch._dynamo.eval_frame import cached_backends
+
+    cached_backends.setdefault(id(backend), backend)

@@ -1,0 +1,64 @@
+"""Process groups, and modes and hooks of the thread that runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+
+def shared_store(prefix: str) -> Any:
+    """The key-value store that all ranks of the default process group share, under ``prefix``."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
+
+
+_second_groups: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def second_group(name: str) -> str:
+    """Name of another process group, and so another communicator, of the ranks of group ``name``.
+
+    The first call for a group is collective among its ranks, and only those.
+    """
+    from torch.distributed import distributed_c10d
+
+    group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
+    if group not in _second_groups:
+        ranks = distributed_c10d.get_process_group_ranks(group)
+        second: Any = distributed_c10d.new_group(  # since 2.15 its type has a number in it
+            ranks,
+            backend=distributed_c10d.get_backend_config(group),
+            use_local_synchronization=True,
+        )
+        _second_groups[group] = second.group_name
+    return _second_groups[group]
+
+
+def is_checkpointed_by_hooks(module: nn.Module) -> bool:
+    """Whether somebody gave ``module`` to ``torch.distributed._composable.checkpoint``."""
+    from torch.distributed._composable.contract import _get_registry
+
+    return "checkpoint" in (_get_registry(module) or {})
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside autograd's backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def dispatch_mode() -> str | None:
+    """Class name of the innermost dispatch mode of the user's, or None; Dynamo stays out then."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    users = [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+    return type(users[-1]).__name__.lstrip("_") if users else None
+
+
+def no_torch_function() -> AbstractContextManager[None]:
+    """Inside, ``__torch_function__`` of tensor subclasses is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]

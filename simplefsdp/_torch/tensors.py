@@ -1,0 +1,194 @@
+"""Tensors, DTensors, their gradients and their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+
+def tree_map_only(kind: type[Any], function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``function`` of each leaf of that kind, in any nesting of containers."""
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map_only(kind, function, value)
+
+
+@contextmanager
+def annotate_backward(marks: dict[str, object]) -> Iterator[None]:
+    """Mark the nodes that an autograd function's backward traces inside.
+
+    Before 2.13, AOTAutograd replaced the marks of a backward node by those of the forward node it
+    belongs to. It passes over nodes tagged as required in backward, which these are anyway.
+    """
+    meta = fx_traceback.current_meta
+    # torch.__version__ is a TorchVersion: it compares as a version, not as a string.
+    overwrites = torch.__version__ < "2.13" and "partitioner_tag" in meta
+    before = meta.get("partitioner_tag")
+    with fx_traceback.annotate(marks):
+        if overwrites:
+            meta["partitioner_tag"] = "must_be_in_backward"
+        try:
+            yield
+        finally:
+            if overwrites:
+                meta["partitioner_tag"] = before
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook waits for the gradient of ``tensor``, or for its accumulation."""
+    hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(hooks)
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is only a shape: on meta, or fake."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def storage_of(value: object) -> int | None:
+    """What tells a fake tensor's storage from others; None for anything else."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
+
+
+def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:
+    """A fake tensor like ``tensor``, on the storage of ``owner``, or on one of its own."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    nbytes = tensor.untyped_storage().nbytes()
+    storage = torch.UntypedStorage(nbytes, device="meta")
+    if owner is not None:
+        storage = owner.untyped_storage()
+    meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+    meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    return FakeTensor(tensor.fake_mode, meta, tensor.device)
+
+
+def reduces_in_param_dtype() -> bool:
+    """Whether this torch's FSDP2 reduces in ``param_dtype`` where no ``reduce_dtype`` is given.
+
+    Since 2.15 it reduces in the parameter's own dtype, or in its ``grad_dtype`` if one is set.
+    """
+    return torch.__version__ < "2.15"
+
+
+class GradDtype(NamedTuple):
+    """A ``grad_dtype`` that the user has set; None accepts gradients of any dtype."""
+
+    dtype: torch.dtype | None
+
+
+def grad_dtype_override(param: torch.Tensor) -> GradDtype | None:
+    """The ``grad_dtype`` of a parameter if the user has set one, and this torch can tell."""
+    is_set = getattr(param, "_has_grad_dtype_override", False)  # since 2.15
+    return GradDtype(param.grad_dtype) if is_set else None
+
+
+def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors cast to ``dtype``.
+
+    Any nesting of containers, and of dataclasses, which are made anew.
+    """
+    from torch.utils import _pytree as pytree
+
+    def cast_one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            names = [f.name for f in dataclasses.fields(leaf) if f.init]
+            changes = {n: cast_floating_point(getattr(leaf, n), dtype) for n in names}
+            return dataclasses.replace(leaf, **changes)
+        return leaf
+
+    return pytree.tree_map(cast_one, value)
+
+
+DTensorOp = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def handle_dtensor_op(op: Callable[..., Any], handler: DTensorOp) -> None:
+    """Have ``handler(op, args, kwargs)`` called for an operator whose arguments are DTensors."""
+    _dtensor_handlers().setdefault(op, handler)
+
+
+def default_dtensor_op(
+    op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a handled operator of DTensors does without its handler."""
+    handlers = _dtensor_handlers()
+    handler = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[op] = handler
+
+
+def _dtensor_handlers() -> dict[Any, DTensorOp]:
+    return DTensor._op_dispatcher._custom_op_handlers  # type: ignore[return-value]
+
+
+def draws_globally(mesh: DeviceMesh) -> bool:
+    """Whether torch draws random DTensors on ``mesh`` as one global tensor; on CPU it does not."""
+    from torch.distributed.tensor._random import is_rng_supported_mesh
+
+    return mesh.device_type != "cpu" and is_rng_supported_mesh(mesh)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """What a DTensor holds on this rank, as ``to_local()``, but nothing is dispatched."""
+    return tensor._local_tensor
+
+
+def local_of(param: DTensor) -> torch.Tensor:
+    """``param.to_local()``; the gradient that comes back is laid out as ``param``, on every rank.
+
+    torch does so since 2.12. 2.11 takes the strides of the whole from the local gradient; where
+    they are not the parameter's, as those of an empty one, autograd gathers the gradient, on that
+    rank alone, which then waits for ever. It also cuts off what ``create_graph`` asks for.
+    """
+    if torch.__version__ >= "2.12":
+        return param.to_local()
+    return cast(torch.Tensor, _LocalOf.apply(param))
+
+
+class _LocalOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: DTensor) -> torch.Tensor:
+        ctx.place = (param.device_mesh, param.placements)
+        ctx.whole = {"shape": param.shape, "stride": param.stride()}
+        local = param._local_tensor
+        ctx.contiguous = local.is_contiguous()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        grad = grad.contiguous() if ctx.contiguous else grad
+        return DTensor.from_local(grad, *ctx.place, run_check=False, **ctx.whole)
+
+
+def is_split(placement: Placement) -> bool:
+    """Whether a placement gives each rank elements of its own, strided or not."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def is_to_empty(fn: Callable[..., Any]) -> bool:
+    """Whether ``fn``, that ``Module._apply`` was given, is that of ``Module.to_empty``."""
+    return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors, views and storage objects refer to the memory of ``tensor``."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
