@@ -226,16 +226,18 @@ def _tell(
     def communicates() -> str:
         return describe(take_census(gm.graph), is_backward=part == "backward")
 
-    line = _harmless(part, communicates) or f"{part}:"
-    if isinstance(found, Exception):
-        say("%s; %s", line, _cannot(found))
+    if isinstance(found, Rehearsal):
+        after = found.after
+        _warn_of_memory(part, found, settings)
+        _harmless(part, lambda: _torch.trace_artifact(f"simplefsdp_{part}", lambda: to_text(after)))
+    if not log.isEnabledFor(_level()):  # a prediction takes as long as the passes themselves
         return
-    line += _harmless(part, lambda: describe_passes(found, settings)) or ""
+    line = _harmless(part, communicates) or f"{part}:"
+    if isinstance(found, Rehearsal):
+        line += _harmless(part, lambda: describe_passes(found, settings)) or ""
+    else:
+        line += f"; {_cannot(found)}"
     say("%s", line)
-    _warn_of_memory(part, found, settings)
-    _harmless(
-        part, lambda: _torch.trace_artifact(f"simplefsdp_{part}", lambda: to_text(found.after))
-    )
 
 
 def _harmless(part: str, describe_it: Callable[[], Any]) -> Any:
@@ -261,8 +263,12 @@ def sources() -> str:
 
 def say(message: str, *args: object) -> None:
     """Log for all ranks: rank 0 at INFO, the others at DEBUG."""
+    log.log(_level(), message, *args)
+
+
+def _level() -> int:
     speaks = not dist.is_initialized() or dist.get_rank() == 0
-    log.log(logging.INFO if speaks else logging.DEBUG, message, *args)
+    return logging.INFO if speaks else logging.DEBUG
 
 
 def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:

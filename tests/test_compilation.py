@@ -60,3 +60,14 @@ def test_a_log_line_that_fails(step, monkeypatch):
     assert len(buckets) == 2
     assert "forward graph: the log cannot describe all of it: ProgramError" in log
     assert "forward:; 4 gathers -> " in log
+
+
+def test_what_nobody_reads_is_not_predicted(step, monkeypatch, caplog):
+    predictions = []
+    monkeypatch.setattr(compilation, "predict", lambda *args: predictions.append(args))
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation.log, "isEnabledFor", lambda level: level > logging.INFO)
+        buckets, _ = step(bucketing="manual")
+    assert len(buckets) == 2 and predictions == []
+    step(bucketing="manual")
+    assert len(predictions) == 2
