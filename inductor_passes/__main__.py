@@ -1,0 +1,116 @@
+"""Run passes on a program in text form, and print what each makes of it.
+
+    python -m inductor_passes program.txt -p merge,order,simulate
+
+The text is that of :mod:`inductor_passes.text`; what is printed can be read again. ``TORCH_TRACE``
+has the program of every graph that the backend compiles. No torch is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from inductor_passes.auto import plan_auto
+from inductor_passes.bound import lower_bound_us
+from inductor_passes.buckets import assign_by_module, plan_buckets
+from inductor_passes.cluster import ClusterCost
+from inductor_passes.cluster_file import as_cluster
+from inductor_passes.cost import CostModel, LinearCost
+from inductor_passes.merge import merge
+from inductor_passes.order import OverlapPolicy, overlap
+from inductor_passes.presets import PRESETS
+from inductor_passes.program import Program
+from inductor_passes.simulate import memory, simulate
+from inductor_passes.text import parse, to_text
+
+Pass = Callable[[Program, CostModel], Program]
+
+
+def by_module(program: Program, cost: CostModel) -> Program:
+    """Merge the collectives of each module, as ``bucketing="manual"`` does."""
+    return merge(program, plan_buckets(program, assign_by_module(_fqns(program))))
+
+
+def planned(program: Program, cost: CostModel) -> Program:
+    """Merge the buckets that the planner chooses, as ``bucketing="auto"`` does."""
+    return merge(program, plan_auto(program, cost, _fqns(program)).buckets)
+
+
+def ordered(program: Program, cost: CostModel) -> Program:
+    """Move starts and waits to where compute hides what is sent."""
+    return program.reorder(overlap(program, OverlapPolicy()))
+
+
+def simulated(program: Program, cost: CostModel) -> Program:
+    """Change nothing; print when each transfer runs, what is exposed, and the memory."""
+    timeline, found = simulate(program, cost), memory(program)
+    for span in timeline.spans:
+        if span.lane != "compute":
+            exposed = timeline.exposed_us[span.op]
+            when = f"{span.begin_us:9.1f} to {span.end_us:9.1f} us"
+            print(f"# {when}, exposed {exposed:8.1f}: {span.op} on {span.lane}")
+    print(
+        f"# {timeline.total_us:.1f} us (no plan is below {lower_bound_us(program, cost):.1f}), "
+        f"{timeline.stalled_us:.1f} exposed; peak {found.peak_nbytes:,} bytes in {found.peak_op}"
+    )
+    return program
+
+
+PASSES: dict[str, Pass] = {
+    "merge": by_module,
+    "auto": planned,
+    "order": ordered,
+    "simulate": simulated,
+}
+
+
+def _fqns(program: Program) -> list[str]:
+    sent = [op.collective.fqns for _, op in program.starts() if op.collective is not None]
+    return list(dict.fromkeys(fqn for fqns in sent for fqn in fqns))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is 2 for bad input, which one line on stderr names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m inductor_passes",
+        description="Run passes on a program, and print it after each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="passes:\n" + "\n".join(f"  {name:10}{f.__doc__}" for name, f in PASSES.items()),
+    )
+    parser.add_argument("program", help="a file in the language of inductor_passes.text, or -")
+    parser.add_argument(
+        "-p", "--passes", default="merge,order,simulate", help="in turn; default: %(default)s"
+    )
+    parser.add_argument(
+        "--cluster",
+        help=f"what time is told for: {', '.join(PRESETS)}, or a file of `simplefsdp calibrate`. "
+        "Default: latency and bandwidth of 8 H100",
+    )
+    options = parser.parse_args(arguments)
+    names = options.passes.split(",")
+    unknown = [name for name in names if name not in PASSES]
+    if unknown:
+        parser.error(f"--passes: there is no {unknown[0]!r}; expected of {', '.join(PASSES)}")
+    try:
+        text = sys.stdin.read() if options.program == "-" else _read(options.program)
+        cost = ClusterCost(as_cluster(options.cluster)) if options.cluster else LinearCost()
+        program = parse(text)
+        for name in names:
+            print(f"# {name}")
+            program = PASSES[name](program, cost)
+            if name != "simulate":
+                print(to_text(program))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
