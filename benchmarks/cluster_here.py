@@ -9,9 +9,9 @@ from transfers import link
 from inductor_passes.cluster import LINK_KINDS, Cluster, Wire
 from inductor_passes.links import Link
 from simplefsdp.calibrate.measure import sweep_for
-from simplefsdp.calibrate.report import Report
+from simplefsdp.calibrate.report import CalibrationReport
 from simplefsdp.calibrate.session import measure_compute
-from simplefsdp.train.distributed import Rank
+from simplefsdp.launcher.ranks import Rank
 
 _computes: dict[str, object] = {}
 
@@ -20,7 +20,9 @@ def cluster_here(row: Row, device: torch.device) -> Cluster:
     """Compute as ``simplefsdp calibrate`` measures it, and the wire as it is modelled."""
     if not _computes:
         sweep = sweep_for(device.type, quick=False, nbytes_max=None)
-        found = measure_compute(sweep, Rank(0, row.world_size, device), Report(enabled=False))
+        found = measure_compute(
+            sweep, Rank(0, row.world_size, device), CalibrationReport(enabled=False)
+        )
         _computes.update(found)
     wires = []
     for kind in LINK_KINDS:

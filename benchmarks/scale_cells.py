@@ -17,11 +17,11 @@ from variants import LlamaLoss
 
 from simplefsdp import simple_fsdp
 from simplefsdp.deepen import trace_deep
+from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models import CONFIGS, LlamaConfig, apply_tensor_parallel
 from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
 from simplefsdp.models.configs import flops_per_token
 from simplefsdp.trace import TracedStep, trace
-from simplefsdp.train.dry_run import fake_ranks
 
 LayoutName = Literal["shard", "hybrid", "tp"]
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)

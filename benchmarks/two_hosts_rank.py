@@ -36,9 +36,9 @@ from two_hosts import ADDRESSES, INTERFACE, RANKS, Options
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_json
 from simplefsdp.calibrate.measure import sweep_for
-from simplefsdp.calibrate.report import Report
+from simplefsdp.calibrate.report import CalibrationReport
 from simplefsdp.calibrate.session import measure_beside, measure_compute, measure_wires
-from simplefsdp.train.distributed import Rank
+from simplefsdp.launcher.ranks import Rank
 
 PROBE_NBYTES = 64 << 20
 
@@ -170,7 +170,7 @@ def tell_torch_passes(link: dict[str, float], store: dist.Store) -> None:
 def calibrated() -> Cluster:
     """What the two hosts are, as `simplefsdp calibrate` finds it; rank 0's figures are both's."""
     rank = Rank(dist.get_rank(), len(RANKS), torch.device("cpu"))
-    sweep, silent = sweep_for("cpu", quick=False, nbytes_max=None), Report(enabled=False)
+    sweep, silent = sweep_for("cpu", quick=False, nbytes_max=None), CalibrationReport(enabled=False)
     wires = measure_wires(sweep, rank, 1, silent)
     beside = measure_beside(sweep, rank, silent)
     compute = measure_compute(sweep, rank, silent)

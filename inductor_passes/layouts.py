@@ -23,7 +23,7 @@ from inductor_passes import _torch
 from inductor_passes.fx import Reading, mark, place
 from inductor_passes.program import Bucket, Program
 
-Layout = Literal["coalesced", "flat"]
+BucketLayout = Literal["coalesced", "flat"]
 
 _aten, _ops = torch.ops.aten, torch.ops._c10d_functional
 _COALESCED = {
@@ -34,7 +34,7 @@ _COALESCED = {
 
 
 def write_buckets(
-    graph: Graph, reading: Reading, merged: Program, buckets: Sequence[Bucket], layout: Layout
+    graph: Graph, reading: Reading, merged: Program, buckets: Sequence[Bucket], layout: BucketLayout
 ) -> None:
     """Replace the collectives of each bucket by one, in the order of ``merged``.
 

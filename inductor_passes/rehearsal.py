@@ -17,7 +17,7 @@ from inductor_passes.buckets import Assignment, plan_buckets
 from inductor_passes.cluster import Cluster
 from inductor_passes.greedy import plan_greedy
 from inductor_passes.invariant import rank_invariant
-from inductor_passes.layouts import Layout
+from inductor_passes.layouts import BucketLayout
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap
 from inductor_passes.plan import Plan, evaluate
@@ -79,7 +79,7 @@ class Settings:
     auto: Auto | None = None
     merge: bool = True
     reorder: bool = True
-    layout: Layout = "coalesced"
+    layout: BucketLayout = "coalesced"
     policy: OverlapPolicy = field(default_factory=OverlapPolicy)
     units: tuple[str, ...] = ()
 

@@ -17,7 +17,7 @@ from inductor_passes.program import Buffer, Collective, Op, Program, ProgramErro
 
 
 @dataclass(frozen=True)
-class Reading:
+class SchedulerReading:
     """A program and where it came from.
 
     Attributes:
@@ -30,7 +30,7 @@ class Reading:
     snodes: dict[str, tuple[Any, ...]]
 
 
-def read(snodes: Sequence[Any], fqn_of: FqnOf) -> Reading:
+def read(snodes: Sequence[Any], fqn_of: FqnOf) -> SchedulerReading:
     """Read a list of scheduler nodes as a program.
 
     Raises:
@@ -47,10 +47,12 @@ def read(snodes: Sequence[Any], fqn_of: FqnOf) -> Reading:
     for snode, names in zip(snodes, reads, strict=True):
         reader.read(snode, names, fqn_of)
     program = Program(tuple(reader.ops), reader.buffers, tuple(reader.inputs))
-    return Reading(program.verify(), {name: tuple(found) for name, found in reader.snodes.items()})
+    return SchedulerReading(
+        program.verify(), {name: tuple(found) for name, found in reader.snodes.items()}
+    )
 
 
-def write(reading: Reading, order: Sequence[str], count: int) -> list[Any]:
+def write(reading: SchedulerReading, order: Sequence[str], count: int) -> list[Any]:
     """The scheduler nodes in the order of the named ops.
 
     Raises:
@@ -62,7 +64,7 @@ def write(reading: Reading, order: Sequence[str], count: int) -> list[Any]:
     return permuted
 
 
-def lowered_at(reading: Reading) -> list[int]:
+def lowered_at(reading: SchedulerReading) -> list[int]:
     """Place of each op among all as they were lowered, before fusion; of fused ones, the last."""
     return [_torch.lowered_at(reading.snodes[op.name][0]) for op in reading.program.ops]
 

@@ -26,12 +26,14 @@ Read the code in this order:
 from simplefsdp import _torch
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.initialize import init_weights
+from simplefsdp.inspection.capture import inspect
 from simplefsdp.parametrization import register_forward_method
 from simplefsdp.unsharded import raw_parameters, unsharded
-from simplefsdp.watch import inspect
+from simplefsdp.version import __version__
 from simplefsdp.wrap import simple_fsdp
 
 __all__ = [
+    "__version__",
     "clip_grad_norm_",
     "init_weights",
     "inspect",
@@ -40,6 +42,6 @@ __all__ = [
     "simple_fsdp",
     "unsharded",
 ]
-__version__ = "0.1.0"
+
 
 _torch.compile_modules_of_torch_too("simplefsdp", "simplefsdp.backend.simplefsdp")

@@ -49,7 +49,7 @@ class Numbering:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayeredGraph:
     """A graph and where its layers lie.
 
     Attributes:
@@ -80,7 +80,7 @@ class Layout:
         return layer - self.place[node].layer, self.place[node].member
 
 
-def laid_out(graph: Graph, numbering: Numbering, template: int) -> Layout:
+def laid_out(graph: Graph, numbering: Numbering, template: int) -> LayeredGraph:
     """Find the layers of a graph; each begins with its first collective.
 
     Raises:
@@ -102,7 +102,7 @@ def laid_out(graph: Graph, numbering: Numbering, template: int) -> Layout:
     shared = _shared(layers)
     place = _places(graph, before, layers, shared)
     index = numbers.index(template)
-    found = Layout(graph, before, layers, after, numbers, index, shared, place)
+    found = LayeredGraph(graph, before, layers, after, numbers, index, shared, place)
     _compare(found, numbering)
     return found
 
@@ -190,7 +190,7 @@ def _arguments(node: Node) -> list[Node]:
     return found
 
 
-def _compare(layout: Layout, numbering: Numbering) -> None:
+def _compare(layout: LayeredGraph, numbering: Numbering) -> None:
     """Compare all layers with the template.
 
     Raises:
@@ -221,7 +221,7 @@ def _compare(layout: Layout, numbering: Numbering) -> None:
                 )
 
 
-def _inputs(layout: Layout, layer: int) -> dict[Hashable, object]:
+def _inputs(layout: LayeredGraph, layer: int) -> dict[Hashable, object]:
     """The values of a layer's inputs."""
     return {
         place.member: _values(node)
@@ -238,7 +238,7 @@ def _values(node: Node) -> list[object]:
 
 
 def _described(
-    node: Node, layout: Layout, layer: int, numbering: Numbering, *, references: bool
+    node: Node, layout: LayeredGraph, layer: int, numbering: Numbering, *, references: bool
 ) -> object:
     """What matters of a node, the same in layers that are alike."""
 

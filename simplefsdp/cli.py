@@ -22,7 +22,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 bad input, 128 + n ended by signal n."""
-    from simplefsdp.train.errors import EXIT_BAD_INPUT, EXIT_FAILED, RunFailed, UserError
+    from simplefsdp.launcher.errors import EXIT_BAD_INPUT, EXIT_FAILED, RunFailed, UserError
 
     args = list(sys.argv[1:] if argv is None else argv)
     code = 0
@@ -45,12 +45,12 @@ def _dispatch(args: list[str]) -> int:
         print(_usage())
         return 0
     if args[0] == "--version":
-        from simplefsdp import __version__
+        from simplefsdp.version import __version__
 
         print(f"simplefsdp {__version__}")
         return 0
     if args[0] not in COMMANDS:
-        from simplefsdp.train.errors import UserError
+        from simplefsdp.launcher.errors import UserError
 
         raise UserError(f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}")
     return int(importlib.import_module(COMMANDS[args[0]][0]).run(args[1:]))
@@ -64,6 +64,6 @@ def _usage() -> str:
 
 
 def _record(error: Exception) -> None:
-    from simplefsdp.train.launch import record_failure
+    from simplefsdp.launcher.launch import record_failure
 
     record_failure(error)

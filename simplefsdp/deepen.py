@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from simplefsdp import _torch, provenance
-from simplefsdp.alike import Layout, Numbering, Place, laid_out
+from simplefsdp.alike import LayeredGraph, Numbering, Place, laid_out
 from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep
 
@@ -135,7 +135,7 @@ class _Deep:
     """
 
     def __init__(
-        self, layout: Layout, numbering: Numbering, more: int, name_of: Renamed | None = None
+        self, layout: LayeredGraph, numbering: Numbering, more: int, name_of: Renamed | None = None
     ) -> None:
         self.layout, self.numbering, self.name_of = layout, numbering, name_of
         self.graph, self.at, self.made = Graph(), dict[Place, Node](), dict[Node, Node]()

@@ -23,7 +23,14 @@ from simplefsdp._torch import cast_floating_point, run_as_it_is
 from simplefsdp.after_wrap import check_before_eager_forward
 from simplefsdp.gather import gather
 from simplefsdp.reading import OWN, in_forward, marked, marked_own, plain, read_only
-from simplefsdp.wrapped import LAYOUTS, PLAIN_CLASS, POLICY, Layout, check_placed_alike, is_wrapped
+from simplefsdp.wrapped import (
+    LAYOUTS,
+    PLAIN_CLASS,
+    POLICY,
+    ParameterLayout,
+    check_placed_alike,
+    is_wrapped,
+)
 
 _CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instances with a policy
 
@@ -183,7 +190,7 @@ class _Gathering:
 run_as_it_is(_Gathering.__get__)
 
 
-def _read_eagerly(param: Tensor, layout: Layout) -> Tensor:
+def _read_eagerly(param: Tensor, layout: ParameterLayout) -> Tensor:
     if init_flow.initialising() and isinstance(param, DTensor):
         return init_flow.full_parameter(param)
     if not in_forward():
@@ -199,7 +206,7 @@ def _read_eagerly(param: Tensor, layout: Layout) -> Tensor:
     return full if layout.tensor_parallel is not None else read_only(full, fqn)
 
 
-def _gathered(param: Tensor, layout: Layout) -> Tensor:
+def _gathered(param: Tensor, layout: ParameterLayout) -> Tensor:
     fqn = layout.spec.fqn
     if not isinstance(param, DTensor):
         raise TypeError(

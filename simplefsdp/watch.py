@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from inductor_passes.cluster import Cluster
     from inductor_passes.rehearsal import Rehearsal, Settings
-    from simplefsdp.inspection.capture import Report
 
 log = logging.getLogger("simplefsdp")
 
@@ -70,30 +68,3 @@ def assumed_cluster(rehearsal: Rehearsal, settings: Settings | None) -> Cluster:
         return cluster_of(device_of(rehearsal.reading))
     except ValueError:
         return preset("h100")
-
-
-def inspect(
-    cluster: Cluster | str | os.PathLike[str] | None = None,
-) -> AbstractContextManager[Report]:
-    """Report on whatever the ``"simplefsdp"`` backend compiles inside, cache hits included.
-
-    ::
-
-        with simplefsdp.inspect() as report:
-            train_step(batch)
-        print(report)  # rank 0 speaks
-        report.save("report.html")
-
-    Args:
-        cluster: that times are predicted for, as ``options["cluster"]``. None: that of the plan, if
-            it is an automatic one, else the preset for the device (an H100 if there is none).
-
-    Returns:
-        A context manager, that gives a :class:`simplefsdp.inspection.capture.Report`.
-
-    Raises:
-        TypeError, ValueError: there is no such cluster.
-    """
-    from simplefsdp.inspection.capture import capture
-
-    return capture(cluster)

@@ -33,7 +33,7 @@ from simplefsdp.placement import (
 )
 from simplefsdp.precision import Dtypes, check_policy, dtypes_of, without_override
 from simplefsdp.rank_guard import agree, ranks_of
-from simplefsdp.wrapped import LAYOUTS, Layout, is_wrapped
+from simplefsdp.wrapped import LAYOUTS, ParameterLayout, is_wrapped
 
 
 def simple_fsdp(
@@ -212,7 +212,7 @@ def _layout(
     dp: DataParallel,
     dtypes: Dtypes,
     reshard_after_forward: bool | Literal["auto"],
-) -> Layout:
+) -> ParameterLayout:
     tp = tensor_parallel_of(param)
     local = param.to_local() if isinstance(param, DTensor) else param
     shard_group, shard_ranks = dp.group_of(dp.shard_dim if local.dim() else None)
@@ -231,13 +231,13 @@ def _layout(
         reshard_after_forward=reshard_after_forward,
     )
     placements = dp.placements(sharded=local.dim() > 0)
-    return Layout(
+    return ParameterLayout(
         spec, tp, param.shape, placements if tp is None else (*tp.placements, *placements)
     )
 
 
 def _install(
-    module: nn.Module, layouts: Mapping[int, Layout], shards: Mapping[int, nn.Parameter]
+    module: nn.Module, layouts: Mapping[int, ParameterLayout], shards: Mapping[int, nn.Parameter]
 ) -> None:
     own = {name: id(p) for name, p in module._parameters.items() if p is not None}
     module.__dict__[LAYOUTS] = {name: layouts[key] for name, key in own.items()}

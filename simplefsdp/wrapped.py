@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Placement
 from simplefsdp.gather import GatherSpec
 from simplefsdp.placement import TensorParallel
 
-LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> Layout
+LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> ParameterLayout
 POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and outputs
 PLAIN_CLASS = "_simple_fsdp_plain_class"  # on every subclass: the class it was made from
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterLayout:
     """How one parameter of one module instance is gathered, and what it looks like."""
 
     spec: GatherSpec

@@ -22,8 +22,8 @@ from inductor_passes.presets import preset
 from simplefsdp.calibrate import command, measure
 from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp, ramp_us, worst_error
 from simplefsdp.cli import main
-from simplefsdp.train import launch
-from simplefsdp.train.distributed import Rank
+from simplefsdp.launcher import launch
+from simplefsdp.launcher.ranks import Rank
 
 SIZES = [2**e for e in range(12, 28, 2)]
 ROOT = Path(__file__).parents[1]

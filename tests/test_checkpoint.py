@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from simplefsdp.launcher.errors import RunFailed
+from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models import CONFIGS, Llama, LlamaConfig
 from simplefsdp.train import command, load_plain, runs
-from simplefsdp.train.distributed import Rank
-from simplefsdp.train.errors import RunFailed
 from simplefsdp.train.export import ExportOptions, export
 from simplefsdp.train.loop import train
 from simplefsdp.train.preflight import plan_run

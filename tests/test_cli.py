@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from simplefsdp.cli import main
+from simplefsdp.launcher import launch
 from simplefsdp.models import num_parameters
-from simplefsdp.train import command, launch, runs
-from simplefsdp.train.build import model_config
-from simplefsdp.train.config import ModelOptions, TrainConfig
+from simplefsdp.models.build import model_config
+from simplefsdp.models.options import ModelOptions
+from simplefsdp.train import command, runs
+from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.dry_run import plan_memory
 from simplefsdp.train.runs import TrainerState
 

@@ -23,7 +23,7 @@ import simplefsdp.compilation
 import simplefsdp.provenance
 from inductor_passes import fx, passes, scheduler
 from inductor_passes._torch import origins_of
-from inductor_passes.layouts import Layout
+from inductor_passes.layouts import BucketLayout
 from inductor_passes.order import OverlapPolicy
 from inductor_passes.program import Program
 from inductor_passes.rehearsal import Settings
@@ -320,7 +320,7 @@ def test_log_lines(compiled):
         assert exposed and float(exposed[1]) > float(exposed[2]) > 0, line
 
 
-@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("layout", get_args(BucketLayout))
 @pytest.mark.parametrize(("gathers", "reduces"), [(1, 1), (2, 3), (1, 3), (20, 20)])
 def test_other_limits(fake_mesh, layout, gathers, reduces):
     if "aot_eager" not in _done:

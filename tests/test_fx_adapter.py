@@ -20,7 +20,7 @@ import simplefsdp.compilation
 import simplefsdp.provenance
 from inductor_passes import _torch, fx, passes
 from inductor_passes.buckets import Assignment, plan_buckets
-from inductor_passes.layouts import Layout, write_buckets
+from inductor_passes.layouts import BucketLayout, write_buckets
 from inductor_passes.merge import merge
 from inductor_passes.passes import PassError, bucket_and_reorder
 from inductor_passes.program import Program, ProgramError
@@ -471,7 +471,7 @@ def test_flat_buckets_carry_the_same_bytes(graph):
     assert same_numbers(before, graph)
 
 
-@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("layout", get_args(BucketLayout))
 @pytest.mark.parametrize("merges", [True, False], ids=["merge", "move"])
 def test_the_whole_pass_keeps_the_numbers(graph, layout, merges):
     graph, fqn_of = graph
@@ -486,7 +486,7 @@ def test_the_whole_pass_keeps_the_numbers(graph, layout, merges):
 
 
 @pytest.mark.parametrize("function", [forward, backward])
-@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("layout", get_args(BucketLayout))
 def test_collectives_of_tensor_parallelism_stay(function, layout):
     graph = trace(function)
     theirs = [n for n in graph.nodes if _torch.is_collective_start(n) and ours(n) is None]

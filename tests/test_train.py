@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from simplefsdp.train import launch, runs
+from simplefsdp.launcher import launch
+from simplefsdp.train import runs
 from simplefsdp.train.display import describe
 from simplefsdp.train.metrics import StepRecord
 

@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from simplefsdp.launcher.ranks import check_devices
+from simplefsdp.models.layout import RankLayout, plan_layout
+from simplefsdp.models.options import ParallelOptions
 from simplefsdp.train import runs
 from simplefsdp.train.config import (
     DataOptions,
     OptimOptions,
-    ParallelOptions,
     PlanOptions,
     RunOptions,
     TrainConfig,
     check_options,
 )
-from simplefsdp.train.distributed import Layout, check_devices, plan_layout
 from simplefsdp.train.optim import FINAL_LR_FRACTION, allocate_state, learning_rate, make_optimizer
 from simplefsdp.train.state import rng_state, set_rng_state
 
@@ -86,12 +87,12 @@ def test_impossible_options_are_refused_by_name(config: TrainConfig, named: str)
 
 
 def test_layout_splits_ranks_by_mode() -> None:
-    assert plan_layout(ParallelOptions(tp=2), 8, 8) == Layout(1, 4, 2)
-    assert plan_layout(ParallelOptions(mode="replicate"), 8, 8) == Layout(8, 1, 1)
+    assert plan_layout(ParallelOptions(tp=2), 8, 8) == RankLayout(1, 4, 2)
+    assert plan_layout(ParallelOptions(mode="replicate"), 8, 8) == RankLayout(8, 1, 1)
     hybrid = ParallelOptions(mode="hybrid_shard")
-    assert plan_layout(hybrid, 32, 8) == Layout(4, 8, 1)
-    assert plan_layout(dataclasses.replace(hybrid, tp=4), 32, 8) == Layout(4, 2, 4)
-    assert plan_layout(dataclasses.replace(hybrid, shard_size=16), 32, 8) == Layout(2, 16, 1)
+    assert plan_layout(hybrid, 32, 8) == RankLayout(4, 8, 1)
+    assert plan_layout(dataclasses.replace(hybrid, tp=4), 32, 8) == RankLayout(4, 2, 4)
+    assert plan_layout(dataclasses.replace(hybrid, shard_size=16), 32, 8) == RankLayout(2, 16, 1)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch._inductor import config
 from torch.distributed import _functional_collectives as funcol
 
 from inductor_passes import fx, scheduler
-from inductor_passes.layouts import Layout
+from inductor_passes.layouts import BucketLayout
 from inductor_passes.passes import bucket_and_reorder
 from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import Settings
@@ -63,7 +63,7 @@ def test_a_wait_for_what_is_used_before_is_none():
     assert sum(op.kind == "compute" for op in program.ops) == 3
 
 
-@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("layout", get_args(BucketLayout))
 def test_buckets_beside_a_wait_for_several(layout):
     """The user's own coalesced gather: it is not ours, and stays what it is."""
 

@@ -11,15 +11,9 @@ import torch.distributed as dist
 
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster, save
-from simplefsdp.train import launch
-from simplefsdp.train.distributed import (
-    Rank,
-    check_devices,
-    default_ranks,
-    join_ranks,
-    on_rank_zero,
-)
-from simplefsdp.train.errors import user_errors
+from simplefsdp.launcher import launch
+from simplefsdp.launcher.errors import user_errors
+from simplefsdp.launcher.ranks import Rank, check_devices, default_ranks, join_ranks, on_rank_zero
 
 _DESCRIPTION = """Measure collectives, matmuls, attention, memory, and, with two ranks or more, what
 compute keeps of its speed beside transfers, and write them as a cluster file, for
@@ -126,13 +120,13 @@ def _run_rank(args: list[str]) -> int:
 
 def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
     from simplefsdp.calibrate.measure import sweep_for
-    from simplefsdp.calibrate.report import Report
+    from simplefsdp.calibrate.report import CalibrationReport
     from simplefsdp.calibrate.session import measure_beside, measure_compute, measure_wires
 
     with user_errors():
         ranks_per_node = _local_size(rank)
     sweep = sweep_for(rank.device.type, quick=options.quick, nbytes_max=options.nbytes_max)
-    report = Report(enabled=rank.rank == 0)
+    report = CalibrationReport(enabled=rank.rank == 0)
     if options.links is None:
         wires = measure_wires(sweep, rank, ranks_per_node, report)
     else:

@@ -13,7 +13,7 @@ from inductor_passes.program import CollectiveKind
 from simplefsdp.calibrate.fit import Sample, ramp_us
 
 
-class Report:
+class CalibrationReport:
     """The terminal of a calibration; on ranks other than 0 it says nothing."""
 
     def __init__(self, *, enabled: bool) -> None:

@@ -13,11 +13,13 @@ from inductor_passes.links import Ramp
 from simplefsdp.calibrate import measure
 from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp, without_delays
 from simplefsdp.calibrate.measure import Sweep
-from simplefsdp.calibrate.report import Report
-from simplefsdp.train.distributed import Rank
+from simplefsdp.calibrate.report import CalibrationReport
+from simplefsdp.launcher.ranks import Rank
 
 
-def measure_wires(sweep: Sweep, rank: Rank, local_size: int, report: Report) -> tuple[Wire, ...]:
+def measure_wires(
+    sweep: Sweep, rank: Rank, local_size: int, report: CalibrationReport
+) -> tuple[Wire, ...]:
     """The links of every kind and size of group; those that rank 0 measured, on rank 0."""
     wires = []
     for ranks, nodes in measure.groups_of(rank.world_size, local_size):
@@ -29,7 +31,7 @@ def measure_wires(sweep: Sweep, rank: Rank, local_size: int, report: Report) -> 
     return tuple(wires)
 
 
-def measure_beside(sweep: Sweep, rank: Rank, report: Report) -> float:
+def measure_beside(sweep: Sweep, rank: Rank, report: CalibrationReport) -> float:
     """What compute keeps of its speed beside transfers among all ranks; 1 if it cannot be told."""
     if rank.world_size == 1:
         return 1.0
@@ -42,7 +44,7 @@ def measure_beside(sweep: Sweep, rank: Rank, report: Report) -> float:
     return kept
 
 
-def measure_compute(sweep: Sweep, rank: Rank, report: Report) -> dict[str, Any]:
+def measure_compute(sweep: Sweep, rank: Rank, report: CalibrationReport) -> dict[str, Any]:
     """The compute fields of a cluster, with all ranks computing at once, as in a step."""
     dist.barrier()
     report.progress("memory and launches")

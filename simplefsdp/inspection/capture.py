@@ -250,8 +250,23 @@ def _told(launch: tuple[str, str] | None) -> str:
 
 
 @contextmanager
-def capture(cluster: Cluster | str | os.PathLike[str] | None) -> Iterator[Report]:
-    """See :func:`simplefsdp.watch.inspect`."""
+def inspect(cluster: Cluster | str | os.PathLike[str] | None = None) -> Iterator[Report]:
+    """Report on whatever the ``"simplefsdp"`` backend compiles inside, cache hits included.
+
+    ::
+
+        with simplefsdp.inspect() as report:
+            train_step(batch)
+        print(report)  # rank 0 speaks
+        report.save("report.html")
+
+    Args:
+        cluster: that times are predicted for, as ``options["cluster"]``. None: that of the plan, if
+            it is an automatic one, else the preset for the device (an H100 if there is none).
+
+    Raises:
+        TypeError, ValueError: there is no such cluster.
+    """
     report = Report(None if cluster is None else as_cluster(cluster))
     with watching(report.add):
         yield report

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, get_args
 
 from inductor_passes.cluster import Cluster
 from simplefsdp.inspection.options import FILES, InspectOptions, check, parse
-from simplefsdp.train.config import ModelOptions, ParallelOptions
-from simplefsdp.train.errors import UserError, user_errors
+from simplefsdp.launcher.errors import UserError, user_errors
+from simplefsdp.models.options import ModelOptions, ParallelOptions
 
 if TYPE_CHECKING:
     from simplefsdp.inspection.report import PlanReport
@@ -27,7 +27,7 @@ def run(args: list[str]) -> int:
         return _measured(options)
     with user_errors():
         _require(options)
-    from simplefsdp.train.dry_run import fake_ranks
+    from simplefsdp.launcher.ranks import fake_ranks
 
     with fake_ranks(options.ranks):
         subject = _trace(options, cluster)
@@ -65,7 +65,7 @@ def _measured(options: InspectOptions) -> int:
 
 def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
     from simplefsdp.inspection.subject import trace_llama, trace_target
-    from simplefsdp.train.distributed import make_mesh, plan_layout
+    from simplefsdp.models.layout import make_mesh, plan_layout
 
     what = options.model or options.target
     with working(f"tracing {what} as one of {options.ranks} ranks"), user_errors():
@@ -92,7 +92,7 @@ def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
 
 
 def _default_seq_len(model: ModelOptions) -> int:
-    from simplefsdp.train.build import model_config
+    from simplefsdp.models.build import model_config
 
     try:
         return min(8192, model_config(model).max_seq_len)

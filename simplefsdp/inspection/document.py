@@ -35,7 +35,7 @@ def document(
     plans: Sequence[PlanReport], *, subject: str, ranks: int, cluster: str
 ) -> dict[str, Any]:
     """The whole report, in plain JSON values."""
-    from simplefsdp import __version__
+    from simplefsdp.version import __version__
 
     return {
         "version": VERSION,

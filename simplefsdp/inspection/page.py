@@ -27,7 +27,7 @@ def page(plans: Sequence[PlanReport], title: str) -> str:
     """The page, about 5 MB: most of it is the plotting library."""
     from plotly.offline import get_plotlyjs
 
-    from simplefsdp import __version__
+    from simplefsdp.version import __version__
 
     template = Template((_ASSETS / "page.html").read_text())
     report = json.dumps({"plans": [_plan(plan) for plan in plans]}, separators=(",", ":"))

@@ -23,14 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from simplefsdp.deepen import trace_deep
 from simplefsdp.inspection.modules import modules_of_step
+from simplefsdp.launcher.errors import UserError
 from simplefsdp.models import Llama, apply_tensor_parallel, flops_per_token
+from simplefsdp.models.build import cross_entropy, model_config
+from simplefsdp.models.layout import data_parallel_mesh, precision_policy
+from simplefsdp.models.options import ModelOptions, ParallelOptions
 from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, trace
-from simplefsdp.train.build import model_config
-from simplefsdp.train.config import ModelOptions, ParallelOptions
-from simplefsdp.train.distributed import data_parallel_mesh, precision_policy
-from simplefsdp.train.errors import UserError
-from simplefsdp.train.evaluate import cross_entropy
 from simplefsdp.wrap import simple_fsdp
 
 

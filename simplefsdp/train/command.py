@@ -3,10 +3,11 @@
 from contextlib import ExitStack
 from dataclasses import replace
 
-from simplefsdp.train import launch, runs
+from simplefsdp.launcher import launch
+from simplefsdp.launcher.errors import UserError, user_errors
+from simplefsdp.launcher.ranks import check_devices, default_ranks, join_ranks, on_rank_zero
+from simplefsdp.train import runs
 from simplefsdp.train.config import TrainConfig
-from simplefsdp.train.distributed import check_devices, default_ranks, join_ranks, on_rank_zero
-from simplefsdp.train.errors import UserError, user_errors
 from simplefsdp.train.preflight import RunPlan, make_layout, plan_run
 
 _DRY_RUN_NODE_RANKS = 8

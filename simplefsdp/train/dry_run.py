@@ -1,17 +1,15 @@
 """Planning: what each rank would hold, from meta tensors and a process group that is not there."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from simplefsdp.launcher.ranks import fake_ranks
+from simplefsdp.models.build import wrapped_model
+from simplefsdp.models.layout import RankLayout, make_mesh, precision_policy
 from simplefsdp.placement import local_nbytes
-from simplefsdp.train.build import wrapped_model
 from simplefsdp.train.config import TrainConfig
-from simplefsdp.train.distributed import Layout, make_mesh, precision_policy
 from simplefsdp.train.optim import allocate_state, make_optimizer
 
 
@@ -40,22 +38,7 @@ class MemoryPlan:
         return self.parameters_nbytes + self.gradients_nbytes + self.optimizer_nbytes
 
 
-@contextmanager
-def fake_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of ``world_size`` ranks that do not exist; collectives return at once.
-
-    The one place that touches torch's private fake process group.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def plan_memory(config: TrainConfig, layout: Layout) -> MemoryPlan:
+def plan_memory(config: TrainConfig, layout: RankLayout) -> MemoryPlan:
     """Build the wrapped model and its optimizer on meta, as rank 0 would, and add up the bytes."""
     with fake_ranks(layout.world_size):
         mesh = make_mesh(layout, config.parallel, "cpu")
@@ -79,7 +62,7 @@ def plan_memory(config: TrainConfig, layout: Layout) -> MemoryPlan:
         )
 
 
-def print_plan(config: TrainConfig, layout: Layout, plan: MemoryPlan) -> None:
+def print_plan(config: TrainConfig, layout: RankLayout, plan: MemoryPlan) -> None:
     """Print a :class:`MemoryPlan` as a table."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(

@@ -14,18 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from simplefsdp.train.distributed import Rank
+from simplefsdp.launcher.ranks import Rank
+from simplefsdp.models.build import cross_entropy
 from simplefsdp.train.metrics import EvalRecord
 
 PROMPT_NBYTES = 16
 _WINDOW = 128
 _TEMPERATURE = 0.8
 _BYTE_VALUES = 256
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats per token, in float32: ``[b, s, vocab]``, ``[b, s]`` -> 0-d."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 @torch.no_grad()

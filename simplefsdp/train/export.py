@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from simplefsdp.launcher.errors import UserError, user_errors
+from simplefsdp.models.build import model_config, plain_model
 from simplefsdp.models.hf import write_hf_folder
+from simplefsdp.models.options import ModelOptions
 from simplefsdp.train import runs
-from simplefsdp.train.build import model_config, plain_model
-from simplefsdp.train.config import ModelOptions
-from simplefsdp.train.errors import UserError, user_errors
 from simplefsdp.train.restore import (
     Checkpoint,
     check_model,

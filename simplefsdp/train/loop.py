@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simplefsdp import clip_grad_norm_
+from simplefsdp.grad_norm import clip_grad_norm_
+from simplefsdp.launcher.errors import RunFailed
+from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import flops_per_token
+from simplefsdp.models.build import model_config
 from simplefsdp.train import preflight, runs
-from simplefsdp.train.build import model_config
 from simplefsdp.train.checkpoint import SaveResult
-from simplefsdp.train.distributed import Rank, from_rank_zero
-from simplefsdp.train.errors import RunFailed
 from simplefsdp.train.evaluate import PROMPT_NBYTES, evaluate, sample
 from simplefsdp.train.metrics import EvalRecord, StepRecord, peak_flops, peak_memory_nbytes
 from simplefsdp.train.optim import learning_rate, set_learning_rate

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from simplefsdp.launcher.errors import user_errors
 from simplefsdp.models import LlamaConfig
+from simplefsdp.models.build import model_config, plain_model
+from simplefsdp.models.layout import RankLayout, plan_layout
 from simplefsdp.train import runs
-from simplefsdp.train.build import model_config, plain_model
 from simplefsdp.train.config import TrainConfig, check_options
 from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
-from simplefsdp.train.distributed import Layout, plan_layout
-from simplefsdp.train.errors import user_errors
 from simplefsdp.train.evaluate import PROMPT_NBYTES
 from simplefsdp.train.restore import Checkpoint, check_model, open_checkpoint
 
@@ -27,7 +27,7 @@ class RunPlan:
     """
 
     config: TrainConfig
-    layout: Layout
+    layout: RankLayout
     out: Path
     checkpoint: Checkpoint | None
     corpus_fingerprint: str
@@ -43,7 +43,7 @@ class RunPlan:
         return self.first_step >= self.config.last_step
 
 
-def make_layout(config: TrainConfig, world_size: int, node_ranks: int) -> Layout:
+def make_layout(config: TrainConfig, world_size: int, node_ranks: int) -> RankLayout:
     """Check the options that need neither files nor ranks, and lay out the ranks.
 
     ``node_ranks`` is how many ranks share a node: the default group of ``hybrid_shard``.
@@ -97,7 +97,9 @@ def _check_sequence(config: TrainConfig, model: LlamaConfig) -> None:
         )
 
 
-def batches(config: TrainConfig, corpus: Corpus, layout: Layout, dp_rank: int) -> ShardedBatches:
+def batches(
+    config: TrainConfig, corpus: Corpus, layout: RankLayout, dp_rank: int
+) -> ShardedBatches:
     """The training batches of one data-parallel rank, from the beginning."""
     return ShardedBatches(
         corpus.train,
@@ -111,7 +113,7 @@ def batches(config: TrainConfig, corpus: Corpus, layout: Layout, dp_rank: int) -
 
 
 def held_out_batches(
-    config: TrainConfig, corpus: Corpus, layout: Layout, dp_rank: int
+    config: TrainConfig, corpus: Corpus, layout: RankLayout, dp_rank: int
 ) -> ShardedBatches:
     """The batches every evaluation uses: always the same ones, whatever the seed."""
     if len(corpus.validation) < PROMPT_NBYTES:

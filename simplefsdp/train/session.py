@@ -9,16 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from simplefsdp import init_weights
+from simplefsdp.initialize import init_weights
+from simplefsdp.launcher.errors import EXIT_BAD_INPUT, UserError, user_errors
+from simplefsdp.launcher.launch import StopRequest
+from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models import num_parameters
+from simplefsdp.models.build import model_config, wrapped_model
+from simplefsdp.models.layout import make_mesh
 from simplefsdp.train import preflight
-from simplefsdp.train.build import compiled_model, loss_function, model_config, wrapped_model
+from simplefsdp.train.build import compiled_model, loss_function
 from simplefsdp.train.checkpoint import CheckpointWriter
 from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
 from simplefsdp.train.display import Display
-from simplefsdp.train.distributed import Rank, make_mesh
-from simplefsdp.train.errors import EXIT_BAD_INPUT, UserError, user_errors
-from simplefsdp.train.launch import StopRequest
 from simplefsdp.train.metrics import MetricsWriter
 from simplefsdp.train.optim import make_optimizer
 from simplefsdp.train.preflight import RunPlan

@@ -9,32 +9,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from simplefsdp.train.config import ParallelOptions
-from simplefsdp.train.errors import EXIT_BAD_INPUT, UserError
+from simplefsdp.launcher.errors import EXIT_BAD_INPUT, UserError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How many ranks replicate, shard and split tensors; their product is the world size."""
-
-    replicate: int
-    shard: int
-    tp: int
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in all."""
-        return self.replicate * self.shard * self.tp
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel ranks: how many different batches a step reads."""
-        return self.replicate * self.shard
 
 
 @dataclass(frozen=True)
@@ -59,53 +37,6 @@ def device_type() -> str:
 def default_ranks() -> int:
     """Local ranks started when none are asked for: every GPU, or two on CPU."""
     return torch.cuda.device_count() if device_type() == "cuda" else 2
-
-
-def plan_layout(options: ParallelOptions, world_size: int, node_ranks: int) -> Layout:
-    """Split ``world_size`` ranks by mode and tensor-parallel size.
-
-    ``node_ranks`` is the default group size of ``hybrid_shard``. Raises ValueError where the
-    numbers do not divide.
-    """
-    if world_size % options.tp:
-        raise ValueError(f"--tp {options.tp} does not divide {world_size} ranks")
-    dp = world_size // options.tp
-    if options.mode == "replicate":
-        return Layout(replicate=dp, shard=1, tp=options.tp)
-    if options.mode == "fully_shard":
-        return Layout(replicate=1, shard=dp, tp=options.tp)
-    shard = options.shard_size or max(1, node_ranks // options.tp)
-    if dp % shard or dp == shard:
-        raise ValueError(
-            f"--mode hybrid_shard needs several groups: {dp} data-parallel ranks cannot be split "
-            f"into groups of {shard}; give another --shard-size, or use --mode fully_shard"
-        )
-    return Layout(replicate=dp // shard, shard=shard, tp=options.tp)
-
-
-def make_mesh(layout: Layout, options: ParallelOptions, device: str) -> DeviceMesh:
-    """The mesh of all ranks, with a ``tp`` dimension (last) if there is tensor parallelism."""
-    if options.mode == "hybrid_shard":
-        shape, names = (layout.replicate, layout.shard), ("replicate", "shard")
-    else:
-        shape, names = (layout.dp,), ("dp",)  # type: ignore[assignment]
-    if layout.tp > 1:
-        shape, names = (*shape, layout.tp), (*names, "tp")  # type: ignore[assignment]
-    return init_device_mesh(device, shape, mesh_dim_names=names)
-
-
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh that ``simple_fsdp`` shards over: all but ``tp``."""
-    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
-    return mesh if names == mesh.mesh_dim_names else mesh[names]
-
-
-def precision_policy(options: ParallelOptions, device: str) -> MixedPrecisionPolicy | None:
-    """bfloat16 gathers and compute with float32 reductions, or None for full precision."""
-    wanted = options.mixed_precision
-    if wanted == "bf16" or (wanted == "auto" and device == "cuda"):
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return None
 
 
 @contextmanager
@@ -174,3 +105,18 @@ def cpu_count() -> int:
     """Cores this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Be rank 0 of ``world_size`` ranks that do not exist; collectives return at once.
+
+    The one place that touches torch's private fake process group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

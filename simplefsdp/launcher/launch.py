@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from simplefsdp.train.distributed import cpu_count, device_type
+from simplefsdp.launcher.ranks import cpu_count, device_type
 
 _LAUNCHER_PID = "SIMPLEFSDP_LAUNCHER_PID"
 

@@ -1,0 +1,102 @@
+"""What imports what, one way only; no file too long to read; one name for one thing."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("inductor_passes", "simplefsdp")
+
+# Each part may import those to the left of it. The first is a package of its own.
+ORDER = (
+    ("inductor_passes",),
+    ("_torch",),
+    ("core",),  # the wrap, the backend, and steps that are not run
+    ("models", "launcher"),
+    ("inspection", "calibrate", "train"),  # none of which imports another
+    ("simplefsdp", "cli"),
+)
+COMMANDS = ("cli", "__main__")
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """Ours that a module imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in known else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {other for other in found if other in known} - {name}
+
+
+def part_of(name: str) -> str:
+    package, _, rest = name.partition(".")
+    if package == "inductor_passes" or not rest:
+        return package
+    first = rest.split(".")[0]
+    if first in COMMANDS:
+        return "cli"
+    is_folder = (ROOT / package / first).is_dir()
+    return first if is_folder else "core"
+
+
+KNOWN = modules()
+GRAPH = {name: imports(name, path, KNOWN) for name, path in KNOWN.items()}
+
+
+def test_imports_go_one_way():
+    level = {part: i for i, parts in enumerate(ORDER) for part in parts}
+    upward = [
+        f"{name} imports {other}"
+        for name, others in GRAPH.items()
+        for other in others
+        if part_of(name) != part_of(other) and level[part_of(other)] >= level[part_of(name)]
+    ]
+    assert not upward
+
+
+def test_no_module_imports_itself_through_others():
+    left = {name: set(others) for name, others in GRAPH.items()}
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left  # what is left imports in a circle, or a circle
+
+
+def test_the_passes_do_not_know_of_the_wrap():
+    for name, path in KNOWN.items():
+        if part_of(name) == "inductor_passes":
+            tree = ast.parse(path.read_text())
+            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            assert "simplefsdp" not in names and not {
+                other for other in GRAPH[name] if other.startswith("simplefsdp")
+            }, name
+
+
+def test_no_file_is_too_long():
+    too_long = {name: n for name, p in KNOWN.items() if (n := len(p.read_text().split("\n"))) > 350}
+    assert not too_long
+
+
+def test_no_two_public_classes_share_a_name():
+    names = Counter(
+        node.name
+        for path in KNOWN.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, n in names.items() if n > 1] == []
