@@ -23,14 +23,18 @@ Read the code in this order:
 ``_torch`` holds every private part of PyTorch; ``tests/test_torch_contract.py`` is its contract.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from simplefsdp import _torch
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.initialize import init_weights
-from simplefsdp.inspection.capture import inspect
 from simplefsdp.parametrization import register_forward_method
 from simplefsdp.unsharded import raw_parameters, unsharded
 from simplefsdp.version import __version__
 from simplefsdp.wrap import simple_fsdp
+
+if TYPE_CHECKING:
+    from simplefsdp.inspection.capture import inspect
 
 __all__ = [
     "__version__",
@@ -42,6 +46,15 @@ __all__ = [
     "simple_fsdp",
     "unsharded",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``inspect``, when somebody asks for it: a training run need not import reports."""
+    if name == "inspect":
+        from simplefsdp.inspection.capture import inspect
+
+        return inspect
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _torch.compile_modules_of_torch_too("simplefsdp", "simplefsdp.backend.simplefsdp")
