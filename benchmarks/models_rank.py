@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 import simplefsdp.backend
 from simplefsdp import simple_fsdp
-from simplefsdp.watch import Seen, watching
+from simplefsdp.observers import CompiledGraph, observing
 
 STEPS = 3
 LEARNING_RATE = 1e-3
@@ -62,7 +62,7 @@ class Launches:
     before: Counter[str] = field(default_factory=Counter)
     after: Counter[str] = field(default_factory=Counter)
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: CompiledGraph) -> None:
         for program, found in (
             (seen.rehearsal.reading.program, self.before),
             (seen.rehearsal.after, self.after),
@@ -236,7 +236,7 @@ def shard_as_fsdp2(model: nn.Module) -> nn.Module:
 def compiled(model: nn.Module, system: str, executor: str) -> Iterator[Launches]:
     """Shard and compile ``model`` in place. ``system``: a bucketing of ours, or ``"fsdp2"``."""
     launches = Launches()
-    with watching(launches.see):
+    with observing(launches.see):
         if system == "fsdp2":
             backend = "inductor" if executor == "regions" else executor
             shard_as_fsdp2(model).compile(backend=backend)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from variants import LlamaLoss
 
 from simplefsdp import simple_fsdp
-from simplefsdp.deepen import trace_deep
+from simplefsdp.extrapolate_depth import trace_deep
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models import CONFIGS, LlamaConfig, apply_tensor_parallel
 from simplefsdp.models.activation_checkpointing import ActivationCheckpointing

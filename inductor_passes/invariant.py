@@ -104,8 +104,8 @@ def _local(program: Program) -> tuple[set[int], dict[str, int]]:
 def _sent_nbytes(program: Program, preparing: set[int]) -> dict[str, int]:
     """Bytes on every rank, by storage, of casts that gathers send.
 
-    Ranks with a smaller shard also send what was padded, and the others the shard itself: that
-    counts on none.
+    A rank with a smaller shard also makes a padded copy of it to send. Other ranks do not, so the
+    copy is counted on no rank.
     """
     itemsize = {s: program.buffers[s].itemsize for s in program.buffers}
     shard_itemsize = {s: itemsize[s] for s in program.storages(program.inputs)}

@@ -118,7 +118,7 @@ def keeping(forward: Program, backward: Program, fqns: Collection[str]) -> tuple
 
     Args:
         forward: what it gathers of ``fqns`` becomes an output.
-        backward: what it gathers of ``fqns`` becomes an input, and so does what led to it vanish.
+        backward: what it gathers of ``fqns`` becomes an input, and the ops that led to it go.
         fqns: of parameters; their collectives are single.
     """
     outputs = [name for _, op in _gathers(forward) if _carries(op, fqns) for name in op.writes]

@@ -13,7 +13,7 @@ from inductor_passes.layouts import write_buckets
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, in_sequence, overlap, starts_in
 from inductor_passes.plan import Plan
-from inductor_passes.planned import PlannedBucket, in_program
+from inductor_passes.portable import PortableBucket, in_program
 from inductor_passes.program import Bucket, ProgramError
 from inductor_passes.rehearsal import (
     Rehearsal,
@@ -37,7 +37,7 @@ def bucket_and_reorder(
     graph: Graph,
     settings: Settings,
     fqn_of: fx.FqnOf,
-    planned: Sequence[PlannedBucket] | None = None,
+    planned: Sequence[PortableBucket] | None = None,
 ) -> None:
     """The post-grad pass: merge the collectives of each bucket and order the graph, in place.
 
@@ -60,7 +60,7 @@ def _transform(
     graph: Graph,
     settings: Settings,
     fqn_of: fx.FqnOf,
-    planned: Sequence[PlannedBucket] | None,
+    planned: Sequence[PortableBucket] | None,
 ) -> None:
     before = read(graph, settings, fqn_of)
     if planned is None:

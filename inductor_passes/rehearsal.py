@@ -21,7 +21,7 @@ from inductor_passes.layouts import BucketLayout
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, overlap
 from inductor_passes.plan import Plan, evaluate
-from inductor_passes.planned import PlannedBucket, in_names, in_program
+from inductor_passes.portable import PortableBucket, in_names, in_program
 from inductor_passes.presets import preset
 from inductor_passes.program import Bucket, Collective, Op, Program, ProgramError
 from inductor_passes.roofline import cluster_of, cost_of, device_of, fused_program
@@ -139,7 +139,7 @@ class Rehearsal:
     """
 
     reading: fx.Reading
-    planned: tuple[PlannedBucket, ...]
+    planned: tuple[PortableBucket, ...]
     after: Program
     plan: Plan | None = None
 
@@ -157,7 +157,7 @@ def rehearsed(
 
 
 def as_planned(
-    reading: fx.Reading, auto: Auto, planned: Sequence[PlannedBucket]
+    reading: fx.Reading, auto: Auto, planned: Sequence[PortableBucket]
 ) -> Plan | tuple[Bucket, ...]:
     """A plan that was made for another graph, which communicates the same, for this one.
 

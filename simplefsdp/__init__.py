@@ -16,8 +16,9 @@ Read the code in this order:
    ``recompute`` and ``reshard`` say which are made again in backward; ``compilation`` plans each
    graph (``plans``: one rank for all), logs it (``census``), and calls the passes of
    ``inductor_passes``.
-3. Steps that are not run. ``trace`` makes the graphs of a step without memory, ``alike`` and
-   ``deepen`` those of a deep model from a shallow one's; ``prediction`` prices them.
+3. Steps that are not run. ``trace`` makes the graphs of a step without memory,
+   ``repeated_layers`` and ``extrapolate_depth`` those of a deep model from a shallow one's, and
+   ``prediction`` prices them.
 4. ``inspection``, ``models``, ``train``, ``calibrate`` and ``cli``, which nothing above imports.
 
 ``_torch`` holds every private part of PyTorch; ``tests/test_torch_contract.py`` is its contract.

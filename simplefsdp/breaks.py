@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from simplefsdp import _torch, watch
+from simplefsdp import _torch, observers
 from simplefsdp._torch import CodePlace, GraphBreak
-from simplefsdp.watch import Seen, assumed_cluster
+from simplefsdp.observers import CompiledGraph, assumed_cluster
 
 if TYPE_CHECKING:
     from inductor_passes.program import CollectiveKind
@@ -90,14 +90,14 @@ def _first_of(reason: str) -> str:
     return " ".join(filter(None, told)).removesuffix(".")
 
 
-def show(seen: Seen) -> None:
+def notify(seen: CompiledGraph) -> None:
     """Show a graph to whoever watches, and say what the break before it costs."""
     _current.is_over |= seen.part == "backward"
     if seen.part == "forward":
         _call_of[seen.compilation] = _current.number
         if _current.before is not None:
             _behind[seen.compilation] = _current.before
-    watch.show(seen._replace(call=_call_of.get(seen.compilation, 0)))
+    observers.notify(seen._replace(call=_call_of.get(seen.compilation, 0)))
     try:
         _tell(seen)
     except Exception as error:  # it is for the log only
@@ -114,7 +114,7 @@ def reset() -> None:
     vars(_current).update(vars(_Call()))
 
 
-def _tell(seen: Seen) -> None:
+def _tell(seen: CompiledGraph) -> None:
     """A warning for the first break of a function that is compiled, else a line at INFO."""
     forward = seen.part == "forward"
     cut = _behind.get(seen.compilation)
@@ -138,7 +138,7 @@ def _tell(seen: Seen) -> None:
     )
 
 
-def _exposed_us(seen: Seen, kind: CollectiveKind) -> tuple[float | None, str]:
+def _exposed_us(seen: CompiledGraph, kind: CollectiveKind) -> tuple[float | None, str]:
     """What compute waits for the first gather, or the last reduce, of a graph; None without one."""
     from inductor_passes.roofline import cost_of
     from inductor_passes.simulate import simulate

@@ -25,18 +25,18 @@ import inductor_passes
 from inductor_passes import fx, regional
 from inductor_passes._torch import no_fusion_past_launches
 from inductor_passes.passes import ImposeOrder, PassError, bucket_and_reorder, rehearse
-from inductor_passes.planned import PlannedBucket
+from inductor_passes.portable import PortableBucket
 from inductor_passes.rehearsal import Rehearsal, Settings, launches, predict
 from inductor_passes.text import to_text
 from simplefsdp import _torch, rank_guard
-from simplefsdp.breaks import show
+from simplefsdp.breaks import notify
 from simplefsdp.census import describe, take_census
+from simplefsdp.observers import CompiledGraph
 from simplefsdp.options import Options
 from simplefsdp.plans import Chosen, is_users, plan_for_all
 from simplefsdp.provenance import carried_fqn
 from simplefsdp.rank_guard import RankMismatchError
 from simplefsdp.recompute import tag_for_recompute
-from simplefsdp.watch import Seen
 
 log = logging.getLogger("simplefsdp")
 _numbers = itertools.count()
@@ -81,7 +81,7 @@ def compile_with_passes(
     """
     # The buckets of the graph that is being compiled, forward or backward: chosen when it is
     # observed, and agreed on with the other ranks, then written by the pass.
-    current: list[tuple[PlannedBucket, ...]] = [()]
+    current: list[tuple[PortableBucket, ...]] = [()]
     base = identity(settings)
     compilation = Compilation(
         settings,
@@ -145,7 +145,7 @@ def _scheduler_pass(settings: Settings | None, identity: str) -> ImposeOrder | N
 
 def observe(
     gm: GraphModule, is_backward: bool, compilation: Compilation
-) -> tuple[PlannedBucket, ...]:
+) -> tuple[PortableBucket, ...]:
     """Choose the buckets of a graph, compare its launches across ranks, log it and show it.
 
     Called whether or not a cache has the code, with the graph that the passes will get.
@@ -164,7 +164,7 @@ def observe(
     if isinstance(found, Exception):
         kind = ValueError if is_users(found) else PassError
         raise kind(f"{part} graph: {found}") from found
-    show(Seen(part, found, compilation.settings, seconds, compilation.number))
+    notify(CompiledGraph(part, found, compilation.settings, seconds, compilation.number))
     return found.planned
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from inductor_passes import fx
 from inductor_passes.plan import Plan
-from inductor_passes.planned import PlannedBucket, from_json, in_names, to_json
+from inductor_passes.portable import PortableBucket, from_json, in_names, to_json
 from inductor_passes.program import Bucket, ProgramError
 from inductor_passes.rehearsal import Settings, as_planned, choose, communicated
 from simplefsdp.rank_guard import decided, decisions
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 class _Decision(NamedTuple):
     """What the planning rank told all: buckets, or why there are none."""
 
-    planned: tuple[PlannedBucket, ...] | Exception
+    planned: tuple[PortableBucket, ...] | Exception
     number: int
 
 

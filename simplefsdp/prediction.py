@@ -17,7 +17,7 @@ from inductor_passes.cluster import Cluster, ClusterCost, Work
 from inductor_passes.merge import merge
 from inductor_passes.order import overlap
 from inductor_passes.passes import rehearse
-from inductor_passes.planned import in_program
+from inductor_passes.portable import in_program
 from inductor_passes.program import Program
 from inductor_passes.rehearsal import Rehearsal, Settings
 from inductor_passes.roofline import cost_of, fused_program

@@ -12,7 +12,7 @@ from inductor_passes import fx, rehearsal
 from inductor_passes.passes import PassError
 from inductor_passes.program import ProgramError
 from simplefsdp import compilation, simple_fsdp
-from simplefsdp.watch import watching
+from simplefsdp.observers import observing
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def step(fake_mesh, caplog):
         compiled = torch.compile(
             model, backend="simplefsdp", options={"executor": "aot_eager", **options}
         )
-        with watching(found.append), caplog.at_level(logging.INFO, "simplefsdp"):
+        with observing(found.append), caplog.at_level(logging.INFO, "simplefsdp"):
             compiled(torch.ones(2, 4)).sum().backward()
         return [len(seen.rehearsal.planned) for seen in found], caplog.text
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from inductor_passes import rehearsal
 from inductor_passes.passes import PassError
 from simplefsdp import plans, simple_fsdp
+from simplefsdp.observers import observing
 from simplefsdp.rank_guard import RankMismatchError
-from simplefsdp.watch import watching
 
 AUTO = {"executor": "aot_eager", "rank_guard_timeout_s": 30}
 
@@ -42,7 +42,7 @@ def compiled(model: nn.Module, **options: object):
 def step(run, x) -> list[list[str]]:
     """What each graph launches that a step compiles."""
     found = []
-    with watching(found.append):
+    with observing(found.append):
         run(x).square().mean().backward()
     return [rehearsal.launches(seen.rehearsal) for seen in found]
 

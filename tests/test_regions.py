@@ -17,7 +17,7 @@ from inductor_passes import _torch, regional, straight_line
 from inductor_passes.regions import Region, cut, graph_of, structure_of
 from simplefsdp import simple_fsdp
 from simplefsdp.models import CONFIGS, Llama
-from simplefsdp.watch import watching
+from simplefsdp.observers import observing
 
 DIM = 16
 
@@ -118,7 +118,7 @@ def launches_of(source: str) -> list[str]:
 
 def test_it_runs_what_was_planned_and_in_that_order(fake_mesh, monkeypatch):
     mesh, seen = fake_mesh(4), []
-    with watching(seen.append):
+    with observing(seen.append):
         ran = compiled_of(mesh, monkeypatch, 4)
     for shown in seen:
         planned = [op.sends for _, op in shown.rehearsal.after.starts()]

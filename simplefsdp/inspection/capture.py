@@ -19,8 +19,8 @@ from simplefsdp.inspection.document import document
 from simplefsdp.inspection.modules import modules_of
 from simplefsdp.inspection.plans import limits_of
 from simplefsdp.inspection.report import GraphReport, PlanReport, report_graph
+from simplefsdp.observers import CompiledGraph, assumed_cluster, observing
 from simplefsdp.prediction import StepPrediction, predict_rehearsed
-from simplefsdp.watch import Seen, assumed_cluster, watching
 
 if TYPE_CHECKING:
     from simplefsdp.inspection.matching import Comparison
@@ -65,7 +65,7 @@ class Report:
         self._launches: dict[str, list[str]] = {}
         self.graphs: dict[str, GraphReport] = {}
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: CompiledGraph) -> None:
         """Take in a graph; the backend calls this."""
         rehearsal = seen.rehearsal
         cluster = self._cluster or assumed_cluster(rehearsal, seen.settings)
@@ -268,7 +268,7 @@ def inspect(cluster: Cluster | str | os.PathLike[str] | None = None) -> Iterator
         TypeError, ValueError: there is no such cluster.
     """
     report = Report(None if cluster is None else as_cluster(cluster))
-    with watching(report.add):
+    with observing(report.add):
         yield report
 
 

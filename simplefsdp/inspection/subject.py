@@ -21,7 +21,7 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from simplefsdp.deepen import trace_deep
+from simplefsdp.extrapolate_depth import trace_deep
 from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.models import Llama, apply_tensor_parallel, flops_per_token

@@ -19,7 +19,12 @@ from simplefsdp import provenance
 
 
 class Place(NamedTuple):
-    """Where a node is: what ``member`` of the layer that is ``layer``-th in its graph."""
+    """Where a node is.
+
+    Attributes:
+        layer: index of its layer among those of the graph.
+        member: what it is there; the same for its counterparts in the other layers.
+    """
 
     layer: int
     member: Hashable

@@ -5,7 +5,14 @@ from __future__ import annotations
 from programs import layers, random_program, renamed
 
 from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.planned import Member, PlannedBucket, from_json, in_names, in_program, to_json
+from inductor_passes.portable import (
+    Member,
+    PortableBucket,
+    from_json,
+    in_names,
+    in_program,
+    to_json,
+)
 from inductor_passes.program import Bucket
 from inductor_passes.text import parse
 
@@ -26,8 +33,8 @@ def test_a_parameter_that_is_gathered_twice():
     buckets = (Bucket("late", ("b",), 3), Bucket("early", ("a",)))
     planned = in_names(parse(TWICE), buckets)
     assert planned == (
-        PlannedBucket("late", "gather", (Member("l.w", 1),), 3),
-        PlannedBucket("early", "gather", (Member("l.w", 0),)),
+        PortableBucket("late", "gather", (Member("l.w", 1),), 3),
+        PortableBucket("early", "gather", (Member("l.w", 0),)),
     )
     assert in_program(parse(TWICE), planned) == buckets
 
@@ -43,8 +50,8 @@ def test_the_names_of_nodes_do_not_matter():
 
 def test_what_is_gone_is_left_out_and_what_is_new_is_alone():
     planned = (
-        PlannedBucket("gone", "gather", (Member("other.w", 0),)),
-        PlannedBucket("l", "gather", (Member("other.w", 1), Member("l.w", 0)), 2),
+        PortableBucket("gone", "gather", (Member("other.w", 0),)),
+        PortableBucket("l", "gather", (Member("other.w", 1), Member("l.w", 0)), 2),
     )
     assert in_program(parse(TWICE), planned) == (Bucket("l", ("a",), 2), Bucket("l.w", ("b",)))
 

@@ -1,4 +1,4 @@
-"""Who wants to see each graph that is compiled: the door between the backend and inspection."""
+"""Observers are called with each graph that is compiled; so inspection hears of the backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("simplefsdp")
 
 
-class Seen(NamedTuple):
+class CompiledGraph(NamedTuple):
     """A graph as the passes get it, and what they will make of it.
 
     Attributes:
@@ -34,27 +34,27 @@ class Seen(NamedTuple):
     call: int = 0
 
 
-Watcher = Callable[[Seen], None]
-_watchers: list[Watcher] = []
+Observer = Callable[[CompiledGraph], None]
+_observers: list[Observer] = []
 
 
-def show(seen: Seen) -> None:
-    """Show a graph to whoever watches. A watcher that fails is named in a warning, no more."""
-    for watcher in tuple(_watchers):
+def notify(seen: CompiledGraph) -> None:
+    """Call each observer with a graph. One that fails leads to a warning, and to nothing else."""
+    for observer in tuple(_observers):
         try:
-            watcher(seen)
+            observer(seen)
         except Exception as error:
             log.warning("inspect: the %s graph is not in the report: %r", seen.part, error)
 
 
 @contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Show ``watcher`` each graph that is compiled inside."""
-    _watchers.append(watcher)
+def observing(observer: Observer) -> Iterator[None]:
+    """Show ``observer`` each graph that is compiled inside."""
+    _observers.append(observer)
     try:
         yield
     finally:
-        _watchers.remove(watcher)
+        _observers.remove(observer)
 
 
 def assumed_cluster(rehearsal: Rehearsal, settings: Settings | None) -> Cluster:

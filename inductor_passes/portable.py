@@ -28,7 +28,7 @@ class Member(NamedTuple):
     occurrence: int
 
 
-class PlannedBucket(NamedTuple):
+class PortableBucket(NamedTuple):
     """A :class:`Bucket` without names of nodes.
 
     Attributes:
@@ -44,11 +44,11 @@ class PlannedBucket(NamedTuple):
     window: int = 0
 
 
-def in_names(program: Program, buckets: Sequence[Bucket]) -> tuple[PlannedBucket, ...]:
+def in_names(program: Program, buckets: Sequence[Bucket]) -> tuple[PortableBucket, ...]:
     """The buckets of ``program``, whose collectives carry one parameter each, in portable names."""
     member_of = {op.name: (kind, member) for op, kind, member in _members(program)}
     return tuple(
-        PlannedBucket(
+        PortableBucket(
             bucket.label,
             member_of[bucket.starts[0]][0],
             tuple(member_of[name][1] for name in bucket.starts),
@@ -58,20 +58,20 @@ def in_names(program: Program, buckets: Sequence[Bucket]) -> tuple[PlannedBucket
     )
 
 
-def to_json(planned: Sequence[PlannedBucket]) -> str:
+def to_json(planned: Sequence[PortableBucket]) -> str:
     """The buckets as a text that another process can read."""
     return json.dumps(planned)
 
 
-def from_json(text: str) -> tuple[PlannedBucket, ...]:
+def from_json(text: str) -> tuple[PortableBucket, ...]:
     """What :func:`to_json` wrote."""
     return tuple(
-        PlannedBucket(label, kind, tuple(Member(*member) for member in members), window)
+        PortableBucket(label, kind, tuple(Member(*member) for member in members), window)
         for label, kind, members, window in json.loads(text)
     )
 
 
-def in_program(program: Program, planned: Sequence[PlannedBucket]) -> tuple[Bucket, ...]:
+def in_program(program: Program, planned: Sequence[PortableBucket]) -> tuple[Bucket, ...]:
     """The planned buckets as far as ``program`` has their members, in the order of the plan.
 
     A collective that nobody planned is a bucket by itself, after those.

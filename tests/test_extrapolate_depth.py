@@ -23,7 +23,7 @@ from inductor_passes.program import Program
 from inductor_passes.roofline import cost_of
 from inductor_passes.simulate import memory
 from simplefsdp import _torch, simple_fsdp
-from simplefsdp.deepen import SHALLOW, deepen, trace_deep
+from simplefsdp.extrapolate_depth import SHALLOW, deepen, trace_deep
 from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.placement import local_nbytes
 from simplefsdp.provenance import carried_fqn as fqn_of

@@ -19,8 +19,8 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from simplefsdp import _torch, provenance
-from simplefsdp.alike import LayeredGraph, Numbering, Place, laid_out
 from simplefsdp.placement import local_nbytes
+from simplefsdp.repeated_layers import LayeredGraph, Numbering, Place, laid_out
 from simplefsdp.trace import TracedStep
 
 log = logging.getLogger("simplefsdp")
@@ -131,7 +131,7 @@ class _Deep:
     Attributes:
         graph: it.
         at: its nodes by place, where ``layer`` counts the copies.
-        made: the others, and those that are no copies, by what they were made of.
+        made: nodes of the new graph that are in no copy, by the node that each was made of.
     """
 
     def __init__(
