@@ -2,8 +2,9 @@
 
     python -m inductor_passes program.txt -p merge,order,simulate
 
-The text is that of :mod:`inductor_passes.text`; what is printed can be read again. ``TORCH_TRACE``
-has the program of every graph that the backend compiles. No torch is needed.
+The text is that of :mod:`inductor_passes.text`; each program that is printed can be read again.
+``TORCH_TRACE`` has the program of every graph that the backend compiles, before the passes and
+after them. No torch is needed.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Default: latency and bandwidth of 8 H100",
     )
     options = parser.parse_args(arguments)
-    names = options.passes.split(",")
+    names = [name.strip() for name in options.passes.split(",")]
     unknown = [name for name in names if name not in PASSES]
     if unknown:
         parser.error(f"--passes: there is no {unknown[0]!r}; expected of {', '.join(PASSES)}")
@@ -102,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             program = PASSES[name](program, cost)
             if name != "simulate":
                 print(to_text(program))
+    except BrokenPipeError:  # `| head` has read enough
+        sys.stderr.close()
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0

@@ -25,7 +25,7 @@ from inductor_passes.rehearsal import (
 )
 from inductor_passes.verify import verify_unchanged
 
-_REMEDY = 'options={"bucketing": "none"} compiles without the passes'
+REMEDY = 'options={"bucketing": "none"} compiles without the passes'
 
 
 class PassError(RuntimeError):
@@ -48,12 +48,14 @@ def bucket_and_reorder(
         planned: the buckets, if :func:`rehearse` chose them; else they are chosen here.
 
     Raises:
-        PassError: it failed; the graph is not to be used then.
+        PassError: it failed; the graph is not to be used then. The ranks agreed on the plan, but
+            not on this: if it fails on one of them, the others wait in their first collective for
+            it until it exits or the process group gives up.
     """
     try:
         _transform(graph, settings, fqn_of, planned)
     except Exception as error:
-        raise PassError(f"bucket_and_reorder: {error}; {_REMEDY}") from error
+        raise PassError(f"bucket_and_reorder: {error}; {REMEDY}") from error
 
 
 def _transform(
@@ -119,7 +121,7 @@ class ImposeOrder:
                 )
             return scheduler.write(reading, order, len(snodes))
         except Exception as error:
-            raise PassError(f"impose_order: {error}; {_REMEDY}") from error
+            raise PassError(f"impose_order: {error}; {REMEDY}") from error
 
 
 def _no_fqn(node: object) -> None:

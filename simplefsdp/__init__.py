@@ -49,13 +49,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """``inspect``, when somebody asks for it: a training run need not import reports."""
-    if name == "inspect":
-        from simplefsdp.inspection.capture import inspect
+if not TYPE_CHECKING:  # a type checker would believe that there is every name
 
-        return inspect
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """``inspect``, when somebody asks for it: a training run need not import reports."""
+        if name == "inspect":
+            from simplefsdp.inspection.capture import inspect
+
+            return inspect
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 _torch.compile_modules_of_torch_too("simplefsdp", "simplefsdp.backend.simplefsdp")

@@ -70,8 +70,11 @@ def simplefsdp(
         settings = adjust(settings)
     if settings is not None and settings.assignment.uncovered:
         say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
-    ranks = _ranks(gm) if choice.rank_guard_timeout_s else ()
-    _agree_on_model(gm, choice, specs, settings, ranks, missing)
+    ranks = _ranks(gm)
+    if len(ranks) > 1 and not choice.rank_guard_timeout_s:
+        say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")
+        ranks = ()
+    _agree_on_model(gm, choice, specs, settings, ranks, missing, adjusted=adjust is not None)
     uninitialised.refuse(missing)
     kept = decide_resharding(gm, example_inputs, settings, ranks, choice.rank_guard_timeout_s)
     if kept:
@@ -147,6 +150,8 @@ def _agree_on_model(
     settings: Settings | None,
     ranks: Sequence[int],
     missing: Sequence[str],
+    *,
+    adjusted: bool,
 ) -> None:
     """Compare across ranks what is communicated, before autograd: a difference is told by name."""
     params = _sharded_inputs(gm)
@@ -156,6 +161,8 @@ def _agree_on_model(
     lines += _fields("options", replace(options, cluster=None))
     if settings is not None and settings.auto is not None:
         lines += _fields("cluster", settings.auto.cluster)
+    if settings is not None and adjusted:
+        lines += _fields("settings", replace(settings, auto=None))
     lines += [f"parameters without values: {', '.join(missing) or 'none'}"]
     # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
     lines += [
@@ -174,7 +181,7 @@ def _agree_on_model(
     rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
 
 
-def _fields(name: str, value: Options | Cluster) -> list[str]:
+def _fields(name: str, value: Options | Cluster | Settings) -> list[str]:
     """A line for each field, so that the first difference is one field's."""
     return [f"{name}[{f.name!r}]: {getattr(value, f.name)!r}" for f in fields(value)]
 

@@ -91,7 +91,7 @@ def _first_of(reason: str) -> str:
 
 
 def notify(seen: CompiledGraph) -> None:
-    """Show a graph to whoever watches, and say what the break before it costs."""
+    """Call the observers with a graph, and say what the break before it costs."""
     _current.is_over |= seen.part == "backward"
     if seen.part == "forward":
         _call_of[seen.compilation] = _current.number

@@ -1,8 +1,8 @@
 """One Dynamo graph through AOTAutograd and the passes to code, the same on all ranks.
 
 Each graph, forward or backward, goes through four steps before it is lowered: it is planned; the
-ranks agree on what it will launch; it is described in the log; it is shown to whoever watches. Only
-the first two can fail a compilation.
+ranks agree on what it will launch; it is described in the log; observers are called with it. Of
+these only the first two can fail a compilation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule
 import inductor_passes
 from inductor_passes import fx, regional
 from inductor_passes._torch import no_fusion_past_launches
-from inductor_passes.passes import ImposeOrder, PassError, bucket_and_reorder, rehearse
+from inductor_passes.passes import REMEDY, ImposeOrder, PassError, bucket_and_reorder, rehearse
 from inductor_passes.portable import PortableBucket
 from inductor_passes.rehearsal import Rehearsal, Settings, launches, predict
 from inductor_passes.text import to_text
@@ -148,7 +148,8 @@ def observe(
 ) -> tuple[PortableBucket, ...]:
     """Choose the buckets of a graph, compare its launches across ranks, log it and show it.
 
-    Called whether or not a cache has the code, with the graph that the passes will get.
+    Called whether or not a cache has the code, with the graph that the passes will get. Where no
+    passes are wanted, a graph that cannot be read leads to a warning only.
 
     Raises:
         RankMismatchError: the ranks are about to communicate differently.
@@ -162,8 +163,12 @@ def observe(
     _agree_on_launches(part, found, number, compilation)
     _tell(gm, part, found, compilation.settings)
     if isinstance(found, Exception):
-        kind = ValueError if is_users(found) else PassError
-        raise kind(f"{part} graph: {found}") from found
+        if compilation.settings is None:
+            log.warning("%s graph: compiled as it is: it cannot be read: %s", part, found)
+            return ()
+        if is_users(found):
+            raise ValueError(f"{part} graph: {found}") from found
+        raise PassError(f"{part} graph: {found}; {REMEDY}") from found
     notify(CompiledGraph(part, found, compilation.settings, seconds, compilation.number))
     return found.planned
 
@@ -227,9 +232,8 @@ def _tell(
         return describe(take_census(gm.graph), is_backward=part == "backward")
 
     if isinstance(found, Rehearsal):
-        after = found.after
         _warn_of_memory(part, found, settings)
-        _harmless(part, lambda: _torch.trace_artifact(f"simplefsdp_{part}", lambda: to_text(after)))
+        _harmless(part, functools.partial(_trace, part, found))
     if not log.isEnabledFor(_level()):  # a prediction takes as long as the passes themselves
         return
     line = _harmless(part, communicates) or f"{part}:"
@@ -238,6 +242,12 @@ def _tell(
     else:
         line += f"; {_cannot(found)}"
     say("%s", line)
+
+
+def _trace(part: str, found: Rehearsal) -> None:
+    before, after = found.reading.program, found.after
+    _torch.trace_artifact(f"simplefsdp_{part}_before", lambda: to_text(before))
+    _torch.trace_artifact(f"simplefsdp_{part}", lambda: to_text(after))
 
 
 def _harmless(part: str, describe_it: Callable[[], Any]) -> Any:

@@ -23,8 +23,8 @@ from simplefsdp.backend import simplefsdp as simplefsdp_backend
 STARTS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 
-def launches(run, tokens, targets) -> Counter[str]:
-    """Functional collectives that one step really launches."""
+def launches(run, tokens, targets) -> tuple[Counter[str], int]:
+    """Functional collectives that one step really launches, and how many of them are coalesced."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         loss_of(run, tokens, targets).backward()
     prefix = "_c10d_functional::"
@@ -32,7 +32,8 @@ def launches(run, tokens, targets) -> Counter[str]:
     found = Counter(
         name.removeprefix(prefix).removesuffix("_").removesuffix("_coalesced") for name in names
     )
-    return Counter({name: n for name, n in found.items() if name in STARTS})
+    coalesced = sum("_coalesced" in name for name in names)
+    return Counter({name: n for name, n in found.items() if name in STARTS}), coalesced
 
 
 def flat(settings: Settings) -> Settings:
@@ -72,12 +73,14 @@ def compare_with_none(mode, precision, variants, build):
     model = simple_fsdp(
         build(recompute=True), mesh_for(mode), mode=mode, mp_policy=POLICIES[precision]
     )
-    losses, gradients, alone = train(model, {"executor": "aot_eager", "bucketing": "none"})
+    losses, gradients, (alone, _) = train(model, {"executor": "aot_eager", "bucketing": "none"})
     for variant in variants:
         options = {"executor": "aot_eager", **variant}
-        got_losses, got_gradients, got = train(model, options)
+        got_losses, got_gradients, (got, coalesced) = train(model, options)
         fewer = {"manual": 2, "auto": 2, "none": 1}[options["bucketing"]]
         assert got == alone if fewer == 1 else got.total() < alone.total() / fewer, (options, got)
+        # Where each bucket is one buffer, no coalesced operator is left.
+        assert bool(coalesced) == (fewer > 1 and options.get("adjust") is not flat), options
         # Gloo sums the segments of a buffer in turns, so in a flat buffer of more than two ranks
         # an element may be summed in another order; elsewhere every bit is the same.
         bound = 1e-6 if options.get("adjust") is flat and dist.get_world_size() > 2 else 0.0

@@ -37,11 +37,15 @@ def failing(*args, **kwargs):
     raise ProgramError("cannot be read")
 
 
-@pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
+@pytest.mark.parametrize("bucketing", ["manual", "auto"])
 def test_a_graph_that_cannot_be_read(step, monkeypatch, bucketing):
     monkeypatch.setattr(fx, "read", failing)
-    with pytest.raises(PassError, match="forward graph: cannot be read"):
+    with pytest.raises(PassError, match=r"forward graph: cannot be read; options=.*\"none\"}"):
         step(bucketing=bucketing)
+    buckets, log = step(bucketing="none")  # as that error advises
+    assert buckets == []
+    for part in ("forward", "backward"):
+        assert f"{part} graph: compiled as it is: it cannot be read: cannot be read" in log
 
 
 @pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])

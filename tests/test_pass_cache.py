@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import pickle
 import pickletools
@@ -37,13 +39,14 @@ class Two(nn.Module):
         return x
 
 
-def compile_and_run(mesh: DeviceMesh, options: dict[str, object], *, grad: bool = True):
+def compile_and_run(mesh: DeviceMesh, options: dict[str, object], *, grad=True, adjust=None):
     """Loss of the first step, as a new process would make it, and hits and misses of the cache."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     model = simple_fsdp(Two(), mesh)
-    run = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
+    compiler = functools.partial(backend.simplefsdp, options=options, adjust=adjust)
+    run = torch.compile(model, backend=compiler, fullgraph=True)
     x = torch.arange(2.0 * WIDTH).view(2, WIDTH) / WIDTH
     with torch.set_grad_enabled(grad):
         loss = run(x).square().mean()
@@ -106,6 +109,18 @@ def test_a_changed_option_misses(fake_mesh):
             assert compile_and_run(mesh, options, grad=False)[1] == (0, 1), options
         for same in [MANUAL, {**MANUAL, "rank_guard_timeout_s": 0}]:
             assert compile_and_run(mesh, same, grad=False)[1] == (1, 0), same
+
+
+def test_adjusted_settings_miss(fake_mesh):
+    mesh = fake_mesh(4)
+
+    def flat(settings):
+        return dataclasses.replace(settings, layout="flat")
+
+    with fresh_cache():
+        assert compile_and_run(mesh, MANUAL, grad=False)[1] == (0, 1)
+        assert compile_and_run(mesh, MANUAL, grad=False, adjust=flat)[1] == (0, 1)
+        assert compile_and_run(mesh, MANUAL, grad=False, adjust=flat)[1] == (1, 0)
 
 
 def test_options_have_ids_of_their_own():

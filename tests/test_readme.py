@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from simplefsdp.options import Options
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -42,8 +46,8 @@ def test_python_of_the_readme_runs(tmp_path):
     train = train.replace('"auto"}', '"auto", "executor": "aot_eager"}')
     assert "aot_eager" in train
     printed = run(tmp_path, train, *LAUNCHER, "2")
-    first, *_, last = [float(x) for x in re.findall(r"loss ([\d.]+), norm [\d.]+", printed)]
-    assert last < first
+    losses = {step: float(x) for step, x in re.findall(r"step (\d): loss ([\d.]+), norm", printed)}
+    assert len(losses) == 10 and losses["9"] < 0.95 * losses["0"]
 
     made, *_ = train.partition("for step in")
     moments = "optimizer.state_dict()['state'][0]['exp_avg'].full_tensor()"
@@ -95,6 +99,19 @@ def test_hybrid_and_tensor_parallel(tmp_path):
     (code,) = blocks("python four")
     printed = run(tmp_path, PRELUDE + code + COMPARE, *LAUNCHER, "4")
     assert printed.count("fine") == 4
+
+
+def test_options_and_figures_of_the_readme_are_those_of_the_code():
+    named = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
+    assert sorted(named) == sorted(field.name for field in fields(Options))
+    variants = json.loads((results_tables.RESULTS / "step_default.json").read_text())["variants"]
+    rows = {"auto": "auto", "manual": "manual", "torch's auto pass": "torch_auto"}
+    rows |= {"FSDP2 compiled": "fsdp2_compiled", "FSDP2 eager": "fsdp2_eager"}
+    for shown, name in rows.items():
+        v = variants[name]
+        figures = f"{v['to_limit']:.2f} | {v['exposed_s']:.3f} | {v['fsdp2_eager_over_this']:.2f}"
+        nbytes = v["memory_nbytes"]["step_peak"]
+        assert f"| {shown} | {figures} | {nbytes / results_tables.MIB:.0f} |" in README
 
 
 def test_it_is_of_one_sitting():

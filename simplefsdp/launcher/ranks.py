@@ -1,4 +1,4 @@
-"""Ranks, devices and meshes: what this process is, and how the ranks are laid out."""
+"""Ranks and devices: what this process is, and what rank 0 decides for all."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ Without a launcher it starts its own local ranks; under torchrun it joins the ra
 
 examples:
   simplefsdp train
-  simplefsdp train --data README.md --steps 30 --out runs/readme
+  simplefsdp train --data benchmarks --steps 30 --out runs/benchmarks
   simplefsdp train --resume
   simplefsdp train --steps 40 --stop-after 20 --out runs/halves
   simplefsdp train --resume runs/halves

@@ -67,7 +67,7 @@ def test_bad_input_is_one_line(program, capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
-def test_a_program_that_is_none(tmp_path):
+def test_a_program_that_is_none():
     done = subprocess.run(
         [sys.executable, "-m", "inductor_passes", "-"],
         input="compute mm(x) -> y: 64\n",
