@@ -87,9 +87,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()
 
 
+# Modules whose tests start ranks by a command, and tests that compile with Inductor here.
+_COMMANDS = {"test_calibrate", "test_cli", "test_readme", "test_train"}
+_INDUCTOR = {"test_compiled_order", "test_model_matrix", "test_pass_cache", "test_regions"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """By number of ranks, so that each pool starts once; the long ones first, so that none is left
-    for the end when one of two workers has nothing to do."""
+    for the end when one of two workers has nothing to do.
+
+    ``pytest -m "not ranks and not inductor"`` is for a quick answer.
+    """
+    for item in items:
+        if "pools" in getattr(item, "fixturenames", ()) or item.path.stem in _COMMANDS:
+            item.add_marker(pytest.mark.ranks)
+        if item.path.stem in _INDUCTOR:
+            item.add_marker(pytest.mark.inductor)
 
     def ranks_of(item: pytest.Item) -> int:
         callspec = getattr(item, "callspec", None)
