@@ -19,11 +19,22 @@ from inductor_passes.walk import Limits, Search
 from inductor_passes.wire import Wire
 
 CLOSE = 1.005
-# Of one search after the other: units of the chain; share of the memory beyond the least, since
-# one that may take all prefetches so much that gradients find no room; and whether reduces may be
-# waited for at uses, which is more to choose from, and so more for the walk to drop. The next one
-# is made if the best plan so far takes longer than NEAR the bound.
-SEARCHES = ((96, 1.0, False), (96, 1.0, True), (48, 1.0, True), (96, 0.5, True), (48, 0.5, True))
+# Units of the chain that is searched: enough for modules in three parts, and no more of them than
+# these. (In a shallow model of small layers more of them cost three times the time, and the walk,
+# which keeps as many states, drops the better plans.)
+FEWEST, MOST = 48, 96
+# Of one search after the other: whether its chain has those units, or the fewest; share of the
+# memory beyond the least, since one that may take all prefetches so much that gradients find no
+# room; and whether reduces may be waited for at uses, which is more to choose from, and so more
+# for the walk to drop. The next one is made if the best plan so far takes longer than NEAR the
+# bound.
+SEARCHES = (
+    (True, 1.0, False),
+    (True, 1.0, True),
+    (False, 1.0, True),
+    (True, 0.5, True),
+    (False, 0.5, True),
+)
 NEAR = 1.01
 
 
@@ -80,7 +91,7 @@ def plan_auto(
         budget_nbytes = default_budget(manual, least, device_nbytes)
     found.budget_nbytes = budget_nbytes
     _vary(found, manual, fine, fqns)
-    _search(found, least, fine, fqns, limits or Limits())
+    _search(found, manual, least, fine, fqns, limits or Limits())
     if not found.fitting:
         smallest = min(found.plans, key=lambda plan: plan.peak_nbytes)
         raise budget_error(program, smallest, budget_nbytes)
@@ -116,10 +127,14 @@ class _Found:
         """Those within the budget."""
         return [plan for plan in self.plans if plan.peak_nbytes <= self.budget_nbytes]
 
+    @property
+    def fastest(self) -> Plan:
+        """Of those within the budget."""
+        return min(self.fitting, key=lambda plan: plan.step_us)
+
     def is_within(self, factor: float) -> bool:
         """Whether the fastest that fits takes at most so many times the bound."""
-        fastest = min((plan.step_us for plan in self.fitting), default=inf)
-        return fastest <= factor * self.bound_us
+        return bool(self.fitting) and self.fastest.step_us <= factor * self.bound_us
 
 
 def _vary(found: _Found, manual: Plan, chain: Chain, fqns: Sequence[str]) -> None:
@@ -135,15 +150,24 @@ def _vary(found: _Found, manual: Plan, chain: Chain, fqns: Sequence[str]) -> Non
             found.add(shape)
 
 
-def _search(found: _Found, least: Plan, fine: Chain, fqns: Sequence[str], limits: Limits) -> None:
-    """Add what searches find, until a plan is close to the bound."""
+def _search(
+    found: _Found, manual: Plan, least: Plan, fine: Chain, fqns: Sequence[str], limits: Limits
+) -> None:
+    """Add what searches find, until a plan is close to the bound.
+
+    None is made twice: graphs without gathers or without reduces have no uses to wait at, and less
+    memory makes no better plan where the plan by module has room in it.
+    """
     made: set[tuple[object, ...]] = set()
-    for units, share, at_uses in SEARCHES:
+    units = min(MOST, max(FEWEST, 3 * len(set(assign_by_module(fqns).label_of.values()))))
+    for is_fine, share, at_uses in SEARCHES:
         if found.is_within(NEAR if made else CLOSE):
             return
         room = least.peak_nbytes + share * (found.budget_nbytes - least.peak_nbytes)
-        chain = coarsen(fine, units, room)
-        search = (len(chain.events), room, at_uses and bool(chain.gathers))
+        if share < 1 and manual.peak_nbytes <= room:
+            continue
+        chain = coarsen(fine, units if is_fine else FEWEST, room)
+        search = (len(chain.events), room, at_uses and bool(chain.gathers and chain.reduces))
         if search not in made:
             made.add(search)
             wire = Wire(chain, found.cost)
