@@ -15,8 +15,8 @@ from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.program import Bucket, Program, ProgramError
 from inductor_passes.regular import in_parts, joined, sent_on
 from inductor_passes.schedule import Schedule, buckets_of, singles
-from inductor_passes.walk import Limits, Search
-from inductor_passes.wire import Wire
+from inductor_passes.walk import Search, SearchLimits
+from inductor_passes.wire import TransferTimes
 
 CLOSE = 1.005
 # Units of the chain that is searched: enough for modules in three parts, and no more of them than
@@ -45,7 +45,7 @@ def plan_auto(
     *,
     budget_nbytes: int | None = None,
     device_nbytes: int | None = None,
-    limits: Limits | None = None,
+    limits: SearchLimits | None = None,
 ) -> Plan:
     """The buckets and windows that make one graph fast.
 
@@ -91,7 +91,7 @@ def plan_auto(
         budget_nbytes = default_budget(manual, least, device_nbytes)
     found.budget_nbytes = budget_nbytes
     _vary(found, manual, fine, fqns)
-    _search(found, manual, least, fine, fqns, limits or Limits())
+    _search(found, manual, least, fine, fqns, limits or SearchLimits())
     if not found.fitting:
         smallest = min(found.plans, key=lambda plan: plan.peak_nbytes)
         raise budget_error(program, smallest, budget_nbytes)
@@ -151,7 +151,7 @@ def _vary(found: _Found, manual: Plan, chain: Chain, fqns: Sequence[str]) -> Non
 
 
 def _search(
-    found: _Found, manual: Plan, least: Plan, fine: Chain, fqns: Sequence[str], limits: Limits
+    found: _Found, manual: Plan, least: Plan, fine: Chain, fqns: Sequence[str], limits: SearchLimits
 ) -> None:
     """Add what searches find, until a plan is close to the bound.
 
@@ -170,7 +170,7 @@ def _search(
         search = (len(chain.events), room, at_uses and bool(chain.gathers and chain.reduces))
         if search not in made:
             made.add(search)
-            wire = Wire(chain, found.cost)
+            wire = TransferTimes(chain, found.cost)
             for schedule in _promising(Search(chain, wire, room, limits, at_uses).run()):
                 found.add(buckets_of(schedule, chain, fqns))
 

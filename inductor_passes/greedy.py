@@ -14,7 +14,7 @@ from inductor_passes.invariant import rank_invariant
 from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.program import Program, ProgramError
 from inductor_passes.schedule import Schedule, Segment, buckets_of, singles
-from inductor_passes.wire import Rest, What, Wire
+from inductor_passes.wire import Rest, TransferTimes, What
 
 # Where the fit of a cost model's bandwidth was measured to; as large as buckets of one Llama 3 8B
 # layer in bf16 come.
@@ -55,7 +55,7 @@ def plan_greedy(
         budget_nbytes = default_budget(manual, least, device_nbytes)
     if least.peak_nbytes > budget_nbytes:
         raise budget_error(program, least, budget_nbytes)
-    wire, room = Wire(chain, cost), budget_nbytes - least.peak_nbytes
+    wire, room = TransferTimes(chain, cost), budget_nbytes - least.peak_nbytes
     for eighths in range(8, 0, -1):
         allowed = least.peak_nbytes + room * eighths // 8
         schedule = _Greedy(chain, wire, allowed, max_nbytes).schedule()
@@ -66,7 +66,9 @@ def plan_greedy(
 
 
 class _Greedy:
-    def __init__(self, chain: Chain, wire: Wire, budget_nbytes: int, max_nbytes: int) -> None:
+    def __init__(
+        self, chain: Chain, wire: TransferTimes, budget_nbytes: int, max_nbytes: int
+    ) -> None:
         self.chain, self.wire = chain, wire
         self.budget, self.most = budget_nbytes, max_nbytes
         self.rest = Rest(chain, wire)

@@ -21,11 +21,11 @@ from typing import NamedTuple
 from inductor_passes.chain import Chain, Event
 from inductor_passes.schedule import Schedule, Segment
 from inductor_passes.simulate import slowed_us
-from inductor_passes.wire import Rest, Wire
+from inductor_passes.wire import Rest, TransferTimes
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """How far a search looks.
 
     Attributes:
@@ -96,9 +96,9 @@ class Search:
     def __init__(
         self,
         chain: Chain,
-        wire: Wire,
+        wire: TransferTimes,
         budget_nbytes: float,
-        limits: Limits,
+        limits: SearchLimits,
         at_uses: bool = True,
     ) -> None:
         self.at_uses = at_uses

@@ -32,7 +32,7 @@ def merged_us(collectives: Iterable[Collective], cost: CostModel) -> dict[str, f
     return us
 
 
-class Wire:
+class TransferTimes:
     """Times of the buckets of a chain, each asked of the cost model once."""
 
     def __init__(self, chain: Chain, cost: CostModel) -> None:
@@ -99,7 +99,11 @@ class Rest:
     """Least that is left to do from each event, and from each unit, to the end."""
 
     def __init__(
-        self, chain: Chain, wire: Wire, bucket_nbytes: float = inf, budget_nbytes: float = inf
+        self,
+        chain: Chain,
+        wire: TransferTimes,
+        bucket_nbytes: float = inf,
+        budget_nbytes: float = inf,
     ) -> None:
         self.chain, self.bucket_nbytes, self.budget_nbytes = chain, bucket_nbytes, budget_nbytes
         us = [event.us if event.kind == "run" else 0.0 for event in chain.events]
@@ -115,7 +119,7 @@ class Rest:
         self.runs = [at for at, event in enumerate(chain.events) if event.kind == "run"]
         self._reach: dict[tuple[int, int], int] = {}
 
-    def _lanes(self, wire: Wire, what: What, n: int) -> list[tuple[float, ...]]:
+    def _lanes(self, wire: TransferTimes, what: What, n: int) -> list[tuple[float, ...]]:
         """Time on each lane of the units from each to the end."""
         latency_us = wire.latency_us(what)
         nbytes = self.chain.gathered if what == "gather" else self.chain.reduced

@@ -23,11 +23,11 @@ from inductor_passes.program import Program
 from inductor_passes.schedule import buckets_of, singles
 from inductor_passes.simulate import memory
 from inductor_passes.text import parse
-from inductor_passes.walk import Limits, Search
-from inductor_passes.wire import Wire
+from inductor_passes.walk import Search, SearchLimits
+from inductor_passes.wire import TransferTimes
 
 ROOM = 10**9
-FEW = Limits(work=100)
+FEW = SearchLimits(work=100)
 # Programs against all their plans: 3 layers, or 2 where both sides have windows for each bucket.
 EXHAUSTED = {"forward": 60, "backward": 24, "hybrid": 10, "replicate": 30, "mixed": 8}
 EXHAUSTED["tensor_parallel"] = 8
@@ -66,7 +66,7 @@ def test_the_chain_is_the_program(kind):
         program, cost, fqns = layered(seed, 5, kind)
         program, cost = rank_invariant(program, cost)
         chain = chain_of(program, cost)
-        search = Search(chain, Wire(chain, cost), ROOM, Limits(work=600))
+        search = Search(chain, TransferTimes(chain, cost), ROOM, SearchLimits(work=600))
         for schedule in search.run()[:3]:
             plan = evaluate(program, cost, buckets_of(schedule, chain, fqns), 0.0)
             assert plan.step_us == pytest.approx(schedule.step_us), seed
@@ -85,7 +85,7 @@ def test_what_fits_by_the_chain_fits(kind):
         twice = max(parts, default=0)
         for more in (0.0, 0.1, 0.3):
             budget = int(least.peak_nbytes * (1 + more))
-            found = Search(chain, Wire(chain, cost), budget, Limits(work=600)).run()
+            found = Search(chain, TransferTimes(chain, cost), budget, SearchLimits(work=600)).run()
             for schedule in found:
                 plan = evaluate(program, cost, buckets_of(schedule, chain, fqns), 0.0)
                 assert plan.peak_nbytes <= budget + twice, (seed, more)
@@ -340,7 +340,7 @@ def test_work_grows_little_faster_than_the_program(units, growth):
     def extended(n: int) -> int:
         program, cost = rank_invariant(parse(layers(n, "backward")), ROUND_COST)
         chain = coarsen(chain_of(program, cost), units)
-        search = Search(chain, Wire(chain, cost), 64 * (n + 6), Limits(work=1))
+        search = Search(chain, TransferTimes(chain, cost), 64 * (n + 6), SearchLimits(work=1))
         search.run()
         return search.extended
 
@@ -351,7 +351,7 @@ def test_what_is_sent_to_the_end():
     for seed in range(20):
         program, cost, _ = layered(seed, 4, KINDS[seed % len(KINDS)])
         chain = chain_of(*rank_invariant(program, cost))
-        wire = Wire(chain, cost)
+        wire = TransferTimes(chain, cost)
         for what, units in (("gather", chain.gathers), ("reduce", chain.reduces)):
             ends = [dict(wire.sends(what, i, len(units))) for i in range(len(units) + 1)]
             found = list(map(dict, wire.sends_to_the_end(what)))

@@ -13,10 +13,10 @@ from inductor_passes.auto import plan_auto
 from inductor_passes.chain import coarsen
 from inductor_passes.program import Program
 from inductor_passes.text import parse
-from inductor_passes.walk import Limits, Search
+from inductor_passes.walk import Search, SearchLimits
 
 ROOM = 10**9
-FEW = Limits(work=100)
+FEW = SearchLimits(work=100)
 
 
 def searches(monkeypatch, program: Program, fqns: list[str], **limits: int) -> list[tuple]:
