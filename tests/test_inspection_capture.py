@@ -186,7 +186,9 @@ def test_what_is_compiled_is_in_torchs_trace(fake_mesh, monkeypatch):
         for record in records
         if record.metadata.get("artifact", {}).get("name", "").startswith("simplefsdp_")
     }
-    assert set(texts) == {"simplefsdp_forward", "simplefsdp_backward"}
+    parts = ("simplefsdp_forward", "simplefsdp_backward")
+    assert set(texts) == {name + when for name in parts for when in ("", "_before")}
+    assert len([*parse(texts["simplefsdp_forward_before"]).starts()]) > 3
     starts = [op for _, op in parse(texts["simplefsdp_forward"]).starts()]
     assert [op.collective.bucket for op in starts] == [f"layers.{k}" for k in range(3)]
 
