@@ -50,7 +50,9 @@ def simple_fsdp(
     until :func:`simplefsdp.init_weights`. A submodule may be wrapped before its parent, with
     another mesh or policy: the parent then leaves it as it is. Parameters that tensor
     parallelism made DTensors are sharded further. Make the optimizer, and register hooks on
-    parameters, after the wrap: the parameters are new objects, on the mesh's type of device.
+    parameters, after the wrap: the parameters are new objects, on the mesh's type of device. To
+    write values outside of forward use ``copy_``, ``fill_`` and the like: what is assigned by
+    ``param.data = values`` is lost, as for every DTensor.
 
     Args:
         model: the module; its parameters become DTensors of the true global shape.
