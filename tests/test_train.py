@@ -133,3 +133,19 @@ def test_a_report_names_its_units() -> None:
     assert describe(record) == (
         "loss 2.5000  4,096 tokens/s  0.250 s/step  peak 3.00 GiB  MFU 40.5%"
     )
+
+
+def test_gradient_accumulation_changes_memory_not_numbers(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(Path(__file__).read_bytes() * 3)
+    options = "--data text --seq-len 16 --global-batch-size 8 --eval-batches 1 --sample-tokens 0"
+    options += " --steps 3 --ranks 2 --checkpoint-every 0"
+    losses = []
+    for extra in ("--no-compile", "--gradient-accumulation-steps 2 --executor aot_eager"):
+        out = f"run{len(losses)}"
+        process = start(tmp_path, *options.split(), *extra.split(), "--out", out)
+        text, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, text
+        records = map(json.loads, (tmp_path / out / runs.METRICS).read_text().splitlines())
+        losses.append([r["loss"] for r in records if "loss" in r])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][0] != losses[0][-1]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from simplefsdp.launcher.errors import UserError
 from simplefsdp.launcher.ranks import check_devices
 from simplefsdp.models.layout import RankLayout, plan_layout
 from simplefsdp.models.options import ParallelOptions
@@ -22,7 +23,9 @@ from simplefsdp.train.config import (
     TrainConfig,
     check_options,
 )
+from simplefsdp.train.dry_run import plan_memory
 from simplefsdp.train.optim import FINAL_LR_FRACTION, allocate_state, learning_rate, make_optimizer
+from simplefsdp.train.preflight import plan_run
 from simplefsdp.train.state import rng_state, set_rng_state
 
 
@@ -108,6 +111,31 @@ def test_layout_refuses_ranks_that_do_not_divide(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         plan_layout(options, world_size, 8)
+
+
+def test_micro_batches_divide_the_sequences_of_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(Path(__file__).read_bytes())
+    config = TrainConfig(
+        data=DataOptions(data=tmp_path / "text", seq_len=16, global_batch_size=4),
+        optim=OptimOptions(gradient_accumulation_steps=3),
+        run=RunOptions(out=tmp_path / "out"),
+    )
+    message = "--gradient-accumulation-steps 3 does not divide the 2 sequences that each of 2"
+    with pytest.raises(UserError, match=message):
+        plan_run(config, world_size=2, node_ranks=2)
+    with pytest.raises(ValueError, match="--gradient-accumulation-steps must be at least 1"):
+        check_options(TrainConfig(optim=OptimOptions(gradient_accumulation_steps=0)))
+
+
+def test_full_gradients_that_wait_are_planned_for() -> None:
+    layout = plan_layout(ParallelOptions(), 8, 8)
+    once, twice = (
+        plan_memory(TrainConfig(optim=OptimOptions(gradient_accumulation_steps=n)), layout)
+        for n in (1, 2)
+    )
+    assert once.deferred_nbytes == 0
+    assert twice.deferred_nbytes == 4 * twice.n_parameters  # in fp32
+    assert twice.total_nbytes == once.total_nbytes + twice.deferred_nbytes
 
 
 def test_more_ranks_than_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,9 @@ class OptimOptions:
     """Decoupled weight decay of matrices; vectors and scalars (norms, biases) have none."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches that the global batch is cut into, one after the other: less memory for
+    activations, more for full gradients. Only the last one's backward reduces gradients."""
     seed: int = 0
     """Seed of the weights, the data order and the sampled text."""
 
@@ -172,6 +175,7 @@ def check_options(config: TrainConfig) -> None:
         "--seq-len": (config.data.seq_len, 2),
         "--global-batch-size": (config.data.global_batch_size, 1),
         "--steps": (config.optim.steps, 1),
+        "--gradient-accumulation-steps": (config.optim.gradient_accumulation_steps, 1),
         "--stop-after": (config.optim.stop_after, 1),
         "--warmup-steps": (config.optim.warmup_steps, 0),
         "--ranks": (config.parallel.ranks, 1),

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import Parameter
 
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.build import wrapped_model
@@ -21,6 +23,7 @@ class MemoryPlan:
         n_parameters: parameters of the whole model.
         parameters_nbytes: shards of the parameters.
         gradients_nbytes: shards of their gradients.
+        deferred_nbytes: full gradients of micro-batches that are not reduced yet.
         optimizer_nbytes: AdamW's two moments and step counters.
         largest_gather_nbytes: the largest parameter gathered, in the dtype it is computed in;
             some of these come on top while a step runs, as do the activations.
@@ -29,13 +32,15 @@ class MemoryPlan:
     n_parameters: int
     parameters_nbytes: int
     gradients_nbytes: int
+    deferred_nbytes: int
     optimizer_nbytes: int
     largest_gather_nbytes: int
 
     @property
     def total_nbytes(self) -> int:
-        """Parameters, gradients and optimizer together."""
-        return self.parameters_nbytes + self.gradients_nbytes + self.optimizer_nbytes
+        """All that stays."""
+        gradients = self.gradients_nbytes + self.deferred_nbytes
+        return self.parameters_nbytes + gradients + self.optimizer_nbytes
 
 
 def plan_memory(config: TrainConfig, layout: RankLayout) -> MemoryPlan:
@@ -53,6 +58,7 @@ def plan_memory(config: TrainConfig, layout: RankLayout) -> MemoryPlan:
             n_parameters=sum(p.numel() for p in parameters),
             parameters_nbytes=local_nbytes(parameters),
             gradients_nbytes=local_nbytes(p for p in parameters if p.requires_grad),
+            deferred_nbytes=_deferred_nbytes(config, layout, parameters, policy),
             optimizer_nbytes=local_nbytes(
                 value for state in optimizer.state.values() for value in state.values()
             ),
@@ -60,6 +66,22 @@ def plan_memory(config: TrainConfig, layout: RankLayout) -> MemoryPlan:
                 p.numel() // layout.tp * (compute_dtype or p.dtype).itemsize for p in parameters
             ),
         )
+
+
+def _deferred_nbytes(
+    config: TrainConfig,
+    layout: RankLayout,
+    parameters: list[Parameter],
+    policy: MixedPrecisionPolicy | None,
+) -> int:
+    if config.optim.gradient_accumulation_steps == 1:
+        return 0
+    reduce_dtype = policy.reduce_dtype if policy else None
+    return sum(
+        p.numel() // layout.tp * (reduce_dtype or p.dtype).itemsize
+        for p in parameters
+        if p.requires_grad
+    )
 
 
 def print_plan(config: TrainConfig, layout: RankLayout, plan: MemoryPlan) -> None:
@@ -76,10 +98,13 @@ def print_plan(config: TrainConfig, layout: RankLayout, plan: MemoryPlan) -> Non
     rows = {
         "parameters": plan.parameters_nbytes,
         "gradients": plan.gradients_nbytes,
+        "gradients not reduced": plan.deferred_nbytes,
         "optimizer (AdamW)": plan.optimizer_nbytes,
         "total": plan.total_nbytes,
     }
     for name, nbytes in rows.items():
+        if name == "gradients not reduced" and not nbytes:
+            continue
         if name == "total":
             table.add_section()
         table.add_row(name, f"{nbytes:,}", f"{nbytes / 2**30:.3f}")

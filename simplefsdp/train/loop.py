@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from simplefsdp.accumulation import microbatch
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
@@ -89,12 +90,23 @@ def _update(session: Session) -> _Update:
     inputs, targets = (t.to(device, non_blocking=True) for t in next(session.batches))
     lr = learning_rate(session.step, optim)
     set_learning_rate(session.optimizer, lr)
-    loss = session.loss(session.compiled(inputs), targets)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss = _accumulate(session, inputs, targets)
     grad_norm = clip_grad_norm_(session.model, optim.max_grad_norm)
     session.optimizer.step()
     session.optimizer.zero_grad()
-    return _Update(loss.detach(), grad_norm, lr)
+    return _Update(loss, grad_norm, lr)
+
+
+def _accumulate(session: Session, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Give the parameters the gradients of this rank's batch; returns its mean loss."""
+    count = session.plan.config.optim.gradient_accumulation_steps
+    total = torch.zeros((), device=inputs.device)
+    for i, (part, wanted) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
+        with microbatch(session.model, is_last=i == count - 1):
+            loss = session.loss(session.compiled(part), wanted) / count
+            loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
 
 
 def _is_save_due(session: Session) -> bool:

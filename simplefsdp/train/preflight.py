@@ -72,6 +72,7 @@ def plan_run(config: TrainConfig, world_size: int, node_ranks: int) -> RunPlan:
     layout = make_layout(config, world_size, node_ranks)
     with user_errors():
         _check_sequence(config, model_config(config.model))
+        _check_microbatches(config, layout)
         corpus = load_corpus(config.data.data)
         batches(config, corpus, layout, dp_rank=0)
         try:
@@ -94,6 +95,16 @@ def _check_sequence(config: TrainConfig, model: LlamaConfig) -> None:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is beyond the {model.max_seq_len} positions of "
             f"--config {config.model.config}"
+        )
+
+
+def _check_microbatches(config: TrainConfig, layout: RankLayout) -> None:
+    count, sequences = config.optim.gradient_accumulation_steps, config.data.global_batch_size
+    if sequences % layout.dp == 0 and sequences // layout.dp % count:
+        raise ValueError(
+            f"--gradient-accumulation-steps {count} does not divide the {sequences // layout.dp} "
+            f"sequences that each of {layout.dp} data-parallel ranks has of --global-batch-size "
+            f"{sequences}"
         )
 
 
