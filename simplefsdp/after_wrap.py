@@ -15,6 +15,7 @@ from simplefsdp._torch import dispatch_mode
 
 log = logging.getLogger("simplefsdp")
 _ORIGINAL = "_simple_fsdp_sharded"  # on every original parameter that was sharded: its FQN
+_IGNORED = "_simple_fsdp_ignored"  # on every parameter that the user wants left alone
 _FULL = "_simple_fsdp_full"  # on every full parameter that stands for a shard: the shard's FQN
 
 
@@ -22,6 +23,16 @@ def mark_original(param: Tensor, fqn: str) -> None:
     """Note on a parameter that a shard took its place."""
     setattr(param, _ORIGINAL, fqn)
     _watch_optimizers()
+
+
+def mark_ignored(param: Tensor) -> None:
+    """Note on a parameter that it is the user's alone to keep equal on all ranks."""
+    setattr(param, _IGNORED, True)
+
+
+def is_ignored(param: object) -> bool:
+    """Whether the user passed ``param`` in ``ignored_params``."""
+    return hasattr(param, _IGNORED)
 
 
 def mark_full(param: nn.Parameter, fqn: str) -> nn.Parameter:
@@ -72,7 +83,8 @@ def check_before_eager_forward(model: nn.Module) -> None:
         ValueError: such a parameter would train on this rank's data alone.
     """
     for fqn, param in model.named_parameters():
-        if param.requires_grad and not isinstance(param, DTensor) and not stands_for_shard(param):
+        is_ours = isinstance(param, DTensor) or stands_for_shard(param)
+        if param.requires_grad and not is_ours and not is_ignored(param):
             raise ValueError(
                 f"{fqn}: is not sharded: it came after simple_fsdp, so every rank would train one "
                 "of its own; add parameters (get_peft_model, resize_token_embeddings) first, then "

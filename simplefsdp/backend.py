@@ -21,7 +21,7 @@ from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.roofline import cluster_of
 from simplefsdp import _torch, breaks, rank_guard, uninitialised
 from simplefsdp.accumulation import noting_forwards
-from simplefsdp.after_wrap import stands_for_shard
+from simplefsdp.after_wrap import is_ignored, stands_for_shard
 from simplefsdp.compilation import compile_with_passes, say, sources
 from simplefsdp.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.errors import told_plainly
@@ -246,7 +246,8 @@ def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, example_inputs, strict=True):
         # Inside ``unsharded`` it is the plain model that is compiled.
-        if _is_plain_parameter(node) and not stands_for_shard(value):
+        known = stands_for_shard(value) or is_ignored(value)
+        if _is_plain_parameter(node) and not known:
             user = next((u for u in node.users if _torch.module_path(u)), None)
             module = f" of module {_torch.module_path(user)}" if user is not None else ""
             module += _torch.line_of(user)

@@ -8,18 +8,23 @@ a property; the shards stay in ``_parameters`` under their own names. So ``named
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import has_hooks
-from simplefsdp.after_wrap import is_original, mark_original
+from simplefsdp.after_wrap import is_original, mark_ignored, mark_original
+from simplefsdp.arguments import (
+    check_arguments,
+    check_placements,
+    ignored_among,
+    refuse_offloading,
+)
 from simplefsdp.gather import GatherSpec
 from simplefsdp.living import remember_fqns
 from simplefsdp.outside import handle_operators
@@ -31,7 +36,7 @@ from simplefsdp.placement import (
     shard,
     tensor_parallel_of,
 )
-from simplefsdp.precision import Dtypes, check_policy, dtypes_of, without_override
+from simplefsdp.precision import Dtypes, dtypes_of, without_override
 from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.wrapped import DEFERRALS, KEPT, LAYOUTS, ParameterLayout, is_wrapped
 
@@ -43,6 +48,9 @@ def simple_fsdp(
     mode: str = "fully_shard",
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | Literal["auto"] = True,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    offload_policy: OffloadPolicy | None = None,
 ) -> nn.Module:
     """Shard every parameter of ``model`` over ``mesh``, in place, and return it.
 
@@ -67,6 +75,10 @@ def simple_fsdp(
             backward. ``"auto"``: the planner of ``bucketing="auto"`` keeps those that save time
             and for which the memory budget has room. Takes effect in
             ``torch.compile(model, backend="simplefsdp")``.
+        ignored_params: parameters of ``model`` that stay as they are: whole, where they are, and
+            with the gradient of this rank's batch alone.
+        shard_placement_fn: as FSDP2's, if it gives None or ``Shard(0)``.
+        offload_policy: as FSDP2's, if it offloads nothing.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -74,11 +86,14 @@ def simple_fsdp(
         RankMismatchError: the ranks of ``mesh`` gave different models or arguments.
     """
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    _check_arguments(model, policy, reshard_after_forward)
+    check_arguments(model, policy, reshard_after_forward)
+    refuse_offloading(offload_policy)
     dp = data_parallel(mesh, mode)
     own = {module: path for path, module in model.named_modules() if not is_wrapped(module)}
-    originals = _parameters_of(own)
+    ignored = ignored_among(model, ignored_params)
+    originals = _parameters_of(own, ignored)
     _check_parameters(own, originals)
+    check_placements(originals.values(), shard_placement_fn)
     dtypes = {key: dtypes_of(fqn, param, policy) for key, (fqn, param) in originals.items()}
     policy = without_override(policy)
     agree(
@@ -103,39 +118,13 @@ def simple_fsdp(
         _move_buffers(module, mesh.device_type)
     for fqn, param in originals.values():
         mark_original(param, fqn)
+    for param in ignored:
+        mark_ignored(param)
     cast_in_forward(model, policy)
     _requalify(model)
     remember_fqns(model)
     handle_operators()
     return model
-
-
-def _check_arguments(model: object, policy: object, reshard_after_forward: object) -> None:
-    if isinstance(model, (list, tuple)):
-        raise TypeError(
-            f"model: expected a torch.nn.Module, got a {type(model).__name__}; wrap its modules "
-            "one by one, or the module that holds them (the compiler decides what is gathered "
-            "together, see options['buckets'])"
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("model: a ScriptModule cannot be wrapped; wrap the module it came from")
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(
-            "mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy or None, got "
-            f"{type(policy).__name__}"
-        )
-    check_policy(model, policy)
-    if not isinstance(reshard_after_forward, bool) and reshard_after_forward != "auto":
-        raise TypeError(
-            f"reshard_after_forward: expected True, False or 'auto', got {reshard_after_forward!r}"
-        )
-    if is_wrapped(model):
-        raise ValueError(
-            f"model: this {type(model).__name__} is already wrapped by simple_fsdp, itself or as a "
-            "part of a model; wrap each module once, inner modules before the one around them"
-        )
 
 
 Originals = dict[int, tuple[str, nn.Parameter]]
@@ -145,12 +134,15 @@ def _signature(fqn: str, param: Tensor) -> str:
     return f"{fqn}: {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}"
 
 
-def _parameters_of(modules: Mapping[nn.Module, str]) -> Originals:
+def _parameters_of(
+    modules: Mapping[nn.Module, str], ignored: Collection[nn.Parameter]
+) -> Originals:
     """Each distinct parameter under its first FQN, keyed by identity: a tied one comes once."""
     found: Originals = {}
+    left_alone = set(map(id, ignored))
     for module, path in modules.items():
         for name, param in module._parameters.items():
-            if param is not None:
+            if param is not None and id(param) not in left_alone:
                 found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
     return found
 
@@ -242,7 +234,7 @@ def _layout(
 def _install(
     module: nn.Module, layouts: Mapping[int, ParameterLayout], shards: Mapping[int, nn.Parameter]
 ) -> None:
-    own = {name: id(p) for name, p in module._parameters.items() if p is not None}
+    own = {name: id(p) for name, p in module._parameters.items() if id(p) in layouts}
     module.__dict__[LAYOUTS] = {name: layouts[key] for name, key in own.items()}
     module.__dict__ |= {DEFERRALS: {}, KEPT: {}}
     if own or computes_with_parts(module):

@@ -12,6 +12,7 @@ from beside import (
     EXECUTORS,
     Mlp,
     call_of,
+    check_close,
     mean,
     mesh_of,
     meta,
@@ -23,8 +24,8 @@ from beside import (
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp import simple_fsdp, unsharded
 
@@ -222,9 +223,46 @@ def test_other_arguments_of_fsdp2(fake_mesh):
     mesh = fake_mesh(2)
     with pytest.raises(TypeError, match="expected True, False or 'auto', got 2"):
         simple_fsdp(Mlp(), mesh, reshard_after_forward=2)
-    for name in ("ignored_params", "offload_policy", "shard_placement_fn"):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            simple_fsdp(Mlp(), mesh, **{name: None})
+    with pytest.raises(ValueError, match="does not offload to the CPU"):
+        simple_fsdp(Mlp(), mesh, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(TypeError, match="OffloadPolicy or None, got bool"):
+        simple_fsdp(Mlp(), mesh, offload_policy=True)
+    with pytest.raises(ValueError, match="row: shard_placement_fn: expected None"):
+        simple_fsdp(Mlp(), mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    model = Mlp()
+    with pytest.raises(TypeError, match=r"ignored_params: expected a set .* got Linear"):
+        simple_fsdp(model, mesh, ignored_params=model.up)
+    with pytest.raises(ValueError, match="ignored_params: 1 of 2 are no parameters of model"):
+        simple_fsdp(model, mesh, ignored_params={model.row, Mlp().row})
+    assert not any(isinstance(p, DTensor) for p in model.parameters())  # nothing was changed
+    simple_fsdp(model, mesh, offload_policy=OffloadPolicy(), shard_placement_fn=lambda _: Shard(0))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def ignored():
+    """Its gradient is that of this rank's rows; those of the others are averaged, as ever."""
+    plain = nn.Sequential(Mlp(), Mlp())
+    (x,) = rows(0)
+    mean(plain(x)).backward()
+    wanted = {fqn: param.grad for fqn, param in plain.named_parameters()}
+    alone = copy.deepcopy(plain)
+    alone.zero_grad()
+    mean(alone(mine(x))).backward()
+    wanted["1.row"] = alone[1].row.grad
+    for executor in EXECUTORS:
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        simple_fsdp(model, mesh_of(), ignored_params={model[1].row})
+        assert type(model[1].row) is nn.Parameter
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mean(call_of(model, executor)(mine(x))).backward()
+        for fqn, param in model.named_parameters():
+            check_close(param.grad, wanted[fqn], 1e-5, fqn)
+        optimizer.step()
+
+
+def test_ignored_parameters_are_left_alone(pools):
+    pools(2).run(ignored)
 
 
 METHODS = {
