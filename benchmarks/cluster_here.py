@@ -28,7 +28,9 @@ def cluster_here(row: Row, device: torch.device) -> Cluster:
     for kind in LINK_KINDS:
         once = 2 if kind == "all_reduce" else 1
         known = Link(link.latency_s * 1e6 * once, link.bandwidth / 1e9 / once)
-        wires.append(Wire(kind, row.world_size, 1, known))
+        # Of all ranks, and of the groups of a hybrid mesh: the wire is the same.
+        for ranks in sorted({2, row.world_size // 2, row.world_size} - {1}):
+            wires.append(Wire(kind, ranks, 1, known))
     return Cluster(
         name="this machine, modelled wire",
         ranks_per_node=row.world_size,

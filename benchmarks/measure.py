@@ -7,7 +7,7 @@ import statistics
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from transfers import Transfer, exposed_s, link
 from variants import BUILDERS, LlamaLoss, Variant, Workload
 
 Say = Callable[[str], None]
+Builders = Mapping[str, Callable[[Workload], Variant]]
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def workload(row: Row, device: torch.device) -> Workload:
 class Runner:
     """Builds the variants and steps them; a variant that fails is out, the others go on."""
 
-    def __init__(self, load: Workload, say: Say) -> None:
-        self.load, self._say = load, say
+    def __init__(self, load: Workload, say: Say, builders: Builders = BUILDERS) -> None:
+        self.load, self._say, self._builders = load, say, builders
         self.variants: dict[str, Variant] = {}
         self.results: dict[str, Result] = {}
 
@@ -110,7 +111,7 @@ class Runner:
     def _build(self, name: str) -> None:
         start = time.perf_counter()
         torch.manual_seed(0)
-        self.variants[name] = variant = BUILDERS[name](self.load)
+        self.variants[name] = variant = self._builders[name](self.load)
         loss = self._forward_backward(variant)
         result = self.results[name]
         result.compile_s = time.perf_counter() - start

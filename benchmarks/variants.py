@@ -97,6 +97,7 @@ class Variant:
     Attributes:
         name: as on the command line.
         step: forward of the loss; `.backward()` is the caller's.
+        model: what `step` calls, before it was compiled.
         params: what the optimizer steps.
         optimizer: AdamW over `params`.
         extra_nbytes: held through the run, and neither parameter, gradient nor optimizer state.
@@ -105,6 +106,7 @@ class Variant:
     name: str
     step: Callable[[Tensor, Tensor], Tensor]
     params: dict[str, nn.Parameter]
+    model: nn.Module
     extra_nbytes: int = 0
     optimizer: torch.optim.Optimizer = field(init=False)
 
@@ -120,7 +122,7 @@ class Variant:
 def _floor(load: Workload) -> Variant:
     """No communication: the plain model, compiled; its parameters are in the compute dtype."""
     model = load.model().to(load.row.param_dtype)
-    return Variant("floor", torch.compile(model), dict(model.named_parameters()))
+    return Variant("floor", torch.compile(model), dict(model.named_parameters()), model)
 
 
 def _ddp(load: Workload) -> Variant:
@@ -131,7 +133,7 @@ def _ddp(load: Workload) -> Variant:
     extra = sum(p.numel() * p.element_size() for p in params.values())
     # The only buffers are the rotary tables; nobody would broadcast them in every step.
     ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-    return Variant("ddp", torch.compile(ddp), params, extra)
+    return Variant("ddp", torch.compile(ddp), params, ddp, extra)
 
 
 def cast_recomputed_inputs(layers: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> None:
@@ -159,11 +161,12 @@ def _fsdp2(load: Workload, *, compiled: bool) -> Variant:
         fully_shard(unit, mesh=load.mesh, mp_policy=load.policy(), reshard_after_forward=True)
     cast_recomputed_inputs(model.layers, load.policy())
     name = "fsdp2_compiled" if compiled else "fsdp2_eager"
-    return Variant(name, model, dict(model.named_parameters()))
+    return Variant(name, model, dict(model.named_parameters()), model)
 
 
 def _wrapped(load: Workload) -> nn.Module:
-    return simple_fsdp(load.model(), load.mesh, mp_policy=load.policy(), reshard_after_forward=True)
+    mode = "fully_shard" if load.mesh.ndim == 1 else "hybrid_shard"
+    return simple_fsdp(load.model(), load.mesh, mode=mode, mp_policy=load.policy())
 
 
 def _simplefsdp(
@@ -172,7 +175,7 @@ def _simplefsdp(
     model = _wrapped(load)
     backend = functools.partial(simplefsdp, options=options, adjust=adjust)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    return Variant(name, compiled, dict(model.named_parameters()))
+    return Variant(name, compiled, dict(model.named_parameters()), model)
 
 
 def _auto(
@@ -194,14 +197,14 @@ def _torch_manual(load: Workload) -> Variant:
     model = _wrapped(load)
     plan = ["embed_tokens", *(f"layers.{i}" for i in range(load.row.layers)), ["norm", "lm_head"]]
     compiled = torch.compile(model, backend=manual_backend(plan), fullgraph=True)
-    return Variant("torch_manual", compiled, dict(model.named_parameters()))
+    return Variant("torch_manual", compiled, dict(model.named_parameters()), model)
 
 
 def _torch_auto(load: Workload) -> Variant:
     """PyTorch's automatic pass on the wrapped model."""
     model = _wrapped(load)
     compiled = torch.compile(model, backend=auto_backend(), fullgraph=True)
-    return Variant("torch_auto", compiled, dict(model.named_parameters()))
+    return Variant("torch_auto", compiled, dict(model.named_parameters()), model)
 
 
 def _options(

@@ -73,7 +73,8 @@ def ignored_among(model: nn.Module, params: Collection[nn.Parameter] | None) -> 
     """
     if params is None:
         return []
-    if isinstance(params, Tensor) or not all(isinstance(p, nn.Parameter) for p in params):
+    is_set = isinstance(params, Collection) and not isinstance(params, Tensor)
+    if not is_set or not all(isinstance(p, nn.Parameter) for p in params):
         raise TypeError(
             "ignored_params: expected a set of torch.nn.Parameter, got "
             f"{type(params).__name__}; of a module, pass set(module.parameters())"
