@@ -19,7 +19,8 @@ Read the code in this order:
 3. Steps that are not run. ``trace`` makes the graphs of a step without memory,
    ``repeated_layers`` and ``extrapolate_depth`` those of a deep model from a shallow one's, and
    ``prediction`` prices them.
-4. ``inspection``, ``models``, ``train``, ``calibrate`` and ``cli``, which nothing above imports.
+4. ``pretrained``: values from a folder of safetensors files, and back.
+5. ``inspection``, ``models``, ``train``, ``calibrate`` and ``cli``, which nothing above imports.
 
 ``_torch`` holds every private part of PyTorch; ``tests/test_torch_contract.py`` is its contract.
 """
@@ -30,6 +31,8 @@ from simplefsdp import _torch
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.initialize import init_weights
 from simplefsdp.parametrization import register_forward_method
+from simplefsdp.pretrained.load import load_pretrained
+from simplefsdp.pretrained.save import full_state_dict, save_pretrained
 from simplefsdp.unsharded import raw_parameters, unsharded
 from simplefsdp.version import __version__
 from simplefsdp.wrap import simple_fsdp
@@ -40,10 +43,13 @@ if TYPE_CHECKING:
 __all__ = [
     "__version__",
     "clip_grad_norm_",
+    "full_state_dict",
     "init_weights",
     "inspect",
+    "load_pretrained",
     "raw_parameters",
     "register_forward_method",
+    "save_pretrained",
     "simple_fsdp",
     "unsharded",
 ]

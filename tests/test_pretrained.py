@@ -1,0 +1,462 @@
+"""A folder of safetensors files into shards and back: the plain model's, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from zoo import WIDTH, Zoo
+
+from simplefsdp import (
+    full_state_dict,
+    init_weights,
+    load_pretrained,
+    save_pretrained,
+    simple_fsdp,
+)
+from simplefsdp.pretrained import send, writer
+from simplefsdp.pretrained.named import DTYPES
+from simplefsdp.rank_guard import RankMismatchError
+
+
+class ZooWithBuffers(Zoo):
+    """Also a buffer that no file has, a tied one, an integer one, and a matrix of many columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("made", torch.empty(3), persistent=False)
+        self.register_buffer("count", torch.tensor(7))
+        self.blocks[1].running = self.blocks[0].running
+        self.wide = nn.Linear(40, 6)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.made.copy_(torch.arange(3.0))
+
+
+def zoo() -> ZooWithBuffers:
+    torch.manual_seed(1)
+    model = ZooWithBuffers()
+    model.blocks[0].running.normal_()
+    model.count.fill_(11)
+    return model
+
+
+def meta_zoo() -> ZooWithBuffers:
+    with torch.device("meta"):
+        return ZooWithBuffers()
+
+
+def untied(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a folder has of the zoo: tied ones once."""
+    state = dict(model.state_dict())
+    del state["head.weight"], state["blocks.1.running"]
+    return state
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], parts: int = 1) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    if parts == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    for i in range(parts):
+        part = dict(list(tensors.items())[i::parts])
+        save_file(part, folder / f"part-{i}.safetensors")
+        weight_map |= dict.fromkeys(part, f"part-{i}.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def assert_same(model: nn.Module, plain: nn.Module) -> None:
+    """On every rank, bit for bit, with the ties and the buffers of the plain one."""
+    for fqn, param in plain.named_parameters():
+        got = model.get_parameter(fqn)
+        assert isinstance(got, DTensor) and got.dtype == param.dtype
+        assert torch.equal(got.full_tensor(), param), fqn
+    buffers = dict(model.named_buffers())
+    assert buffers.keys() == dict(plain.named_buffers()).keys()
+    for fqn, buffer in plain.named_buffers():
+        assert torch.equal(buffers[fqn], buffer), fqn
+    assert model.head.weight is model.embed.weight
+    assert model.blocks[1].running is model.blocks[0].running
+
+
+def to_and_fro(folder: Path) -> None:
+    """Load into every mode, and write what is a copy of the folder."""
+    ranks = dist.get_world_size()
+    flat = init_device_mesh("cpu", (ranks,))
+    hybrid = init_device_mesh("cpu", (2, ranks // 2))
+    plain = zoo()
+    for mode, mesh in (("fully_shard", flat), ("replicate", flat), ("hybrid_shard", hybrid)):
+        for build in (meta_zoo, ZooWithBuffers):
+            model = simple_fsdp(build(), mesh, mode=mode)
+            seen = []
+            left = load_pretrained(
+                model, folder, progress=lambda *done, seen=seen: seen.append(done)
+            )
+            assert left == ([], [])
+            assert seen[-1] == (len(seen), len(seen)) == (len(untied(plain)),) * 2
+            assert_same(model, plain)
+        state = full_state_dict(model)
+        if dist.get_rank():
+            assert state == {}
+        else:
+            wanted = plain.state_dict()
+            assert list(state) == list(wanted)
+            assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+            assert state["head.weight"] is state["embed.weight"]
+        save_pretrained(model, folder / mode, max_shard_size=600)
+        save_pretrained(model, folder / mode / "single")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_it_goes_in_and_comes_out_bit_for_bit(pools, tmp_path, ranks, parts):
+    wanted = untied(zoo())
+    pools(ranks).run(to_and_fro, write(tmp_path / "x", wanted, parts))
+    for mode in ("fully_shard", "replicate", "hybrid_shard"):
+        folder = tmp_path / "x" / mode
+        files = sorted(folder.glob("*.safetensors"))
+        assert len(files) > 3
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        total = sum(tensor.nbytes for tensor in wanted.values())
+        assert index["metadata"]["total_size"] == total
+        got = {}
+        for file in files:
+            part = load_file(file)
+            assert {name for name, f in index["weight_map"].items() if f == file.name} == set(part)
+            assert len(part) == 1 or sum(t.nbytes for t in part.values()) <= 600
+            got |= part
+        for state in (got, load_file(folder / "single" / "model.safetensors")):
+            assert state.keys() == wanted.keys()
+            assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+            assert all(state[name].dtype == wanted[name].dtype for name in wanted)
+    assert not list(tmp_path.rglob(".*"))
+
+
+class Columns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 7)
+        self.norm = nn.LayerNorm(7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.down(torch.tanh(self.up(x))))
+
+
+def tensor_parallel(folder: Path, names: tuple[str, str], piece_nbytes: int) -> None:
+    send._PIECE_NBYTES = piece_nbytes
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    torch.manual_seed(0)
+    plain = Columns()
+    with torch.device("meta"):
+        model = Columns()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    simple_fsdp(model, mesh["dp"])
+    assert {type(p) for p in model.down.weight.placements} == {Shard}
+    assert {p.dim for p in model.down.weight.placements} == {0, 1}
+    load_pretrained(model, folder)
+    for fqn, param in plain.named_parameters():
+        assert torch.equal(model.get_parameter(fqn).full_tensor(), param), fqn
+    save_pretrained(model, folder / "again")
+
+
+@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")])
+@pytest.mark.parametrize("piece_nbytes", [1 << 25, 60])
+def test_tensor_parallel_parameters(pools, tmp_path, names, piece_nbytes):
+    torch.manual_seed(0)
+    wanted = dict(Columns().named_parameters())
+    folder = write(tmp_path / "x", wanted)
+    pools(4).run(tensor_parallel, folder, names, piece_nbytes)
+    got = load_file(folder / "again" / "model.safetensors")
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_values_are_cast_to_the_parameters_dtype(solo_mesh, tmp_path):
+    plain = nn.Linear(4, 3)
+    folder = write(tmp_path / "x", {n: p.bfloat16() for n, p in plain.named_parameters()})
+    with torch.device("meta"):
+        model = nn.Linear(4, 3)
+    load_pretrained(simple_fsdp(model, solo_mesh), folder)
+    assert model.weight.dtype == torch.float32
+    assert torch.equal(model.weight.full_tensor(), plain.weight.bfloat16().float())
+
+
+def test_every_dtype_is_written_as_the_library_reads_it(solo_mesh, tmp_path):
+    model = nn.Linear(2, 2)
+    values = values_of_all_dtypes()
+    for dtype, value in values.items():
+        model.register_buffer(f"a_{dtype}".replace("torch.", ""), value)
+    save_pretrained(simple_fsdp(model, solo_mesh), tmp_path / "x")
+    got = load_file(tmp_path / "x" / "model.safetensors")
+    for dtype, value in values.items():
+        name = f"a_{dtype}".replace("torch.", "")
+        assert got[name].dtype == dtype
+        assert torch.equal(got[name].to(torch.complex64), value.to(torch.complex64)), dtype
+
+
+def values_of_all_dtypes() -> dict[torch.dtype, torch.Tensor]:
+    some = torch.tensor([[1, 0, 2], [0, 1, 0], [1, 1, 1]])
+    return {dtype: some.to(dtype) for dtype in DTYPES.values()}
+
+
+class Value(nn.Module):
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.value = nn.Parameter(value, requires_grad=False)
+
+    def forward(self) -> torch.Tensor:
+        return self.value
+
+
+def all_dtypes_from_two_ranks(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for dtype, value in values_of_all_dtypes().items():
+        model = simple_fsdp(Value(value.to("meta")), mesh)
+        load_pretrained(model, folder / str(dtype))
+        state = full_state_dict(model)
+        if dist.get_rank() == 0:
+            assert state["value"].dtype == dtype
+            assert torch.equal(state["value"].view(torch.uint8), value.view(torch.uint8)), dtype
+
+
+def test_every_dtype_is_read_and_sent(pools, tmp_path):
+    for dtype, value in values_of_all_dtypes().items():
+        write(tmp_path / str(dtype), {"value": value})
+    pools(2).run(all_dtypes_from_two_ranks, tmp_path)
+
+
+def loaded(solo_mesh, folder: Path, **options) -> nn.Module:
+    model = simple_fsdp(meta_zoo(), solo_mesh)
+    load_pretrained(model, folder, **options)
+    return model
+
+
+def without(tensors: dict, *names: str) -> dict:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+BAD = {
+    "missing": (
+        lambda t: without(t, "row", "embed.weight"),
+        r"the folder lacks row, embed.weight, head.weight\. Build .* rename= ",
+    ),
+    "unexpected": (lambda t: {**t, "more.bias": torch.ones(2)}, "the model has no more.bias. B"),
+    "shape": (
+        lambda t: {**t, "tiny": torch.ones(WIDTH, 3)},
+        r"tiny: expected shape \(3, 8\), and tiny in model.safetensors is \(8, 3\)",
+    ),
+    "scalar": (lambda t: {**t, "scale": torch.ones(1)}, r"scale: expected shape \(\), .* \(1,\)"),
+    "quantized": (
+        lambda t: {**t, "tiny": torch.ones(3, WIDTH, dtype=torch.int8)},
+        "tiny: is torch.float32, and tiny in model.safetensors is I8",
+    ),
+    "float8": (
+        lambda t: {**t, "tiny": torch.ones(3, WIDTH).to(torch.float8_e4m3fn)},
+        "is F8_E4M3, from which there is no plain conversion",
+    ),
+    "untied": (
+        lambda t: {**t, "head.weight": t["embed.weight"] + 1},
+        "embed.weight and head.weight have different values, and are one parameter",
+    ),
+    "twice": (
+        lambda t: {**t, "_orig_mod.row": t["row"].clone()},
+        "_orig_mod.row and row both stand for row of the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_what_does_not_fit_is_told_by_name(solo_mesh, tmp_path, how):
+    change, message = BAD[how]
+    with pytest.raises(ValueError, match=message):
+        loaded(solo_mesh, write(tmp_path / "x", change(untied(zoo()))))
+
+
+def test_what_failed_leaves_the_model_on_meta(solo_mesh, tmp_path):
+    model = simple_fsdp(meta_zoo(), solo_mesh)
+    before = dict(model.named_parameters())
+    bad = BAD["untied"][0](untied(zoo()))
+    with pytest.raises(ValueError, match="different values"):
+        load_pretrained(model, write(tmp_path / "x", bad))
+    assert all(param is before[fqn] for fqn, param in model.named_parameters())
+    assert all(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    load_pretrained(model, write(tmp_path / "y", untied(zoo())))
+    assert_same(model, zoo())
+
+
+def test_names_of_other_programs(solo_mesh, tmp_path):
+    both = {**untied(zoo()), "head.weight": zoo().embed.weight}  # equal: as pytorch_model.bin had
+    compiled = {f"_orig_mod.{name}": tensor for name, tensor in both.items()}
+    assert_same(loaded(solo_mesh, write(tmp_path / "x", compiled)), zoo())
+    theirs = {f"theirs.{name}": tensor for name, tensor in untied(zoo()).items()}
+    theirs["theirs.step"] = torch.tensor(1)
+
+    def rename(name: str) -> str | None:
+        return None if name == "theirs.step" else name.removeprefix("theirs.")
+
+    assert_same(loaded(solo_mesh, write(tmp_path / "y", theirs), rename=rename), zoo())
+
+
+def test_not_strict_leaves_what_does_not_match(solo_mesh, tmp_path):
+    some = {**without(untied(zoo()), "row", "count"), "more": torch.ones(1)}
+    folder = write(tmp_path / "x", some)
+    model = simple_fsdp(meta_zoo(), solo_mesh)
+    with pytest.raises(ValueError, match=r"row, count: on the meta device, and .*init_weights"):
+        load_pretrained(model, folder, strict=False)
+    model = simple_fsdp(ZooWithBuffers(), solo_mesh)
+    row = model.row.full_tensor().clone()
+    left = load_pretrained(model, folder, strict=False)
+    assert left.missing == ["row", "count"] and left.unexpected == ["more"]
+    assert torch.equal(model.row.full_tensor(), row) and int(model.count) == 7
+    assert torch.equal(model.tiny.full_tensor(), zoo().tiny)
+
+
+def test_a_compiled_model(solo_mesh, tmp_path):
+    model = torch.compile(simple_fsdp(meta_zoo(), solo_mesh), backend="eager")
+    load_pretrained(model, write(tmp_path / "x", untied(zoo())))
+    assert_same(model._orig_mod, zoo())
+    assert list(full_state_dict(model)) == list(zoo().state_dict())
+
+
+def test_a_buffer_that_nobody_makes_is_told_by_name(solo_mesh, tmp_path):
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Table())
+    simple_fsdp(model, solo_mesh)
+    folder = write(tmp_path / "x", nn.Sequential(nn.Linear(2, 2)).state_dict())
+    with pytest.raises(ValueError, match=r"1.table: a buffer that files do not have"):
+        load_pretrained(model, folder)
+
+
+def test_what_is_no_such_folder(solo_mesh, tmp_path):
+    model = simple_fsdp(meta_zoo(), solo_mesh)
+    with pytest.raises(ValueError, match=r"org/name is not a folder.*snapshot_download"):
+        load_pretrained(model, "org/name")
+    with pytest.raises(ValueError, match=r"has no such file; other formats"):
+        load_pretrained(model, tmp_path)
+    folder = write(tmp_path / "x", untied(zoo()), parts=2)
+    (folder / "part-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"part-1.safetensors: cannot be read"):
+        load_pretrained(model, folder)
+    save_file({}, folder / "part-1.safetensors")
+    with pytest.raises(ValueError, match=r"says that .* is in part-1.safetensors, which has no"):
+        load_pretrained(model, folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"has 2 safetensors files and no index"):
+        load_pretrained(model, folder)
+    with pytest.raises(ValueError, match=r"expected a module wrapped by simple_fsdp, got Zoo"):
+        load_pretrained(zoo(), folder)
+
+
+def damaged_on_one_rank(folder: Path) -> str:
+    rank = dist.get_rank()
+    model = simple_fsdp(meta_zoo(), init_device_mesh("cpu", (2,)))
+    with pytest.raises((ValueError, RankMismatchError)) as caught:
+        load_pretrained(model, folder / str(rank))
+    assert all(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    load_pretrained(model, folder / "0")  # nobody is out of step
+    assert_same(model, zoo())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("how", ["truncated", "untied"])
+def test_what_one_rank_cannot_read_all_hear_of(pools, tmp_path, how):
+    """A header that is damaged, and what is found out only by reading."""
+    wanted = untied(zoo())
+    if how == "untied":
+        wanted["head.weight"] = wanted["embed.weight"].clone()
+    write(tmp_path / "0", wanted)
+    if how == "untied":
+        wanted["head.weight"] = wanted["embed.weight"] + 1
+    write(tmp_path / "1", wanted)
+    file = tmp_path / "1" / "model.safetensors"
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[:-8])
+    zero, one = pools(2).run(damaged_on_one_rank, tmp_path)
+    words = {"truncated": "cut short or damaged", "untied": "have different values"}
+    assert one.startswith("ValueError") and words[how] in one
+    assert zero.startswith("RankMismatchError") and "rank 1 has 'failed: ValueError: " in zero
+
+
+def disk_full_on_rank_0(folder: Path, rows: int) -> str:
+    model = simple_fsdp(ZooWithBuffers(), init_device_mesh("cpu", (2,)))
+    load_pretrained(model, folder)
+    written, to_bytes = [], writer._bytes_of
+
+    def bytes_of(rows_: torch.Tensor):
+        written.append(rows_)
+        if len(written) > rows:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return to_bytes(rows_)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(writer, "_bytes_of", bytes_of)
+        with pytest.raises((OSError, RankMismatchError)) as caught:
+            save_pretrained(model, folder / "full", max_shard_size=1200)
+    assert len(written) == (rows + 1 if dist.get_rank() == 0 else 0)
+    save_pretrained(model, folder / "again")  # nobody is out of step
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_full_disk_on_rank_0_is_an_error_on_all(pools, tmp_path):
+    folder = write(tmp_path / "x", untied(zoo()))
+    zero, one = pools(2).run(disk_full_on_rank_0, folder, 3)
+    assert "No space left" in zero
+    assert one.startswith("RankMismatchError") and "rank 0 has 'failed: OSError: " in one
+    assert sorted(os.listdir(folder)) == ["again", "model.safetensors"]
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+def test_what_cannot_be_saved(solo_mesh, tmp_path):
+    model = simple_fsdp(meta_zoo(), solo_mesh)
+    for save in (full_state_dict, lambda m: save_pretrained(m, tmp_path / "x")):
+        with pytest.raises(ValueError, match=r"tiny, row, .* on the meta device, without"):
+            save(model)
+    init_weights(model, init_fn=lambda m: [t.zero_() for t in [*m.parameters(), *m.buffers()]])
+    (tmp_path / "keep").write_text("mine")
+    with pytest.raises(ValueError, match="already exists: choose another folder"):
+        save_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match=r"max_shard_size: expected bytes, .* got '5 bananas'"):
+        save_pretrained(model, tmp_path / "x", max_shard_size="5 bananas")
+    with pytest.raises(ValueError, match=r"0._extra_state: is no tensor"):
+        save_pretrained(simple_fsdp(nn.Sequential(Extra(2, 2)), solo_mesh), tmp_path / "x")
+    assert [file.name for file in tmp_path.iterdir()] == ["keep"]
+
+
+def test_a_copy_of_a_state_dict_shares_no_memory(solo_mesh):
+    model = simple_fsdp(zoo(), solo_mesh)
+    state = full_state_dict(model)
+    before = copy.deepcopy(state)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.zero_()
+    assert all(torch.equal(state[name], before[name]) for name in state)
