@@ -258,7 +258,7 @@ def without(tensors: dict, *names: str) -> dict:
 BAD = {
     "missing": (
         lambda t: without(t, "row", "embed.weight"),
-        r"the folder lacks row, embed.weight, head.weight\. Build .* rename= ",
+        r"folder: it lacks row, embed.weight, head.weight\. Build .* rename= ",
     ),
     "unexpected": (lambda t: {**t, "more.bias": torch.ones(2)}, "the model has no more.bias. B"),
     "shape": (

@@ -86,20 +86,19 @@ def _matched(
 
 
 def _told(missing: list[str], unexpected: list[str], merged: list[str]) -> str:
-    parts = [f"the folder lacks {few(missing)}"] if missing else []
+    parts = [f"it lacks {few(missing)}"] if missing else []
     parts += [f"the model has no {few(unexpected)}"] if unexpected else []
+    told = f"folder: {'; '.join(parts)}. "
     if merged:
-        remedy = (
-            "transformers merge such tensors as they load, which load_pretrained does not; build "
-            "the model by from_pretrained() on the CPU of rank 0 and by from_config() on the "
-            "others, then call simple_fsdp, which gives rank 0's values to everybody"
+        return told + (
+            "Such tensors are merged by transformers as they load, but not by load_pretrained: "
+            "build the model by from_pretrained() on the CPU of rank 0 and by from_config() on "
+            "the others, then call simple_fsdp, which gives rank 0's values to everybody"
         )
-    else:
-        remedy = (
-            "build the model by the folder's own config, pass rename= (from a name in the folder "
-            "to the model's, or None), or strict=False to leave them as they are"
-        )
-    return f"folder: {'; '.join(parts)}. {remedy[0].upper()}{remedy[1:]}"
+    return told + (
+        "Build the model by the folder's own config, pass rename= (from a name in the folder to "
+        "the model's, or None), or strict=False to leave them as they are"
+    )
 
 
 def _check(name: str, entry: Entry, key: str, tensor: Tensor) -> None:
