@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from simplefsdp.unsharded import full_of
 
 # Of all ranks' pieces together, on the receiver.
-_PIECE_NBYTES = 1 << 25
+_PIECE_NBYTES = 1 << 24
 
 Sink = Callable[[int, Tensor], object]
 """Takes rows of the whole tensor, and the index of the first of them; a scalar is a row."""
@@ -123,17 +123,16 @@ def _gather(part: Tensor, step: _Step, mesh: DeviceMesh, home: int, sink: Sink) 
     chunk = -(-total // ranks)
     row_nbytes = rows.shape[1:].numel() * part.element_size()
     at_once = max(1, min(chunk, _PIECE_NBYTES // max(1, row_nbytes * ranks)))
-    device = mesh.device_type
+    # Made once: from the allocator's view, many large ones that come and go add up.
+    piece = torch.zeros(at_once, *rows.shape[1:], dtype=part.dtype, device=mesh.device_type)
+    sent = piece.view(-1).view(torch.uint8)  # what every backend can send
+    pieces = [torch.empty_like(sent) for _ in range(ranks)] if receives else None
     for begin in range(0, chunk, at_once):
-        count = min(at_once, chunk - begin)
-        own = rows[begin : begin + count]
-        piece = torch.zeros(count, *rows.shape[1:], dtype=part.dtype, device=device)
+        own = rows[begin : begin + at_once]
         piece[: own.shape[0]] = own
-        sent = piece.view(-1).view(torch.uint8)  # what every backend can send
-        pieces = [torch.empty_like(sent) for _ in range(ranks)] if receives else None
         dist.gather(sent, pieces, group=group, group_dst=home)
         for rank, got in enumerate(pieces or ()):
             first = rank * chunk + begin
-            there = min(count, total - first)
+            there = min(at_once, chunk - begin, total - first)
             if there > 0:
                 sink(first, got.view(part.dtype).view(piece.shape)[:there])
