@@ -338,6 +338,18 @@ def test_a_compiled_model(solo_mesh, tmp_path):
     assert list(full_state_dict(model)) == list(zoo().state_dict())
 
 
+def test_after_to_empty(solo_mesh, tmp_path):
+    model = simple_fsdp(meta_zoo(), solo_mesh).to_empty(device="cpu")
+    model.made.copy_(torch.arange(3.0))
+    model.blocks[1].running = model.blocks[0].running  # of buffers, to_empty() unties them
+    load_pretrained(model, write(tmp_path / "x", untied(zoo())))
+    assert all(
+        torch.equal(p.full_tensor(), zoo().get_parameter(n)) for n, p in model.named_parameters()
+    )
+    tokens = torch.arange(5)[None]
+    assert torch.equal(model(tokens), zoo()(tokens))
+
+
 def test_a_buffer_that_nobody_makes_is_told_by_name(solo_mesh, tmp_path):
     class Table(nn.Module):
         def __init__(self) -> None:

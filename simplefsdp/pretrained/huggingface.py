@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 NameOf = Callable[[str], tuple[str, bool]]
+Revert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def is_transformers(module: object) -> bool:
@@ -77,23 +78,24 @@ def tied_names(model: nn.Module) -> set[str]:
     return set(getattr(model, "all_tied_weights_keys", None) or ())
 
 
-def reverts_names(model: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
-    """What makes of some of the model's tensors those that a file has; None if they are the same.
-
-    It needs whole tensors: it may split experts that were merged.
-    """
+def as_in_files(model: Any, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Revert | None]:
+    """The model's tensors by the names that files have, and what makes of some of them, whole and
+    in memory, those that a file has: it splits experts, say. None if they are the same."""
     if not is_transformers(model):
-        return None
+        return tensors, None
     from transformers import conversion_mapping, core_model_loading
 
-    renames_prefix = core_model_loading.PrefixChange
-    own = getattr(model, "_weight_conversions", None)
-    if own is None:  # as revert_weight_conversion does
-        every = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
-        own = [c for c in every if not isinstance(c, renames_prefix)]
-    if not own:
-        return None
-    return lambda tensors: core_model_loading.revert_weight_conversion(model, tensors)
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as revert_weight_conversion does
+        known = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [c for c in known if not isinstance(c, core_model_loading.PrefixChange)]
+
+    def revert(some: dict[str, Tensor]) -> dict[str, Tensor]:
+        return core_model_loading.revert_weight_conversion(model, some)
+
+    if any(isinstance(c, core_model_loading.WeightConverter) for c in conversions):
+        return tensors, revert
+    return (revert(tensors) if conversions else tensors), None
 
 
 def write_configs(model: Any, folder: Path) -> None:

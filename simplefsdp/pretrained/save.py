@@ -91,15 +91,17 @@ def save_pretrained(
     partial = None
     try:
         with together("what save_pretrained is about to write", ranks) as lines:
-            tensors = _to_write(model)
+            tensors, revert = huggingface.as_in_files(model, _to_write(model))
             limit = _nbytes(max_shard_size)
             lines.extend([*_lines(tensors), f"max_shard_size={limit}"])
             if writes:
                 partial = begin(target)
         writer = None if partial is None else Writer(partial)
-        reverts = huggingface.reverts_names(model)
         for batch in in_files(tensors.items(), nbytes_of, limit):
-            (_write_pieces if reverts is None else _write_reverted)(model, batch, writer, ranks)
+            if revert is None:
+                _write_pieces(batch, writer, ranks)
+            else:
+                _write_reverted(batch, writer, ranks, revert)
         with together(_WHAT, ranks):
             if partial is not None and writer is not None:
                 writer.finish()
@@ -111,9 +113,7 @@ def save_pretrained(
         raise
 
 
-def _write_pieces(
-    model: nn.Module, batch: dict[str, Tensor], writer: Writer | None, ranks: tuple[int, ...]
-) -> None:
+def _write_pieces(batch: dict[str, Tensor], writer: Writer | None, ranks: tuple[int, ...]) -> None:
     """One file, written as the rows come."""
     with ExitStack() as stack:
         with together(_WHAT, ranks):  # it can be opened
@@ -127,7 +127,10 @@ def _write_pieces(
 
 
 def _write_reverted(
-    model: nn.Module, batch: dict[str, Tensor], writer: Writer | None, ranks: tuple[int, ...]
+    batch: dict[str, Tensor],
+    writer: Writer | None,
+    ranks: tuple[int, ...],
+    revert: huggingface.Revert,
 ) -> None:
     """One file of what transformers store for the tensors of ``batch``."""
     with together(_WHAT, ranks):  # there is memory
@@ -135,9 +138,8 @@ def _write_reverted(
     for name, tensor in batch.items():
         send(tensor, _receiver(ranks), into(fulls.get(name, torch.empty(0))))
     with together(_WHAT, ranks):
-        reverts = huggingface.reverts_names(model)
-        if writer is not None and reverts is not None:
-            writer.write(reverts(fulls))
+        if writer is not None:
+            writer.write(revert(fulls))
 
 
 class _Held:
