@@ -10,7 +10,8 @@ Read the code in this order:
 1. The wrap. ``wrap`` and ``placement`` make parameters shards; ``parametrization`` makes reading
    one a gather, and ``gather`` is that gather with its backward, the reduce. ``init_flow``,
    ``unsharded``, ``slots``, ``outside``, ``after_wrap`` and ``refused`` make FSDP2's habits work
-   outside of forward, or refuse them by name.
+   outside of forward, or refuse them by name. ``accumulation`` defers reduces, ``kept`` keeps full
+   parameters, and ``control`` is FSDP2's methods for both.
 2. The compiler's backend. ``options`` are the user's; ``backend`` checks a Dynamo graph and asks
    the ranks to agree on it (``rank_guard``); ``dedupe`` leaves one gather per parameter,
    ``recompute`` and ``reshard`` say which are made again in backward; ``compilation`` plans each
@@ -19,7 +20,8 @@ Read the code in this order:
 3. Steps that are not run. ``trace`` makes the graphs of a step without memory,
    ``repeated_layers`` and ``extrapolate_depth`` those of a deep model from a shallow one's, and
    ``prediction`` prices them.
-4. ``inspection``, ``models``, ``train``, ``calibrate`` and ``cli``, which nothing above imports.
+4. ``pretrained``: values from a folder of safetensors files, and back.
+5. ``inspection``, ``models``, ``train``, ``calibrate`` and ``cli``, which nothing above imports.
 
 ``_torch`` holds every private part of PyTorch; ``tests/test_torch_contract.py`` is its contract.
 """
@@ -31,6 +33,8 @@ from simplefsdp.accumulation import microbatch
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.initialize import init_weights
 from simplefsdp.parametrization import register_forward_method
+from simplefsdp.pretrained.load import load_pretrained
+from simplefsdp.pretrained.save import full_state_dict, save_pretrained
 from simplefsdp.unsharded import raw_parameters, unsharded
 from simplefsdp.version import __version__
 from simplefsdp.wrap import simple_fsdp
@@ -41,11 +45,14 @@ if TYPE_CHECKING:
 __all__ = [
     "__version__",
     "clip_grad_norm_",
+    "full_state_dict",
     "init_weights",
     "inspect",
+    "load_pretrained",
     "microbatch",
     "raw_parameters",
     "register_forward_method",
+    "save_pretrained",
     "simple_fsdp",
     "unsharded",
 ]

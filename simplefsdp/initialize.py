@@ -75,19 +75,19 @@ def init_weights(
     owners = [m for m in reversed(list(model.modules())) if is_wrapped(m)]
     paths = {module: path for path, module in model.named_modules()}
     with plain_classes(owners):
-        _materialize(model, device)
+        materialize(model, device)
         fill = _ShardedInit(model, seed)
         cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=cuda), fill:
             torch.manual_seed(seed)
             for module in owners:
                 fill.module = f"{paths[module] or 'root'} ({type(module).__name__})"
-                (init_fn or _reset_parameters)(module)
+                (init_fn or reset_parameters)(module)
         fill.check_complete(model)
     return model
 
 
-def _reset_parameters(module: nn.Module) -> None:
+def reset_parameters(module: nn.Module) -> None:
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
         _reset_embedding(module, module.padding_idx)
         return
@@ -108,14 +108,14 @@ def _reset_embedding(module: nn.Embedding, padding_idx: int) -> None:
         module.padding_idx = padding_idx
     weight = module.weight
     if isinstance(weight, DTensor):
-        row = padding_idx - _shard_offsets(weight)[0]
+        row = padding_idx - shard_offsets(weight)[0]
         local = weight.to_local()
         if 0 <= row < local.shape[0]:
             local[row].zero_()
 
 
-def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
-    """Give every meta parameter and buffer memory; tied parameters stay one object."""
+def materialize(model: nn.Module, device: torch.device | str | None) -> None:
+    """Give every meta parameter and buffer memory; tied ones stay one object."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -125,7 +125,9 @@ def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
                 module._parameters[name] = made[param]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device or _default(model))
+                if buffer not in made:
+                    made[buffer] = torch.empty_like(buffer, device=device or _default(model))
+                module._buffers[name] = made[buffer]
 
 
 def _allocate(param: DTensor, device: torch.device | str | None) -> nn.Parameter:
@@ -236,7 +238,7 @@ def fill_global(
     if local.dim() == 0:
         draw(local, _generator(local.device, key, 0))
         return
-    offsets = _shard_offsets(target)
+    offsets = shard_offsets(target)
     columns = tuple(slice(o, o + n) for o, n in zip(offsets[1:], local.shape[1:], strict=True))
     rows, row_shape = target.shape[0], target.shape[1:]
     block_rows = max(1, _BLOCK_NUMEL // max(1, row_shape.numel()))
@@ -255,7 +257,7 @@ def _generator(device: torch.device, key: tuple[object, ...], block: int) -> tor
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def _shard_offsets(tensor: DTensor) -> list[int]:
+def shard_offsets(tensor: DTensor) -> list[int]:
     """Index of the local shard's first element along each dimension of the global tensor.
 
     Follows ``torch.chunk``, as DTensor does: each mesh dimension from left to right splits what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,10 @@ _INSTEAD = {
 def members(cls: type[nn.Module]) -> dict[str, Any]:
     """For the subclass of ``cls``: methods that ``cls`` has not, and pickling, which refuse."""
     missing = {name: _method(name) for name in _INSTEAD if not hasattr(cls, name)}
-    return {**missing, "__reduce_ex__": _reduce_ex(cls)}
+    refusing = {**missing, "__reduce_ex__": _reduce_ex(cls)}
+    if hasattr(cls, "save_pretrained"):
+        refusing["save_pretrained"] = _save_pretrained(cls)
+    return refusing
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -47,6 +51,20 @@ def _method(name: str) -> Callable[..., Any]:
 
     refuse.__name__ = name
     return refuse
+
+
+def _save_pretrained(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.save_pretrained)  # type: ignore[attr-defined]
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is None:
+            raise ValueError(
+                f"{cls.__name__}.save_pretrained: would write this rank's shards; call "
+                "simplefsdp.save_pretrained(model, folder) on all ranks, or this inside "
+                "`with simplefsdp.unsharded(model):`"
+            )
+        return cls.save_pretrained(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return save_pretrained
 
 
 def _reduce_ex(cls: type[nn.Module]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ ORDER = (
     ("inductor_passes",),
     ("_torch",),
     ("core",),  # the wrap, the backend, and steps that are not run
+    ("pretrained",),
     ("models", "launcher"),
     ("inspection", "calibrate", "train"),  # none of which imports another
     ("simplefsdp", "cli"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp.models.configs import LlamaConfig
 from simplefsdp.models.llama3 import Llama
+from simplefsdp.pretrained.named import nbytes_of
+from simplefsdp.pretrained.writer import Writer, complete_folder, in_files, write_json
 
 
 def to_hf_name(fqn: str) -> str:
@@ -94,23 +93,26 @@ def write_hf_folder(
             another shape than `config` says.
         TypeError: A tensor is a DTensor, or dtypes are mixed and no `dtype` is given.
     """
-    folder = Path(folder).absolute()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} already exists: choose another folder, or remove it first")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had our id
-    partial.mkdir()
-    try:
-        writer = _ShardWriter(partial, max_shard_nbytes)
-        for fqn, tensor in _checked(config, tensors, dtype):
-            writer.add(to_hf_name(fqn), tensor)
+    with complete_folder(Path(folder).absolute()) as partial:
+        writer, written_dtype = Writer(partial), torch.float32
+        checked = _of_one_dtype(_checked(config, tensors, dtype))
+        renamed = ((to_hf_name(fqn), tensor) for fqn, tensor in checked)
+        for batch in in_files(renamed, nbytes_of, max_shard_nbytes):
+            written_dtype = next(iter(batch.values())).dtype
+            writer.write(batch)
         writer.finish()
-        _write_json(partial / "config.json", to_hf_config(config, writer.dtype))
-        os.replace(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        write_json(partial / "config.json", to_hf_config(config, written_dtype))
+
+
+def _of_one_dtype(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    first = None
+    for fqn, tensor in tensors:
+        first = first or tensor.dtype
+        if tensor.dtype != first:
+            raise TypeError(
+                f"{fqn} is {tensor.dtype}, those before it are {first}: pass dtype= to cast"
+            )
+        yield fqn, tensor
 
 
 def _checked(
@@ -138,65 +140,10 @@ def _checked(
                 f"{fqn} is a DTensor: gather it on every rank with full_tensor(), then write on one"
             )
         seen.add(fqn)
-        # A copy, because safetensors refuses tensors that share storage with others.
-        yield fqn, tensor.detach().to("cpu", dtype or tensor.dtype, copy=True).contiguous()
+        yield fqn, tensor.detach().to("cpu", dtype or tensor.dtype)
     if missing:
         some = ", ".join(list(missing)[:3])
         raise ValueError(
             f"{len(missing)} parameters are missing ({some}{', ...' if len(missing) > 3 else ''}): "
             "pass the full state dict of the model"
         )
-
-
-class _ShardWriter:
-    """Fills one shard after another; file names need their total, so they are given at the end."""
-
-    def __init__(self, folder: Path, max_shard_nbytes: int) -> None:
-        from safetensors.torch import save_file  # only an export needs it installed
-
-        self._save_file = save_file
-        self.folder, self.max_shard_nbytes = folder, max_shard_nbytes
-        self.dtype = torch.float32
-        self._pending: dict[str, Tensor] = {}
-        self._pending_nbytes = 0
-        self._total_nbytes = 0
-        self._shards: list[list[str]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        if not self._total_nbytes:
-            self.dtype = tensor.dtype
-        elif tensor.dtype != self.dtype:
-            raise TypeError(
-                f"{name} is {tensor.dtype}, those before it are {self.dtype}: pass dtype= to cast"
-            )
-        if self._pending and self._pending_nbytes + tensor.nbytes > self.max_shard_nbytes:
-            self._flush()
-        self._pending[name] = tensor
-        self._pending_nbytes += tensor.nbytes
-        self._total_nbytes += tensor.nbytes
-
-    def _flush(self) -> None:
-        self._save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._pending))
-        self._pending, self._pending_nbytes = {}, 0
-
-    def _part(self, i: int) -> Path:
-        return self.folder / f"part-{i}"
-
-    def finish(self) -> None:
-        self._flush()
-        n = len(self._shards)
-        if n == 1:
-            self._part(0).rename(self.folder / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._shards):
-            file = f"model-{i + 1:05d}-of-{n:05d}.safetensors"
-            self._part(i).rename(self.folder / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_nbytes}, "weight_map": weight_map}
-        _write_json(self.folder / "model.safetensors.index.json", index)
-
-
-def _write_json(file: Path, contents: dict[str, Any]) -> None:
-    file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,100 @@
+"""What lies in a folder of safetensors files, from their headers alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class Entry(NamedTuple):
+    """A tensor in a file; ``dtype`` is the file's word for it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def entries_of(folder: str | PathLike[str]) -> dict[str, Entry]:
+    """Every tensor in ``folder``, by its name there.
+
+    Raises:
+        ValueError: it is no such folder, or a file in it is missing or damaged.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(
+            f"folder: {path} is not a folder on this machine; of a model on the Hub, pass what "
+            "huggingface_hub.snapshot_download(name) returns"
+        )
+    index = _only(path, INDEX, "*.safetensors.index.json")
+    if index is not None and not (path / SINGLE).is_file():
+        return _indexed(index)
+    single = _only(path, SINGLE, "*.safetensors")
+    if single is None:
+        several = len(list(path.glob("*.safetensors")))
+        has = f"{several} safetensors files and no index of them" if several else "no such file"
+        raise ValueError(
+            f"folder: expected {SINGLE} or {INDEX} in {path}, which has {has}; other formats "
+            "(pytorch_model.bin) become safetensors by from_pretrained() and save_pretrained()"
+        )
+    return _entries_in(single)
+
+
+def _only(folder: Path, name: str, pattern: str) -> Path | None:
+    """The file ``name``, else the only one of ``pattern``: diffusers call theirs otherwise."""
+    if (folder / name).is_file():
+        return folder / name
+    found = list(folder.glob(pattern))
+    return found[0] if len(found) == 1 else None
+
+
+def _indexed(index: Path) -> dict[str, Entry]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index}: is damaged ({error!r}); copy it again") from error
+    found: dict[str, Entry] = {}
+    for name in dict.fromkeys(weight_map.values()):
+        found |= _entries_in(index.with_name(name))
+    absent = next((key for key, name in weight_map.items() if key not in found), None)
+    if absent is not None:
+        raise ValueError(
+            f"{index}: says that {absent} is in {weight_map[absent]}, which has no such tensor"
+        )
+    return {key: found[key] for key in weight_map}
+
+
+def _entries_in(file: Path) -> dict[str, Entry]:
+    with opened(file) as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        return {
+            name: Entry(file, tuple(part.get_shape()), part.get_dtype())
+            for name, part in slices.items()
+        }
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """The open ``file``. Its pages count as this process's memory until it is closed.
+
+    Raises:
+        ValueError: it is missing, truncated or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        handle = safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{file}: cannot be read ({error}): it is missing, cut short or damaged; copy or "
+            "download it again"
+        ) from error
+    with handle as tensors:
+        yield tensors

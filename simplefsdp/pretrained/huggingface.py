@@ -1,0 +1,110 @@
+"""What transformers say of their own models; of other models, nothing.
+
+``transformers`` is not imported: a model of theirs has imported it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+NameOf = Callable[[str], tuple[str, bool]]
+Revert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def is_transformers(module: object) -> bool:
+    """Whether ``module`` is a model of transformers."""
+    library = sys.modules.get("transformers")
+    return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def names_in_model(model: Any, tensors: Mapping[str, Tensor]) -> NameOf:
+    """From a name in a file to the model's, and whether a tensor is merged with others there.
+
+    Files keep the names of earlier releases, and may be of the model with or without its head;
+    experts lie one by one in them.
+    """
+    if not is_transformers(model):
+        return lambda name: (name, False)
+    from transformers import conversion_mapping, core_model_loading
+
+    conversions: list[Any] = conversion_mapping.get_model_conversion_mapping(model)
+    mergers = [c for c in conversions if isinstance(c, core_model_loading.WeightConverter)]
+    renamings = [c for c in conversions if not isinstance(c, core_model_loading.WeightConverter)]
+    prefix = str(model.base_model_prefix) or None
+
+    def name_of(name: str) -> tuple[str, bool]:
+        if name in tensors:
+            return name, False
+        key, merger = core_model_loading.rename_source_key(
+            name, renamings, mergers, prefix, dict(tensors)
+        )
+        return key, merger is not None
+
+    return name_of
+
+
+def may_be_missing(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a name of the model need not be in a file."""
+    return _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
+
+
+def may_be_unexpected(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a name in a file is known to stand for nothing."""
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    if is_transformers(model):  # what were saved buffers once
+        patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    return _matcher(patterns)
+
+
+def _matcher(patterns: Any) -> Callable[[str], bool]:
+    found = [re.compile(pattern) for pattern in patterns or ()]
+    return lambda name: any(pattern.search(name) for pattern in found)
+
+
+def not_saved(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a name of the model is left out of its files."""
+    return _matcher(getattr(model, "_keys_to_ignore_on_save", None))
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Names that stand for a tensor of another name, which is the one that files have."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def as_in_files(model: Any, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Revert | None]:
+    """The model's tensors by the names that files have, and what makes of some of them, whole and
+    in memory, those that a file has: it splits experts, say. None if they are the same."""
+    if not is_transformers(model):
+        return tensors, None
+    from transformers import conversion_mapping, core_model_loading
+
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as revert_weight_conversion does
+        known = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [c for c in known if not isinstance(c, core_model_loading.PrefixChange)]
+
+    def revert(some: dict[str, Tensor]) -> dict[str, Tensor]:
+        return core_model_loading.revert_weight_conversion(model, some)
+
+    if any(isinstance(c, core_model_loading.WeightConverter) for c in conversions):
+        return tensors, revert
+    return (revert(tensors) if conversions else tensors), None
+
+
+def write_configs(model: Any, folder: Path) -> None:
+    """``config.json``, and ``generation_config.json`` if the model generates, if it has them."""
+    if not is_transformers(model):
+        return
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)

@@ -1,0 +1,216 @@
+"""From shards to one rank: the plain model's state dict, or the folder that transformers read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from simplefsdp.pretrained import huggingface
+from simplefsdp.pretrained.named import (
+    few,
+    nbytes_of,
+    ranks_of_model,
+    refuse_meta,
+    state_of,
+    wrapped_model,
+)
+from simplefsdp.pretrained.send import into, send
+from simplefsdp.pretrained.together import together
+from simplefsdp.pretrained.writer import Writer, begin, discard, in_files, publish
+
+_WHAT = "what save_pretrained does"
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The plain model's ``state_dict()``, of full tensors on the CPU, on the first rank.
+
+    The other ranks get an empty dict, and hold none of it meanwhile. Tied parameters are one
+    tensor under several names. Collective: all ranks must call it.
+
+    Args:
+        model: wrapped by :func:`simplefsdp.simple_fsdp`.
+
+    Raises:
+        ValueError: ``model`` is not wrapped, or has no values.
+        RankMismatchError: another rank failed, or has another model.
+    """
+    model = wrapped_model(model)
+    ranks = ranks_of_model(model)
+    state = state_of(model)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    receiver = _receiver(ranks)
+    fulls: dict[int, Tensor] = {}
+    with together("the model given to full_state_dict", ranks) as lines:
+        refuse_meta(tensors)
+        lines.extend(_lines(tensors))
+        if _receives(receiver):
+            fulls = {id(t): _empty(t) for t in tensors.values()}
+    for tensor in {id(t): t for t in tensors.values()}.values():
+        send(tensor, receiver, into(fulls.get(id(tensor), torch.empty(0))))
+    if not _receives(receiver):
+        return {}
+    return {name: fulls.get(id(value), value) for name, value in state.items()}
+
+
+def save_pretrained(
+    model: nn.Module, folder: str | PathLike[str], *, max_shard_size: int | str = "5GB"
+) -> None:
+    """Write the folder that ``from_pretrained`` of the plain model, or load_pretrained, reads.
+
+    The first rank writes safetensors files and, for a model of transformers, ``config.json`` and
+    ``generation_config.json``. Rows go from the shards to the file a few at a time, so that it
+    holds no full parameter. (Of models whose tensors transformers store otherwise than they have
+    them, such as experts, it holds those of one file.) A tied parameter is written once. The
+    folder appears complete or not at all. Collective: all ranks must call it; if it fails on one,
+    it fails on all.
+
+    Args:
+        model: wrapped by :func:`simplefsdp.simple_fsdp`.
+        folder: where to write, as the first rank sees it; must not exist, or be empty.
+        max_shard_size: begin another file rather than exceed this: bytes, or such as ``"5GB"``.
+
+    Raises:
+        ValueError: ``model`` is not wrapped, has no values, or has something that safetensors
+            files cannot hold; ``folder`` holds something.
+        RankMismatchError: another rank failed, or has another model.
+    """
+    model = wrapped_model(model)
+    ranks = ranks_of_model(model)
+    target = Path(folder).absolute()
+    writes = _receives(_receiver(ranks))
+    partial = None
+    try:
+        with together("what save_pretrained is about to write", ranks) as lines:
+            tensors, revert = huggingface.as_in_files(model, _to_write(model))
+            limit = _nbytes(max_shard_size)
+            lines.extend([*_lines(tensors), f"max_shard_size={limit}"])
+            if writes:
+                partial = begin(target)
+        writer = None if partial is None else Writer(partial)
+        for batch in in_files(tensors.items(), nbytes_of, limit):
+            if revert is None:
+                _write_pieces(batch, writer, ranks)
+            else:
+                _write_reverted(batch, writer, ranks, revert)
+        with together(_WHAT, ranks):
+            if partial is not None and writer is not None:
+                writer.finish()
+                huggingface.write_configs(model, partial)
+                publish(partial, target)
+    except BaseException:
+        if partial is not None:
+            discard(partial)
+        raise
+
+
+def _write_pieces(batch: dict[str, Tensor], writer: Writer | None, ranks: tuple[int, ...]) -> None:
+    """One file, written as the rows come."""
+    with ExitStack() as stack:
+        with together(_WHAT, ranks):  # it can be opened
+            write = None if writer is None else stack.enter_context(writer.file(batch))
+        held = _Held()
+        for name, tensor in batch.items():
+            send(tensor, _receiver(ranks), held.sink(name, write))
+        with together(_WHAT, ranks):
+            held.check()
+            stack.close()
+
+
+def _write_reverted(
+    batch: dict[str, Tensor],
+    writer: Writer | None,
+    ranks: tuple[int, ...],
+    revert: huggingface.Revert,
+) -> None:
+    """One file of what transformers store for the tensors of ``batch``."""
+    with together(_WHAT, ranks):  # there is memory
+        fulls = {} if writer is None else {name: _empty(t) for name, t in batch.items()}
+    for name, tensor in batch.items():
+        send(tensor, _receiver(ranks), into(fulls.get(name, torch.empty(0))))
+    with together(_WHAT, ranks):
+        if writer is not None:
+            writer.write(revert(fulls))
+
+
+class _Held:
+    """What fails while rows come is raised when all have come, for the others send them anyway."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def sink(
+        self, name: str, write: Callable[[str, int, Tensor], None] | None
+    ) -> Callable[[int, Tensor], None]:
+        """A sink for the tensor ``name``."""
+
+        def take(first: int, rows: Tensor) -> None:
+            if write is None or self.error is not None:
+                return
+            try:
+                write(name, first, rows)
+            except Exception as error:
+                self.error = error
+
+        return take
+
+    def check(self) -> None:
+        """Raise what failed."""
+        if self.error is not None:
+            raise self.error
+
+
+def _to_write(model: nn.Module) -> dict[str, Tensor]:
+    """Each tensor once, by the name that files have for it."""
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"model: this {type(model).__name__} has adapters of PEFT; save those on rank 0 by "
+            "model.save_pretrained(folder, state_dict=state), where state = "
+            "simplefsdp.full_state_dict(model), called on all ranks"
+        )
+    left_out, tied = huggingface.not_saved(model), huggingface.tied_names(model)
+    state = {name: value for name, value in state_of(model).items() if not left_out(name)}
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if others:
+        raise ValueError(
+            f"{few(others)}: is no tensor (extra state of a module), which safetensors files "
+            "cannot hold; save it yourself, and drop get_extra_state"
+        )
+    refuse_meta(state)
+    main: dict[int, str] = {}
+    for name, tensor in sorted(state.items(), key=lambda item: item[0] in tied):
+        main.setdefault(id(tensor), name)
+    return {name: tensor for name, tensor in state.items() if main[id(tensor)] == name}
+
+
+def _lines(tensors: dict[str, Tensor]) -> list[str]:
+    return [f"{name}: {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+
+
+def _receiver(ranks: tuple[int, ...]) -> int:
+    """The first of ``ranks``; this one, if they are not all real."""
+    return min(ranks, default=dist.get_rank())
+
+
+def _receives(receiver: int) -> bool:
+    return dist.get_rank() == receiver
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _nbytes(size: int | str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?I?)B?", str(size).strip().upper())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"max_shard_size: expected bytes, or such as '5GB', got {size!r}")
+    return int(float(match[1]) * _UNITS[match[2]])

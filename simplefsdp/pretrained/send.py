@@ -1,0 +1,138 @@
+"""A sharded tensor, to one rank, piece by piece: no rank need hold the whole.
+
+The ranks along a mesh dimension send their rows to the one that stands where the receiver does::
+
+    mesh (tp 2, dp 2), Shard(0) and Shard(0); rank 0 receives
+
+    dp   rank 1 ──▶ rank 0      rank 3 ──▶ rank 2      each has one half then
+    tp   rank 2 ──▶ rank 0                             rank 0 gets the whole, in pieces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from simplefsdp.unsharded import full_of
+
+# Of all ranks' pieces together, on the receiver.
+_PIECE_NBYTES = 1 << 24
+
+Sink = Callable[[int, Tensor], object]
+"""Takes rows of the whole tensor, and the index of the first of them; a scalar is a row."""
+
+
+class _Step(NamedTuple):
+    """One gather: along which mesh dimension, which tensor dimension, of what extent."""
+
+    mesh_dim: int
+    tensor_dim: int
+    shape: tuple[int, ...]  # of what it gathers
+
+
+@torch.no_grad()
+def send(tensor: Tensor, receiver: int, sink: Sink) -> None:
+    """Call ``sink`` on the global rank ``receiver`` with all rows of ``tensor``.
+
+    Collective over the mesh of a DTensor. The others keep nothing; if it is split over several
+    mesh dimensions, some hold a part of the whole meanwhile, on the host.
+    """
+    if not isinstance(tensor, DTensor):
+        _give(tensor.detach(), receiver, sink)
+        return
+    if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
+        _give(full_of(tensor), receiver, sink)
+    else:
+        _send_shards(tensor, receiver, sink)
+
+
+def _send_shards(param: DTensor, receiver: int, sink: Sink) -> None:
+    mesh = param.device_mesh
+    home = _coordinate_of(mesh, receiver)
+    here = mesh.get_coordinate()
+    if home is None or here is None or not param.numel():
+        return
+    copies = [d for d, p in enumerate(param.placements) if isinstance(p, Replicate)]
+    if any(here[dim] != home[dim] for dim in copies):
+        return
+    part = param.to_local().detach()
+    steps = _steps(param, here)
+    for i, step in enumerate(steps):
+        stands_there = here[step.mesh_dim] == home[step.mesh_dim]
+        last = i == len(steps) - 1 and step.tensor_dim == 0
+        whole = torch.empty(step.shape if stands_there and not last else 0, dtype=part.dtype)
+        into = sink if last else _into(whole, step.tensor_dim)
+        _gather(part, step, mesh, home[step.mesh_dim], into)
+        if not stands_there or last:
+            return
+        part = whole
+    _give(part, receiver, sink)
+
+
+def _give(full: Tensor, receiver: int, sink: Sink) -> None:
+    if not dist.is_initialized() or dist.get_rank() == receiver:
+        sink(0, full)
+
+
+def into(full: Tensor) -> Sink:
+    """A sink that writes to ``full``."""
+    return _into(full, 0)
+
+
+def _into(full: Tensor, dim: int) -> Sink:
+    def write(begin: int, rows: Tensor) -> None:
+        if not full.dim():
+            full.copy_(rows)
+            return
+        full.movedim(dim, 0)[begin : begin + rows.shape[0]] = rows
+
+    return write
+
+
+def _coordinate_of(mesh: DeviceMesh, rank: int) -> list[int] | None:
+    found = (mesh.mesh == rank).nonzero().tolist()
+    return found[0] if found else None
+
+
+def _steps(param: DTensor, here: Sequence[int]) -> list[_Step]:
+    """The gathers, first to last: mesh dimensions from right to left, as they split the tensor
+    from left to right."""
+    mesh, shape = param.device_mesh, list(param.shape)
+    steps: list[_Step] = []
+    for dim, placement in enumerate(param.placements):
+        if isinstance(placement, Shard) and mesh.size(dim) > 1:
+            steps.insert(0, _Step(dim, placement.dim, tuple(shape)))
+            total = shape[placement.dim]
+            chunk = -(-total // mesh.size(dim))
+            shape[placement.dim] = max(0, min(chunk, total - here[dim] * chunk))
+    return steps
+
+
+def _gather(part: Tensor, step: _Step, mesh: DeviceMesh, home: int, sink: Sink) -> None:
+    """Give ``sink``, on the rank at ``home``, the rows of all parts, a few of each at a time."""
+    ranks, group = mesh.size(step.mesh_dim), mesh.get_group(step.mesh_dim)
+    receives = mesh.get_local_rank(step.mesh_dim) == home
+    rows = part.movedim(step.tensor_dim, 0)
+    total = step.shape[step.tensor_dim]
+    chunk = -(-total // ranks)
+    row_nbytes = rows.shape[1:].numel() * part.element_size()
+    at_once = max(1, min(chunk, _PIECE_NBYTES // max(1, row_nbytes * ranks)))
+    # Made once: from the allocator's view, many large ones that come and go add up.
+    piece = torch.zeros(at_once, *rows.shape[1:], dtype=part.dtype, device=mesh.device_type)
+    sent = piece.view(-1).view(torch.uint8)  # what every backend can send
+    pieces = [torch.empty_like(sent) for _ in range(ranks)] if receives else None
+    for begin in range(0, chunk, at_once):
+        own = rows[begin : begin + at_once]
+        piece[: own.shape[0]] = own
+        dist.gather(sent, pieces, group=group, group_dst=home)
+        for rank, got in enumerate(pieces or ()):
+            first = rank * chunk + begin
+            there = min(at_once, chunk - begin, total - first)
+            if there > 0:
+                sink(first, got.view(part.dtype).view(piece.shape)[:there])

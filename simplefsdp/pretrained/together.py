@@ -1,0 +1,33 @@
+"""What every rank does, and each may fail at: then all of them fail, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from simplefsdp import rank_guard
+
+# Disks differ in speed, and rank 0 may write while the others wait.
+TIMEOUT_S = 3600.0
+
+
+@contextmanager
+def together(what: str, ranks: Sequence[int]) -> Iterator[list[str]]:
+    """Leave when all ``ranks`` have come to the end of the block.
+
+    Gives a list, for lines that must be equal on all ranks.
+
+    Raises:
+        RankMismatchError: on the ranks that did not fail, if another one did or has other lines.
+            The rank that failed raises what it failed with.
+    """
+    lines = ["came to its end"]
+    try:
+        yield lines
+    except Exception as error:
+        first = str(error).split("\n", maxsplit=1)[0]
+        with suppress(rank_guard.RankMismatchError):
+            told = [f"failed: {type(error).__name__}: {first}"]
+            rank_guard.agree(what, told, ranks, TIMEOUT_S, remember=False)
+        raise
+    rank_guard.agree(what, lines, ranks, TIMEOUT_S, remember=False)
