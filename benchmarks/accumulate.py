@@ -68,7 +68,7 @@ def deferring(model: Any, variant: str) -> Callable[[bool], AbstractContextManag
         model.set_requires_gradient_sync(is_last)
         return nullcontext()
 
-    if variant == "floor":
+    if variant == "floor":  # nothing is sent anyway
         return lambda _: nullcontext()
     if variant.startswith("fsdp2"):
         return fsdp2
