@@ -19,7 +19,8 @@ Read the code in this order:
 3. Steps that are not run. ``trace`` makes the graphs of a step without memory,
    ``repeated_layers`` and ``extrapolate_depth`` those of a deep model from a shallow one's, and
    ``prediction`` prices them.
-4. ``inspection``, ``models``, ``train``, ``calibrate`` and ``cli``, which nothing above imports.
+4. ``inspection``, ``models``, ``train``, ``calibrate``, ``integrations`` and ``cli``, which nothing
+   above imports.
 
 ``_torch`` holds every private part of PyTorch; ``tests/test_torch_contract.py`` is its contract.
 """

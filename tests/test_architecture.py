@@ -15,7 +15,7 @@ ORDER = (
     ("_torch",),
     ("core",),  # the wrap, the backend, and steps that are not run
     ("models", "launcher"),
-    ("inspection", "calibrate", "train"),  # none of which imports another
+    ("inspection", "calibrate", "train", "integrations"),  # none of which imports another
     ("simplefsdp", "cli"),
 )
 COMMANDS = ("cli", "__main__")
