@@ -6,10 +6,11 @@ Each has a contract test in ``tests/test_passes_contract.py`` that says what mov
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -227,21 +228,35 @@ def is_scheduled_item(snode: Any) -> bool:
     return isinstance(snode.node, ir.MultiOutput)
 
 
-def scheduled_reads(snode: Any, launched: Container[str] = ()) -> tuple[str, ...]:
+def scheduled_reads(
+    snode: Any, launched: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> tuple[str, ...]:
     """Names of the buffers whose writers must run before a scheduler node.
 
-    Inductor chains the launches of collectives by dependencies of a start on the buffers
-    ``launched`` by the one before it, marked as fake; they stand for a sequence, not for data, and
-    are left out. Those of a write in place on the reads before it are marked so, too, and kept.
+    Dependencies that stand for a sequence, not for data, are marked as fake. Inductor chains the
+    launches of collectives by such; they are left out. A write in place has them on the reads
+    before it, which are kept. If what was read into is by now being reduced in place, Inductor
+    names what the reduce makes of it, and so a write that must only come after the read would wait
+    for the reduce; it gets the name from before the launch.
+
+    Args:
+        snode: a scheduler node.
+        launched: of buffers that collectives fill, those that they do it in, if they are in place.
     """
+    reads: set[str] = set()
+    for dep in snode.unmet_dependencies:
+        name = str(dep.name)
+        is_sequence = getattr(dep, "is_fake", False) and name in launched
+        if is_sequence and is_scheduled_start(snode):
+            continue
+        in_place = is_sequence and not is_scheduled_wait(snode)
+        reads.update((in_place and launched[name]) or (name,))
+    return tuple(sorted(reads))
 
-    def is_chain(dep: Any) -> bool:
-        return getattr(dep, "is_fake", False) and dep.name in launched
 
-    deps = snode.unmet_dependencies
-    if is_scheduled_start(snode):
-        deps = [dep for dep in deps if not is_chain(dep)]
-    return tuple(sorted({str(dep.name) for dep in deps}))
+def scheduled_mutations(snode: Any) -> dict[str, tuple[str, ...]]:
+    """Of the buffers that a scheduler node makes or writes to, which ones they were before."""
+    return {str(b.get_name()): tuple(map(str, b.get_mutations())) for b in snode.get_outputs()}
 
 
 def scheduled_writes(snode: Any) -> tuple[str, ...]:

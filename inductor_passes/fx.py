@@ -117,6 +117,7 @@ class _Reader:
         self.inputs: list[str] = []
         self.resident: set[str] = set()
         self.outputs: list[str] = []
+        self.written_inputs: list[str] = []
         self.pending: set[str] = set()
         self.absorbed: set[Node] = set()
 
@@ -126,7 +127,8 @@ class _Reader:
             self.buffers,
             tuple(self.inputs),
             frozenset(self.resident),
-            tuple(self.outputs),
+            # What the graph writes to an input is there when it ends: that is not freed, either.
+            tuple(dict.fromkeys((*self.outputs, *self.written_inputs))),
         )
         return Reading(program.verify(), self.nodes)
 
@@ -213,7 +215,9 @@ class _Reader:
             if name not in self.buffers:
                 self.buffers[name] = Buffer(name, 0)
                 self.inputs.append(name)
-        return (*dict.fromkeys(n.name for n in _torch.mutated_arguments(node)), *state)
+        mutated = list(_torch.mutated_arguments(node))
+        self.written_inputs += [n.name for n in mutated if n.op == "placeholder"]
+        return (*dict.fromkeys(n.name for n in mutated), *state)
 
 
 def collective_of(start: Node, fqn_of: FqnOf) -> Collective:

@@ -36,12 +36,10 @@ def read(snodes: Sequence[Any], fqn_of: FqnOf) -> SchedulerReading:
     Raises:
         ProgramError: the nodes break a rule, as by using a result before its wait.
     """
-    launched = {
-        name
-        for snode in snodes
-        if _torch.is_scheduled_start(snode)
-        for name in _torch.scheduled_writes(snode)
-    }
+    launched: dict[str, tuple[str, ...]] = {}
+    for snode in snodes:
+        if _torch.is_scheduled_start(snode):
+            launched |= _torch.scheduled_mutations(snode)
     reads = [_torch.scheduled_reads(snode, launched) for snode in snodes]
     reader = _Reader(_results_of_starts(snodes, reads))
     for snode, names in zip(snodes, reads, strict=True):

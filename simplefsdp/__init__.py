@@ -28,6 +28,7 @@ Read the code in this order:
 from typing import TYPE_CHECKING, Any
 
 from simplefsdp import _torch
+from simplefsdp.accumulation import microbatch
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.initialize import init_weights
 from simplefsdp.parametrization import register_forward_method
@@ -43,6 +44,7 @@ __all__ = [
     "clip_grad_norm_",
     "init_weights",
     "inspect",
+    "microbatch",
     "raw_parameters",
     "register_forward_method",
     "simple_fsdp",

@@ -20,11 +20,13 @@ from inductor_passes.cluster_file import as_cluster
 from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.roofline import cluster_of
 from simplefsdp import _torch, breaks, rank_guard, uninitialised
+from simplefsdp.accumulation import noting_forwards
 from simplefsdp.after_wrap import stands_for_shard
 from simplefsdp.compilation import compile_with_passes, say, sources
 from simplefsdp.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.errors import told_plainly
 from simplefsdp.gather import GatherSpec
+from simplefsdp.kept import refreshing
 from simplefsdp.living import known_fqns, models_of
 from simplefsdp.local_inputs import compile_with_local_inputs
 from simplefsdp.options import Options, parse_options
@@ -85,7 +87,10 @@ def simplefsdp(
     def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_with_passes(gm, inputs, choice, settings, ranks)
 
+    until, sums, kept_places = _told_of_now(gm)
     compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
+    compiled = noting_forwards(compiled, until, sums)
+    compiled = refreshing(compiled, kept_places, ranks, choice.rank_guard_timeout_s)
     return _refusing_emptied(compiled, gathered, ranks, choice.rank_guard_timeout_s)
 
 
@@ -176,6 +181,11 @@ def _agree_on_model(
         )
         for spec in specs
     ]
+    lines += [
+        f"{node.args[1]}: {sorted(node.kwargs)} gradient until {node.kwargs.get('until', 'all')}"
+        for node in gathers_of(gm)
+        if node.kwargs
+    ]
     lines += sorted(f"{tuple(p.shape)} {p.dtype} {p.placements} {p.requires_grad}" for p in params)
     timeout_s = options.rank_guard_timeout_s
     rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
@@ -265,6 +275,22 @@ def _gathered_inputs(gm: GraphModule) -> dict[int, str]:
     fqns = {node.args[0]: str(node.args[1]) for node in gathers_of(gm)}
     placeholders = gm.graph.find_nodes(op="placeholder")
     return {place: fqns[node] for place, node in enumerate(placeholders) if node in fqns}
+
+
+def _told_of_now(gm: GraphModule) -> tuple[dict[int, str], list[int], list[int]]:
+    """What gathers are told of this moment, by places among the inputs: how far a parameter's
+    gradient is taken, which tensors add up what is deferred, of which parameters a full one is
+    kept."""
+    place_of = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    until, sums, kept = {}, [], []
+    for node in gathers_of(gm):
+        place = place_of[node.args[0]]  # type: ignore[index]
+        if "until" in node.kwargs:
+            until[place] = str(node.kwargs["until"])
+        if "kept" in node.kwargs:
+            kept.append(place)
+        sums += [place_of[n] for k, n in node.kwargs.items() if k != "kept" and n in place_of]  # type: ignore[comparison-overlap,index]
+    return until, sums, kept
 
 
 def _without_values(gathered: Mapping[int, str], inputs: Sequence[Any]) -> list[str]:

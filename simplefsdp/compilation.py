@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule
 import inductor_passes
 from inductor_passes import fx, regional
 from inductor_passes._torch import no_fusion_past_launches
+from inductor_passes.in_place import write_inputs_early
 from inductor_passes.passes import REMEDY, ImposeOrder, PassError, bucket_and_reorder, rehearse
 from inductor_passes.portable import PortableBucket
 from inductor_passes.rehearsal import Rehearsal, Settings, launches, predict
@@ -34,7 +35,7 @@ from simplefsdp.census import describe, take_census
 from simplefsdp.observers import CompiledGraph
 from simplefsdp.options import Options
 from simplefsdp.plans import Chosen, is_users, plan_for_all
-from simplefsdp.provenance import carried_fqn
+from simplefsdp.provenance import carried_fqn, reduced_fqn
 from simplefsdp.rank_guard import RankMismatchError
 from simplefsdp.recompute import tag_for_recompute
 
@@ -158,6 +159,8 @@ def observe(
     """
     part = "backward" if is_backward else "forward"
     begin = time.perf_counter()
+    if is_backward:  # sums of gradients that are deferred
+        write_inputs_early(gm.graph, lambda value: reduced_fqn(value) is not None)
     found, number = _planned(gm, part, compilation)
     seconds = time.perf_counter() - begin
     _agree_on_launches(part, found, number, compilation)

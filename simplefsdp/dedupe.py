@@ -41,6 +41,7 @@ def dedupe_gathers(gm: GraphModule) -> list[GatherSpec]:
     for node in gathers_of(gm):
         kept = first.setdefault(node.args, node)
         if kept is not node:
+            kept.kwargs = kept.kwargs or node.kwargs  # a read under no_grad defers nothing
             node.replace_all_uses_with(kept)
             gm.graph.erase_node(node)
     gm.recompile()
@@ -143,7 +144,8 @@ def _hoist_gathers(gm: GraphModule, region: Node) -> None:
         if not isinstance(param, Node):
             continue
         with gm.graph.inserting_before(region):
-            outer = gm.graph.call_function(gather, (param, *inner.args[1:]))
+            deferral = {key: operand_of.get(v, v) for key, v in inner.kwargs.items()}
+            outer = gm.graph.call_function(gather, (param, *inner.args[1:]), deferral)
         outer.meta = inner.meta.copy()
         with body.graph.inserting_after(placeholders[-1]):
             full = body.graph.placeholder(f"full_{inner.name}")

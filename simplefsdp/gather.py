@@ -16,7 +16,7 @@ start, wait and slice as nodes of its own and can move each of them.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class GatherSpec(NamedTuple):
         param_dtype: dtype on the wire and in compute; None keeps the shard's dtype.
         reduce_dtype: dtype of the reduce; None keeps the gradient's dtype.
         averages: the backend can average by itself (NCCL); otherwise we sum and divide.
+        divide_factor: what the sum of gradients over all ranks is divided by; None for their
+            number.
         reshard_after_forward: the compiler recomputes the gather in backward; ``"auto"`` until a
             planner has decided (``reshard.py``).
     """
@@ -55,6 +57,7 @@ class GatherSpec(NamedTuple):
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     averages: bool
+    divide_factor: float | None
     reshard_after_forward: bool | Literal["auto"]
 
 
@@ -65,17 +68,19 @@ def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing])
 
 
-def _rows_per_rank(spec: GatherSpec) -> int:
+def padded_rows(spec: GatherSpec) -> int:
+    """Rows of a shard with its padding."""
     return -(-spec.rows // spec.shard_ranks)
 
 
-def _gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
+def gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
+    """The full parameter of which this rank has ``shard``; collective."""
     if spec.param_dtype is not None and shard.is_floating_point():
         shard = shard.to(spec.param_dtype)
     if spec.shard_ranks == 1:
         # A view, because autograd does not let a custom function return its input unchanged.
         return shard.view_as(shard)
-    padded = _pad_rows(as_bytes(shard), _rows_per_rank(spec)).contiguous()
+    padded = _pad_rows(as_bytes(shard), padded_rows(spec)).contiguous()
     full = _collectives.wait_tensor(
         _collectives.all_gather_into_tensor(padded, spec.shard_ranks, spec.shard_group)
     )
@@ -84,28 +89,107 @@ def _gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
     return full if full.shape[0] == spec.rows else full[: spec.rows]
 
 
-def _reduce_grad(grad: Tensor, shard_rows: int, spec: GatherSpec) -> Tensor:
+class Deferral(NamedTuple):
+    """How far a backward takes the gradient of one parameter, and what earlier ones left.
+
+    Gradients that are not reduced yet are added up in tensors that graphs write to, so that it
+    does not matter in which order forwards and backwards run. A backward that takes a gradient
+    further takes what is there with it, and leaves zeros.
+
+    Attributes:
+        until: ``"all"``: reduced over all ranks. ``"shards"``: within the group that the shards
+            are spread over, not over copies. ``"none"``: not sent.
+        unreduced: sum of gradients that were not sent, the shape of the gathered parameter.
+        partial: sum of those that were reduced within the shard group only, that of a shard with
+            its padding.
+    """
+
+    until: Literal["all", "shards", "none"] = "all"
+    unreduced: Tensor | None = None
+    partial: Tensor | None = None
+
+
+_NOTHING_DEFERRED = Deferral()
+
+
+def _reduce_grad(
+    grad: Tensor, shard_rows: int, spec: GatherSpec, deferral: Deferral
+) -> Tensor | None:
+    """The gradient of the shard; None if it is deferred."""
     if spec.reduce_dtype is not None and grad.is_floating_point():
         grad = grad.to(spec.reduce_dtype)
-    ranks = spec.shard_ranks * math.prod(ranks for _, ranks in spec.copy_groups)
-    if ranks == 1:
+    if deferral.until == "none":
+        cast(Tensor, deferral.unreduced).add_(grad)
+        return None
+    part = _reduce_over_shards(_with_deferred(deferral.unreduced, grad), spec)
+    if deferral.until == "shards":
+        cast(Tensor, deferral.partial).add_(part)
+        return None
+    return _reduce_over_copies(_with_deferred(deferral.partial, part), shard_rows, spec)
+
+
+def reduce_deferred(shard_rows: int, spec: GatherSpec, deferral: Deferral) -> Tensor:
+    """The gradient of the shard of what backwards deferred, one of them at least; collective."""
+    part = deferral.partial
+    if deferral.unreduced is not None:
+        grad = _with_deferred(deferral.unreduced, torch.zeros_like(deferral.unreduced))
+        part = _reduce_over_shards(grad, spec)
+        if deferral.partial is not None:
+            part = _with_deferred(deferral.partial, part)
+    elif part is not None:
+        part = _with_deferred(part, torch.zeros_like(part))
+    return _reduce_over_copies(cast(Tensor, part), shard_rows, spec)
+
+
+def _reduce_over_shards(grad: Tensor, spec: GatherSpec) -> Tensor:
+    """What this rank has of the sum over the shard group, with its padding."""
+    if _divides_first(grad, spec):
+        grad = grad / _division(spec)
+    if spec.shard_ranks == 1:
         return grad
-    # float16 overflows when many gradients are summed, so it is divided before, at some loss of
-    # small values; the wider dtypes are divided after, on the shard, which is less work.
-    divide_first = not spec.averages and grad.dtype == torch.float16
-    if divide_first:
-        grad = grad / ranks
-    op = "avg" if spec.averages else "sum"
-    if spec.shard_ranks > 1:
-        padded = _pad_rows(grad, _rows_per_rank(spec) * spec.shard_ranks).contiguous()
-        grad = _collectives.wait_tensor(
-            _collectives.reduce_scatter_tensor(padded, op, spec.shard_ranks, spec.reduce_group)
+    padded = _pad_rows(grad, padded_rows(spec) * spec.shard_ranks).contiguous()
+    return _collectives.wait_tensor(
+        _collectives.reduce_scatter_tensor(
+            padded, _operation(spec), spec.shard_ranks, spec.reduce_group
         )
+    )
+
+
+def _reduce_over_copies(grad: Tensor, shard_rows: int, spec: GatherSpec) -> Tensor:
     for group, _ in spec.copy_groups:
-        grad = _collectives.wait_tensor(_collectives.all_reduce(grad.contiguous(), op, group))
+        grad = _collectives.wait_tensor(
+            _collectives.all_reduce(grad.contiguous(), _operation(spec), group)
+        )
     if spec.shard_ranks > 1 and grad.shape[0] != shard_rows:
         grad = grad[:shard_rows]
-    return grad if spec.averages or divide_first else grad / ranks
+    factor = _division(spec)
+    return grad if factor == 1 or _divides_first(grad, spec) else grad / factor
+
+
+def _divides_first(grad: Tensor, spec: GatherSpec) -> bool:
+    """float16 overflows when many gradients are summed, so it is divided before, at some loss of
+    small values; the wider dtypes are divided after, on the shard, which is less work."""
+    return grad.dtype == torch.float16 and _division(spec) != 1
+
+
+def _operation(spec: GatherSpec) -> str:
+    return "avg" if spec.averages and spec.divide_factor is None else "sum"
+
+
+def _division(spec: GatherSpec) -> float:
+    """What a sum over all data-parallel ranks is divided by, beside what the collectives do."""
+    if spec.divide_factor is not None:
+        return spec.divide_factor
+    ranks = spec.shard_ranks * math.prod(ranks for _, ranks in spec.copy_groups)
+    return 1 if spec.averages else ranks
+
+
+def _with_deferred(sum_: Tensor | None, grad: Tensor) -> Tensor:
+    if sum_ is None:
+        return grad
+    grad = sum_ + grad
+    sum_.zero_()
+    return grad
 
 
 class _Gather(torch.autograd.Function):
@@ -116,19 +200,25 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, spec: GatherSpec) -> Tensor:
+    def forward(
+        ctx: Any, shard: Tensor, spec: GatherSpec, deferral: Deferral, kept: Tensor | None
+    ) -> Tensor:
         ctx.spec = spec
+        ctx.deferral = deferral  # not saved for backward: earlier ones write to these tensors
         ctx.shard_rows = shard.shape[0] if shard.dim() else 0
         ctx.shard_dtype = shard.dtype
-        return _gather_shard(shard, spec)
+        return gather_shard(shard, spec) if kept is None else kept.view_as(kept)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         with torch.no_grad(), provenance.reduce_of(ctx.spec.fqn):
-            reduced = _reduce_grad(grad, ctx.shard_rows, ctx.spec).to(ctx.shard_dtype)
+            reduced = _reduce_grad(grad, ctx.shard_rows, ctx.spec, ctx.deferral)
+            if reduced is None:
+                return None, None, None, None
+            reduced = reduced.to(ctx.shard_dtype)
         if torch.is_grad_enabled() and grad.requires_grad:
             reduced = _NotTwice.apply(reduced, grad, ctx.spec.fqn)
-        return reduced, None
+        return reduced, None, None, None
 
 
 class _NotTwice(torch.autograd.Function):
@@ -149,17 +239,19 @@ class _NotTwice(torch.autograd.Function):
 
 
 @torch.compiler.allow_in_graph
-def gather(param: DTensor, *spec: Any) -> Tensor:
+def gather(param: DTensor, *spec: Any, kept: Tensor | None = None, **deferral: Any) -> Tensor:
     """All-gather ``param`` and return the full plain tensor, ``[rows, ...]``.
 
-    The gradient that flows back is averaged over all data-parallel ranks and arrives as a
-    DTensor shard in the parameter's own dtype. Dynamo takes the call as one node, which keeps
-    its trace short; AOTAutograd traces through it.
+    The gradient that flows back is averaged over all data-parallel ranks, unless that is deferred,
+    and arrives as a DTensor shard in the parameter's own dtype. Dynamo takes the call as one node,
+    which keeps its trace short; AOTAutograd traces through it.
 
     Args:
         param: the sharded parameter.
         spec: the fields of a :class:`GatherSpec`, unpacked, so that in a graph two reads of one
             parameter are two nodes with equal arguments.
+        kept: what the gather would give, if it was gathered before (``kept.py``).
+        deferral: those of a :class:`Deferral`, unpacked; none if no gradient is deferred.
     """
     fields = GatherSpec(*spec)
     if not isinstance(param, DTensor):
@@ -169,7 +261,8 @@ def gather(param: DTensor, *spec: Any) -> Tensor:
         )
     with provenance.gather_of(fields.fqn, reshard_after_forward=fields.reshard_after_forward):
         try:
-            return _Gather.apply(local_of(param), fields)  # type: ignore[no-any-return]
+            left = Deferral(**deferral) if deferral else _NOTHING_DEFERRED
+            return _Gather.apply(local_of(param), fields, left, kept)  # type: ignore[no-any-return]
         except RuntimeError as error:
             if "functorch" in str(error):
                 _refuse_transform(fields.fqn, error)

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement
 
 from simplefsdp._torch import is_split
+from simplefsdp.accumulation import refuse_waiting
 
 
 @torch.no_grad()
@@ -38,7 +39,8 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: a parameter is neither sharded nor replicated along a mesh dimension.
-        ValueError: ``max_norm`` is negative or nan, or ``norm_type`` is not positive.
+        ValueError: ``max_norm`` is negative or nan, or ``norm_type`` is not positive; or gradients
+            of micro-batches wait to be reduced.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``.
     """
     if not max_norm >= 0:
@@ -48,6 +50,7 @@ def clip_grad_norm_(
     if isinstance(model_or_params, nn.Module):
         model_or_params = model_or_params.parameters()
     params = [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
+    refuse_waiting(params, "clip_grad_norm_")
     grads = [p.grad for p in params if p.grad is not None]
     total = _total_norm(params, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(total)):

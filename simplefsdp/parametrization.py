@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp import init_flow, living, recurrent, refused, uninitialised
+from simplefsdp import control, init_flow, living, recurrent, refused, uninitialised
 from simplefsdp._torch import cast_floating_point, run_as_it_is
+from simplefsdp.accumulation import deferral_of, note_forward
 from simplefsdp.after_wrap import check_before_eager_forward
 from simplefsdp.gather import gather
+from simplefsdp.kept import kept_of, refresh
+from simplefsdp.rank_guard import ranks_of
 from simplefsdp.reading import OWN, in_forward, marked, marked_own, plain, read_only
 from simplefsdp.wrapped import (
     LAYOUTS,
@@ -64,6 +67,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         PLAIN_CLASS: cls,
         LAYOUTS: {},  # for instances that the model's own code makes of type(self)
         **_methods(cls),
+        **control.register_into(cls),
         **refused.members(cls),
     }
     if _has_forward(cls):
@@ -183,30 +187,41 @@ class _Gathering:
         if layout is None or param is None:
             return _plain_attribute(module, self.name)
         if torch.compiler.is_compiling():
-            return _gathered(param, layout)
-        return _read_eagerly(param, layout)
+            return _gathered(param, layout, _now(module, self.name))
+        return _read_eagerly(module, self.name, param, layout)
 
 
 run_as_it_is(_Gathering.__get__)
 
 
-def _read_eagerly(param: Tensor, layout: ParameterLayout) -> Tensor:
+def _now(module: nn.Module, name: str) -> dict[str, Any]:
+    """What the gather of a parameter is told of this moment, beside its spec."""
+    kept = kept_of(module, name)
+    return (
+        deferral_of(module, name) if kept is None else {"kept": kept, **deferral_of(module, name)}
+    )
+
+
+def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: ParameterLayout) -> Tensor:
     if init_flow.initialising() and isinstance(param, DTensor):
         return init_flow.full_parameter(param)
     if not in_forward():
         return param
-    fqn = layout.spec.fqn
+    fqn, now = layout.spec.fqn, _now(module, name)
+    if "kept" in now and isinstance(param, DTensor):
+        refresh([param], ranks_of([param.device_mesh]))
     if torch.is_inference_mode_enabled():
         # Of a tensor made in that mode one could not tell that it was written to.
         with torch.inference_mode(False), torch.no_grad():
-            full = _gathered(param, layout)
+            full = _gathered(param, layout, now)
     else:
-        full = _gathered(param, layout)
+        full = _gathered(param, layout, now)
+        note_forward(param, now.get("until", "all"))
     uninitialised.refuse(uninitialised.without_values([(fqn, param, full)]))
     return full if layout.tensor_parallel is not None else read_only(full, fqn)
 
 
-def _gathered(param: Tensor, layout: ParameterLayout) -> Tensor:
+def _gathered(param: Tensor, layout: ParameterLayout, now: dict[str, Any]) -> Tensor:
     fqn = layout.spec.fqn
     if not isinstance(param, DTensor):
         raise TypeError(
@@ -218,7 +233,7 @@ def _gathered(param: Tensor, layout: ParameterLayout) -> Tensor:
             f"{fqn}: is on the meta device, without values; call simplefsdp.init_weights(model) "
             "after simple_fsdp, or load a checkpoint"
         )
-    full = gather(param, *layout.spec)
+    full = gather(param, *layout.spec, **now)
     return full if layout.tensor_parallel is None else layout.tensor_parallel.rewrap(full)
 
 

@@ -8,31 +8,25 @@ from typing import Any
 
 from torch import nn
 
-_ALL = (
-    "gradients are reduced in every backward, and those of several batches add up to the same: "
-    "call backward for each, then optimizer.step()"
-)
-_RESHARD = "pass reshard_after_forward to simple_fsdp"
 _PREFETCH = "the compiler orders gathers: bucketing='auto' chooses how far ahead each starts"
 _UNSHARDED = "use `with simplefsdp.unsharded(model):`"
-_SCALE = "gradients are averaged over all data-parallel ranks; scale the loss"
+_RESHARD = "pass reshard_after_forward to simple_fsdp"
+_FINALIZE = "defer by set_requires_gradient_sync(False), then call finalize_backward()"
+_NO_STREAMS = "there are no streams and no buffers of our own; leave it out"
 
 # Methods of FSDP2's modules, and two of FSDP's.
 _INSTEAD = {
-    "set_requires_gradient_sync": _ALL,
-    "set_requires_all_reduce": _ALL,
-    "set_is_last_backward": _ALL,
-    "set_reshard_after_forward": _RESHARD,
-    "set_reshard_after_backward": _RESHARD,
     "set_unshard_in_backward": _RESHARD,
+    "set_manual_backward_finalization": _FINALIZE,
     "set_modules_to_forward_prefetch": _PREFETCH,
     "set_modules_to_backward_prefetch": _PREFETCH,
-    "set_post_optim_event": "there are no streams to wait for; leave it out",
+    "set_post_optim_event": _NO_STREAMS,
     "set_all_reduce_hook": "pass a 2-D mesh and mode='hybrid_shard' to simple_fsdp",
-    "set_gradient_divide_factor": _SCALE,
-    "set_reduce_scatter_divide_factor": _SCALE,
-    "unshard": _UNSHARDED,
-    "reshard": "full parameters are freed by themselves; leave it out",
+    "set_reduce_scatter_divide_factor": "use set_gradient_divide_factor(factor)",
+    "set_custom_all_gather": _PREFETCH,
+    "set_custom_reduce_scatter": _PREFETCH,
+    "set_allocate_memory_from_process_group_for_comm": _NO_STREAMS,
+    "set_separate_reduce_scatter_group": "pass options={'separate_reduce_group': True}",
     "summon_full_params": _UNSHARDED,
     "clip_grad_norm_": "use simplefsdp.clip_grad_norm_(model, max_norm)",
 }

@@ -33,7 +33,7 @@ from simplefsdp.placement import (
 )
 from simplefsdp.precision import Dtypes, check_policy, dtypes_of, without_override
 from simplefsdp.rank_guard import agree, ranks_of
-from simplefsdp.wrapped import LAYOUTS, ParameterLayout, is_wrapped
+from simplefsdp.wrapped import DEFERRALS, KEPT, LAYOUTS, ParameterLayout, is_wrapped
 
 
 def simple_fsdp(
@@ -230,6 +230,7 @@ def _layout(
         param_dtype=dtypes.param_dtype,
         reduce_dtype=dtypes.reduce_dtype,
         averages=dp.averages,
+        divide_factor=None,
         reshard_after_forward=reshard_after_forward,
     )
     placements = dp.placements(sharded=local.dim() > 0)
@@ -243,6 +244,7 @@ def _install(
 ) -> None:
     own = {name: id(p) for name, p in module._parameters.items() if p is not None}
     module.__dict__[LAYOUTS] = {name: layouts[key] for name, key in own.items()}
+    module.__dict__ |= {DEFERRALS: {}, KEPT: {}}
     if own or computes_with_parts(module):
         use_subclass(module, own)
     for name, key in own.items():

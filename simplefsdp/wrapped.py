@@ -16,6 +16,10 @@ from simplefsdp.placement import TensorParallel
 
 LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> ParameterLayout
 POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and outputs
+# On every wrapped module, what its gathers are told beside their specs, by parameter name. They are
+# always there: what a module's __dict__ lacks, Dynamo does not look for again.
+DEFERRALS = "_simple_fsdp_deferrals"  # see accumulation.py
+KEPT = "_simple_fsdp_kept"  # see kept.py
 PLAIN_CLASS = "_simple_fsdp_plain_class"  # on every subclass: the class it was made from
 
 

@@ -228,10 +228,10 @@ def test_other_arguments_of_fsdp2(fake_mesh):
 
 
 METHODS = {
-    "set_requires_gradient_sync": "those of several batches add up to the same",
     "set_modules_to_forward_prefetch": "bucketing='auto' chooses how far ahead",
-    "set_reshard_after_backward": "pass reshard_after_forward to simple_fsdp",
-    "unshard": r"use `with simplefsdp\.unsharded\(model\):`",
+    "set_unshard_in_backward": "pass reshard_after_forward to simple_fsdp",
+    "set_manual_backward_finalization": r"then call finalize_backward\(\)",
+    "set_custom_all_gather": "the compiler orders gathers",
     "clip_grad_norm_": r"use simplefsdp\.clip_grad_norm_\(model, max_norm\)",
 }
 

@@ -183,7 +183,7 @@ def snodes() -> dict[str, list[Any]]:
         seen.extend(given)
         # Names and dependencies are gone when the compilation is over.
         starts = [snode for snode in given if _torch.is_scheduled_start(snode)]
-        launched = {name for snode in starts for name in _torch.scheduled_writes(snode)}
+        launched = {k: v for snode in starts for k, v in _torch.scheduled_mutations(snode).items()}
         for snode in given:
             reads = _torch.scheduled_reads(snode, launched)
             origins.append((snode, reads, _torch.scheduled_writes(snode)))

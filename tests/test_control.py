@@ -1,0 +1,206 @@
+"""FSDP2's methods on wrapped modules: each has its effect, counted in collectives where it has one.
+
+Those that defer reduces are in ``test_accumulation.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import DIM, Mlp, check_close, check_grads, mean, mine, rows, wrapped
+from graphs import capture, gathers, reduces
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
+from torch.distributed.tensor import DTensor
+
+from simplefsdp import simple_fsdp
+from simplefsdp.rank_guard import RankMismatchError
+
+
+def run_of(model: nn.Module, executor: str):
+    torch._dynamo.reset()
+    if executor == "eager":
+        return model
+    options = {"executor": executor, "bucketing": "none"}
+    return torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
+
+
+def counted(call) -> int:
+    """Gathers that ``call`` launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        call()
+    return sum(
+        event.name.startswith("_c10d_functional::all_gather_into_tensor")
+        for event in profiled.events()
+    )
+
+
+def kept(executor):
+    """Gathers per step, of a model that is unsharded, trained, and sharded again."""
+    plain = nn.Sequential(Mlp(), Mlp())
+    model = wrapped(plain)
+    run = run_of(model, executor)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+
+    def step(number: int) -> None:
+        mean(run(*mine(rows(number)))).backward()
+        mean(plain(*rows(number))).backward()
+
+    found = []
+    for number in range(5):
+        if number == 1:
+            assert model.unshard() is None
+        if number == 4:
+            model.reshard()
+        found.append(bool(counted(lambda n=number: step(n))))
+        check_grads(plain, model)
+        if number in (0, 2, 4):  # so steps 1 and 3 read what has changed
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    # In step 3 the shards have changed, and in the last one nothing is kept.
+    assert found == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_unshard_gathers_once_until_the_shards_change(pools, executor):
+    pools(2).run(kept, executor)
+
+
+def kept_from_backward():
+    model = wrapped(nn.Sequential(Mlp(), Mlp()), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    model.set_reshard_after_backward(False)
+    assert model[0].__dict__["_simple_fsdp_kept"]["row"].dtype == torch.bfloat16
+    assert not counted(lambda: mean(model(*mine(rows(0)))).backward())
+    model.set_reshard_after_backward(True)
+    assert counted(lambda: mean(model(*mine(rows(0)))).backward())
+
+
+def test_reshard_after_backward(pools):
+    pools(2).run(kept_from_backward)
+
+
+def written_by_one_rank():
+    model = wrapped(nn.Sequential(Mlp(), Mlp()))
+    options = {"executor": "aot_eager", "bucketing": "none", "rank_guard_timeout_s": 2}
+    run = torch.compile(model, backend="simplefsdp", options=options)
+    model.unshard()
+    run(*mine(rows(0)))
+    if dist.get_rank() == 1:
+        run(*mine(rows(0)))  # what it keeps is what it has: it waits for nobody
+        return
+    with torch.no_grad():
+        model[0].row.mul_(2)
+    with pytest.raises(RankMismatchError, match="what to gather again: after 2 s, ranks 1 "):
+        run(*mine(rows(0)))
+
+
+def test_what_one_rank_alone_would_gather_is_told(pools):
+    pools(2).run(written_by_one_rank)
+    pools(2).stop()  # one rank has asked the others once more than they it
+
+
+def generates_without_gathers():
+    model = wrapped(nn.Sequential(Mlp(), Mlp()))
+    (x,) = rows(0)
+    with torch.no_grad():
+        wanted = model(x)
+        handle = model.unshard(async_op=True)
+        assert isinstance(handle, UnshardHandle)
+        handle.wait()
+        got = []
+        assert not counted(lambda: got.append(model(x)))
+        with torch.inference_mode():
+            assert not counted(lambda: got.append(model(x)))
+        assert all(torch.equal(wanted, each) for each in got)
+        other = copy.deepcopy(model)
+        other[0].row.mul_(2)
+        model.reshard()
+        assert counted(lambda: model(x))
+        assert torch.equal(model(x), wanted)
+        assert not torch.equal(other(x), wanted)
+
+
+def test_inference_with_kept_parameters(pools):
+    pools(2).run(generates_without_gathers)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_reshard_after_forward(fake_mesh, reshard):
+    model = simple_fsdp(
+        nn.Sequential(Mlp(), Mlp()), fake_mesh(2), reshard_after_forward=not reshard
+    )
+    model.set_reshard_after_forward(reshard)
+    model[1].set_reshard_after_forward(not reshard)
+    with capture() as graphs:
+        run_of(model, "aot_eager")(torch.ones(2, DIM)).sum().backward()
+    found = {fqn.partition(".")[0] for fqn in gathers(graphs.backward[0])}
+    assert found == ({"0"} if reshard else {"1"})
+
+
+def divided(executor, mode, factor):
+    """Against FSDP2 itself, and against one process: a sum over ranks, divided by ``factor``."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Mlp(), Mlp())
+    ours, theirs = wrapped(plain, mode), copy.deepcopy(plain)
+    mesh = next(ours.parameters()).device_mesh
+    fully_shard(theirs, mesh=mesh)
+    for model in (ours, theirs):
+        model.set_gradient_divide_factor(factor)
+        model.set_force_sum_reduction_for_comms(True)  # gloo can do no other, FSDP2 wants it said
+    mean(run_of(ours, executor)(*mine(rows(0)))).backward()
+    mean(theirs(*mine(rows(0)))).backward()
+    mean(plain(*rows(0))).backward()
+    for fqn, param in plain.named_parameters():
+        wanted = param.grad * (dist.get_world_size() / factor)
+        check_close(ours.get_parameter(fqn).grad, wanted, 1e-5, fqn)
+        check_close(theirs.get_parameter(fqn).grad, wanted, 1e-5, fqn)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_gradients_divided_otherwise(pools, executor):
+    pools(2).run(divided, executor, "fully_shard", 1.0)
+
+
+def test_gradients_of_a_hybrid_mesh_divided_otherwise(pools):
+    pools(4).run(divided, "eager", "hybrid_shard", 8.0)
+
+
+def test_sums_where_nccl_could_average(fake_mesh):
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    simple_fsdp(model, fake_mesh(2, device="cuda"))
+    spec = model.__dict__["_simple_fsdp_layouts"]["weight"].spec
+    assert spec.averages
+    model.set_force_sum_reduction_for_comms(True)
+    assert not model.__dict__["_simple_fsdp_layouts"]["weight"].spec.averages
+
+
+def test_nothing_waits_for_a_last_backward(fake_mesh):
+    model = simple_fsdp(nn.Sequential(Mlp()), fake_mesh(2))
+    model.set_is_last_backward(False)
+    with capture() as graphs:
+        run_of(model, "aot_eager")(torch.ones(2, DIM)).sum().backward()
+    assert reduces(graphs.backward[0])
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+def test_bad_arguments_are_named(fake_mesh):
+    model = simple_fsdp(nn.Sequential(Mlp()), fake_mesh(2))
+    for name in ("reshard_after_forward", "reshard_after_backward", "requires_all_reduce"):
+        with pytest.raises(TypeError, match=f"{name}: expected a bool, got NoneType"):
+            getattr(model, f"set_{name}")(None)
+    with pytest.raises(TypeError, match="factor: expected a number, got str"):
+        model.set_gradient_divide_factor("2")
+    with pytest.raises(ValueError, match="factor: expected a number > 0, got 0"):
+        model.set_gradient_divide_factor(0)
+    with pytest.raises(ValueError, match="enable: expected True"):
+        model.set_force_sum_reduction_for_comms(False)
+
+
+def test_a_wrapped_module_is_no_fsdp_module(fake_mesh):
+    """torch's pipeline stages would go on to reach into FSDP2's state."""
+    assert not isinstance(simple_fsdp(nn.Sequential(Mlp()), fake_mesh(2)), FSDPModule)
