@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import assert_equal, fresh_state, llama, sentences, values_of, wrapped
+from torch.profiler import ProfilerActivity, profile
 
 from simplefsdp.integrations import checkpoint
 
@@ -78,6 +79,25 @@ def test_trains_as_one_process_does(pools, tmp_path):
         for entry, other in zip(log, expected, strict=True):
             assert entry == pytest.approx(other, rel=1e-6)
         assert_equal(values, values_of(plain.model), tolerance=1e-5)
+
+
+def _count_reduces(folder, micro_batches):
+    fresh_state()
+    args = arguments(
+        folder,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=micro_batches,
+        eval_strategy="no",
+    )
+    trainer = sharded(wrapped(llama(), options=None), args)
+    with profile(activities=[ProfilerActivity.CPU]) as traced:
+        trainer.train()
+    return sum("reduce_scatter_tensor" in event.name for event in traced.events())
+
+
+def test_accumulation_reduces_once_a_step(pools, tmp_path):
+    once = pools(RANKS).run(_count_reduces, tmp_path, 1)
+    assert once[0] > 0 and pools(RANKS).run(_count_reduces, tmp_path, 4) == once
 
 
 def _dropping():
