@@ -267,3 +267,12 @@ def test_what_the_trainer_does_otherwise_is_what_transformers_calls():
     source = inspect.getsource(transformers.Trainer)
     for name in own - {"create_accelerator_and_postprocess"}:
         assert f"self.{name}(" in source, name
+
+
+def test_a_trainer_of_another_library_may_come_behind_it():
+    from simplefsdp.integrations.transformers import Trainer
+
+    class Both(Trainer, transformers.Seq2SeqTrainer):
+        pass
+
+    assert Both.mro()[1:4] == [Trainer, transformers.Seq2SeqTrainer, transformers.Trainer]
