@@ -21,7 +21,8 @@ Read the code in this order:
    ``repeated_layers`` and ``extrapolate_depth`` those of a deep model from a shallow one's, and
    ``prediction`` prices them.
 4. ``pretrained``: values from a folder of safetensors files, and back.
-5. ``inspection``, ``models``, ``train``, ``calibrate`` and ``cli``, which nothing above imports.
+5. ``inspection``, ``models``, ``train``, ``calibrate``, ``integrations`` and ``cli``, which nothing
+   above imports.
 
 ``_torch`` holds every private part of PyTorch; ``tests/test_torch_contract.py`` is its contract.
 """

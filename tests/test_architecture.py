@@ -16,7 +16,7 @@ ORDER = (
     ("core",),  # the wrap, the backend, and steps that are not run
     ("pretrained",),
     ("models", "launcher"),
-    ("inspection", "calibrate", "train"),  # none of which imports another
+    ("inspection", "calibrate", "train", "integrations"),  # none of which imports another
     ("simplefsdp", "cli"),
 )
 COMMANDS = ("cli", "__main__")

@@ -173,9 +173,8 @@ def _to_write(model: nn.Module) -> dict[str, Tensor]:
     """Each tensor once, by the name that files have for it."""
     if hasattr(model, "peft_config"):
         raise ValueError(
-            f"model: this {type(model).__name__} has adapters of PEFT; save those on rank 0 by "
-            "model.save_pretrained(folder, state_dict=state), where state = "
-            "simplefsdp.full_state_dict(model), called on all ranks"
+            f"model: this {type(model).__name__} has adapters of PEFT; save those by "
+            "simplefsdp.integrations.peft.save_pretrained(model, folder)"
         )
     left_out, tied = huggingface.not_saved(model), huggingface.tied_names(model)
     state = {name: value for name, value in state_of(model).items() if not left_out(name)}

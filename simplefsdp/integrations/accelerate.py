@@ -1,0 +1,130 @@
+"""accelerate's ``Accelerator`` for wrapped models: it neither puts them into DDP nor moves them.
+
+``from simplefsdp.integrations.accelerate import Accelerator`` is all that changes in a script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from simplefsdp.grad_norm import clip_grad_norm_
+from simplefsdp.integrations import checkpoint
+from simplefsdp.pretrained.save import full_state_dict
+from simplefsdp.wrapped import LAYOUTS
+
+
+class Accelerator(accelerate.Accelerator):
+    """An ``Accelerator`` whose ``prepare`` takes models wrapped by simple_fsdp as they are.
+
+    ``backward``, ``accumulate``, ``no_sync``, ``clip_grad_norm_``, ``save_state``, ``load_state``,
+    ``get_state_dict`` and ``save_model`` do to a wrapped model what they do to one in DDP. Shards
+    are saved by each rank, in the folder ``simplefsdp`` of the state's. Other models are treated as
+    ever. Wrap and compile the model, and make its optimizer, before ``prepare``.
+    """
+
+    _optimizers: list[Any]
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """As accelerate's, but a wrapped model stays where it is and is not put into DDP."""
+        if not checkpoint.has_wrapped(model):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        self._check(model)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def _check(self, model: nn.Module) -> None:
+        if self.num_processes > 1 and not self.even_batches:
+            raise ValueError(
+                "even_batches=False: ranks would run out of batches at different times, and those "
+                "that go on would wait for the others' shards for ever; leave it True"
+            )
+        layouts = [v for m in model.modules() for v in m.__dict__.get(LAYOUTS, {}).values()]
+        if any(layout.tensor_parallel is not None for layout in layouts):
+            raise ValueError(
+                "model: its tensor-parallel ranks need equal batches, but accelerate gives every "
+                "rank batches of its own; wrap a model without tensor parallelism, or write the "
+                "loop yourself"
+            )
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip by the norm over all ranks, and return it as a plain tensor."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not any(isinstance(param, DTensor) for param in params):
+            return super().clip_grad_norm_(params, max_norm, norm_type)
+        self.unscale_gradients()
+        return clip_grad_norm_(params, max_norm, norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The full values, on rank 0's CPU; an empty dict elsewhere. Every rank must call it."""
+        if not unwrap or not checkpoint.has_wrapped(model):
+            return super().get_state_dict(model, unwrap)
+        model = self.unwrap_model(model, keep_torch_compile=False)
+        return full_state_dict(model)
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's; wrapped models and their optimizers as shards. Collective."""
+
+        def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            weights[:] = [state for state in weights if not _has_shards(state.values())]
+            checkpoint.save(Path(folder, checkpoint.FOLDER), self._wrapped_models(), optimizers)
+
+        with self._apart() as optimizers, _hooked(self.register_save_state_pre_hook, save):
+            return super().save_state(output_dir, *args, **kwargs)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As accelerate's, from what :meth:`save_state` wrote, on any number of ranks."""
+
+        def load(models: list[nn.Module], folder: str) -> None:
+            models[:] = [model for model in models if not checkpoint.has_wrapped(model)]
+            shards, wrapped = Path(folder, checkpoint.FOLDER), self._wrapped_models()
+            checkpoint.load(shards, wrapped)
+            checkpoint.load_optimizers(shards, wrapped, optimizers)
+
+        with self._apart() as optimizers, _hooked(self.register_load_state_pre_hook, load):
+            super().load_state(input_dir, *args, **kwargs)
+
+    def _wrapped_models(self) -> list[nn.Module]:
+        models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
+        return [model for model in models if checkpoint.has_wrapped(model)]
+
+    @contextmanager
+    def _apart(self) -> Iterator[list[torch.optim.Optimizer]]:
+        """Inside, accelerate does not see the optimizers of wrapped models; gives these."""
+        mine = {p for model in self._wrapped_models() for p in model.parameters()}
+        every = self._optimizers
+        apart = [o for o in every if any(p in mine for g in o.param_groups for p in g["params"])]
+        self._optimizers = [optimizer for optimizer in every if optimizer not in apart]
+        try:
+            yield [optimizer.optimizer for optimizer in apart]
+        finally:
+            self._optimizers = every
+
+
+def _has_shards(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, DTensor) for value in values)
+
+
+@contextmanager
+def _hooked(
+    register: Callable[[Callable[..., None]], Any], hook: Callable[..., None]
+) -> Iterator[None]:
+    """Inside, ``hook`` is called, after the user's own."""
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,244 @@
+"""Models and optimizers in one distributed checkpoint: each rank writes and reads its own shards.
+
+Names are those of torch's own checkpoints, ``model.<fqn>`` and ``optimizer.state.<fqn>.<name>``, so
+the plain model and any number of ranks read the files. A second model is ``model_1``, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from simplefsdp.rank_guard import agree, ranks_of
+from simplefsdp.unsharded import full_of
+from simplefsdp.wrapped import is_wrapped
+
+FOLDER = "simplefsdp"  # in a library's own checkpoint folder
+
+
+def has_wrapped(model: nn.Module) -> bool:
+    """Whether ``model``, or a part of it, was wrapped by simple_fsdp."""
+    return any(is_wrapped(module) for module in model.modules())
+
+
+def save(
+    folder: Path | str,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    frozen: bool = True,
+) -> None:
+    """Write all of ``models`` and ``optimizers``; every rank must call it.
+
+    Args:
+        folder: to write to.
+        models: wrapped or not.
+        optimizers: of parameters of ``models``.
+        frozen: False to leave out parameters that do not require a gradient.
+
+    Raises:
+        ValueError: an optimizer has a parameter that none of the models has.
+    """
+    values = _values_of(models, frozen)
+    for key, optimizer in _keyed(optimizers):
+        names = _names(optimizer, models)
+        for param, state in optimizer.state.items():
+            values |= {f"{key}.state.{names[param]}.{name}": v for name, v in state.items()}
+        for i, group in enumerate(_groups(optimizer, names)):
+            values |= {f"{key}.param_groups.{i}.{name}": v for name, v in group.items()}
+    _agree(f"what is saved to {Path(folder).name}", models, values)
+    save_state_dict(values, checkpoint_id=str(folder))
+
+
+def load(folder: Path | str, models: Sequence[nn.Module], *, frozen: bool = True) -> None:
+    """Fill ``models``, built as they were at :func:`save`; every rank must call it.
+
+    Raises:
+        ValueError: the checkpoint is of other models, or is not complete.
+    """
+    values = _values_of(models, frozen)
+    _check_keys(folder, _stored(folder), values)
+    _agree(f"what is loaded from {Path(folder).name}", models, values)
+    load_state_dict(values, checkpoint_id=str(folder))
+    for i, model in enumerate(models):
+        prefix = _numbered("model", i) + "."
+        own = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+        model.load_state_dict(own, strict=False)
+
+
+def load_optimizers(
+    folder: Path | str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> None:
+    """Fill ``optimizers``, which need not have made a step before; every rank must call it.
+
+    Raises:
+        ValueError: the checkpoint is of other optimizers, or is not complete.
+    """
+    stored = _stored(folder)
+    values: dict[str, Any] = {}
+    for key, optimizer in _keyed(optimizers):
+        params = {name: param for param, name in _names(optimizer, models).items()}
+        for full, entry in stored.items():
+            if full.startswith(f"{key}."):
+                owner, name = _parts(full)
+                values[full] = _empty_for(entry, params.get(owner), name)
+    _agree(f"what is loaded from {Path(folder).name}", models, values)
+    load_state_dict(values, checkpoint_id=str(folder))
+    for key, optimizer in _keyed(optimizers):
+        states, groups = (_nested(values, f"{key}.{of}.") for of in ("state", "param_groups"))
+        _fill(folder, optimizer, _names(optimizer, models), states, groups)
+
+
+def gathered(model: nn.Module, values: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+    """``values``, of the state of ``model``, as full tensors on the CPU; empty unless ``keep``.
+
+    Raises:
+        RankMismatchError: not all ranks called it.
+    """
+    _agree("what is gathered of the model", [model], values)
+    fulls: dict[int, Any] = {}  # by id: tied parameters stay one tensor
+    for value in values.values():
+        if id(value) not in fulls:
+            full = full_of(value) if isinstance(value, DTensor) else value
+            if isinstance(full, Tensor):
+                full = full.detach().cpu() if keep else None
+            fulls[id(value)] = full
+    return {key: fulls[id(value)] for key, value in values.items()} if keep else {}
+
+
+def _agree(what: str, models: Sequence[nn.Module], keys: Iterable[str]) -> None:
+    """Raise on all ranks rather than hang if one is not here, or is here with another model."""
+    params = (p for model in models for p in model.parameters())
+    meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
+    agree(what, sorted(keys), ranks_of(meshes), remember=False)
+
+
+def _numbered(name: str, i: int) -> str:
+    return f"{name}_{i}" if i else name
+
+
+def _keyed(optimizers: Sequence[Optimizer]) -> list[tuple[str, Optimizer]]:
+    return [(_numbered("optimizer", i), optimizer) for i, optimizer in enumerate(optimizers)]
+
+
+def _names(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[Tensor, str]:
+    """What each parameter of ``optimizer`` is called in its state."""
+    known: dict[Tensor, str] = {}
+    for i, model in enumerate(models):
+        prefix = f"{_numbered('model', i)}." if i else ""
+        for fqn, param in model.named_parameters():
+            known.setdefault(param, prefix + fqn)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if param not in known:
+            raise ValueError(
+                f"optimizer: its parameter of shape {tuple(param.shape)} is none of the models'; "
+                "make the optimizer after simple_fsdp, of parameters of models that are saved"
+            )
+    return {param: known[param] for param in params}
+
+
+def _values_of(models: Sequence[nn.Module], frozen: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for i, model in enumerate(models):
+        for fqn, value in model.state_dict(keep_vars=True).items():
+            is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+            if frozen or not is_frozen:
+                plain = value.detach() if isinstance(value, Tensor) else value
+                found[f"{_numbered('model', i)}.{fqn}"] = plain
+    return found
+
+
+def _groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return [{**group, "params": [names[p] for p in group["params"]]} for group in groups]
+
+
+def _stored(folder: Path | str) -> dict[str, Any]:
+    try:
+        return FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"checkpoint {folder} is not complete: it has no .metadata; remove it, and resume from "
+            "an earlier one"
+        ) from error
+
+
+def _check_keys(folder: Path | str, stored: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    heads = {key.split(".")[0] for key in tensors}
+    extra = {key for key in stored if key.split(".")[0] in heads} - tensors.keys()
+    for key, value in tensors.items():
+        size = getattr(stored.get(key), "size", None)
+        if key not in stored or (isinstance(value, Tensor) and size != value.shape):
+            has = f"{list(size)} for" if size is not None else "no"
+            shape = list(value.shape) if isinstance(value, Tensor) else "not a tensor"
+            raise ValueError(
+                f"checkpoint {folder} is of another model: it has {has} {key}, which is {shape}"
+            )
+    if extra:
+        raise ValueError(
+            f"checkpoint {folder} is of another model: it has {min(extra)}, which this one has not"
+        )
+
+
+def _parts(key: str) -> tuple[str, str]:
+    """Of ``optimizer.state.<fqn>.<name>`` and ``optimizer.param_groups.<number>.<name>``."""
+    owner, _, name = key.rpartition(".")
+    return owner.split(".", 2)[2], name
+
+
+def _empty_for(entry: Any, param: Tensor | None, name: str) -> Any:
+    """What is to be filled: a shard, if it is one number per element of the parameter."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    dtype = entry.properties.dtype
+    if param is not None and entry.size == param.shape and name != "step":
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    return torch.empty(entry.size, dtype=dtype)
+
+
+def _nested(values: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
+    """The values whose keys begin so, by FQN or number, and then by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if key.startswith(prefix):
+            owner, name = _parts(key)
+            found.setdefault(owner, {})[name] = value
+    return found
+
+
+def _fill(
+    folder: Path | str,
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    states: Mapping[str, dict[str, Any]],
+    groups: Mapping[str, dict[str, Any]],
+) -> None:
+    """``optimizer.load_state_dict``, which goes by numbers, with what is known by names."""
+    ours = [group["params"] for group in _groups(optimizer, names)]
+    theirs = [groups[str(i)]["params"] for i in range(len(groups))]
+    if ours != theirs:
+        raise ValueError(
+            f"checkpoint {folder}: its optimizer has {[len(g) for g in theirs]} parameters in its "
+            f"groups, this one {[len(g) for g in ours]}, or others of the same number; make the "
+            "optimizer as it was made then"
+        )
+    numbers = [group["params"] for group in optimizer.state_dict()["param_groups"]]
+    number = dict(zip(chain(*ours), chain(*numbers), strict=True))
+    optimizer.load_state_dict(
+        {
+            "state": {number[fqn]: state for fqn, state in states.items()},
+            "param_groups": [groups[str(i)] | {"params": own} for i, own in enumerate(numbers)],
+        }
+    )

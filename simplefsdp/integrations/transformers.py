@@ -1,0 +1,155 @@
+"""transformers' ``Trainer`` for wrapped models.
+
+``from simplefsdp.integrations.transformers import Trainer`` is all that changes in a script, but
+for the wrap. For a trainer of another library, put this one first::
+
+    class SFT(Trainer, trl.SFTTrainer): ...
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer import SCHEDULER_NAME
+from transformers.utils.import_utils import is_peft_available
+
+from simplefsdp.integrations import checkpoint
+from simplefsdp.integrations.accelerate import Accelerator
+
+# Arguments that would do harm, or nothing, and what to do instead.
+_POLICY = "pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) to simple_fsdp"
+_SHARDED = "simple_fsdp has sharded it; leave that out"
+_REFUSED = {
+    "torch_compile": "accelerate does not know our backend; call model.compile() yourself",
+    "fsdp": _SHARDED,
+    "deepspeed": _SHARDED,
+    "fp16_full_eval": _POLICY,
+    "bf16_full_eval": _POLICY,
+    "auto_find_batch_size": "where one rank runs out of memory and others do not, these would wait "
+    "for it for ever; set per_device_train_batch_size",
+}
+
+
+class Trainer(transformers.Trainer):
+    """A ``Trainer`` of a model wrapped by simple_fsdp.
+
+    Wrap and compile the model first. Losses, accumulation, clipping and evaluation mean what they
+    mean with DDP. ``save_model`` writes a folder for ``from_pretrained``. A checkpoint holds shards
+    instead, in its folder ``simplefsdp``, unless ``save_only_model``; ``resume_from_checkpoint``
+    goes on bit for bit, and ``load_best_model_at_end`` works. Of a PEFT model both hold the
+    adapters only. Every rank must call ``train``, ``evaluate``, ``save_model`` and so on.
+
+    Raises:
+        ValueError: the model is not wrapped, or an argument does not go with one that is.
+    """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Before anything else is made: refuse what would not work. Then have our accelerator."""
+        _check(self.model, self.args)
+        super().create_accelerator_and_postprocess()
+        # Made with all arguments of this release of transformers; ours adds methods only.
+        self.accelerator.__class__ = Accelerator
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the accelerator's clip_grad_norm_ takes any parameters
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a folder for ``from_pretrained``. Every rank must call it."""
+        if _internal_call and not self.args.save_only_model:
+            shards = _shards(str(output_dir))
+            shards.mkdir(parents=True, exist_ok=True)
+            checkpoint.save(shards, [self.model], [self._optimizer], frozen=not self._peft)
+        else:
+            super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        keep = self.args.should_save
+        if self._peft:
+            from simplefsdp.integrations.peft import adapter_state_dict
+
+            state_dict = adapter_state_dict(self.model, keep=keep)
+        else:
+            state = self.model.state_dict(keep_vars=True)
+            state_dict = checkpoint.gathered(self.model, state, keep=keep)
+        super()._save(output_dir, state_dict)
+        self.accelerator.wait_for_everyone()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The scheduler: the optimizer was saved with the model."""
+        if self.args.should_save:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it says that the optimizer should be saved, too
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if _shards(resume_from_checkpoint).is_dir():
+            checkpoint.load(_shards(resume_from_checkpoint), [self.model], frozen=not self._peft)
+        else:  # of another Trainer: full values, of which each rank keeps its own
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = str(self.state.best_model_checkpoint)
+        if _shards(best).is_dir():
+            self._load_from_checkpoint(best)
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
+        if checkpoint_folder is None:
+            return
+        shards = _shards(checkpoint_folder)
+        if not shards.is_dir():
+            raise ValueError(
+                f"resume_from_checkpoint: {checkpoint_folder} has no folder {shards.name!r} with "
+                "the optimizer's shards, so that training cannot go on from there; to start from "
+                "its weights, load them into the model"
+            )
+        checkpoint.load_optimizers(shards, [self.model], [self._optimizer])
+        saved = torch.load(Path(checkpoint_folder, SCHEDULER_NAME), weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.lr_scheduler.load_state_dict(saved)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """The user's, without accelerate's around it."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @property
+    def _peft(self) -> bool:
+        if not is_peft_available():
+            return False
+        from peft import PeftModel
+
+        return isinstance(self.model, PeftModel)
+
+
+def _shards(folder: str) -> Path:
+    return Path(folder, checkpoint.FOLDER)
+
+
+def _check(model: nn.Module | None, args: transformers.TrainingArguments) -> None:
+    if model is None or not checkpoint.has_wrapped(model):
+        raise ValueError(
+            f"model: expected one that simple_fsdp wrapped, got {type(model).__name__}; wrap it "
+            "before the Trainer is made, or use transformers.Trainer"
+        )
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "model: torch.compile() put it into another module, of which the Trainer cannot tell "
+            'what its forward takes; call model.compile(backend="simplefsdp")'
+        )
+    for name, instead in _REFUSED.items():
+        if getattr(args, name, None):
+            raise ValueError(f"TrainingArguments.{name}: not for a wrapped model; {instead}")

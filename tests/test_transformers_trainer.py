@@ -1,0 +1,278 @@
+"""transformers' Trainer, with models that simple_fsdp wrapped, on two ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import assert_equal, fresh_state, llama, sentences, values_of, wrapped
+from torch.profiler import ProfilerActivity, profile
+
+from simplefsdp.integrations import checkpoint
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+RANKS = 2
+
+
+def arguments(folder, **changes):
+    return transformers.TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "use_cpu": True,
+            "max_steps": 4,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "max_grad_norm": 0.3,
+            "logging_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            **changes,
+        }
+    )
+
+
+def logged(trainer, *names):
+    return [
+        {name: entry[name] for name in names if name in entry}
+        for entry in trainer.state.log_history
+        if any(name in entry for name in names)
+    ]
+
+
+def sharded(model, args, **more):
+    from simplefsdp.integrations.transformers import Trainer
+
+    return Trainer(model, args, train_dataset=sentences(16), eval_dataset=sentences(6), **more)
+
+
+def _train(folder):
+    fresh_state()
+    args = arguments(folder, per_device_train_batch_size=2, per_device_eval_batch_size=1)
+    trainer = sharded(wrapped(llama(num_hidden_layers=2)), args)
+    first = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return first, logged(trainer, "loss", "grad_norm", "eval_loss"), values_of(trainer.model)
+
+
+def test_trains_as_one_process_does(pools, tmp_path):
+    """Where ranks count other numbers of tokens, gradients accumulate, and are clipped."""
+    fresh_state()
+    args = arguments(tmp_path, per_device_train_batch_size=4, per_device_eval_batch_size=2)
+    data = {"train_dataset": sentences(16), "eval_dataset": sentences(6)}
+    plain = transformers.Trainer(llama(num_hidden_layers=2), args, **data)
+    first_expected = plain.evaluate()["eval_loss"]
+    plain.train()
+    expected = logged(plain, "loss", "grad_norm", "eval_loss")
+    assert min(entry.get("grad_norm", 9) for entry in expected) > args.max_grad_norm
+    for first, log, values in pools(RANKS).run(_train, tmp_path):
+        assert first == pytest.approx(first_expected, rel=1e-6)
+        assert len(log) == len(expected) == 6
+        for entry, other in zip(log, expected, strict=True):
+            assert entry == pytest.approx(other, rel=1e-6)
+        assert_equal(values, values_of(plain.model), tolerance=1e-5)
+
+
+def _count_reduces(folder, micro_batches):
+    fresh_state()
+    args = arguments(
+        folder,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=micro_batches,
+        eval_strategy="no",
+    )
+    trainer = sharded(wrapped(llama(), options=None), args)
+    with profile(activities=[ProfilerActivity.CPU]) as traced:
+        trainer.train()
+    return sum("reduce_scatter_tensor" in event.name for event in traced.events())
+
+
+def test_accumulation_reduces_once_a_step(pools, tmp_path):
+    once = pools(RANKS).run(_count_reduces, tmp_path, 1)
+    assert once[0] > 0 and pools(RANKS).run(_count_reduces, tmp_path, 4) == once
+
+
+def _dropping():
+    """Another random state would be another result."""
+    return wrapped(llama(attention_dropout=0.2))
+
+
+def _resumable(folder, **changes):
+    fresh_state()
+    args = arguments(
+        folder,
+        max_steps=6,
+        per_device_train_batch_size=1,  # 4 steps are an epoch
+        save_strategy="steps",
+        save_steps=2,
+        **changes,
+    )
+    trainer = sharded(_dropping(), args)
+    at_last = {}
+
+    class Note(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                at_last.update(values_of(trainer.model))
+
+    trainer.add_callback(Note())
+    return trainer, at_last
+
+
+def _resume(folder):
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,  # so that it is not the last one
+        "save_total_limit": 2,
+    }
+    straight, at_last = _resumable(folder, **best)
+    straight.train()
+    kept = sorted(path.name for path in folder.glob("checkpoint-*"))
+    straight.save_model(str(folder / "best"))
+    predicted = straight.predict(sentences(6)).predictions
+    chosen = values_of(straight.model)
+
+    again, resumed_at_last = _resumable(folder)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert_equal(resumed_at_last, at_last)
+    losses = [logged(trainer, "loss", "grad_norm", "eval_loss") for trainer in (straight, again)]
+    return kept, losses, chosen, at_last, predicted
+
+
+def test_resume_goes_on_bit_for_bit_and_the_best_model_is_loaded_and_saved(pools, tmp_path):
+    """In the middle of an epoch, with dropout."""
+    for kept, losses, chosen, at_last, predicted in pools(RANKS).run(_resume, tmp_path):
+        straight, again = losses
+        assert len(straight) == 9 and again == straight
+        assert kept == ["checkpoint-2", "checkpoint-6"]  # the best one, and the last
+        assert any(not torch.equal(chosen[name], at_last[name]) for name in chosen)
+        plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "best")
+        assert_equal(values_of(plain), chosen)
+        inputs = torch.stack([sentence["input_ids"] for sentence in sentences(6)])
+        torch.testing.assert_close(torch.from_numpy(predicted), plain(inputs).logits)
+    assert not list(tmp_path.glob("checkpoint-*/*.safetensors"))  # no rank held the model
+    plain = llama(attention_dropout=0.9)
+    checkpoint.load(tmp_path / "checkpoint-2" / "simplefsdp", [plain])  # without any ranks
+    assert_equal(values_of(plain), chosen)
+
+
+def _with_arguments(folder):
+    """What the arguments say, on an uncompiled model; autocast on a compiled one."""
+    fresh_state()
+    only = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    args = arguments(folder, gradient_checkpointing=True, **only)
+    trainer = sharded(wrapped(llama(), options=None), args)
+    trainer.train()
+    fresh_state()
+    cast = sharded(wrapped(llama()), arguments(folder, bf16=True, max_steps=1))
+    cast.train()
+    return values_of(trainer.model), logged(cast, "loss")
+
+
+def test_arguments(pools, tmp_path):
+    """Checkpoints that are for use only; less memory for activations; autocast."""
+    fresh_state()
+    plain = transformers.Trainer(
+        llama(),
+        arguments(tmp_path, bf16=True, max_steps=1, per_device_train_batch_size=16),
+        train_dataset=sentences(16),
+        eval_dataset=sentences(6),
+    )
+    plain.train()
+    for values, losses in pools(RANKS).run(_with_arguments, tmp_path):
+        saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+        assert_equal(values_of(saved), values)
+        assert losses == [pytest.approx(loss, rel=1e-6) for loss in logged(plain, "loss")]
+
+
+def _saves_alone(folder):
+    from simplefsdp.rank_guard import RankMismatchError
+
+    fresh_state()
+    trainer = sharded(wrapped(llama()), arguments(folder))
+    checkpoint.agree = functools.partial(checkpoint.agree, timeout_s=0.5)
+    try:
+        if trainer.is_world_process_zero():
+            with pytest.raises(
+                RankMismatchError, match=r"what is gathered .* ranks 1 have not got"
+            ):
+                trainer.save_model()
+        dist.barrier()
+        if not trainer.is_world_process_zero():
+            with pytest.raises(RankMismatchError, match=r"rank 0 gave up waiting for ranks 1"):
+                trainer.save_model()
+    finally:
+        checkpoint.agree = checkpoint.agree.func
+
+
+def test_a_rank_that_saves_alone_does_not_hang(pools, tmp_path):
+    pools(RANKS).run(_saves_alone, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"torch_compile": True}, r"torch_compile: .* call model\.compile\(\)"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size: .* per_device_train_batch_size"),
+        ({"bf16_full_eval": True}, "bf16_full_eval: .* mp_policy"),
+    ],
+)
+def test_arguments_that_are_refused(solo_mesh, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr("os.environ", dict(os.environ))  # which torch_compile changes
+    model = wrapped(llama(), options=None)
+    with pytest.raises(ValueError, match=message):
+        sharded(model, arguments(tmp_path, **changes))
+
+
+def test_models_that_are_refused(solo_mesh, tmp_path):
+    with pytest.raises(ValueError, match=r"simple_fsdp wrapped, got LlamaForCausalLM; wrap it"):
+        sharded(llama(), arguments(tmp_path))
+    model = torch.compile(wrapped(llama(), options=None), backend="simplefsdp")
+    with pytest.raises(ValueError, match=r'call model\.compile\(backend="simplefsdp"\)'):
+        sharded(model, arguments(tmp_path))
+
+
+def _resume_from_model_only(folder):
+    fresh_state()
+    only = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    sharded(wrapped(llama(), options=None), arguments(folder, max_steps=1, **only)).train()
+    trainer = sharded(wrapped(llama(), options=None), arguments(folder))
+    with pytest.raises(ValueError, match="checkpoint-1 has no folder 'simplefsdp'"):
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+
+
+def test_a_checkpoint_without_the_optimizers_shards_is_refused(pools, tmp_path):
+    pools(RANKS).run(_resume_from_model_only, tmp_path)
+
+
+def test_what_the_trainer_does_otherwise_is_what_transformers_calls():
+    """Its private methods are overridden: they must be there, and take the same."""
+    from simplefsdp.integrations.transformers import Trainer
+
+    own = {name for name, value in vars(Trainer).items() if inspect.isfunction(value)}
+    assert own > {"save_model", "_load_from_checkpoint"}
+    for name in own:
+        theirs = inspect.signature(getattr(transformers.Trainer, name)).parameters.values()
+        ours = inspect.signature(getattr(Trainer, name)).parameters.values()
+        assert [(p.kind, p.default) for p in ours] == [(p.kind, p.default) for p in theirs], name
+    source = inspect.getsource(transformers.Trainer)
+    for name in own - {"create_accelerator_and_postprocess"}:
+        assert f"self.{name}(" in source, name
+
+
+def test_a_trainer_of_another_library_may_come_behind_it():
+    from simplefsdp.integrations.transformers import Trainer
+
+    class Both(Trainer, transformers.Seq2SeqTrainer):
+        pass
+
+    assert Both.mro()[1:4] == [Trainer, transformers.Seq2SeqTrainer, transformers.Trainer]
