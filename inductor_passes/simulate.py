@@ -160,7 +160,9 @@ def live_at_peak(program: Program) -> dict[str, int]:
 
 def live_by_use(program: Program) -> dict[str, int]:
     """Bytes of :func:`live_at_peak` by what they are for; "activations" are all the others."""
-    use: dict[str, str] = {}
+    # What a backward adds up for a later one is written to, and stays.
+    written = {name for op in program.ops for name in op.writes} & set(program.inputs)
+    use = dict.fromkeys(program.storages(written & set(program.outputs)), "full gradients")
     for op in program.ops:
         reads, writes = map(program.storages, (op.reads, op.writes))
         if op.sends == "gather":

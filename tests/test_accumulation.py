@@ -20,7 +20,7 @@ from torch.fx import Graph
 from zoo import Small, Zoo, batch, loss_of
 
 from inductor_passes.in_place import write_inputs_early
-from inductor_passes.simulate import memory
+from inductor_passes.simulate import live_by_use, memory
 from simplefsdp import clip_grad_norm_, microbatch, simple_fsdp
 from simplefsdp.observers import observing
 from simplefsdp.rank_guard import RankMismatchError
@@ -331,6 +331,7 @@ def test_sums_are_written_early_and_stay(fake_mesh):
     assert set(sums) <= set(program.outputs)
     nbytes = sum(program.buffers[name].nbytes for name in sums)
     assert min(memory(backward.rehearsal.after).live_nbytes) >= nbytes
+    assert live_by_use(program)["full gradients"] >= nbytes
 
 
 def test_a_write_stays_behind_other_reads():
