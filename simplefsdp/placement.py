@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from simplefsdp._torch import grad_dtype_override, has_no_data
@@ -66,6 +66,22 @@ class DataParallel:
             Shard(0) if sharded and dim == self.shard_dim else Replicate()
             for dim in range(self.mesh.ndim)
         )
+
+
+def all_ranks() -> DeviceMesh:
+    """The 1-D mesh of all ranks, as FSDP2 makes it where it is given none.
+
+    Raises:
+        ValueError: there is no process group.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "mesh: there is no process group to take all ranks of; call "
+            "torch.distributed.init_process_group() first, under torchrun, or pass a mesh"
+        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device_type = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def data_parallel(mesh: DeviceMesh, mode: str) -> DataParallel:

@@ -31,6 +31,7 @@ from simplefsdp.outside import handle_operators
 from simplefsdp.parametrization import cast_in_forward, computes_with_parts, use_subclass
 from simplefsdp.placement import (
     DataParallel,
+    all_ranks,
     data_parallel,
     parameter_like,
     shard,
@@ -43,7 +44,7 @@ from simplefsdp.wrapped import DEFERRALS, KEPT, LAYOUTS, ParameterLayout, is_wra
 
 def simple_fsdp(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     *,
     mode: str = "fully_shard",
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -64,7 +65,8 @@ def simple_fsdp(
 
     Args:
         model: the module; its parameters become DTensors of the true global shape.
-        mesh: 1-D, or 2-D ``(replicate, shard)`` for ``hybrid_shard``.
+        mesh: 1-D, or 2-D ``(replicate, shard)`` for ``hybrid_shard``. Default: all ranks, on the
+            machine's accelerator, if it has one.
         mode: ``"fully_shard"`` (ZeRO-3), ``"hybrid_shard"``, or ``"replicate"`` (DDP).
         mp_policy: PyTorch's own. Parameters are cast to ``param_dtype`` before the gather and
             gradients to ``reduce_dtype`` before the reduce (if it is None, to what this torch's
@@ -88,6 +90,7 @@ def simple_fsdp(
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     check_arguments(model, policy, reshard_after_forward)
     refuse_offloading(offload_policy)
+    mesh = all_ranks() if mesh is None else mesh
     dp = data_parallel(mesh, mode)
     own = {module: path for path, module in model.named_modules() if not is_wrapped(module)}
     ignored = ignored_among(model, ignored_params)

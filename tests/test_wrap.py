@@ -313,3 +313,14 @@ def wrap_again_and_differ() -> None:
 
 def test_ranks_that_differ_the_second_time_are_told(pools):
     pools(2).run(wrap_again_and_differ)
+
+
+def test_without_a_mesh_all_ranks_share_the_shards(fake_mesh):
+    with pytest.raises(ValueError, match="mesh: there is no process group"):
+        simple_fsdp(nn.Linear(4, 4))
+    fake_mesh(4)
+    layer = simple_fsdp(nn.Linear(4, 8))
+    assert layer.weight.device_mesh.shape == (4,)
+    assert layer.weight.to_local().shape == (2, 4)
+    with pytest.raises(ValueError, match="mode 'hybrid_shard' needs a 2-D mesh"):
+        simple_fsdp(nn.Linear(4, 4), mode="hybrid_shard")
