@@ -42,7 +42,6 @@ def run(folder: Path, code: str, *arguments: str) -> str:
 
 def test_python_of_the_readme_runs(tmp_path):
     train, resume = blocks("python")
-    (plain,) = blocks("python plain")
     train = train.replace('"auto"}', '"auto", "executor": "aot_eager"}')
     assert "aot_eager" in train
     printed = run(tmp_path, train, *LAUNCHER, "2")
@@ -59,8 +58,12 @@ def test_python_of_the_readme_runs(tmp_path):
     after = run(tmp_path, made + resume + show + end, *LAUNCHER, "2").splitlines()[-1]
     assert before == after
 
-    imports = "import torch.distributed.checkpoint as dcp\nfrom torch import nn\n"
-    loaded = run(tmp_path, imports + plain + "print(plain[0].weight.sum().item())")
+    (load,) = re.findall(r"`(dcp\.load\(\{.*plain.*?\))`", README)
+    build = re.search(r"model = (nn\.Sequential.*)", train)
+    assert build
+    plain = "import torch.distributed.checkpoint as dcp\nfrom torch import nn\n"
+    plain += f"plain = {build[1]}\n{load}\nprint(plain[0].weight.sum().item())"
+    loaded = run(tmp_path, plain)
     assert float(loaded) == pytest.approx(float(before.split()[1]), abs=1e-4)
 
 
@@ -105,13 +108,85 @@ def test_options_and_figures_of_the_readme_are_those_of_the_code():
     named = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
     assert sorted(named) == sorted(field.name for field in fields(Options))
     variants = json.loads((results_tables.RESULTS / "step_default.json").read_text())["variants"]
-    rows = {"auto": "auto", "manual": "manual", "torch's auto pass": "torch_auto"}
-    rows |= {"FSDP2 compiled": "fsdp2_compiled"}
+    rows = {"auto takes": "auto", "manual": "manual", "torch's auto pass": "torch_auto"}
+    rows |= {"FSDP2 compiled": "fsdp2_compiled", "FSDP2 eager": "fsdp2_eager"}
     for shown, name in rows.items():
-        v = variants[name]
-        figures = f"{v['to_limit']:.2f} | {v['exposed_s']:.3f} | {v['fsdp2_eager_over_this']:.2f}"
-        nbytes = v["memory_nbytes"]["step_peak"]
-        assert f"| {shown} | {figures} | {nbytes / results_tables.MIB:.0f} |" in README
+        assert f"{shown} {variants[name]['to_limit']:.2f}" in " ".join(README.split())
+
+
+MODEL = """
+import copy, torch, torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, TrainingArguments
+import simplefsdp
+from simplefsdp import simple_fsdp
+config = LlamaConfig(
+    vocab_size=67, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1,
+)
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(config)
+data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 67, (8, 9))]
+"""
+SOON = '.compile(backend="simplefsdp", options={"executor": "aot_eager"})'
+
+
+def recipe(kind: str) -> str:
+    (code,) = blocks(f"python {kind}")
+    return MODEL + code.replace('.compile(backend="simplefsdp")', SOON)
+
+
+def test_a_folder_of_hugging_face(tmp_path):
+    pytest.importorskip("transformers")
+    start = "dist.init_process_group('gloo')\nfolder = 'given'\n"
+    given = "if dist.get_rank() == 0: model.save_pretrained(folder)\ndist.barrier()\n"
+    check = """
+for fqn, param in AutoModelForCausalLM.from_pretrained("trained").named_parameters():
+    assert torch.equal(param, model.get_parameter(fqn).full_tensor())
+dist.destroy_process_group()
+"""
+    code = recipe("folder")
+    code = code.replace(MODEL, MODEL + start + given) + check
+    run(tmp_path, code, *LAUNCHER, "2")
+    assert (tmp_path / "trained" / "config.json").exists()
+
+
+def test_trainer_of_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    code = recipe("transformers").replace(
+        'TrainingArguments("out")',
+        'TrainingArguments("out", use_cpu=True, num_train_epochs=1, report_to=[])',
+    )
+    assert "use_cpu" in code
+    run(tmp_path, code + "\ndist.destroy_process_group()\n", *LAUNCHER, "2")
+    assert (tmp_path / "out" / "checkpoint-1" / "simplefsdp" / ".metadata").exists()
+
+
+def test_accelerator(tmp_path):
+    pytest.importorskip("accelerate")
+    (module,) = re.findall(r"`Accelerator` from `([\w.]+)`", README)
+    code = f"""
+from {module} import Accelerator
+accelerator = Accelerator(cpu=True)
+simple_fsdp(model){SOON}
+optimizer = torch.optim.AdamW(model.parameters())
+loader = torch.utils.data.DataLoader(data, batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+    run(tmp_path, MODEL + code, *LAUNCHER, "2")
+
+
+def test_adapters_of_peft(tmp_path):
+    pytest.importorskip("peft")
+    start = "from peft import LoraConfig, get_peft_model\ndist.init_process_group('gloo')\n"
+    code = recipe("peft").replace(MODEL, MODEL + start)
+    run(tmp_path, code + "dist.destroy_process_group()\n", *LAUNCHER, "2")
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
 
 
 def test_it_is_of_one_sitting():
