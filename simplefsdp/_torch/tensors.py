@@ -165,6 +165,7 @@ def local_of(param: DTensor) -> torch.Tensor:
 class _LocalOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # a gradient that is deferred is none, not zeros
         ctx.place = (param.device_mesh, param.placements)
         ctx.whole = {"shape": param.shape, "stride": param.stride()}
         local = param._local_tensor
@@ -172,7 +173,9 @@ class _LocalOf(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> DTensor | None:
+        if grad is None:
+            return None
         grad = grad.contiguous() if ctx.contiguous else grad
         return DTensor.from_local(grad, *ctx.place, run_check=False, **ctx.whole)
 
