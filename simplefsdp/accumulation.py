@@ -253,7 +253,23 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_step)
 
 
-def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        params: Sequence[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+def _refuse_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a step, or after the closure that it calls: Lightning's runs the last micro-batch."""
+    if torch.compiler.is_compiling():
+        return None
+    params: Sequence[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
         refuse_waiting(params, type(optimizer).__name__)
+        return None
+
+    def closure_and_check() -> Any:
+        loss = closure()
+        refuse_waiting(params, type(optimizer).__name__)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure_and_check}
+    return (args[0], closure_and_check, *args[2:]), kwargs

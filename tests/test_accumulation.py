@@ -388,3 +388,21 @@ def test_a_copy_has_sums_of_its_own(fake_mesh):
     torch.optim.SGD(other.parameters(), lr=0.1).step()  # nothing waits there
     with pytest.raises(ValueError, match="wait to be reduced"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_step_may_run_the_last_micro_batch_itself(fake_mesh):
+    model = simple_fsdp(nn.Sequential(Mlp()), fake_mesh(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(2, DIM)).sum()
+        loss.backward()
+        return loss
+
+    for step in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
+        with model.no_sync():
+            closure()
+        assert isinstance(step(), torch.Tensor)
+        with model.no_sync(), pytest.raises(ValueError, match="wait to be reduced"):
+            step()
+        model.zero_grad()
