@@ -45,6 +45,14 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
         pool.stop()
 
 
+@pytest.fixture(scope="module")
+def own_ranks() -> Iterator[RankPool]:
+    """Two gloo ranks for one module of tests: its library changes torch for good when imported."""
+    pool = RankPool(2)
+    yield pool
+    pool.stop()
+
+
 @pytest.fixture
 def fake_mesh() -> Iterator[Callable[..., DeviceMesh]]:
     """``fake_mesh(4)`` or ``fake_mesh(2, 4, names=("dp", "tp"), rank=1)``: no communication."""
@@ -89,6 +97,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 # Modules whose tests start ranks by a command, and tests that compile with Inductor here.
 _COMMANDS = {"test_calibrate", "test_cli", "test_readme", "test_train"}
+_RANKS = {"pools", "own_ranks"}
 _INDUCTOR = {"test_compiled_order", "test_model_matrix", "test_pass_cache", "test_regions"}
 
 
@@ -99,14 +108,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ``pytest -m "not ranks and not inductor"`` is for a quick answer.
     """
     for item in items:
-        if "pools" in getattr(item, "fixturenames", ()) or item.path.stem in _COMMANDS:
+        if _RANKS & set(getattr(item, "fixturenames", ())) or item.path.stem in _COMMANDS:
             item.add_marker(pytest.mark.ranks)
         if item.path.stem in _INDUCTOR:
             item.add_marker(pytest.mark.inductor)
 
     def ranks_of(item: pytest.Item) -> int:
         callspec = getattr(item, "callspec", None)
-        default = 4 if "pools" in getattr(item, "fixturenames", ()) else 0
+        default = 4 if _RANKS & set(getattr(item, "fixturenames", ())) else 0
         return callspec.params.get("ranks", default) if callspec else default
 
     items.sort(key=ranks_of, reverse=True)

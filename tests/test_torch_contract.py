@@ -546,3 +546,11 @@ def test_is_checkpointed_by_hooks():
     model = nn.Sequential(nn.Linear(2, 2))
     assert not _torch.is_checkpointed_by_hooks(model)
     assert _torch.is_checkpointed_by_hooks(checkpoint(model))
+
+
+def test_is_compiled():
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert not _torch.is_compiled(model)
+    model.compile(backend="eager")
+    assert _torch.is_compiled(model)
+    assert not _torch.is_compiled(model[0])

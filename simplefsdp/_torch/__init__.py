@@ -64,9 +64,7 @@ from simplefsdp._torch.tensors import (
     storage_use_count,
     tree_map_only,
 )
-from simplefsdp._torch.whole_modules import (
-    compile_modules_of_torch_too,
-)
+from simplefsdp._torch.whole_modules import compile_modules_of_torch_too, is_compiled
 
 __all__ = [
     "CodePlace",
@@ -100,6 +98,7 @@ __all__ = [
     "is_allowed_in_graph",
     "is_checkpoint_region",
     "is_checkpointed_by_hooks",
+    "is_compiled",
     "is_split",
     "is_to_empty",
     "left_alone_by_dynamo",

@@ -54,6 +54,11 @@ def compile_modules_of_torch_too(backend: str, function: str = "") -> None:
             _put_in_front_once(module, code)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
 def _frame_of(code: CodeType) -> FrameType | None:
     """The innermost call of ``code`` that is under way."""
     frame: FrameType | None = sys._getframe()
