@@ -5,5 +5,7 @@ Nothing here is imported by the rest of simplefsdp, and no library is imported b
 - ``accelerate``: an ``Accelerator`` that takes a wrapped model as it is;
 - ``transformers``: a ``Trainer`` with that accelerator, which saves shards and resumes from them;
 - ``peft``: adapters, saved without the frozen base;
+- ``lightning``: the strategy ``"simplefsdp"`` of its Trainer and of Fabric;
+- ``torchtitan``: its configurations, with ``simple_fsdp`` in place of FSDP2;
 - ``checkpoint``: what these save, by torch's distributed checkpoints. It knows none of them.
 """
