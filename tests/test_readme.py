@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from simplefsdp.options import Options
 
@@ -187,6 +189,17 @@ def test_adapters_of_peft(tmp_path):
     code = recipe("peft").replace(MODEL, MODEL + start)
     run(tmp_path, code + "dist.destroy_process_group()\n", *LAUNCHER, "2")
     assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+
+
+def test_names_that_lightning_and_torchtitan_are_given(tmp_path):
+    (name,) = re.findall(r"`(import simplefsdp\.integrations\.lightning)`", README)
+    (strategy,) = re.findall(r"`Trainer\((strategy=\"\w+\")\)`", README)
+    if find_spec("lightning"):
+        made = f"from lightning import Trainer\nTrainer({strategy}, accelerator='cpu')"
+        run(tmp_path, f"{name}\n{made}")
+    ((module, config),) = re.findall(r"`--module ([\w.]+) --config (\w+)`", README)
+    if find_spec("torchtitan") and find_spec("triton") and torch.__version__ >= "2.13":
+        run(tmp_path, f"import {module} as ours\nassert ours.{config}().model_spec")
 
 
 def test_it_is_of_one_sitting():
