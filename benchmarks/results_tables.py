@@ -1,9 +1,10 @@
-"""The tables of ``RESULTS.md``, from the results of ``step.py`` and ``scale.py``.
+"""The tables of ``RESULTS.md``, from the results of the other scripts.
 
     python benchmarks/results_tables.py                # write them all anew into RESULTS.md
     python benchmarks/results_tables.py default        # print one: a row of step.py,
     python benchmarks/results_tables.py --summary      # all rows,
-    python benchmarks/results_tables.py --scale        # or the clusters of scale.py
+    python benchmarks/results_tables.py --scale        # the clusters of scale.py,
+    python benchmarks/results_tables.py --accumulation # micro-batches; and --accumulation-on-ranks
 
 Nothing is computed here but ratios and MiB.
 """
@@ -117,19 +118,69 @@ def _scale_cell(v: dict[str, Any] | None) -> str:
     return f"{v['to_bound']:.3f}, {v['exposed_ms']:.0f}, {v['peak_gb']:.1f}{too_much}"
 
 
+def accumulation() -> str:
+    """The cells of ``accumulate.py``: steps of several micro-batches on the modelled wire."""
+    found = json.loads((RESULTS / "accumulate.json").read_text())
+    lines = [
+        "| mode | micro-batches | variant | step s | / limit | exposed s | gathers | reduces | "
+        "all-reduces | sent MB | peak MiB |",
+        "|" + "---|" * 11,
+    ]
+    for cell in found["cells"]:
+        head = f"| {cell['mode']} | {cell['microbatches']} | {cell['variant']} | "
+        if "failure" in cell:
+            lines.append(head + f"failed: {cell['failure']} |" + " |" * 7)
+            continue
+        cells = [
+            f"{cell['step_s']:.3f}",
+            f"{cell['to_limit']:.3f}",
+            f"{cell['exposed_s']:.3f}",
+            *(str(cell["launches"].get(kind, 0)) for kind in ("gather", "reduce", "all_reduce")),
+            f"{sum(cell['nbytes'].values()) / 1e6:.0f}",
+            f"{cell['peak_nbytes'] / MIB:.0f}",
+        ]
+        lines.append(head + " | ".join(cells) + " |")
+    return _where(found) + "\n".join(lines)
+
+
+def accumulation_on_ranks() -> str:
+    """The cells of ``accumulate_ranks.py``: launches and gradients on real ranks."""
+    found = json.loads((RESULTS / "accumulate_ranks.json").read_text())
+    lines = [
+        "| ranks | mode | micro-batches | variant | gathers | reduces | all-reduces | "
+        "gradient error |",
+        "|" + "---|" * 8,
+    ]
+    for cell in found["cells"]:
+        names = [str(cell[key]) for key in ("ranks", "mode", "microbatches", "variant")]
+        counts = [str(cell["launches"][kind]) for kind in ("gather", "reduce", "all_reduce")]
+        lines.append(f"| {' | '.join([*names, *counts])} | {cell['gradient_error']:.1e} |")
+    return _where(found) + "\n".join(lines)
+
+
+def _where(found: dict[str, Any]) -> str:
+    environment = found["environment"]
+    return f"torch {environment['torch']}, {environment['cpu']}:\n\n"
+
+
+OTHERS = {
+    "--summary": summary,
+    "--scale": scale,
+    "--accumulation": accumulation,
+    "--accumulation-on-ranks": accumulation_on_ranks,
+}
+
+
 def shown(name: str) -> str:
     """A table, and for a row of ``step.py`` where it was measured.
 
     Args:
-        name: a row that has a result, ``"--summary"`` or ``"--scale"``.
+        name: a row that has a result, or one of ``OTHERS``.
     """
-    if name == "--summary":
-        return summary()
-    if name == "--scale":
-        return scale()
+    if name in OTHERS:
+        return OTHERS[name]()
     result = json.loads((RESULTS / f"step_{name}.json").read_text())
-    environment = result["environment"]
-    return f"torch {environment['torch']}, {environment['cpu']}:\n\n{table(result)}"
+    return _where(result) + table(result)
 
 
 MARKED = re.compile(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp import rank_guard
 from simplefsdp._torch import local_tensor
 from simplefsdp.gather import GatherSpec, gather_shard
-from simplefsdp.wrapped import KEPT, LAYOUTS
+from simplefsdp.wrapped import KEPT, LAYOUTS, is_wrapped
 
 _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
 
@@ -54,11 +54,12 @@ def keep(modules: Iterable[nn.Module]) -> None:
 
 
 def free(modules: Iterable[nn.Module]) -> None:
-    """Free what is kept of ``modules``."""
+    """Free what is kept of ``modules``, also where other parameters have come since."""
     for module in modules:
         for name in module.__dict__.get(KEPT, {}):
-            module._parameters[name].__dict__.pop(_OF_SHARD, None)  # type: ignore[union-attr]
-        module.__dict__[KEPT] = {}
+            getattr(module._parameters.get(name), "__dict__", {}).pop(_OF_SHARD, None)
+        if is_wrapped(module):
+            module.__dict__[KEPT] = {}
 
 
 def refresh(

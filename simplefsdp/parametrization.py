@@ -23,7 +23,7 @@ from simplefsdp._torch import cast_floating_point, run_as_it_is
 from simplefsdp.accumulation import deferral_of, note_forward
 from simplefsdp.after_wrap import check_before_eager_forward
 from simplefsdp.gather import gather
-from simplefsdp.kept import kept_of, refresh
+from simplefsdp.kept import free, kept_of, refresh
 from simplefsdp.rank_guard import ranks_of
 from simplefsdp.reading import OWN, in_forward, marked, marked_own, plain, read_only
 from simplefsdp.wrapped import (
@@ -91,6 +91,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
         cls._load_from_state_dict(self, state_dict, prefix, *args)
 
     def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        free([self])  # of parameters of another dtype, or without values
         return uninitialised.apply_marking(self, cls._apply, fn, *args, **kwargs)
 
     def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
@@ -100,6 +101,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         param = init_flow.sharded_original(param, self._parameters.get(name))
         check_placed_alike(self, name, param)
+        free([self])  # such as by load_state_dict(assign=True)
         cls.register_parameter(self, name, param)
 
     methods = (_load_from_state_dict, _apply, __setstate__, register_parameter)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor
 
-from simplefsdp import simple_fsdp
+from simplefsdp import simple_fsdp, unsharded
 from simplefsdp.rank_guard import RankMismatchError
 
 
@@ -126,6 +126,38 @@ def generates_without_gathers():
 
 def test_inference_with_kept_parameters(pools):
     pools(2).run(generates_without_gathers)
+
+
+def assigned(model):
+    model.load_state_dict({k: v * 0 for k, v in model.state_dict().items()}, assign=True)
+
+
+def loaded(model):
+    model.load_state_dict({k: torch.zeros(v.shape) for k, v in model.state_dict().items()})
+
+
+def emptied(model):
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+
+
+def written_whole(model):
+    with unsharded(model):
+        for param in model.parameters():
+            param.data.zero_()
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+@pytest.mark.parametrize("change", [assigned, loaded, emptied, written_whole])
+def test_nothing_old_is_kept(solo_mesh, executor, change):
+    model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
+    run, x = run_of(model, executor), torch.ones(2, DIM)
+    model.unshard()
+    assert run(x).any()
+    change(model)
+    assert not run(x).any()
 
 
 @pytest.mark.parametrize("reshard", [True, False])
