@@ -5,8 +5,8 @@ is added up in full, in ``reduce_dtype``; the backward that sends takes the sum 
 training step has at most three kinds of graphs, each compiled once: nothing was ever deferred,
 deferred, and synchronised.
 
-The sums stay in memory from step to step, full gradients on every rank, until ``zero_grad`` is
-called on the model.
+The sums stay in memory from step to step: full gradients on every rank. Ranks compare modes when
+they compile; later, ranks in different modes wait for each other until the group's timeout.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from simplefsdp._torch import local_tensor
+from simplefsdp._torch import accumulates, backward_nodes, local_tensor
 from simplefsdp.gather import Deferral, padded_rows, reduce_deferred
-from simplefsdp.wrapped import DEFERRALS, LAYOUTS, ParameterLayout, is_wrapped
+from simplefsdp.rank_guard import agree, ranks_of
+from simplefsdp.wrapped import DEFERRALS, LAYOUTS, ParameterLayout, is_wrapped, shards_of
 
 _SYNC = "_simple_fsdp_sync"  # on a wrapped module: what its next backward reduces
 _SUMS = "_simple_fsdp_sums"  # on a shard: what was not reduced
@@ -48,7 +49,7 @@ class _Sums:
 
     unreduced: Tensor | None = None
     partial: Tensor | None = None
-    waiting: bool = False  # for a backward that reduces them
+    waiting: bool = False  # a backward added to them, and none has reduced them since
 
     def __deepcopy__(self, memo: object) -> _Sums:
         return _Sums()  # a copied parameter has no gradient of the original's
@@ -67,14 +68,20 @@ def sync_of(module: nn.Module) -> Sync:
     return module.__dict__.get(_SYNC, Sync())
 
 
-def set_sync(module: nn.Module, sync: Sync) -> None:
-    """Have the backward of the next forward of ``module``, a wrapped one, reduce that.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def set_sync(syncs: Iterable[tuple[nn.Module, Sync]]) -> None:
+    """Have the backward of the next forward of wrapped modules reduce that, for all or for none.
 
-    Its own parameters only, not those of the modules inside it.
+    Of each its own parameters only, not those of the modules inside it.
     """
-    if sync != Sync():
-        _watch_optimizers()
-    module.__dict__[_SYNC] = sync
+    made = [(module, sync, _deferrals(module, sync)) for module, sync in syncs]
+    for module, sync, deferrals in made:
+        if sync != Sync():
+            _watch_optimizers()
+        module.__dict__ |= {_SYNC: sync, DEFERRALS: deferrals}
+
+
+def _deferrals(module: nn.Module, sync: Sync) -> dict[str, dict[str, Any]]:
     deferrals: dict[str, dict[str, Any]] = {}
     for name, layout in module.__dict__.get(LAYOUTS, {}).items():
         param = module._parameters.get(name)
@@ -82,7 +89,21 @@ def set_sync(module: nn.Module, sync: Sync) -> None:
             deferral = _deferral(param, layout, sync)
             if deferral != Deferral():
                 deferrals[name] = {k: v for k, v in deferral._asdict().items() if v is not None}
-    module.__dict__[DEFERRALS] = deferrals
+    return deferrals
+
+
+def carry_over(module: nn.Module, name: str, param: Tensor | None) -> None:
+    """Let ``param``, which is about to become a parameter of ``module``, have what the one before
+    it deferred; the module goes on to write there."""
+    sums = getattr(module._parameters.get(name), "__dict__", {}).get(_SUMS)
+    if sums is not None and param is not None:
+        param.__dict__[_SUMS] = sums
+
+
+def begin_anew(module: nn.Module) -> None:
+    """Give a copied module, whose parameters have sums of their own, graphs that write to them."""
+    if _SYNC in module.__dict__:
+        set_sync([(module, sync_of(module))])
 
 
 def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
@@ -97,7 +118,8 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
             )
         shape = (rows, *local.shape[1:]) if spec.rows else local.shape
         dtype = spec.reduce_dtype or spec.param_dtype or param.dtype
-        return local.new_zeros(shape, dtype=dtype, requires_grad=False)
+        with torch.inference_mode(False):
+            return local.new_zeros(shape, dtype=dtype, requires_grad=False)
 
     if not sync.gradients:
         if sums.unreduced is None:
@@ -110,10 +132,10 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
     return Deferral("all", sums.unreduced, sums.partial)
 
 
-def noting_forwards(
+def noting_backwards(
     compiled: Callable[..., Any], until: Mapping[int, str], sums: Sequence[int]
 ) -> Callable[..., Any]:
-    """``compiled``, that notes of which parameters it defers the gradients.
+    """``compiled``, whose backward notes of which parameters it deferred the gradients.
 
     Args:
         compiled: a compiled Dynamo graph.
@@ -125,32 +147,59 @@ def noting_forwards(
         return compiled
 
     def call(*args: Any) -> Any:
-        for place, goal in until.items():
-            note_forward(args[place], goal)
         own = list(args)
         for place in sums:
             own[place] = args[place].data
-        return compiled(*own)
+        outputs = compiled(*own)
+        params = [(args[place], goal) for place, goal in until.items()]
+        for node in backward_nodes(outputs):
+            node.register_prehook(functools.partial(_refuse_other_inputs, params))
+            node.register_hook(functools.partial(_note_backward, params))
+        return outputs
 
     return call
 
 
-def note_forward(param: Tensor, until: str) -> None:
-    """Note that a forward ran whose backward takes the gradient of ``param`` that far."""
-    sums = param.__dict__.get(_SUMS)
-    if sums is not None:
-        sums.waiting = until != "all"
+def note_backward(full: Tensor, param: Tensor, until: str) -> None:
+    """Have the backward of a gather that was run eagerly note what it does with the gradient."""
+    if full.grad_fn is not None and _SUMS in param.__dict__:
+        full.grad_fn.register_prehook(functools.partial(_refuse_other_inputs, [(param, until)]))
+        full.grad_fn.register_hook(functools.partial(_note_backward, [(param, until)]))
+
+
+def _note_backward(params: Iterable[tuple[Tensor, str]], *_: Any) -> None:
+    for param, until in params:
+        sums = param.__dict__.get(_SUMS)
+        if sums is not None:
+            sums.waiting = until != "all"
+
+
+def _refuse_other_inputs(params: Sequence[tuple[Tensor, str]], *_: Any) -> None:
+    """A backward writes to the sums whatever gradients were asked for, if it was compiled."""
+    if not any(accumulates(param) for param, _ in params if param.requires_grad):
+        raise ValueError(
+            "torch.autograd.grad, or backward(inputs=...): not while gradients are accumulated "
+            "without communication: that backward would add to them. Compute gradients of "
+            "inputs on the model before it is compiled, and those of parameters by backward()"
+        )
 
 
 def drop_deferred(model: nn.Module) -> None:
-    """Forget the gradients that wait to be reduced, and free their memory."""
-    modules = [module for module in model.modules() if _SYNC in module.__dict__]
-    for module in modules:
+    """Forget the gradients that wait to be reduced."""
+    for module in model.modules():
         for param in module._parameters.values():
-            if param is not None:
-                param.__dict__.pop(_SUMS, None)
-    for module in modules:
-        set_sync(module, sync_of(module))
+            sums = None if param is None else param.__dict__.get(_SUMS)
+            if sums is not None:
+                _zero(sums)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _zero(sums: _Sums) -> None:
+    # In place: backwards that are still to come write to these tensors.
+    for tensor in (sums.unreduced, sums.partial):
+        if tensor is not None:
+            tensor.zero_()
+    sums.waiting = False
 
 
 @torch.no_grad()
@@ -159,13 +208,23 @@ def reduce_now(model: nn.Module) -> None:
 
     One parameter after the other, with nothing to hide behind: it is for what no backward that
     reduces came after.
+
+    Raises:
+        RankMismatchError: other ranks wait for gradients of other parameters.
     """
+    found: dict[int, tuple[DTensor, ParameterLayout, _Sums]] = {}
     for module in model.modules():
-        for name, layout in module.__dict__.get(LAYOUTS, {}).items():
-            param = module._parameters.get(name)
-            sums = None if param is None else param.__dict__.get(_SUMS)
-            if isinstance(param, DTensor) and sums is not None and sums.waiting:
-                _reduce_now(param, layout, sums)
+        layouts = module.__dict__.get(LAYOUTS, {})
+        for name, shard in shards_of(module) if is_wrapped(module) else ():
+            sums = shard.__dict__.get(_SUMS)
+            if name in layouts and sums is not None and sums.waiting:
+                found[id(shard)] = (shard, layouts[name], sums)
+    shards = [p for p in model.parameters() if isinstance(p, DTensor)]
+    ranks = ranks_of([param.device_mesh for param in shards])
+    lines = [layout.spec.fqn for _, layout, _ in found.values()]
+    agree("the gradients that finalize_backward reduces", lines, ranks, remember=False)
+    for param, layout, sums in found.values():
+        _reduce_now(param, layout, sums)
 
 
 def _reduce_now(param: DTensor, layout: ParameterLayout, sums: _Sums) -> None:
@@ -188,13 +247,11 @@ def _reduce_now(param: DTensor, layout: ParameterLayout, sums: _Sums) -> None:
 def deferring(model: nn.Module) -> Iterator[None]:
     """Inside, forwards are of micro-batches whose gradients are not sent."""
     before = [(module, sync_of(module)) for module in model.modules() if is_wrapped(module)]
-    for module, sync in before:
-        set_sync(module, sync._replace(gradients=False))
+    set_sync((module, sync._replace(gradients=False)) for module, sync in before)
     try:
         yield
     finally:
-        for module, sync in before:
-            set_sync(module, sync)
+        set_sync(before)
 
 
 @contextmanager
@@ -208,12 +265,13 @@ def microbatch(model: nn.Module, *, is_last: bool) -> Iterator[None]:
             with simplefsdp.microbatch(model, is_last=i == len(batches) - 1):
                 (loss_of(model, batch) / len(batches)).backward()
 
-    It takes memory for full gradients in ``reduce_dtype`` on every rank. It is what FSDP2's
-    ``set_requires_gradient_sync(is_last)`` does.
+    It takes memory for full gradients in ``reduce_dtype`` on every rank. FSDP2's way of saying so,
+    ``model.set_requires_gradient_sync(is_last)``, works as well.
 
     Args:
         model: wrapped by :func:`simplefsdp.simple_fsdp`, or a part or parent of such a module.
-        is_last: whether the backward reduces; the same on all ranks.
+        is_last: whether the backward reduces, unless something around it defers anyway; the same
+            on all ranks.
 
     Raises:
         ValueError: nothing in ``model`` is wrapped.
@@ -241,10 +299,9 @@ def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
         if sums is not None and sums.waiting:
             raise ValueError(
                 f"{what}: gradients of a parameter of shape {tuple(param.shape)} wait to be "
-                "reduced over ranks, and would be missed: the last forward ran without "
-                "synchronisation. Call model.set_requires_gradient_sync(True) before the forward "
-                "of the last micro-batch, not only before its backward; or "
-                "model.finalize_backward() now"
+                "reduced over ranks, and would be missed: no backward has reduced them. Call "
+                "model.set_requires_gradient_sync(True) before the forward of the last "
+                "micro-batch, not only before its backward; or model.finalize_backward() now"
             )
 
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from simplefsdp._torch import dispatch_mode
+from simplefsdp.wrapped import ignored_params
 
 log = logging.getLogger("simplefsdp")
 _ORIGINAL = "_simple_fsdp_sharded"  # on every original parameter that was sharded: its FQN
-_IGNORED = "_simple_fsdp_ignored"  # on every parameter that the user wants left alone
 _FULL = "_simple_fsdp_full"  # on every full parameter that stands for a shard: the shard's FQN
 
 
@@ -23,16 +23,6 @@ def mark_original(param: Tensor, fqn: str) -> None:
     """Note on a parameter that a shard took its place."""
     setattr(param, _ORIGINAL, fqn)
     _watch_optimizers()
-
-
-def mark_ignored(param: Tensor) -> None:
-    """Note on a parameter that it is the user's alone to keep equal on all ranks."""
-    setattr(param, _IGNORED, True)
-
-
-def is_ignored(param: object) -> bool:
-    """Whether the user passed ``param`` in ``ignored_params``."""
-    return hasattr(param, _IGNORED)
 
 
 def mark_full(param: nn.Parameter, fqn: str) -> nn.Parameter:
@@ -82,9 +72,10 @@ def check_before_eager_forward(model: nn.Module) -> None:
     Raises:
         ValueError: such a parameter would train on this rank's data alone.
     """
+    ignored = ignored_params([model])
     for fqn, param in model.named_parameters():
         is_ours = isinstance(param, DTensor) or stands_for_shard(param)
-        if param.requires_grad and not is_ours and not is_ignored(param):
+        if param.requires_grad and not is_ours and id(param) not in ignored:
             raise ValueError(
                 f"{fqn}: is not sharded: it came after simple_fsdp, so every rank would train one "
                 "of its own; add parameters (get_peft_model, resize_token_embeddings) first, then "

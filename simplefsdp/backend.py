@@ -19,9 +19,9 @@ from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
 from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.roofline import cluster_of
-from simplefsdp import _torch, breaks, rank_guard, uninitialised
-from simplefsdp.accumulation import noting_forwards
-from simplefsdp.after_wrap import is_ignored, stands_for_shard
+from simplefsdp import _torch, breaks, living, rank_guard, uninitialised
+from simplefsdp.accumulation import noting_backwards
+from simplefsdp.after_wrap import stands_for_shard
 from simplefsdp.compilation import compile_with_passes, say, sources
 from simplefsdp.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.errors import told_plainly
@@ -89,7 +89,7 @@ def simplefsdp(
 
     until, sums, kept_places = _told_of_now(gm)
     compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
-    compiled = noting_forwards(compiled, until, sums)
+    compiled = noting_backwards(compiled, until, sums)
     compiled = refreshing(compiled, kept_places, ranks, choice.rank_guard_timeout_s)
     return _refusing_emptied(compiled, gathered, ranks, choice.rank_guard_timeout_s)
 
@@ -244,9 +244,10 @@ def _check_nodes(cluster: Cluster) -> None:
 
 def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     placeholders = gm.graph.find_nodes(op="placeholder")
+    ignored = living.ignored()
     for node, value in zip(placeholders, example_inputs, strict=True):
         # Inside ``unsharded`` it is the plain model that is compiled.
-        known = stands_for_shard(value) or is_ignored(value)
+        known = stands_for_shard(value) or id(value) in ignored
         if _is_plain_parameter(node) and not known:
             user = next((u for u in node.users if _torch.module_path(u)), None)
             module = f" of module {_torch.module_path(user)}" if user is not None else ""

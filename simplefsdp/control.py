@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
@@ -36,8 +37,10 @@ def set_requires_gradient_sync(
         ValueError: a parameter is on the meta device.
     """
     _check_bool("requires_gradient_sync", requires_gradient_sync)
-    for module in _wrapped(self, recurse):
-        set_sync(module, sync_of(module)._replace(gradients=requires_gradient_sync))
+    set_sync(
+        (module, sync_of(module)._replace(gradients=requires_gradient_sync))
+        for module in _wrapped(self, recurse)
+    )
 
 
 def set_requires_all_reduce(
@@ -52,8 +55,10 @@ def set_requires_all_reduce(
         ValueError: a parameter is on the meta device.
     """
     _check_bool("requires_all_reduce", requires_all_reduce)
-    for module in _wrapped(self, recurse):
-        set_sync(module, sync_of(module)._replace(copies=requires_all_reduce))
+    set_sync(
+        (module, sync_of(module)._replace(copies=requires_all_reduce))
+        for module in _wrapped(self, recurse)
+    )
 
 
 def set_is_last_backward(self: nn.Module, is_last_backward: bool) -> None:
@@ -77,7 +82,10 @@ def finalize_backward(self: nn.Module, *, async_op: bool = False) -> _Done | Non
 
 
 def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-    """As ``torch.nn.Module.zero_grad``; gradients that wait to be reduced are dropped, too."""
+    """As ``torch.nn.Module.zero_grad``; gradients that wait to be reduced are dropped, too.
+
+    ``optimizer.zero_grad()`` leaves those, as under FSDP2.
+    """
     drop_deferred(self)
     nn.Module.zero_grad(self, set_to_none)
 
@@ -113,8 +121,10 @@ def set_reshard_after_backward(
 def unshard(self: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """Gather now and keep, until :func:`reshard`: forwards and backwards gather nothing.
 
-    When shards have changed, by an optimizer's step, say, the next forward gathers once more. To
-    read or write full parameters outside of forward, use ``simplefsdp.unsharded``.
+    When shards have changed, by an optimizer's step, a checkpoint or an operator in place, the next
+    forward gathers once more. What is written by ``param.data`` or ``torch._foreach_mul_`` is not
+    noticed: call :func:`reshard` after it. To read or write full parameters outside of forward, use
+    ``simplefsdp.unsharded``.
     """
     kept.keep(_wrapped(self, recurse=True))
     return _Done() if async_op else None
@@ -189,6 +199,7 @@ def _wrapped(module: nn.Module, recurse: bool) -> Iterator[nn.Module]:
     return (m for m in found if is_wrapped(m))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _change_specs(module: nn.Module, recurse: bool, fields: Mapping[str, Any]) -> None:
     for m in _wrapped(module, recurse):
         layouts = m.__dict__[LAYOUTS]

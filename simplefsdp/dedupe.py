@@ -41,7 +41,8 @@ def dedupe_gathers(gm: GraphModule) -> list[GatherSpec]:
     for node in gathers_of(gm):
         kept = first.setdefault(node.args, node)
         if kept is not node:
-            kept.kwargs = kept.kwargs or node.kwargs  # a read under no_grad defers nothing
+            if "until" in node.kwargs:  # which a read under no_grad has not
+                kept.kwargs = node.kwargs
             node.replace_all_uses_with(kept)
             gm.graph.erase_node(node)
     gm.recompile()

@@ -6,6 +6,7 @@ enough, or for the micro-batches of one step, or for ``generate``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from simplefsdp import rank_guard
 from simplefsdp._torch import local_tensor
@@ -27,11 +29,12 @@ class _Kept:
     full: Tensor
     spec: GatherSpec
     version: int
+    readers: int = 0  # modules that read it: a tied parameter has several
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
         # The module's dict, which is copied too, has the same tensor.
         full = memo.setdefault(id(self.full), self.full.clone())
-        return _Kept(full, self.spec, -1)
+        return _Kept(full, self.spec, -1, self.readers)
 
 
 def kept_of(module: nn.Module, name: str) -> Tensor | None:
@@ -40,6 +43,7 @@ def kept_of(module: nn.Module, name: str) -> Tensor | None:
     return full
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def keep(modules: Iterable[nn.Module]) -> None:
     """Gather all sharded parameters of ``modules``, and keep them; collective."""
     for module in modules:
@@ -50,16 +54,40 @@ def keep(modules: Iterable[nn.Module]) -> None:
             if _OF_SHARD not in param.__dict__:
                 full = _gather(param, layout.spec)
                 param.__dict__[_OF_SHARD] = _Kept(full, layout.spec, _version(param))
-            module.__dict__[KEPT][name] = param.__dict__[_OF_SHARD].full
+            kept: _Kept = param.__dict__[_OF_SHARD]
+            module.__dict__[KEPT][name] = kept.full
+            kept.readers += 1
+    _watch_optimizers()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def free(modules: Iterable[nn.Module]) -> None:
     """Free what is kept of ``modules``, also where other parameters have come since."""
     for module in modules:
         for name in module.__dict__.get(KEPT, {}):
-            getattr(module._parameters.get(name), "__dict__", {}).pop(_OF_SHARD, None)
+            marks = getattr(module._parameters.get(name), "__dict__", {})
+            if _OF_SHARD in marks:
+                marks[_OF_SHARD].readers -= 1
+                if not marks[_OF_SHARD].readers:
+                    del marks[_OF_SHARD]
         if is_wrapped(module):
             module.__dict__[KEPT] = {}
+
+
+def expect_writes(params: Iterable[Any]) -> None:
+    """Gather anew what is kept of ``params``, at the next forward: unseen writes may come."""
+    for param in params:
+        kept = getattr(param, "__dict__", {}).get(_OF_SHARD)
+        if kept is not None:
+            kept.version = -1
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    # Fused and foreach optimizers write without a new version.
+    register_optimizer_step_post_hook(
+        lambda optimizer, *_: expect_writes(p for g in optimizer.param_groups for p in g["params"])
+    )
 
 
 def refresh(
@@ -105,9 +133,10 @@ def refreshing(
     return call
 
 
-@torch.no_grad()
 def _gather(param: DTensor, spec: GatherSpec) -> Tensor:
-    return gather_shard(local_tensor(param), spec).detach().clone()
+    with torch.inference_mode(False), torch.no_grad():
+        full = gather_shard(local_tensor(param), spec)
+        return full.clone() if spec.shard_ranks == 1 else full
 
 
 def _version(param: DTensor) -> int:

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from simplefsdp.wrapped import LAYOUTS, shards_of
+from simplefsdp.wrapped import IGNORED, LAYOUTS, ignored_params, shards_of
 
 _NAMES = "_simple_fsdp_names"  # on the outermost module that was wrapped: its parameters' FQNs
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a module may have no hash
@@ -48,6 +48,11 @@ def living_shards() -> Iterator[tuple[str, DTensor]]:
         layouts = module.__dict__.get(LAYOUTS, {})
         for name, param in shards_of(module):
             yield (layouts[name].spec.fqn if name in layouts else name), param
+
+
+def ignored() -> set[int]:
+    """The ``id`` of each parameter of a living model that the user wants left alone."""
+    return ignored_params(m for m in list(_modules.values()) if IGNORED in m.__dict__)
 
 
 def models_of(params: Iterable[object]) -> Iterator[nn.Module]:

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simplefsdp import control, init_flow, living, recurrent, refused, uninitialised
 from simplefsdp._torch import cast_floating_point, run_as_it_is
-from simplefsdp.accumulation import deferral_of, note_forward
+from simplefsdp.accumulation import begin_anew, carry_over, deferral_of, note_backward
 from simplefsdp.after_wrap import check_before_eager_forward
 from simplefsdp.gather import gather
-from simplefsdp.kept import free, kept_of, refresh
+from simplefsdp.kept import expect_writes, free, kept_of, refresh
 from simplefsdp.rank_guard import ranks_of
 from simplefsdp.reading import OWN, in_forward, marked, marked_own, plain, read_only
 from simplefsdp.wrapped import (
@@ -90,6 +90,10 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
         _shard_plain_values(self, state_dict, prefix)
         cls._load_from_state_dict(self, state_dict, prefix, *args)
 
+    def _save_to_state_dict(self: nn.Module, *args: Any) -> None:
+        expect_writes(self._parameters.values())  # a checkpoint may be loaded into what it gives
+        cls._save_to_state_dict(self, *args)
+
     def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         free([self])  # of parameters of another dtype, or without values
         return uninitialised.apply_marking(self, cls._apply, fn, *args, **kwargs)
@@ -97,14 +101,16 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
         cls.__setstate__(self, state)
         living.note(self)  # a copy
+        begin_anew(self)
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         param = init_flow.sharded_original(param, self._parameters.get(name))
         check_placed_alike(self, name, param)
         free([self])  # such as by load_state_dict(assign=True)
+        carry_over(self, name, param)
         cls.register_parameter(self, name, param)
 
-    methods = (_load_from_state_dict, _apply, __setstate__, register_parameter)
+    methods = (_save_to_state_dict, _load_from_state_dict, _apply, __setstate__, register_parameter)
     return {method.__name__: method for method in methods}
 
 
@@ -218,7 +224,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
             full = _gathered(param, layout, now)
     else:
         full = _gathered(param, layout, now)
-        note_forward(param, now.get("until", "all"))
+        note_backward(full, param, now.get("until", "all"))
     uninitialised.refuse(uninitialised.without_values([(fqn, param, full)]))
     return full if layout.tensor_parallel is not None else read_only(full, fqn)
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import has_hooks
-from simplefsdp.after_wrap import is_original, mark_ignored, mark_original
+from simplefsdp.after_wrap import is_original, mark_original
 from simplefsdp.arguments import (
     check_arguments,
     check_placements,
@@ -39,7 +39,7 @@ from simplefsdp.placement import (
 )
 from simplefsdp.precision import Dtypes, dtypes_of, without_override
 from simplefsdp.rank_guard import agree, ranks_of
-from simplefsdp.wrapped import DEFERRALS, KEPT, LAYOUTS, ParameterLayout, is_wrapped
+from simplefsdp.wrapped import DEFERRALS, IGNORED, KEPT, LAYOUTS, ParameterLayout, is_wrapped
 
 
 def simple_fsdp(
@@ -121,8 +121,10 @@ def simple_fsdp(
         _move_buffers(module, mesh.device_type)
     for fqn, param in originals.values():
         mark_original(param, fqn)
-    for param in ignored:
-        mark_ignored(param)
+    left_alone = set(map(id, ignored))
+    model.__dict__[IGNORED] = tuple(
+        fqn for fqn, p in model.named_parameters(remove_duplicate=False) if id(p) in left_alone
+    )
     cast_in_forward(model, policy)
     _requalify(model)
     remember_fqns(model)

@@ -20,6 +20,7 @@ POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and o
 # always there: what a module's __dict__ lacks, Dynamo does not look for again.
 DEFERRALS = "_simple_fsdp_deferrals"  # see accumulation.py
 KEPT = "_simple_fsdp_kept"  # see kept.py
+IGNORED = "_simple_fsdp_ignored"  # on a wrapped root: FQNs of parameters to be left alone
 PLAIN_CLASS = "_simple_fsdp_plain_class"  # on every subclass: the class it was made from
 
 
@@ -60,6 +61,19 @@ def shards_of(module: nn.Module) -> list[tuple[str, DTensor]]:
     """The module's own sharded parameters, by name."""
     own = module._parameters.items()
     return [(name, cast(DTensor, param)) for name, param in own if isinstance(param, DTensor)]
+
+
+def ignored_params(models: Iterable[nn.Module]) -> set[int]:
+    """The ``id`` of each parameter that the user wants left alone, in any part of ``models``.
+
+    By name, not by a mark on it: a copy of the model has other parameters.
+    """
+    found: set[int] = set()
+    for module in (module for model in models for module in model.modules()):
+        for fqn in module.__dict__.get(IGNORED, ()):
+            owner, _, name = fqn.rpartition(".")
+            found.add(id(module.get_submodule(owner)._parameters.get(name)))
+    return found
 
 
 @contextmanager

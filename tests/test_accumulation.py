@@ -303,11 +303,11 @@ def test_a_parameter_that_is_also_read_under_no_grad(pools):
 
 
 def one_rank_defers():
-    model = wrapped(nn.Sequential(Mlp(), Mlp()))
+    model = wrapped(nn.Sequential(Mlp(5)))  # that no test before has compiled
     run = run_of(model, "aot_eager")
     model.set_requires_gradient_sync(dist.get_rank() == 0)
     with pytest.raises(RankMismatchError, match="gradient until none"):
-        run(*mine(rows(0)))
+        run(torch.ones(2, 5))
 
 
 def test_ranks_that_differ_are_told(pools):
@@ -380,14 +380,123 @@ def test_a_part_may_defer_alone(fake_mesh):
     assert model[0].up.weight.grad is None
 
 
-def test_a_copy_has_sums_of_its_own(fake_mesh):
-    model = simple_fsdp(nn.Sequential(Mlp()), fake_mesh(2))
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_a_copy_has_sums_of_its_own(solo_mesh, executor):
+    plain = nn.Sequential(Mlp())
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
     with model.no_sync():
-        model(torch.ones(2, DIM)).sum().backward()
-    other = copy.deepcopy(model)
-    torch.optim.SGD(other.parameters(), lr=0.1).step()  # nothing waits there
+        mean(run_of(model, executor)(*rows(0))).backward()
+        other = copy.deepcopy(model)
+        mean(run_of(other, executor)(*rows(1))).backward()
     with pytest.raises(ValueError, match="wait to be reduced"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+    other.finalize_backward()
+    mean(plain(*rows(1))).backward()
+    check_grads(plain, other)
+
+
+def after_forward(model):
+    model.zero_grad()
+
+
+def evaluation(model):
+    with torch.no_grad():
+        model(*rows(3))
+
+
+def forward_without_backward(model):
+    model(*rows(3))
+
+
+def other_parameters(model):
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+@pytest.mark.parametrize("between", [evaluation, forward_without_backward, other_parameters])
+def test_what_waits_is_known_whatever_comes_between(solo_mesh, executor, between):
+    plain = nn.Sequential(Mlp())
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    run = run_of(model, executor)
+    with model.no_sync():
+        mean(run(*rows(0))).backward()
+    between(run)
+    with pytest.raises(ValueError, match="wait to be reduced"):
+        clip_grad_norm_(model, 1.0)
+    model.finalize_backward()
+    mean(plain(*rows(0))).backward()
+    check_grads(plain, model)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_zero_grad_between_forward_and_backward(solo_mesh, executor):
+    plain = nn.Sequential(Mlp())
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    run = run_of(model, executor)
+    for number in range(2 * MICRO):
+        first, last = number % MICRO == 0, number % MICRO == MICRO - 1
+        for m, call in ((plain, plain), (model, run)):
+            with microbatch(model, is_last=last):
+                loss = mean(call(*rows(number)))
+                if first:
+                    m.zero_grad()
+                loss.backward()
+    check_grads(plain, model)
+
+
+def test_gradients_of_inputs_are_not_those_of_parameters(solo_mesh):
+    """A compiled backward would add up both."""
+    plain = nn.Sequential(Mlp())
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    (x,) = rows(0)
+    x.requires_grad_()
+    run = run_of(model, "aot_eager")
+    with microbatch(model, is_last=False):
+        torch.autograd.grad(mean(model(x)), x)  # as it is before it is compiled
+        for ask in (
+            lambda loss: torch.autograd.grad(loss, x),
+            lambda loss: torch.autograd.grad(loss, list(model.parameters())),
+            lambda loss: loss.backward(inputs=[x]),
+        ):
+            with pytest.raises(ValueError, match="not while gradients are accumulated"):
+                ask(mean(run(x)))
+        mean(run(x)).backward()
+    mean(run(x)).backward()
+    for _ in range(2):
+        mean(plain(x)).backward()
+    check_grads(plain, model)
+
+
+def test_memory_that_is_not_there_changes_nothing(solo_mesh, monkeypatch):
+    model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
+    calls = []
+
+    def new_zeros(*_, **__):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return torch.zeros(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_zeros", new_zeros)
+        with pytest.raises(MemoryError), model.no_sync():
+            pass
+    mean(model(*rows(0))).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def branches():
+    """Each rank reads another parameter of a model that is kept, so that nothing is gathered."""
+    model = wrapped(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), mp_policy=None)
+    model.unshard()
+    with model.no_sync():
+        model[dist.get_rank()](torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RankMismatchError, match="the gradients that finalize_backward reduces"):
+        model.finalize_backward()
+
+
+def test_ranks_reduce_the_same_at_the_end(pools):
+    pools(2).run(branches)
 
 
 def test_a_step_may_run_the_last_micro_batch_itself(fake_mesh):

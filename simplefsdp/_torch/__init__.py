@@ -6,6 +6,7 @@ says what moved, when a new release of PyTorch moves it.
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simplefsdp._torch.autograd import accumulates, backward_nodes
 from simplefsdp._torch.backends import (
     CompiledFunction,
     GraphCompiler,
@@ -75,8 +76,10 @@ __all__ = [
     "GraphCompiler",
     "GraphPass",
     "TorchDispatchMode",
+    "accumulates",
     "annotate_backward",
     "assigns_data",
+    "backward_nodes",
     "breaks_the_graph",
     "cast_floating_point",
     "compile_modules_of_torch_too",
