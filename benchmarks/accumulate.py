@@ -5,7 +5,7 @@ A step is several micro-batches whose gradients add up; only the last one's back
 process that stands for all ranks, as in step.py; the variants take turns. Example:
 
     python benchmarks/accumulate.py
-    python benchmarks/accumulate.py --row small --microbatches 1 4 --modes fully_shard
+    python benchmarks/accumulate.py --row default --microbatches 4 --modes fully_shard
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Mode = Literal["fully_shard", "hybrid_shard"]
 class Options:
     """The options of a run."""
 
-    row: str = "default"
+    row: str = "small"
     """Row of step.py's grid: the model and the wire."""
     microbatches: tuple[int, ...] = (1, 4, 16)
     """How many make a step."""
