@@ -197,19 +197,24 @@ def _print(cells: list[dict[str, Any]]) -> None:
     Console(width=130).print(table)
 
 
-def main() -> None:
-    """Run, print, write."""
+def write(path: Path | None, options: Any, cells: list[dict[str, Any]]) -> None:
+    """Write a run of this benchmark, or of accumulate_ranks.py, with its environment."""
     import torch
     from report import environment
 
+    if path is None:
+        return
+    settings = {**asdict(options), "json": None}
+    found = {"environment": environment(torch.device("cpu")), "options": settings}
+    path.write_text(json.dumps({**found, "cells": cells}, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+def main() -> None:
+    """Run, print, write."""
     options = parse()
     cells = run(options)
-    path = RESULTS if options == Options() else options.json
-    if path is not None:
-        settings = {**asdict(options), "json": None}
-        found = {"environment": environment(torch.device("cpu")), "options": settings}
-        path.write_text(json.dumps({**found, "cells": cells}, indent=1) + "\n")
-        print(f"written: {path}")
+    write(RESULTS if options == Options() else options.json, options, cells)
 
 
 if __name__ == "__main__":

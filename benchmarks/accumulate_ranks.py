@@ -14,11 +14,11 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from accumulate import Mode
+from accumulate import Mode, write
 
 RESULTS = Path(__file__).parent / "results" / "accumulate_ranks.json"
 WIDTH, LAYERS, BATCH = 128, 3, 4
@@ -174,10 +174,8 @@ def print_table(cells: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run, print, write."""
-    import torch
     import torch.multiprocessing as mp
     import tyro
-    from report import environment
 
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     options = tyro.cli(Options, description=__doc__, config=config)
@@ -188,12 +186,7 @@ def main() -> None:
             mp.spawn(serve, (ranks, f"{folder}/store", options, str(out)), nprocs=ranks)
             cells += json.loads(out.read_text())
     print_table(cells)
-    path = RESULTS if options == Options() else options.json
-    if path is not None:
-        settings = {**asdict(options), "json": None}
-        found = {"environment": environment(torch.device("cpu")), "options": settings}
-        path.write_text(json.dumps({**found, "cells": cells}, indent=1) + "\n")
-        print(f"written: {path}")
+    write(RESULTS if options == Options() else options.json, options, cells)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,44 +119,42 @@ def _scale_cell(v: dict[str, Any] | None) -> str:
     return f"{v['to_bound']:.3f}, {v['exposed_ms']:.0f}, {v['peak_gb']:.1f}{too_much}"
 
 
+LAUNCHES = {"gathers": "gather", "reduces": "reduce", "all-reduces": "all_reduce"}
+
+
 def accumulation() -> str:
     """The cells of ``accumulate.py``: steps of several micro-batches on the modelled wire."""
     found = json.loads((RESULTS / "accumulate.json").read_text())
-    lines = [
-        "| mode | micro-batches | variant | step s | / limit | exposed s | gathers | reduces | "
-        "all-reduces | sent MB | peak MiB |",
-        "|" + "---|" * 11,
-    ]
+    heads = ["mode", "micro-batches", "variant", "step s", "/ limit", "exposed s", *LAUNCHES]
+    rows = []
     for cell in found["cells"]:
-        head = f"| {cell['mode']} | {cell['microbatches']} | {cell['variant']} | "
+        row = [cell["mode"], cell["microbatches"], cell["variant"]]
         if "failure" in cell:
-            lines.append(head + f"failed: {cell['failure']} |" + " |" * 7)
+            rows.append([*row, f"failed: {cell['failure']}"])
             continue
-        cells = [
-            f"{cell['step_s']:.3f}",
-            f"{cell['to_limit']:.3f}",
-            f"{cell['exposed_s']:.3f}",
-            *(str(cell["launches"].get(kind, 0)) for kind in ("gather", "reduce", "all_reduce")),
-            f"{sum(cell['nbytes'].values()) / 1e6:.0f}",
-            f"{cell['peak_nbytes'] / MIB:.0f}",
-        ]
-        lines.append(head + " | ".join(cells) + " |")
-    return _where(found) + "\n".join(lines)
+        row += [f"{cell[key]:.3f}" for key in ("step_s", "to_limit", "exposed_s")]
+        row += [cell["launches"].get(kind, 0) for kind in LAUNCHES.values()]
+        sent, peak = sum(cell["nbytes"].values()) / 1e6, cell["peak_nbytes"] / MIB
+        rows.append([*row, f"{sent:.0f}", f"{peak:.0f}"])
+    return _where(found) + _lines([*heads, "sent MB", "peak MiB"], rows)
 
 
 def accumulation_on_ranks() -> str:
     """The cells of ``accumulate_ranks.py``: launches and gradients on real ranks."""
     found = json.loads((RESULTS / "accumulate_ranks.json").read_text())
-    lines = [
-        "| ranks | mode | micro-batches | variant | gathers | reduces | all-reduces | "
-        "gradient error |",
-        "|" + "---|" * 8,
-    ]
+    rows = []
     for cell in found["cells"]:
-        names = [str(cell[key]) for key in ("ranks", "mode", "microbatches", "variant")]
-        counts = [str(cell["launches"][kind]) for kind in ("gather", "reduce", "all_reduce")]
-        lines.append(f"| {' | '.join([*names, *counts])} | {cell['gradient_error']:.1e} |")
-    return _where(found) + "\n".join(lines)
+        row = [cell[key] for key in ("ranks", "mode", "microbatches", "variant")]
+        row += [cell["launches"][kind] for kind in LAUNCHES.values()]
+        rows.append([*row, f"{cell['gradient_error']:.1e}"])
+    heads = ["ranks", "mode", "micro-batches", "variant", *LAUNCHES, "gradient error"]
+    return _where(found) + _lines(heads, rows)
+
+
+def _lines(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    filled = ([*row, *[""] * (len(heads) - len(row))] for row in rows)
+    head, *body = (f"| {' | '.join(map(str, line))} |" for line in [heads, *filled])
+    return "\n".join([head, "|" + "---|" * len(heads), *body])
 
 
 def _where(found: dict[str, Any]) -> str:

@@ -24,7 +24,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from simplefsdp._torch import accumulates, backward_nodes, local_tensor
 from simplefsdp.gather import Deferral, padded_rows, reduce_deferred
-from simplefsdp.rank_guard import agree, ranks_of
+from simplefsdp.placement import dtensor_like
+from simplefsdp.rank_guard import agree, ranks_of_model
 from simplefsdp.wrapped import DEFERRALS, LAYOUTS, ParameterLayout, is_wrapped, shards_of
 
 _SYNC = "_simple_fsdp_sync"  # on a wrapped module: what its next backward reduces
@@ -219,10 +220,9 @@ def reduce_now(model: nn.Module) -> None:
             sums = shard.__dict__.get(_SUMS)
             if name in layouts and sums is not None and sums.waiting:
                 found[id(shard)] = (shard, layouts[name], sums)
-    shards = [p for p in model.parameters() if isinstance(p, DTensor)]
-    ranks = ranks_of([param.device_mesh for param in shards])
     lines = [layout.spec.fqn for _, layout, _ in found.values()]
-    agree("the gradients that finalize_backward reduces", lines, ranks, remember=False)
+    what = "the gradients that finalize_backward reduces"
+    agree(what, lines, ranks_of_model(model), remember=False)
     for param, layout, sums in found.values():
         _reduce_now(param, layout, sums)
 
@@ -231,14 +231,7 @@ def _reduce_now(param: DTensor, layout: ParameterLayout, sums: _Sums) -> None:
     local = local_tensor(param)
     deferral = Deferral("all", sums.unreduced, sums.partial)
     reduced = reduce_deferred(local.shape[0] if local.dim() else 0, layout.spec, deferral)
-    grad = DTensor.from_local(
-        reduced.to(local.dtype),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    grad = dtensor_like(param, reduced.to(local.dtype))
     param.grad = grad if param.grad is None else param.grad + grad
     sums.waiting = False
 

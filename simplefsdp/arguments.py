@@ -65,14 +65,14 @@ def refuse_offloading(policy: object) -> None:
         )
 
 
-def ignored_among(model: nn.Module, params: Collection[nn.Parameter] | None) -> list[nn.Parameter]:
-    """The parameters of ``model`` that are to be left alone.
+def ignored_among(model: nn.Module, params: Collection[nn.Parameter] | None) -> set[int]:
+    """The identities of the parameters of ``model`` that are to be left alone.
 
     Raises:
         TypeError, ValueError: see :func:`simplefsdp.simple_fsdp`.
     """
     if params is None:
-        return []
+        return set()
     is_set = isinstance(params, Collection) and not isinstance(params, Tensor)
     if not is_set or not all(isinstance(p, nn.Parameter) for p in params):
         raise TypeError(
@@ -83,7 +83,7 @@ def ignored_among(model: nn.Module, params: Collection[nn.Parameter] | None) -> 
     foreign = sum(id(param) not in known for param in params)
     if foreign:
         raise ValueError(f"ignored_params: {foreign} of {len(params)} are no parameters of model")
-    return list(params)
+    return set(map(id, params))
 
 
 def check_placements(

@@ -37,10 +37,7 @@ def set_requires_gradient_sync(
         ValueError: a parameter is on the meta device.
     """
     _check_bool("requires_gradient_sync", requires_gradient_sync)
-    set_sync(
-        (module, sync_of(module)._replace(gradients=requires_gradient_sync))
-        for module in _wrapped(self, recurse)
-    )
+    _replace_sync(self, recurse, gradients=requires_gradient_sync)
 
 
 def set_requires_all_reduce(
@@ -55,10 +52,7 @@ def set_requires_all_reduce(
         ValueError: a parameter is on the meta device.
     """
     _check_bool("requires_all_reduce", requires_all_reduce)
-    set_sync(
-        (module, sync_of(module)._replace(copies=requires_all_reduce))
-        for module in _wrapped(self, recurse)
-    )
+    _replace_sync(self, recurse, copies=requires_all_reduce)
 
 
 def set_is_last_backward(self: nn.Module, is_last_backward: bool) -> None:
@@ -197,6 +191,10 @@ class _Done(UnshardHandle):
 def _wrapped(module: nn.Module, recurse: bool) -> Iterator[nn.Module]:
     found: Iterable[nn.Module] = module.modules() if recurse else [module]
     return (m for m in found if is_wrapped(m))
+
+
+def _replace_sync(module: nn.Module, recurse: bool, **fields: bool) -> None:
+    set_sync((m, sync_of(m)._replace(**fields)) for m in _wrapped(module, recurse))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import TorchDispatchMode
-from simplefsdp.placement import parameter_like
+from simplefsdp.placement import dtensor_like, parameter_like
 from simplefsdp.wrapped import is_wrapped, plain_classes
 
 # Elements per block. Part of the mapping from seed to weights: changing it changes them all.
@@ -136,15 +136,8 @@ def _allocate(param: DTensor, device: torch.device | str | None) -> nn.Parameter
     memory = torch.empty(
         max(local.numel(), 1), dtype=local.dtype, device=device or param.device_mesh.device_type
     )
-    filled = DTensor.from_local(
-        memory[: local.numel()].view(local.shape),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
-    return parameter_like(param, filled)
+    filled = memory[: local.numel()].view(local.shape)
+    return parameter_like(param, dtensor_like(param, filled))
 
 
 def _default(model: nn.Module) -> str:

@@ -205,9 +205,7 @@ run_as_it_is(_Gathering.__get__)
 def _now(module: nn.Module, name: str) -> dict[str, Any]:
     """What the gather of a parameter is told of this moment, beside its spec."""
     kept = kept_of(module, name)
-    return (
-        deferral_of(module, name) if kept is None else {"kept": kept, **deferral_of(module, name)}
-    )
+    return deferral_of(module, name) | ({} if kept is None else {"kept": kept})
 
 
 def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: ParameterLayout) -> Tensor:

@@ -144,6 +144,18 @@ def parameter_like(param: Tensor, value: Tensor) -> nn.Parameter:
     return made
 
 
+def dtensor_like(param: DTensor, local: Tensor) -> DTensor:
+    """``local``, this rank's part of a tensor that is sharded as ``param`` is."""
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     """The tensor-parallel layout of ``param``, or None for a plain tensor."""
     if not isinstance(param, DTensor):

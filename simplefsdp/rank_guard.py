@@ -18,8 +18,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from simplefsdp import _torch
 
@@ -49,6 +50,11 @@ def ranks_of(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
         return ()
     ranks: Tensor = largest.mesh
     return tuple(sorted(ranks.flatten().tolist()))
+
+
+def ranks_of_model(model: nn.Module) -> tuple[int, ...]:
+    """Global ranks that hold the parameters of ``model``; empty if they are not all real."""
+    return ranks_of([p.device_mesh for p in model.parameters() if isinstance(p, DTensor)])
 
 
 def agree(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp import rank_guard, uninitialised
 from simplefsdp._torch import has_no_data
 from simplefsdp.after_wrap import mark_full
-from simplefsdp.placement import as_bytes, distribute, share_memory
+from simplefsdp.placement import as_bytes, distribute, dtensor_like, share_memory
 from simplefsdp.recurrent import second_lists
 from simplefsdp.slots import Slot, agree_to_leave, carry_over, ends_of, restore, slots_of
 from simplefsdp.wrapped import is_wrapped, plain_classes
@@ -116,15 +116,7 @@ def full_of(param: DTensor) -> Tensor:
     local = param.to_local()
     if has_no_data(local):
         return local.new_empty(param.shape)
-    whole = DTensor.from_local(
-        as_bytes(local),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
-    full = whole.full_tensor().view(param.dtype)
+    full = dtensor_like(param, as_bytes(local)).full_tensor().view(param.dtype)
     # Of a parameter that is whole on every rank, full_tensor() is the shard itself.
     return full.clone() if share_memory(full, local) else full
 

@@ -121,9 +121,8 @@ def simple_fsdp(
         _move_buffers(module, mesh.device_type)
     for fqn, param in originals.values():
         mark_original(param, fqn)
-    left_alone = set(map(id, ignored))
     model.__dict__[IGNORED] = tuple(
-        fqn for fqn, p in model.named_parameters(remove_duplicate=False) if id(p) in left_alone
+        fqn for fqn, p in model.named_parameters(remove_duplicate=False) if id(p) in ignored
     )
     cast_in_forward(model, policy)
     _requalify(model)
@@ -139,15 +138,12 @@ def _signature(fqn: str, param: Tensor) -> str:
     return f"{fqn}: {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}"
 
 
-def _parameters_of(
-    modules: Mapping[nn.Module, str], ignored: Collection[nn.Parameter]
-) -> Originals:
+def _parameters_of(modules: Mapping[nn.Module, str], ignored: set[int]) -> Originals:
     """Each distinct parameter under its first FQN, keyed by identity: a tied one comes once."""
     found: Originals = {}
-    left_alone = set(map(id, ignored))
     for module, path in modules.items():
         for name, param in module._parameters.items():
-            if param is not None and id(param) not in left_alone:
+            if param is not None and id(param) not in ignored:
                 found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
     return found
 

@@ -60,7 +60,8 @@ def make(model: nn.Module, places: list[BlankBuffers]) -> None:
         for path, module, names, owner in places:
             blank = {name: module._buffers[name] for name in names}
             with _kept(kept, except_for=blank.values()):
-                _initialise(module, owner)
+                if owner is not None:
+                    owner._init_weights(module)  # type: ignore[operator]
             if any(_is_blank(module, name, blank[name]) for name in names):
                 reset_parameters(module)
             still = [name for name in names if _is_blank(module, name, blank[name])]
@@ -71,11 +72,6 @@ def make(model: nn.Module, places: list[BlankBuffers]) -> None:
             "nothing makes its values; give its module a reset_parameters() that writes it in "
             "place, or build the model without torch.device('meta') around such buffers"
         )
-
-
-def _initialise(module: nn.Module, owner: nn.Module | None) -> None:
-    if owner is not None:
-        owner._init_weights(module)  # type: ignore[operator]
 
 
 def _is_blank(module: nn.Module, name: str, made: Tensor | None) -> bool:

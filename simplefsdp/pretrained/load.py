@@ -15,8 +15,9 @@ from simplefsdp.initialize import materialize, shard_offsets
 from simplefsdp.pretrained import buffers
 from simplefsdp.pretrained.files import Entry, entries_of, opened
 from simplefsdp.pretrained.match import Rename, match
-from simplefsdp.pretrained.named import ranks_of_model, tensors_of, wrapped_model
+from simplefsdp.pretrained.named import tensors_of, wrapped_model
 from simplefsdp.pretrained.together import together
+from simplefsdp.rank_guard import ranks_of_model
 
 Progress = Callable[[int, int], object]
 

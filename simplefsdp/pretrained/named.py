@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from simplefsdp import rank_guard
 from simplefsdp.wrapped import is_wrapped
 
 _COMPILED = "_orig_mod."  # torch.compile(module) puts it into names
@@ -41,12 +39,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def state_of(model: nn.Module) -> dict[str, Any]:
     """As :func:`tensors_of`, with the extra state of modules, which may be anything."""
     return {plain_name(k): value for k, value in model.state_dict(keep_vars=True).items()}
-
-
-def ranks_of_model(model: nn.Module) -> tuple[int, ...]:
-    """The ranks that hold the model; empty if they are not all real."""
-    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-    return rank_guard.ranks_of(meshes)
 
 
 def nbytes_of(tensor: Tensor) -> int:

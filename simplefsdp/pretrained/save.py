@@ -17,7 +17,6 @@ from simplefsdp.pretrained import huggingface
 from simplefsdp.pretrained.named import (
     few,
     nbytes_of,
-    ranks_of_model,
     refuse_meta,
     state_of,
     wrapped_model,
@@ -25,6 +24,7 @@ from simplefsdp.pretrained.named import (
 from simplefsdp.pretrained.send import into, send
 from simplefsdp.pretrained.together import together
 from simplefsdp.pretrained.writer import Writer, begin, discard, in_files, publish
+from simplefsdp.rank_guard import ranks_of_model
 
 _WHAT = "what save_pretrained does"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
