@@ -6,12 +6,14 @@ Each has a contract test in ``tests/test_passes_contract.py`` that says what mov
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from math import inf
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule, Node
@@ -271,39 +273,51 @@ def lowered_at(snode: Any) -> int:
 
 
 @contextmanager
-def no_fusion_past_launches() -> Iterator[None]:
-    """While Inductor lowers a graph: what a launch needs is not fused with what comes after it.
+def no_fusion_past_collectives() -> Iterator[None]:
+    """While Inductor lowers a graph: no fusion keeps back what is to run before a launch or wait.
 
     Fusion of two norms' gradients, say, would hold the launch that needs the first one back until
-    the second one is there. What a launch needs is known through one cast, and combo kernels, an
-    option of Inductor's, are not asked.
+    the second one is there; and a matrix product would come too late to hide a gather, if a loop
+    that it needs were fused with one behind that gather's wait. Combo kernels, an option of
+    Inductor's, are not asked.
     """
     from torch._inductor.virtualized import V
 
     inherited = V.choices
     choices = copy(inherited)
+    limits: WeakKeyDictionary[Any, dict[str, float]] = WeakKeyDictionary()
 
     def can_fuse(scheduler: Any, one: Any, other: Any, shared_data_score: int) -> bool:
-        last, launch = max(one.max_order, other.max_order), min(_launch_of(one), _launch_of(other))
-        return last < launch and inherited.can_fuse(scheduler, one, other, shared_data_score)
+        if scheduler not in limits:  # asked for the first time, nothing is fused
+            limits[scheduler] = _limits(scheduler.nodes)
+        made = (*one.get_buffer_names(), *other.get_buffer_names())
+        limit = min(limits[scheduler].get(str(name), inf) for name in made)
+        in_time = max(one.max_order, other.max_order) < limit
+        return in_time and inherited.can_fuse(scheduler, one, other, shared_data_score)
 
     choices.can_fuse = can_fuse  # type: ignore[method-assign, assignment]
     with V.set_choices_handler(choices):
         yield
 
 
-def _launch_of(snode: Any, *, through_cast: bool = True) -> float:
-    """Place of the first launch that needs what a scheduler node makes, as it is or cast."""
-    places = [inf]
-    for buffer in snode.get_outputs():
-        for user in buffer.users:
-            if getattr(user.node, "node", None) is None:
-                continue  # an output of the graph
-            if is_scheduled_start(user.node):
-                places.append(user.node.min_order)
-            elif through_cast and len(user.node.unmet_dependencies) == 1:
-                places.append(_launch_of(user.node, through_cast=False))
-    return min(places)
+def _limits(snodes: Sequence[Any]) -> dict[str, float]:
+    """By when each buffer must be there: the place of the next launch or wait, seen from the first
+    kernel of another library, such as a matrix product, that needs it directly or by way of loops.
+
+    Args:
+        snodes: before fusion, in an order in which they can run.
+    """
+    events = sorted(s.min_order for s in snodes if is_scheduled_start(s) or is_scheduled_wait(s))
+    limits: dict[str, float] = {}
+    for snode in reversed(snodes):  # users come before what they use
+        made = [limits.get(str(name), inf) for name in snode.get_buffer_names()]
+        if snode.is_extern():
+            behind = bisect_left(events, snode.min_order)
+            made += events[behind : behind + 1]
+        for dep in snode.unmet_dependencies:
+            if not getattr(dep, "is_fake", False):  # which stand for a sequence
+                limits[str(dep.name)] = min((*made, limits.get(str(dep.name), inf)))
+    return limits
 
 
 def origins_of(snode: Any) -> list[Node]:
