@@ -129,6 +129,7 @@ def compile_with_passes(
         graph_pass=graph_pass if settings is not None else None,
         scheduler_pass=_scheduler_pass(settings, base),
         lowering=no_fusion_past_collectives if _as_planned(settings) else nullcontext,
+        cudagraphs=options.cudagraphs,
         uuid=uuid,
     )
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 _KINDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all_reduce"}
-_CALL = re.compile(r"def call\(.*", re.DOTALL)
+_CALL = re.compile(r"def (partition_0|call)\(.*", re.DOTALL)  # of a CUDA graph, or of all
 _START = re.compile(
     r"(?:(\w+) = )?torch\.ops\._c10d_functional\."
     r"(all_gather|reduce_scatter|all_reduce)\w*\.default\((.*)"

@@ -119,6 +119,16 @@ def test_kernels(tmp_path):
     assert loops <= 3 + 6 * LAYERS and loops_back <= 6 + 12 * LAYERS
 
 
+def test_each_graph_is_captured_whole(tmp_path):
+    """In one CUDA graph; what is copied to it is the batch and the gradient of the loss."""
+    found = compiled("cudagraphs", tmp_path)
+    for planned, code in parts(found):
+        assert re.findall(r"def (partition_\d+)", code) == ["partition_0"]
+        assert hidden(events(code)) == hidden(planned)
+    # Before 2.15 torch takes the batch, which backward needs, for what stays where it is.
+    assert found["copied"] in ([1, 1], [1, 2])
+
+
 def test_regions_hold_no_collective(tmp_path):
     found = compiled("regions", tmp_path)
     assert len(found["codes"]) > 2 and not any("_c10d_functional" in c for c in found["codes"])

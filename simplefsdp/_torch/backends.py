@@ -26,6 +26,7 @@ def compile_with_inductor(
     graph_pass: GraphPass | None,
     scheduler_pass: Callable[[list[Any]], list[Any]] | None,
     lowering: Callable[[], AbstractContextManager[None]],
+    cudagraphs: bool,
     uuid: Callable[[], str],
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
@@ -41,6 +42,7 @@ def compile_with_inductor(
         scheduler_pass: permutes Inductor's scheduler nodes, last of all. Its pickle becomes part
             of the FX-graph cache's key.
         lowering: makes a context that each graph is lowered in.
+        cudagraphs: capture each graph; if not, as the user's setting of Inductor says.
         uuid: identifies the other passes and all they depend on, for that key; asked for when
             a graph has been observed.
     """
@@ -48,11 +50,14 @@ def compile_with_inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    static: set[str] = set()
+
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         with config.patch(users):
             compiled = observe(graph, bool(kwargs.get("is_backward", False)))
         if compiled is not None:
             return compiled
+        kwargs["static_input_idxs"] = _static_inputs(graph, kwargs, static)
         with _stable_mesh_hashes(inputs), lowering():
             return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
 
@@ -62,6 +67,8 @@ def compile_with_inductor(
         patches |= _TORCH_BUCKETING_OFF
     if scheduler_pass is not None:
         patches |= _scheduler_patches(scheduler_pass)
+    if cudagraphs:
+        patches |= {"triton.cudagraphs": True}
     known = config.get_config_copy()
     patches = {key: value for key, value in patches.items() if key in known}
     users = {key: getattr(config, key) for key in patches}
@@ -72,6 +79,25 @@ def compile_with_inductor(
             gm, example_inputs, inner_compile=inner_compile, config_patches=patches
         )
     return cast(CompiledFunction, compiled)
+
+
+def _static_inputs(graph: GraphModule, kwargs: dict[str, Any], static: set[str]) -> list[int]:
+    """Places of the inputs that stay where they are from step to step, which need no copy.
+
+    Torch 2.15 takes shards that the forward had as such for others in backward: it counts places
+    without the meshes that DTensors bring along.
+
+    Args:
+        graph: a forward graph, then its backward.
+        kwargs: what Inductor is told of it.
+        static: names of the forward's, to which they are added.
+    """
+    names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    places = set(kwargs.get("static_input_idxs") or ())
+    if kwargs.get("is_backward", False):
+        return sorted(places | {i for i, name in enumerate(names) if name in static})
+    static.update(names[i] for i in places)
+    return sorted(places)
 
 
 # On by default since 2.14 and the last of all: it launches earlier and waits later than planned.

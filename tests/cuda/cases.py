@@ -50,6 +50,7 @@ class Case:
     attention: str = "flash"
     mode: str = "fully_shard"
     tp: int = 1
+    cudagraphs: bool = False
     vocab: int = 4096
     ffn: int = 1536
 
@@ -65,6 +66,7 @@ CASES = {
     "hybrid": Case(mode="hybrid_shard"),
     "uneven": Case(vocab=4099, ffn=1537),  # rows, and strides that Inductor would like to pad
     "tensor_parallel": Case(tp=2),
+    "cudagraphs": Case(cudagraphs=True),
 }
 _ATTENTION = {
     "flash": torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -145,7 +147,6 @@ def events_of(rehearsal: Rehearsal) -> list[str]:
 
 def compiled(case: Case) -> dict[str, Any]:
     """What a case was planned to run and the code that it became."""
-    codes: list[str] = []
     programs: list[str] = []
     planned: dict[str, list[str]] = {}
     straight_line = regional.straight_line
@@ -158,13 +159,14 @@ def compiled(case: Case) -> dict[str, Any]:
     def observe(graph: CompiledGraph) -> None:
         planned[graph.part] = events_of(graph.rehearsal)
 
-    options = {"bucketing": case.bucketing, "executor": case.executor}
+    options: dict[str, object] = {"bucketing": case.bucketing, "executor": case.executor}
+    options |= {"cudagraphs": True} if case.cudagraphs else {}
     options |= {"cluster": "h100"} if case.bucketing == "auto" else {}
     torch._dynamo.reset()
     with (
         fake_ranks(RANKS),
         fake_gpu(),
-        written(codes),
+        written() as made,
         observing(observe),
         _attending_by(case.attention),
         inductor_config.patch(
@@ -190,7 +192,8 @@ def compiled(case: Case) -> dict[str, Any]:
                 pass
             else:
                 raise RuntimeError("the code was called, and did not stop")
-    return {"case": asdict(case), "planned": planned, "codes": codes, "programs": programs}
+    found = {"case": asdict(case), "planned": planned, "programs": programs}
+    return {**found, "codes": made.codes, "copied": made.copied}
 
 
 _KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)

@@ -14,8 +14,10 @@ import tempfile
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 PROPERTIES = {
@@ -135,26 +137,53 @@ class NotRun(Exception):
 
 
 class _NeverRun:
-    """Stands for a module of generated code."""
+    """Stands for a module of generated code, and for what calls its partitions."""
 
     __file__ = __file__
+
+    def __init__(self, written: Written) -> None:
+        self.written = written
+        self.partitions: list[object] = []  # which torch deletes
+
+    @property
+    def runner(self) -> _NeverRun:
+        return self
 
     def call(self, *_: object, **__: object) -> None:
         raise NotRun
 
-    def recursively_apply_fns(self, *_: object) -> None:
-        """As torch's wrappers have it."""
+    def recursively_apply_fns(self, functions: list[Any]) -> None:
+        """Where a CUDA graph would be made of each partition."""
+        for function in functions:
+            given = function.keywords
+            inputs, static = len(given["placeholders"]), len(given["static_input_idxs"])
+            self.written.copied.append(inputs - static)
+
+
+@dataclass
+class Written:
+    """What Inductor made.
+
+    Attributes:
+        codes: of each graph that was lowered.
+        copied: of each CUDA graph, how many inputs are copied before it is launched.
+    """
+
+    codes: list[str] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
 
 
 @contextmanager
-def written(codes: list[str]) -> Iterator[None]:
-    """Append the code of each graph that is lowered inside; it is neither compiled nor run."""
+def written() -> Iterator[Written]:
+    """The code of the graphs that are lowered inside; it is neither compiled nor run."""
     from torch._inductor.graph import GraphLowering
+
+    found = Written()
 
     def compile_to_module(self: GraphLowering) -> _NeverRun:
         code, _ = self.codegen()
-        codes.append(str(getattr(code, "value", code)))
-        return _NeverRun()
+        found.codes.append(str(getattr(code, "value", code)))
+        return _NeverRun(found)
 
     with mock.patch.object(GraphLowering, "compile_to_module", compile_to_module):
-        yield
+        yield found
