@@ -124,13 +124,15 @@ def compile_with_passes(
     return _torch.compile_with_inductor(
         gm,
         example_inputs,
+        _torch.Passes(
+            joint=tag_for_recompute,
+            graph=graph_pass if settings is not None else None,
+            scheduler=_scheduler_pass(settings, base),
+            uuid=uuid,
+        ),
         observe=by_regions if options.executor == "regions" else note,
-        joint_pass=tag_for_recompute,
-        graph_pass=graph_pass if settings is not None else None,
-        scheduler_pass=_scheduler_pass(settings, base),
         lowering=no_fusion_past_collectives if _as_planned(settings) else nullcontext,
         cudagraphs=options.cudagraphs,
-        uuid=uuid,
     )
 
 

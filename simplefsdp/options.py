@@ -194,8 +194,8 @@ def _consistent(options: Options) -> Options:
             )
     if options.cudagraphs and options.executor != "inductor":
         raise ValueError(
-            f"options['cudagraphs']: executor={options.executor!r} runs what is not captured; leave "
-            "it out, or choose executor='inductor'"
+            f"options['cudagraphs']: executor={options.executor!r} runs what is not captured; "
+            "leave it out, or choose executor='inductor'"
         )
     if automatic and options.reorder is False:
         raise ValueError(
