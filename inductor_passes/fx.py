@@ -11,6 +11,8 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes import _torch
+from inductor_passes._torch_calls import call_of, has_schema
+from inductor_passes.loops import tensors_of
 from inductor_passes.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
 from inductor_passes.units import Part, parts_of, with_units
 
@@ -209,7 +211,7 @@ class _Reader:
 
     def _side_effects(self, node: Node) -> tuple[str, ...]:
         state = [_RANDOM] if _torch.is_random(node) else []
-        if not _torch.is_op(node) or _torch.is_collective_start(node):
+        if not has_schema(call_of(node)) or _torch.is_collective_start(node):
             state.append(_EFFECTS)
         for name in state:
             if name not in self.buffers:
@@ -285,9 +287,7 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    return tensors_of(node.meta.get("val"))
 
 
 def _buffer(node: Node, storage: str = "") -> Buffer:
