@@ -244,6 +244,7 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
         fqns,
         bucket,
         window,
+        max(1, len(_tensors(start))),
     )
 
 

@@ -73,7 +73,7 @@ def test_larger_groups_never_cost_less(name: str) -> None:
 def test_known_groups_cost_what_the_table_says() -> None:
     assert ROUND.link("gather", 4, 1).us(1000, 4) == 21.0
     assert ROUND.link("reduce", 8, 2).us(1000, 8) == 40.5
-    assert preset("h100").link("gather", 8, 1) == Link(30.0, 394.0)
+    assert preset("h100").link("gather", 8, 1) == Link(30.0, 394.0, member_us=6.0)
     assert preset("h100").link("gather", 64, 8).us(2**30, 64) == pytest.approx(
         297 + 2**30 / (390e3 * 0.79)  # 16 MiB per rank
     )
