@@ -250,6 +250,10 @@ class ClusterCost:
     def compute_beside(self) -> float:
         return self.cluster.compute_beside
 
+    def with_flat_buckets(self) -> ClusterCost:
+        """The same, for buckets that travel as one buffer."""
+        return replace(self, cluster=self.cluster.with_flat_buckets())
+
     def compute_us(self, program: Program, op: Op) -> float:
         work = self.work.get(op.name)
         if work is None:
