@@ -79,3 +79,7 @@ class LinearCost:
 
     def collective_us(self, collective: Collective) -> float:
         return self.latency_us + collective.nbytes / (self.link_gb_s * 1e3)
+
+    def with_flat_buckets(self) -> LinearCost:
+        """The same, for buckets that travel as one buffer: it has no price for their members."""
+        return self
