@@ -5,12 +5,14 @@ A private part of PyTorch, as those of :mod:`inductor_passes._torch`, and under 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch._prims import rng_prims
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 # Where the operator stands among the arguments of a call that runs it with a generator's state.
 _OPERATOR_AT = {
@@ -45,6 +47,35 @@ def call_of(node: Node) -> Call:
 def has_schema(call: Call) -> bool:
     """Whether a call is of an operator that has a schema."""
     return isinstance(call.target, torch._ops.OpOverload)
+
+
+def note_values(graph: Graph) -> None:
+    """Note in ``meta["val"]`` the values of such calls, which the partitioner leaves out.
+
+    Inductor finds them out before its passes, but a graph may be read before that. Several results
+    are known from the users that take one each; a single one is computed, on fake tensors.
+    """
+    for node in graph.nodes:
+        if node.target in _OPERATOR_AT and "val" not in node.meta:
+            items = {
+                user.args[1]: user.meta.get("val")
+                for user in node.users
+                if user.target is operator.getitem
+            }
+            if items:
+                node.meta["val"] = tuple(items.get(i) for i in range(max(items) + 1))
+            else:
+                node.meta["val"] = _computed(call_of(node))
+
+
+def _computed(call: Call) -> Any:
+    """The value of a call, if one of its arguments is a fake tensor."""
+    args, kwargs = map_arg((call.args, dict(call.kwargs)), lambda node: node.meta.get("val"))
+    mode = next((v.fake_mode for v in (*args, *kwargs.values()) if hasattr(v, "fake_mode")), None)
+    if mode is None:
+        return None
+    with mode:
+        return call.target(*args, **kwargs)
 
 
 def saves_generator(node: Node) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes import _torch
-from inductor_passes._torch_calls import call_of, has_schema
+from inductor_passes._torch_calls import call_of, has_schema, note_values
 from inductor_passes.loops import tensors_of
 from inductor_passes.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
 from inductor_passes.units import Part, parts_of, with_units
@@ -72,6 +72,7 @@ def read(graph: Graph, fqn_of: FqnOf) -> Reading:
     Raises:
         ProgramError: the graph breaks a rule, as by using a result before its wait.
     """
+    note_values(graph)
     reader = _Reader(fqn_of)
     for node in graph.nodes:
         reader.read(node)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._prims import rng_prims
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from inductor_passes import _torch, fx, roofline
 from inductor_passes._torch_calls import call_of
@@ -170,3 +177,45 @@ def test_how_torch_writes_what_is_recomputed() -> None:
     state, first = rng_prims.run_and_save_rng_state(draw, [3], device="cpu")
     again = rng_prims.run_with_rng_state(state, draw, [3], device="cpu")
     assert torch.equal(first, again), "the operator's place among the arguments moved"
+
+
+def checkpointed(function: Callable[..., Tensor], *inputs: Tensor) -> list[Graph]:
+    """Forward and backward of a function that is checkpointed, as the partitioner writes them."""
+    found = []
+
+    def keep(gm: GraphModule, _: object) -> Callable[..., object]:
+        found.append(gm.graph)
+        return make_boxed_func(gm.forward)
+
+    def run(*given: Tensor) -> Tensor:
+        return checkpoint(function, *given, use_reentrant=False)
+
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
+    torch.compile(run, backend=backend)(*inputs).sum().backward()
+    return found
+
+
+def test_what_is_recomputed_has_its_bytes() -> None:
+    """The partitioner does not note what the calls that it writes return."""
+    x = torch.ones(8, 16, requires_grad=True)
+    graphs = checkpointed(lambda x: (x.sin() * torch.rand_like(x)).sin(), x)
+    names = ["run_and_save_rng_state", "run_with_rng_state"]
+    state = torch.get_rng_state().numel()
+    for graph, name, nbytes in zip(graphs, names, (state + 512, 512), strict=True):
+        (node,) = [n for n in graph.nodes if name in str(n.target) or name in n.name]
+        reading = fx.read(graph, lambda node: None)
+        assert reading.program.buffers[node.name].nbytes == nbytes
+        assert roofline.work_of(reading)[node.name].nbytes >= 2 * 512
+
+
+def test_results_that_are_taken_apart_have_their_bytes() -> None:
+    graph = Graph()
+    q, k, v = grouped(graph)
+    again = with_state(graph, "graphsafe", FLASH, q, k, v)
+    out, logsumexp = again.meta.pop("val")
+    for i, val in ((0, out), (1, logsumexp)):
+        graph.call_function(operator.getitem, (again, i)).meta["val"] = val
+    program = fx.read(graph, lambda node: None).program
+    assert program.buffers[again.name].nbytes == out.nbytes + logsumexp.nbytes
