@@ -236,7 +236,10 @@ def connect(world_size: int) -> None:
     dist.init_process_group(backend=BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
 
 
-def set_link(latency_s: float, bandwidth: float, blocks: int = 1) -> None:
-    """Give the wire its latency (seconds) and bandwidth (bytes per second); on a GPU, the blocks
-    that a transfer holds, as NCCL does: 16 to 24 on an H100."""
-    link.latency_s, link.bandwidth, link.blocks = latency_s, bandwidth, blocks
+def set_link(latency_s: float, bandwidth: float, blocks: int | None = None) -> None:
+    """Give the wire its latency (seconds) and bandwidth (bytes per second).
+
+    ``blocks`` of a GPU are held by a transfer, if it is given; NCCL takes 16 to 24 on an H100.
+    """
+    link.latency_s, link.bandwidth = latency_s, bandwidth
+    link.blocks = link.blocks if blocks is None else blocks

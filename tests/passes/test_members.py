@@ -12,6 +12,7 @@ import pytest
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.cluster import Cluster, ClusterCost, Peak, Wire
 from inductor_passes.cluster_file import load, save
+from inductor_passes.cost import LinearCost
 from inductor_passes.links import Link, between
 from inductor_passes.merge import in_one_piece, merge
 from inductor_passes.presets import PRESETS, preset
@@ -90,6 +91,15 @@ def test_a_member_that_costs_more_than_a_bucket_is_refused() -> None:
         replace(LINK, member_us=11.0)
     with pytest.raises(ValueError, match="member_us: expected a finite number of 0 or more"):
         replace(LINK, member_us=-1.0)
+
+
+def test_the_simple_cost_model_has_them_too() -> None:
+    cost = LinearCost(latency_us=10, link_gb_s=1.0, member_us=4)
+    together = merge(three_gathers(), [ALL])
+    assert simulate(together, cost).wire_us == 21.0
+    assert simulate(together, cost.with_flat_buckets()).wire_us == 13.0
+    with pytest.raises(ValueError, match="member_us: expected 0 to latency_us, 3, got 4"):
+        replace(cost, latency_us=3)
 
 
 def test_between_known_groups_a_member_costs_the_same_part_of_the_latency() -> None:
