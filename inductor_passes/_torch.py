@@ -19,6 +19,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
+from inductor_passes._torch_calls import call_of, generator_written_by, has_schema, saves_generator
+
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _wait_for_several = getattr(torch.ops._c10d_functional, "wait_tensors", None)  # since 2.15
 _WAITS = {WAIT} | ({_wait_for_several.default} if _wait_for_several is not None else set())
@@ -27,7 +29,7 @@ _OF_NUMBERS = {getattr(torch, name) for name in dir(torch) if name.startswith("s
 
 
 def is_op(node: Node) -> bool:
-    """Whether a node calls an operator that has a schema."""
+    """Whether a node calls an operator that has a schema, and not within another call."""
     return isinstance(node.target, torch._ops.OpOverload)
 
 
@@ -51,6 +53,8 @@ def is_pure_python(node: Node) -> bool:
 
 def is_random(node: Node) -> bool:
     """Whether a node draws from a generator, so that its place among such nodes matters."""
+    if saves_generator(node):
+        return True
     return is_op(node) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
 
 
@@ -65,7 +69,7 @@ def is_view(node: Node) -> bool:
 
 def multiplies_matrices(node: Node) -> bool:
     """Whether a node is a matmul, a convolution or attention."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = getattr(call_of(node).target, "overloadpacket", None)
     return packet in flop_registry or "attention" in str(packet)
 
 
@@ -122,12 +126,13 @@ def mutated_arguments(node: Node) -> Iterable[Node]:
     """
     if is_pure_python(node):
         return ()
-    if not is_op(node):
+    call = call_of(node)
+    if not has_schema(call):
         return node.all_input_nodes
-    found = []
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    found = generator_written_by(node)
+    for i, argument in enumerate(call.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            value = call.args[i] if i < len(call.args) else call.kwargs.get(argument.name)
             values = value if isinstance(value, (list, tuple)) else [value]
             found += [v for v in values if isinstance(v, Node)]
     return found

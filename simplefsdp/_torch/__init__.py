@@ -39,6 +39,7 @@ from simplefsdp._torch.dynamo import (
 )
 from simplefsdp._torch.processes import (
     dispatch_mode,
+    hold_up_stream,
     in_backward,
     is_checkpointed_by_hooks,
     no_torch_function,
@@ -98,6 +99,7 @@ __all__ = [
     "has_hooks",
     "has_no_data",
     "hash_of_files",
+    "hold_up_stream",
     "in_backward",
     "input_name",
     "is_allowed_in_graph",
