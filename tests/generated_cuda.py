@@ -18,7 +18,7 @@ _WAIT = re.compile(r"_c10d_functional\.wait_tensor\.default\((?:reinterpret_tens
 _PRODUCT = re.compile(
     r"extern_kernels\.(mm|addmm|bmm|baddbmm)\w*\(|torch\.ops\.aten\.(mm|bmm)\.dtype"
 )
-_ATTENTION = re.compile(r"torch\.ops\.aten\._scaled_dot_product_\w+\.default\(|run_with_rng_state")
+_ATTENTION = re.compile(r"\w+ = torch\.ops\.\S*(_scaled_dot_product_\w+\.default|with_rng_state)\(")
 _ALLOCATED = re.compile(r"(\w+) = empty_strided\w*\((\([^)]*\)), (\([^)]*\))")
 _TAKEN = re.compile(r"(\w+) = (?:reinterpret_tensor\()?(\w+)\b.*# reuse$")
 _KERNEL = re.compile(r"(triton_\w+)\.run\(")
@@ -51,7 +51,7 @@ def events(code: str) -> list[str]:
             found.append(f"wait for launch {launch_of[wait[1]]}")
         elif _PRODUCT.search(line):
             found.append("product")
-        elif _ATTENTION.search(line):
+        elif _ATTENTION.match(line):
             found.append("attention")
     return found
 

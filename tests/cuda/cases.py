@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from inductor_passes import regional
+from inductor_passes._torch_calls import call_of
 from inductor_passes.rehearsal import Rehearsal
 from simplefsdp import simple_fsdp
 from simplefsdp.launcher.ranks import fake_ranks
@@ -124,7 +125,7 @@ def _wrapped(case: Case) -> Llama:
 def node_name(nodes: dict[str, tuple[Any, ...]], op: str) -> str:
     """Of the operator that an op calls."""
     found = nodes.get(op, ())
-    return str(getattr(found[0].target, "__name__", "")).split(".")[0] if found else ""
+    return str(getattr(call_of(found[0]).target, "__name__", "")).split(".")[0] if found else ""
 
 
 def events_of(rehearsal: Rehearsal) -> list[str]:
