@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -554,3 +556,23 @@ def test_is_compiled():
     model.compile(backend="eager")
     assert _torch.is_compiled(model)
     assert not _torch.is_compiled(model[0])
+
+
+def test_options_of_process_groups():
+    for make in (dist.init_process_group, dist.new_group):
+        assert {"pg_options", "timeout"} <= parameters_of(make)
+    assert "device_id" in parameters_of(dist.init_process_group)
+    timeout = c10d._get_default_timeout(c10d.Backend("cpu:gloo,cuda:nccl"))
+    assert timeout == c10d.default_pg_timeout
+    assert "_get_split_source(_get_default_group()" in inspect.getsource(
+        c10d._new_process_group_helper
+    ), "distributed_c10d finds elsewhere what to split a group from: a second group waits for all"
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="a build without NCCL")
+def test_options_of_nccl():
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    assert options.is_high_priority_stream and hasattr(options, "_timeout")
+    # split_group, which makes the groups of a mesh, copies those of the group that it splits.
+    assert copy.deepcopy(options).is_high_priority_stream
+    assert not dist.ProcessGroupNCCL.Options().is_high_priority_stream

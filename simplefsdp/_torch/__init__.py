@@ -38,6 +38,7 @@ from simplefsdp._torch.dynamo import (
 )
 from simplefsdp._torch.processes import (
     dispatch_mode,
+    high_priority,
     in_backward,
     is_checkpointed_by_hooks,
     no_torch_function,
@@ -96,6 +97,7 @@ __all__ = [
     "has_hooks",
     "has_no_data",
     "hash_of_files",
+    "high_priority",
     "in_backward",
     "input_name",
     "is_allowed_in_graph",

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from inductor_passes.cluster import LINK_KINDS
 from inductor_passes.program import CollectiveKind
 from simplefsdp.calibrate.fit import Sample
+from simplefsdp.launcher.ranks import group_of
 
 Call = Callable[[], object]
 K = TypeVar("K", bound=Hashable)
@@ -101,7 +102,7 @@ def time_collectives(
 
     Sizes are rounded so that the ranks' shards are equal. Ranks that take no part get nothing.
     """
-    group: Any = dist.new_group(list(range(ranks)))
+    group = group_of(list(range(ranks)))
     found: dict[CollectiveKind, list[Sample]] = {}
     if dist.get_rank() < ranks:
         for kind in LINK_KINDS:
