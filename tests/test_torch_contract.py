@@ -576,3 +576,19 @@ def test_options_of_nccl():
     # split_group, which makes the groups of a mesh, copies those of the group that it splits.
     assert copy.deepcopy(options).is_high_priority_stream
     assert not dist.ProcessGroupNCCL.Options().is_high_priority_stream
+
+
+def test_what_decides_which_matmuls_are_padded():
+    from torch._inductor import config
+    from torch._inductor.fx_passes import pad_mm
+
+    wanted = ["match", "mat1", "mat2", "op", "input"]
+    assert list(inspect.signature(pad_mm._should_pad).parameters) == wanted, (
+        "pad_mm._should_pad takes something else: ranks would time matmuls to find out what to pad"
+    )
+    assert "_should_pad(match, mat1, mat2, op, input)" in inspect.getsource(pad_mm.should_pad)
+    with config.patch(post_grad_fusion_options={"pad_aten_mm_pass": {}}):
+        assert not pad_mm.should_pad_mm_bf16(torch.float32, 8, 8, 8)
+    names = ("force_shape_pad", "shape_padding", "deterministic", "post_grad_fusion_options")
+    assert all(hasattr(config, name) for name in names)
+    assert config.run_autoheuristic("pad_mm") is False
