@@ -592,3 +592,19 @@ def test_what_decides_which_matmuls_are_padded():
     names = ("force_shape_pad", "shape_padding", "deterministic", "post_grad_fusion_options")
     assert all(hasattr(config, name) for name in names)
     assert config.run_autoheuristic("pad_mm") is False
+
+
+def test_fused_adamw_takes_dtensors(fake_mesh):
+    mesh = fake_mesh(2)
+    updated = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        shards = [torch.randn(4, 3), torch.randn(3)]
+        params = [nn.Parameter(DTensor.from_local(s, mesh, [Shard(0)])) for s in shards]
+        optimizer = torch.optim.AdamW(params, fused=fused, foreach=not fused)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        updated.append([param.to_local() for param in params])
+    torch.testing.assert_close(updated[1], updated[0])

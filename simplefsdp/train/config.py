@@ -103,8 +103,8 @@ class RunOptions:
     """Steps between evaluations on the held-out split. 0: only at the start and at the end."""
     eval_batches: int = 8
     """Global batches per evaluation."""
-    log_every: int = 1
-    """Steps between reports (a report waits for the device)."""
+    log_every: int = 10
+    """Steps between reports, beside the first (a report waits for the device)."""
     sample_tokens: int = 64
     """Bytes of text to sample at the end. 0: none."""
 
