@@ -92,9 +92,10 @@ class RunOptions:
     out: Path | None = None
     """Run folder for checkpoints and metrics. Default: runs/<config>-<date>-<time>."""
     resume: str | None = None
-    """Continue exactly where a run stopped: a run folder, a checkpoint, "latest" (the default
-    when --resume stands alone; in --out, or the newest under runs/), or "auto" (latest if there
-    is one, else start). Options are those of that run unless given again."""
+    """Continue exactly where a run stopped, on CPU bit for bit: a run folder, a checkpoint,
+    "latest" (the default when --resume stands alone; in --out, or the newest under runs/), or
+    "auto" (latest if there is one, else start). Options are those of that run unless given again.
+    """
     checkpoint_every: int = 20
     """Steps between checkpoints; the last step always saves one. 0: never save."""
     keep: int = 2
