@@ -58,9 +58,11 @@ def clip_grad_norm_(
             f"the gradients' norm of order {norm_type} is {float(total)}; they were not clipped"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        local.mul_(factor.to(local.device))
+    for (device, dtype), alike in _alike(map(_local, grads)).items():
+        # Elsewhere than on CPU a kernel takes many gradients only if the factor is of their dtype;
+        # a kernel for each would round it likewise.
+        theirs = factor.to(device) if device.type == "cpu" else factor.to(device, dtype)
+        torch._foreach_mul_(alike, theirs)
     return total
 
 
@@ -75,10 +77,10 @@ def _total_norm(params: list[Tensor], norm_type: float) -> Tensor:
     for param in params:
         parts = sharded_alike.setdefault(_shard_groups(param), [])
         if param.grad is not None:
-            grad = param.grad
-            _check_placed_alike(param, grad)
-            parts.append(grad.to_local() if isinstance(grad, DTensor) else grad)
-    norms = [_norm_over(*entry, norm_type, device) for entry in sharded_alike.items()]
+            _check_placed_alike(param, param.grad)
+            parts.append(_local(param.grad))
+    zero = torch.zeros((), device=device, dtype=_dtype_of_norm(p.dtype for p in params))
+    norms = [_norm_over(*entry, norm_type, zero) for entry in sharded_alike.items()]
     return _norm_of_norms(norms, norm_type)
 
 
@@ -120,15 +122,13 @@ def _norm_over(
     groups: tuple[ProcessGroup, ...],
     parts: list[Tensor],
     norm_type: float,
-    device: torch.device,
+    zero: Tensor,
 ) -> Tensor:
-    # float32, since a norm in the gradients' own bfloat16 would be true to 3 digits only; the
-    # zero stands for empty shards, of which there is no inf-norm.
-    zero = torch.zeros((), device=device)
-    norms = [
-        torch.linalg.vector_norm(p, norm_type, dtype=torch.float32) for p in parts if p.numel()
-    ]
-    total = _norm_of_norms([zero, *(norm.to(device) for norm in norms)], norm_type)
+    norms = [zero]  # for empty shards, of which there is no inf-norm
+    for (_, dtype), alike in _alike(p for p in parts if p.numel()).items():
+        found = torch._foreach_norm(alike, norm_type, dtype=_dtype_of_norm([dtype]))
+        norms.append(_norm_of_norms(list(found), norm_type).to(zero))
+    total = _norm_of_norms(norms, norm_type)
     for group in groups:
         if norm_type == float("inf"):
             dist.all_reduce(total, dist.ReduceOp.MAX, group)
@@ -139,7 +139,24 @@ def _norm_over(
     return total
 
 
+def _dtype_of_norm(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Not bfloat16, in which it would be true to 3 digits only."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
 def _norm_of_norms(norms: list[Tensor], norm_type: float) -> Tensor:
     if not norms:
         return torch.tensor(0.0)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """The tensors by device and dtype: a kernel takes many that are alike in these."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return found

@@ -4,10 +4,14 @@ A collective that one rank launches and another does not is a hang, often hours 
 anything is compiled each rank publishes a digest of what it will communicate through the process
 group's key-value store, which is no collective and cannot be out of step; the last one that comes
 compares them. What could come out differently is decided by one rank for all, by the same way.
+
+The store is one process: each rank asks it for a few things, however many ranks there are. All of
+them are gone through only by the last one, if they differ, and the first that loses patience.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -84,8 +88,8 @@ def agree(
     digest = _digest(lines)
     if len(ranks) < 2:
         return
-    agreed = _agreed.setdefault(dist.group.WORLD, set())
-    if remember and (tuple(ranks), digest) in agreed:
+    agreed, key = _agreed.setdefault(dist.group.WORLD, set()), (tuple(ranks), digest)
+    if remember and key in agreed:
         return
     store, me = _store_of(ranks), dist.get_rank()
     # The n-th call on one rank meets the n-th call on the others. The count lives in the store, so
@@ -94,13 +98,13 @@ def agree(
     store.set(f"{turn}/digest/{me}", digest)
     store.add(f"{turn}/count/{digest}", 1)
     if store.add(f"{turn}/arrived", 1) == len(ranks):
-        equal = store.add(f"{turn}/count/{digest}", 0) == len(ranks)
-        _decide(store, turn, _EQUAL if equal else _DIFFERENT)
+        _decide(store, turn, _outcome(store, turn, digest, ranks))
     verdict = _verdict(what, store, turn, ranks, timeout_s)
-    if verdict == _DIFFERENT:
-        raise RankMismatchError(_told_apart(what, store, turn, lines, ranks, timeout_s))
+    if verdict != _EQUAL:
+        pair = [int(rank) for rank in verdict.removeprefix(_DIFFERENT).split()]
+        raise RankMismatchError(_told_apart(what, store, turn, lines, pair, timeout_s))
     if remember:
-        agreed.add((tuple(ranks), digest))
+        agreed.add(key)
 
 
 def decided(
@@ -161,9 +165,8 @@ def decisions() -> dict[object, Any]:
 def forget_decisions() -> None:
     """Decide everything anew that comes up again. Call it on all ranks, or on none.
 
-    A rank that alone forgets asks the lowest rank, who does not decide again: it raises after
-    ``rank_guard_timeout_s``, and says so. If the lowest rank alone forgets, it decides anew, waits
-    for the others to agree, and raises likewise.
+    A rank that forgets alone waits for the lowest, and if that is the one, for the others: it
+    raises after ``rank_guard_timeout_s``, and says so.
     """
     _decisions.clear()
 
@@ -177,8 +180,17 @@ def _store_of(ranks: Sequence[int]) -> Any:
     return _torch.shared_store(f"simplefsdp/{scope}")
 
 
-# How a turn ends, decided once in the store: these, or which rank gave up waiting for whom.
-_EQUAL, _DIFFERENT = "equal", "different"
+# How a turn ends, decided once in the store: so, and on which two ranks; or who gave up on whom.
+_EQUAL, _DIFFERENT = "equal", "different "
+
+
+def _outcome(store: Any, turn: int, digest: str, ranks: Sequence[int]) -> str:
+    """How a turn ends that all ranks came to, by the last of them."""
+    if store.add(f"{turn}/count/{digest}", 0) == len(ranks):
+        return _EQUAL
+    digests = store.multi_get([f"{turn}/digest/{rank}" for rank in ranks])
+    odd = next(i for i, other in enumerate(digests) if other != digests[0])
+    return f"{_DIFFERENT}{ranks[0]} {ranks[odd]}"
 
 
 def _decide(store: Any, turn: int, verdict: str) -> str:
@@ -187,14 +199,20 @@ def _decide(store: Any, turn: int, verdict: str) -> str:
 
 
 def _verdict(what: str, store: Any, turn: int, ranks: Sequence[int], timeout_s: float) -> str:
-    """Whether all ranks came with equal lines.
+    """Whether all ranks came with equal lines; if not, which two did not.
 
     Raises:
         RankMismatchError: they did not all come before one of them gave up.
     """
     came = {rank: f"{turn}/digest/{rank}" for rank in ranks}
+
+    @functools.cache
+    def speaks() -> bool:
+        """Whether this rank says who is missing: the first that asks does, and the lowest."""
+        return store.add(f"{turn}/impatient", 1) == 1 or dist.get_rank() == min(ranks)
+
     try:
-        _wait(what, store, came, timeout_s, _LATE, until=f"{turn}/verdict")
+        _wait(what, store, came, timeout_s, _LATE, until=f"{turn}/verdict", speaks=speaks)
     except RankMismatchError:
         # The last one may come this very moment: what stands in the store holds for both.
         late = _few(_missing(store, came))
@@ -202,7 +220,7 @@ def _verdict(what: str, store: Any, turn: int, ranks: Sequence[int], timeout_s: 
         if _decide(store, turn, mine) == mine:
             raise
     verdict = str(store.get(f"{turn}/verdict").decode())
-    if verdict not in (_EQUAL, _DIFFERENT):
+    if verdict != _EQUAL and not verdict.startswith(_DIFFERENT):
         raise RankMismatchError(f"{what}: {verdict}")
     return verdict
 
@@ -214,19 +232,12 @@ _LATE = (
 
 
 def _told_apart(
-    what: str,
-    store: Any,
-    turn: int,
-    lines: Sequence[str],
-    ranks: Sequence[int],
-    timeout_s: float,
+    what: str, store: Any, turn: int, lines: Sequence[str], pair: Sequence[int], timeout_s: float
 ) -> str:
     """How this turn's lines differ: those of the first rank, and of the first that has others."""
-    store.set(f"{turn}/lines/{dist.get_rank()}", "\n".join(lines))
-    digests = store.multi_get([f"{turn}/digest/{rank}" for rank in ranks])
-    odd = next(i for i, other in enumerate(digests) if other != digests[0])
-    pair = (ranks[0], ranks[odd])
     keys = {rank: f"{turn}/lines/{rank}" for rank in pair}
+    if dist.get_rank() in keys:
+        store.set(keys[dist.get_rank()], "\n".join(lines))
     _wait(what, store, keys, timeout_s, _LATE)
     texts = [store.get(key).decode().split("\n") for key in keys.values()]
     return _difference(what, pair, texts)
@@ -240,16 +251,24 @@ def _wait(
     remedy: str,
     *,
     until: str = "",
+    speaks: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Wait for a key of each rank, or for the one key ``until`` that says that all are there."""
+    """Wait for a key of each rank, or for the one key ``until`` that says that all are there.
+
+    Only a rank that ``speaks`` asks which are missing. Others hear of it by ``until``, or ask if
+    that does not come soon after their time is over.
+    """
     deadline = time.monotonic() + timeout_s
     awaited = [until] if until else list(keys.values())
     while True:
         left = deadline - time.monotonic()
+        seconds = min(left, _PATIENCE_S) if left > 0 else _PATIENCE_S
         try:
-            store.wait(awaited, timedelta(seconds=max(0.1, min(left, _PATIENCE_S))))
+            store.wait(awaited, timedelta(seconds=max(0.1, seconds)))
             return
         except RuntimeError as error:  # FileStore raises it bare, TCPStore a subclass
+            if not speaks() and left > 0:
+                continue
             missing = _missing(store, keys)
             if left <= _PATIENCE_S and not store.check(awaited):
                 raise RankMismatchError(
@@ -265,12 +284,11 @@ def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
 
 
 def _few(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "(all have just come)"
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    few = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return few or "(all have just come)"
 
 
-def _difference(what: str, pair: tuple[int, int], texts: Sequence[Sequence[str]]) -> str:
+def _difference(what: str, pair: Sequence[int], texts: Sequence[Sequence[str]]) -> str:
     lines = itertools.zip_longest(*texts, fillvalue="(nothing more)")
     one, other = next(two for two in lines if two[0] != two[1])
     return (

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models import CONFIGS, Llama, LlamaConfig
-from simplefsdp.train import command, load_plain, runs
+from simplefsdp.train import command, load_plain, loop, runs
 from simplefsdp.train.export import ExportOptions, export
 from simplefsdp.train.loop import train
 from simplefsdp.train.preflight import plan_run
@@ -38,7 +38,7 @@ CONFIGS["micro"] = LlamaConfig(  # 34 rows: uneven on 4 ranks, and on 2 once tp 
 )  # fmt: skip
 MICRO = (
     "--config micro --data text --seq-len 16 --global-batch-size 4 --eval-batches 1 "
-    "--sample-tokens 3 --steps 6 --checkpoint-every 2 --no-compile"
+    "--sample-tokens 3 --steps 6 --checkpoint-every 2 --no-compile --log-every 1"
 )
 
 
@@ -234,6 +234,38 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
     for checkpoint in saved_before:
         saved = saved_tensors(checkpoint)
         assert all(t.isfinite().all() for k, t in saved.items() if k.startswith("optimizer"))
+
+
+def test_a_loss_that_is_not_finite_is_not_saved_between_reports(
+    folder: Path, pool: RankPool
+) -> None:
+    options = f"{MICRO} --lr 1e30 --log-every 50 --checkpoint-every 3 --out nan-between"
+    outcome = pool.run(lose_the_loss, str(folder), options)
+    assert all("step 3: loss" in failure for failure in outcome)
+    assert runs.complete_checkpoints(folder / "nan-between") == []
+
+
+def stop_one_rank(step: int, folder: str, options: str) -> int:
+    """Train; the last rank gets a signal while it makes that step."""
+    update = loop._update
+
+    def stopping(session: Any) -> Any:
+        if session.step + 1 == step and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(session)
+
+    loop._update = stopping
+    try:
+        return train_here(folder, options)
+    finally:
+        loop._update = update
+
+
+def test_a_signal_is_not_kept_waiting_for_the_next_report(folder: Path, pool: RankPool) -> None:
+    options = f"{MICRO} --steps 50 --log-every 40 --checkpoint-every 40 --out stopped"
+    assert pool.run(stop_one_rank, 4, str(folder), options) == [128 + signal.SIGTERM] * 2
+    assert [step for step, *_ in curve(folder / "stopped")] == [1, 4]
+    assert [runs.step_of(c) for c in runs.complete_checkpoints(folder / "stopped")] == [4]
 
 
 def test_export_gives_transformers_the_same_logits(folder: Path) -> None:

@@ -137,6 +137,75 @@ def test_a_rank_touches_as_many_keys_as_ever_however_many_ranks_there_are(world)
     assert touched(8)[-1] == touched(2)[-1]
 
 
+class Counting:
+    """A store that notes which rank called what; ranks are threads."""
+
+    def __init__(self, world: World) -> None:
+        self._store, self._world = dist.HashStore(), world
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append((self._world.get_rank(), name, args[0]))
+            return getattr(self._store, name)(*args)
+
+        return call
+
+    def ranks_that(self, name: str, key: str) -> set[int]:
+        """Those that called ``name`` with a key, or a list of keys, of which one holds ``key``."""
+        return {rank for rank, called, keys in self.calls if called == name and key in str(keys)}
+
+
+def meet(world: World, lines_of, absent=()) -> dict[int, str]:
+    """What becomes of many ranks that come at the same time, each in a thread of its own."""
+    ranks = range(RANKS)
+    told = {}
+
+    def run(rank: int) -> None:
+        told[rank] = world.on(rank, agree, "the graph", lines_of(rank), ranks, timeout_s=0.8)
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in ranks if r not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return told
+
+
+RANKS = 24
+
+
+@pytest.fixture
+def counting(world, monkeypatch) -> World:
+    monkeypatch.setattr(rank_guard, "_PATIENCE_S", 0.4)
+    world.store = Counting(world)
+    world._groups = {rank: dist.HashStore() for rank in range(RANKS)}
+    return world
+
+
+def test_equal_ranks_ask_the_store_a_few_times_each(counting):
+    assert set(meet(counting, lambda rank: ["equal"]).values()) == {"None"}
+    meant = [call for call in counting.store.calls if call[1] not in ("wait", "check")]
+    assert len(meant) <= 7 * RANKS
+
+
+def test_only_two_ranks_write_how_they_differ(counting):
+    told = meet(counting, lambda rank: ["one", "two" if rank < 7 else f"other {rank}"])
+    assert set(told) == set(range(RANKS))
+    assert all("rank 0 has 'two', rank 7 has 'other 7'" in text for text in told.values())
+    assert counting.store.ranks_that("set", "/lines/") == {0, 7}
+    assert len(counting.store.ranks_that("multi_get", "/digest/")) == 1
+
+
+def test_of_many_who_wait_one_asks_who_is_missing(counting, caplog):
+    told = meet(counting, lambda rank: ["equal"], absent=(3, 5))
+    assert all("ranks 3, 5" in text for text in told.values()), told
+    assert any("gave up waiting" in text for text in told.values())
+    assert "the graph: waiting for ranks 3, 5" in caplog.text
+    # The lowest one says it, too, in the log that everybody reads.
+    assert len(counting.store.ranks_that("check", "/digest/") - {0}) <= 1
+
+
 def asks(world: World, rank: int, decide=lambda: "its own", subject=("the same",)) -> str:
     return world.on(rank, decided, "the plan", subject, (0, 1), decide, timeout_s=0.1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -554,3 +556,55 @@ def test_is_compiled():
     model.compile(backend="eager")
     assert _torch.is_compiled(model)
     assert not _torch.is_compiled(model[0])
+
+
+def test_options_of_process_groups():
+    for make in (dist.init_process_group, dist.new_group):
+        assert {"pg_options", "timeout"} <= parameters_of(make)
+    assert "device_id" in parameters_of(dist.init_process_group)
+    timeout = c10d._get_default_timeout(c10d.Backend("cpu:gloo,cuda:nccl"))
+    assert timeout == c10d.default_pg_timeout
+    assert "_get_split_source(_get_default_group()" in inspect.getsource(
+        c10d._new_process_group_helper
+    ), "distributed_c10d finds elsewhere what to split a group from: a second group waits for all"
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="a build without NCCL")
+def test_options_of_nccl():
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    assert options.is_high_priority_stream and hasattr(options, "_timeout")
+    # split_group, which makes the groups of a mesh, copies those of the group that it splits.
+    assert copy.deepcopy(options).is_high_priority_stream
+    assert not dist.ProcessGroupNCCL.Options().is_high_priority_stream
+
+
+def test_what_decides_which_matmuls_are_padded():
+    from torch._inductor import config
+    from torch._inductor.fx_passes import pad_mm
+
+    wanted = ["match", "mat1", "mat2", "op", "input"]
+    assert list(inspect.signature(pad_mm._should_pad).parameters) == wanted, (
+        "pad_mm._should_pad takes something else: ranks would time matmuls to find out what to pad"
+    )
+    assert "_should_pad(match, mat1, mat2, op, input)" in inspect.getsource(pad_mm.should_pad)
+    with config.patch(post_grad_fusion_options={"pad_aten_mm_pass": {}}):
+        assert not pad_mm.should_pad_mm_bf16(torch.float32, 8, 8, 8)
+    names = ("force_shape_pad", "shape_padding", "deterministic", "post_grad_fusion_options")
+    assert all(hasattr(config, name) for name in names)
+    assert config.run_autoheuristic("pad_mm") is False
+
+
+def test_fused_adamw_takes_dtensors(fake_mesh):
+    mesh = fake_mesh(2)
+    updated = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        shards = [torch.randn(4, 3), torch.randn(3)]
+        params = [nn.Parameter(DTensor.from_local(s, mesh, [Shard(0)])) for s in shards]
+        optimizer = torch.optim.AdamW(params, fused=fused, foreach=not fused)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        updated.append([param.to_local() for param in params])
+    torch.testing.assert_close(updated[1], updated[0])

@@ -18,7 +18,8 @@ from simplefsdp.train.display import describe
 from simplefsdp.train.metrics import StepRecord
 
 OPTIONS = (
-    "--data text --seq-len 16 --global-batch-size 2 --eval-batches 1 --sample-tokens 2 --no-compile"
+    "--data text --seq-len 16 --global-batch-size 2 --eval-batches 1 --sample-tokens 2 "
+    "--no-compile --log-every 1"
 )
 
 
@@ -138,7 +139,7 @@ def test_a_report_names_its_units() -> None:
 def test_gradient_accumulation_changes_memory_not_numbers(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(Path(__file__).read_bytes() * 3)
     options = "--data text --seq-len 16 --global-batch-size 8 --eval-batches 1 --sample-tokens 0"
-    options += " --steps 3 --ranks 2 --checkpoint-every 0"
+    options += " --steps 3 --ranks 2 --checkpoint-every 0 --log-every 1"
     losses = []
     for extra in ("--no-compile", "--gradient-accumulation-steps 2 --executor aot_eager"):
         out = f"run{len(losses)}"

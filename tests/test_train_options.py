@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.launcher.ranks import check_devices
@@ -186,6 +187,18 @@ def test_only_matrices_are_decayed() -> None:
     optimizer = make_optimizer(model, OptimOptions(weight_decay=0.5))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decay == {id(model[0].weight): 0.5, id(model[0].bias): 0.0, id(model[1].weight): 0.0}
+
+
+def test_one_kernel_updates_all_parameters_on_cuda() -> None:
+    def kinds(device: str) -> list[tuple[bool, bool]]:
+        model = torch.nn.ParameterList(torch.empty(n, device=device) for n in ((3, 3), (3,)))
+        optimizer = make_optimizer(model, OptimOptions())
+        allocate_state(optimizer)
+        return [(bool(g["fused"]), bool(g["foreach"])) for g in optimizer.param_groups]
+
+    with FakeTensorMode():
+        assert kinds("cuda") == [(True, False)] * 2
+    assert kinds("cpu") == [(False, True)] * 2
 
 
 def test_allocating_optimizer_state_changes_no_parameter() -> None:

@@ -39,6 +39,7 @@ from simplefsdp._torch.dynamo import (
 )
 from simplefsdp._torch.processes import (
     dispatch_mode,
+    high_priority,
     hold_up_stream,
     in_backward,
     is_checkpointed_by_hooks,
@@ -99,6 +100,7 @@ __all__ = [
     "has_hooks",
     "has_no_data",
     "hash_of_files",
+    "high_priority",
     "hold_up_stream",
     "in_backward",
     "input_name",

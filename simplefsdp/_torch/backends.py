@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, cast
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
+from simplefsdp._torch.padding import padding_without_benchmarks
+
 CompiledFunction = Callable[..., Any]
 
 GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
@@ -85,7 +87,7 @@ def compile_with_inductor(
     users = {key: getattr(config, key) for key in patches}
     # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
     # is the one that saves the minutes of code generation.
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False), padding_without_benchmarks():
         compiled = compile_fx(
             gm, example_inputs, inner_compile=inner_compile, config_patches=patches
         )

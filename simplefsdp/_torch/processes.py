@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,24 +18,51 @@ def shared_store(prefix: str) -> Any:
     return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
 
 
+def high_priority(backend: str, timeout: timedelta) -> Any:
+    """Options of a process group whose collectives go ahead of compute that is queued on the GPU.
+
+    At the priority that NCCL's streams have otherwise, a collective waits until the blocks of the
+    matmuls that were launched before it leave room. FSDP2 sends on streams of high priority.
+
+    Args:
+        backend: of the group, such as ``"cpu:gloo,cuda:nccl"``; None if there is no NCCL in it.
+        timeout: of the group.
+    """
+    if "nccl" not in backend:
+        return None
+    from torch.distributed import ProcessGroupNCCL  # not in builds for CPU
+
+    options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # it is overridden by the group's, and must not say another
+    return options
+
+
 _second_groups: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def second_group(name: str) -> str:
     """Name of another process group, and so another communicator, of the ranks of group ``name``.
 
-    The first call for a group is collective among its ranks, and only those.
+    The first call for a group is collective among its ranks, and only those. So it is not split
+    from the communicator of all ranks, as torch does if ``init_process_group`` was given a
+    ``device_id``: that would wait for ranks that compile nothing, or not now.
     """
+    from unittest.mock import patch
+
     from torch.distributed import distributed_c10d
 
     group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
     if group not in _second_groups:
-        ranks = distributed_c10d.get_process_group_ranks(group)
-        second: Any = distributed_c10d.new_group(  # since 2.15 its type has a number in it
-            ranks,
-            backend=distributed_c10d.get_backend_config(group),
-            use_local_synchronization=True,
-        )
+        backend = distributed_c10d.get_backend_config(group)
+        timeout = distributed_c10d._get_default_timeout(distributed_c10d.Backend(backend))  # type: ignore[arg-type]
+        with patch.object(distributed_c10d, "_get_split_source", lambda *args: None):
+            second: Any = distributed_c10d.new_group(  # since 2.15 its type has a number in it
+                distributed_c10d.get_process_group_ranks(group),
+                timeout=timeout,
+                backend=backend,
+                pg_options=high_priority(backend, timeout),
+                use_local_synchronization=True,
+            )
         _second_groups[group] = second.group_name
     return _second_groups[group]
 

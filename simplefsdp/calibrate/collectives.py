@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from inductor_passes.program import CollectiveKind
 from simplefsdp.calibrate.fit import Sample
 from simplefsdp.calibrate.measure import Sweep, matmuls
 from simplefsdp.calibrate.timers import Call, Timer, medians_us, timer_for
+from simplefsdp.launcher.ranks import group_of
 
 MEMBERS = 8
 _ops = torch.ops._c10d_functional
@@ -39,7 +40,7 @@ def time_collectives(
 
     Sizes are rounded so that the ranks' shards are equal. Ranks that take no part get nothing.
     """
-    group: Any = dist.new_group(list(range(ranks)))
+    group = group_of(list(range(ranks)))
     found: dict[CollectiveKind, BucketTimes] = {}
     if dist.get_rank() < ranks:
         shards = list(dict.fromkeys(max(1, nbytes // (4 * ranks)) for nbytes in sweep.nbytes))

@@ -41,8 +41,9 @@ class Trainer(transformers.Trainer):
     Wrap and compile the model first. Losses, accumulation, clipping and evaluation mean what they
     mean with DDP. ``save_model`` writes a folder for ``from_pretrained``. A checkpoint holds shards
     instead, in its folder ``simplefsdp``, unless ``save_only_model``; ``resume_from_checkpoint``
-    goes on bit for bit, and ``load_best_model_at_end`` works. Of a PEFT model both hold the
-    adapters only. Every rank must call ``train``, ``evaluate``, ``save_model`` and so on.
+    goes on from them (on CPU bit for bit; kernels of CUDA may round otherwise the next time), and
+    ``load_best_model_at_end`` works. Of a PEFT model both hold the adapters only. Every rank must
+    call ``train``, ``evaluate``, ``save_model`` and so on.
 
     Raises:
         ValueError: the model is not wrapped, or an argument does not go with one that is.

@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from simplefsdp._torch import high_priority
 from simplefsdp.launcher.errors import EXIT_BAD_INPUT, UserError
 
 T = TypeVar("T")
+_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,26 @@ def default_ranks() -> int:
 def join_ranks() -> Iterator[Rank]:
     """Join the ranks that torchrun's environment variables describe; leave them at the end.
 
-    NCCL on CUDA, gloo on CPU. Raises ValueError if this node has fewer devices than ranks.
+    NCCL on CUDA, of high priority, and so are the groups of a mesh, which torch splits from this
+    one; gloo on CPU. Raises ValueError if this node has fewer devices than ranks.
     """
     device = local_device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        timeout=timedelta(minutes=30),
+        timeout=_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
+        pg_options=high_priority(backend, _TIMEOUT),
     )
     yield Rank(dist.get_rank(), dist.get_world_size(), device)
     # Not after an error: then other ranks may be inside a collective, and leaving would wait.
     dist.destroy_process_group()
+
+
+def group_of(ranks: list[int]) -> Any:
+    """A process group of some ranks, like that of all; every rank must call it."""
+    options = high_priority(dist.get_backend_config(), _TIMEOUT)
+    return dist.new_group(ranks, timeout=_TIMEOUT, pg_options=options)
 
 
 def from_rank_zero(value: T) -> T:

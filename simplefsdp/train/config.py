@@ -92,9 +92,10 @@ class RunOptions:
     out: Path | None = None
     """Run folder for checkpoints and metrics. Default: runs/<config>-<date>-<time>."""
     resume: str | None = None
-    """Continue exactly where a run stopped: a run folder, a checkpoint, "latest" (the default
-    when --resume stands alone; in --out, or the newest under runs/), or "auto" (latest if there
-    is one, else start). Options are those of that run unless given again."""
+    """Continue exactly where a run stopped, on CPU bit for bit: a run folder, a checkpoint,
+    "latest" (the default when --resume stands alone; in --out, or the newest under runs/), or
+    "auto" (latest if there is one, else start). Options are those of that run unless given again.
+    """
     checkpoint_every: int = 20
     """Steps between checkpoints; the last step always saves one. 0: never save."""
     keep: int = 2
@@ -103,8 +104,8 @@ class RunOptions:
     """Steps between evaluations on the held-out split. 0: only at the start and at the end."""
     eval_batches: int = 8
     """Global batches per evaluation."""
-    log_every: int = 1
-    """Steps between reports (a report waits for the device)."""
+    log_every: int = 10
+    """Steps between reports, beside the first (a report waits for the device)."""
     sample_tokens: int = 64
     """Bytes of text to sample at the end. 0: none."""
 

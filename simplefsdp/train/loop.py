@@ -69,9 +69,10 @@ def _train_steps(session: Session) -> list[StepRecord]:
     while session.step < config.last_step and not session.stopped_by:
         update = _update(session)
         session.step += 1
+        session.stopped_by = _agree_to_stop(session.stop.received)
         if not _is_report_due(session):
             continue
-        loss, session.stopped_by = _agree(update.loss, session.stop.received)
+        loss = _mean(update.loss)
         seconds = (time.perf_counter() - clock) / (session.step - step_then)
         record = _record(session, update, loss, seconds)
         reports = [*reports[:1], record]
@@ -123,24 +124,31 @@ def _is_eval_due(session: Session) -> bool:
 
 
 def _is_report_due(session: Session) -> bool:
-    """The same on every rank: a report is a collective."""
-    run = session.plan.config.run
+    """The same on every rank: a report is a collective.
+
+    The first step is reported, too: it compiles, and the next report is of steps that do not.
+    """
+    run, plan = session.plan.config.run, session.plan
+    at_ends = session.step in (plan.first_step + 1, plan.config.last_step)
     every = [n for n in (run.log_every, run.eval_every, run.checkpoint_every) if n]
-    return session.step == session.plan.config.last_step or any(
-        session.step % n == 0 for n in every
-    )
+    return at_ends or session.stopped_by != 0 or any(session.step % n == 0 for n in every)
 
 
-def _agree(loss: Tensor, signal: int) -> tuple[float, int]:
-    """Mean loss over all ranks, and the signal any of them received, on every rank alike.
+def _agree_to_stop(signal: int) -> int:
+    """The signal that any rank received, on every rank alike; the device is not waited for."""
+    signals = torch.tensor(signal)
+    dist.all_reduce(signals, op=dist.ReduceOp.MAX)
+    return int(signals.item())
+
+
+def _mean(loss: Tensor) -> float:
+    """Mean loss over all ranks.
 
     Tensor-parallel ranks count equally often, so the mean is that of the data-parallel ranks.
     """
     total = loss.clone()
     dist.all_reduce(total)
-    signals = torch.tensor(signal, device=loss.device)
-    dist.all_reduce(signals, op=dist.ReduceOp.MAX)
-    return total.item() / dist.get_world_size(), int(signals.item())
+    return total.item() / dist.get_world_size()
 
 
 def _record(session: Session, update: _Update, loss: float, step_s: float) -> StepRecord:

@@ -83,7 +83,7 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
             loss=loss_function(config.compile, rank.device),
             optimizer=make_optimizer(model, config.optim),
             batches=preflight.batches(config, corpus, plan.layout, rank.rank // plan.layout.tp),
-            checkpoints=CheckpointWriter(plan.out, config.run.keep),
+            checkpoints=CheckpointWriter(plan.out, config.run.keep, rank.device),
             display=display,
             metrics=metrics,
             step=plan.first_step,

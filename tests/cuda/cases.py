@@ -170,9 +170,7 @@ def compiled(case: Case) -> dict[str, Any]:
         written() as made,
         observing(observe),
         _attending_by(case.attention),
-        inductor_config.patch(
-            force_disable_caches=True, shape_padding=False, joint_graph_constant_folding=False
-        ),
+        inductor_config.patch(force_disable_caches=True, joint_graph_constant_folding=False),
         functorch_config.patch(force_non_lazy_backward_lowering=True),
         mock.patch.object(regional, "straight_line", noted),
     ):
