@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from simplefsdp import _torch
-from simplefsdp.calibrate import measure
+from simplefsdp.calibrate import collectives
 from simplefsdp.launcher import ranks
 
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
@@ -69,7 +69,7 @@ def test_the_groups_that_calibrate_times(nccl, monkeypatch):
     for name, value in (("get_rank", 2), ("barrier", None)):
         monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
-    measure.time_collectives(2, SimpleNamespace(), torch.device("cpu"))
+    collectives.time_collectives(2, SimpleNamespace(), torch.device("cpu"))
     assert is_first_in_line(asked[0])
 
 

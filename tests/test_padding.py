@@ -9,7 +9,7 @@ from functorch.compile import make_boxed_func
 from torch._inductor.fx_passes import pad_mm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from simplefsdp._torch import compile_with_inductor, padding
+from simplefsdp._torch import Passes, compile_with_inductor, padding
 from simplefsdp._torch.padding import padding_without_benchmarks
 
 config = torch._inductor.config
@@ -40,12 +40,10 @@ def graphs_of_step(width: int, tokens: int, grad: bool = True) -> list[str]:
         return compile_with_inductor(
             gm,
             inputs,
+            Passes(joint=lambda graph: None, graph=None, scheduler=None, uuid=lambda: ""),
             observe=observe,
-            joint_pass=lambda graph: None,
-            graph_pass=None,
-            scheduler_pass=None,
             lowering=FakeTensorMode,
-            uuid=lambda: "",
+            cudagraphs=False,
         )
 
     torch._dynamo.reset()
