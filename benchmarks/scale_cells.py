@@ -21,7 +21,7 @@ from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models import CONFIGS, LlamaConfig, apply_tensor_parallel
 from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
 from simplefsdp.models.configs import flops_per_token
-from simplefsdp.trace import TracedStep, trace
+from simplefsdp.trace import TracedStep, averaging, trace
 
 LayoutName = Literal["shard", "hybrid", "tp"]
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
@@ -139,6 +139,7 @@ def traced_step(cell: Cell, mesh: DeviceMesh) -> tuple[TracedStep, int]:
         return simple_fsdp(model, data_parallel_mesh(cell, mesh), mode=mode, mp_policy=POLICY)
 
     def run(model: nn.Module) -> tuple[TracedStep, nn.Module]:
+        averaging(model, True)
         return trace(model, *tokens_and_targets(cell)), model
 
     def traced(depth: int) -> tuple[TracedStep, nn.Module]:

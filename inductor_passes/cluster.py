@@ -113,6 +113,8 @@ class Cluster:
         source: where the figures come from.
         compute_beside: fraction of its speed that compute keeps while anything is in transfer:
             communication takes cores or SMs, and memory bandwidth. 1 where it is not known.
+        averages: its communication library averages by itself, as NCCL does; elsewhere gradients
+            are summed, and divided in kernels of their own.
 
     Raises:
         TypeError, ValueError: a figure that is no number, negative, NaN or zero (a launch may
@@ -130,6 +132,7 @@ class Cluster:
     wires: tuple[Wire, ...]
     source: str = ""
     compute_beside: float = 1.0
+    averages: bool = False
 
     def __post_init__(self) -> None:
         fractions = ("memory_fraction", "compute_beside")
@@ -140,6 +143,10 @@ class Cluster:
         for name in fractions:
             if getattr(self, name) > 1:
                 raise ValueError(f"cluster {self.name!r}: {name} is above 1: {getattr(self, name)}")
+        if not isinstance(self.averages, bool):
+            raise ValueError(
+                f"cluster {self.name!r}: averages: expected true or false, got {self.averages!r}"
+            )
         if not self.peaks or not self.wires:
             raise ValueError(
                 f"cluster {self.name!r}: it has no {'wires' if self.peaks else 'peaks'}"

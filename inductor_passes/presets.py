@@ -120,9 +120,8 @@ def _dgx(
     Estimated for all: 0.85 of memory's bandwidth, 3 us per launch, and what communication takes.
     """
     wires = _wires(_gpu_rows(nvlink, network), _MEMBER)
-    return Cluster(
-        name, 8, peaks, memory_gb_s, 0.85, 3.0, memory_gb, wires, _SOURCE, compute_beside=_BESIDE
-    )
+    machine = (name, 8, peaks, memory_gb_s, 0.85, 3.0, memory_gb, wires, _SOURCE)
+    return Cluster(*machine, compute_beside=_BESIDE, averages=True)
 
 
 # Attention: torch's default on compute capability 9.0 and 10.0 is cuDNN's since 2.11, which brings

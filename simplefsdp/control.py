@@ -93,7 +93,7 @@ def set_reshard_after_forward(
         TypeError: not a bool.
     """
     _check_bool("reshard_after_forward", reshard_after_forward)
-    _change_specs(self, recurse, {"reshard_after_forward": reshard_after_forward})
+    change_specs(self, {"reshard_after_forward": reshard_after_forward}, recurse)
 
 
 def set_reshard_after_backward(
@@ -140,7 +140,7 @@ def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
         raise TypeError(f"factor: expected a number, got {type(factor).__name__}")
     if not factor > 0:
         raise ValueError(f"factor: expected a number > 0, got {factor}")
-    _change_specs(self, True, {"divide_factor": float(factor)})
+    change_specs(self, {"divide_factor": float(factor)})
 
 
 def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
@@ -155,7 +155,7 @@ def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
         raise ValueError(
             "enable: expected True; what averages by itself was decided by simple_fsdp, wrap anew"
         )
-    _change_specs(self, True, {"averages": False})
+    change_specs(self, {"averages": False})
 
 
 def register_into(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -198,7 +198,8 @@ def _replace_sync(module: nn.Module, recurse: bool, **fields: bool) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _change_specs(module: nn.Module, recurse: bool, fields: Mapping[str, Any]) -> None:
+def change_specs(module: nn.Module, fields: Mapping[str, Any], recurse: bool = True) -> None:
+    """Change fields of how parameters are gathered and gradients reduced, from now on."""
     for m in _wrapped(module, recurse):
         layouts = m.__dict__[LAYOUTS]
         for name, layout in layouts.items():

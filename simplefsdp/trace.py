@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from inductor_passes.rehearsal import no_garbage_collection
 from simplefsdp import _torch
+from simplefsdp.control import change_specs
 from simplefsdp.dedupe import dedupe_gathers
 from simplefsdp.recompute import tag_gather_chains
 
@@ -32,6 +33,17 @@ class TracedStep(NamedTuple):
     forward: GraphModule
     backward: GraphModule
     fqns: tuple[str, ...]
+
+
+def averaging(model: nn.Module, averages: bool) -> None:
+    """Have a wrapped model, which is traced on a CPU, send gradients as the planned machine does.
+
+    Args:
+        model: wrapped.
+        averages: the machine's communication averages by itself, see
+            :class:`inductor_passes.cluster.Cluster`.
+    """
+    change_specs(model, {"averages": averages})
 
 
 class _TracedError(Exception):

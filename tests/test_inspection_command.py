@@ -232,6 +232,16 @@ def test_a_budget_that_nothing_fits(capsys):
     assert "memory budget: no schedule fits 1,000,000 bytes" in capsys.readouterr().err
 
 
+def test_the_machine_averages_or_not(tmp_path):
+    """On a GPU NCCL does; on a CPU gradients are summed, and divided by kernels of their own."""
+    reduces = {}
+    for cluster in ("cpu-gloo", "h100"):
+        file = tmp_path / cluster
+        assert run(f"{EXAMPLE} --cluster {cluster} --graph {file}") == 0
+        reduces[cluster] = set(re.findall(r"reduce\w* .*?\b(sum|avg)\b", file.read_text()))
+    assert reduces == {"cpu-gloo": {"sum"}, "h100": {"avg"}}
+
+
 def test_every_example_of_the_help_runs(capsys):
     """In their order: --trace reads what --perfetto wrote."""
     examples = re.findall(r"^  simplefsdp inspect (.*)$", options.DESCRIPTION, re.MULTILINE)

@@ -141,6 +141,7 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
             wires=wires,
             source=_source(options, rank),
             compute_beside=beside,
+            averages=rank.device.type == "cuda",
             **compute,
         )
         save(options.out, cluster)

@@ -70,7 +70,9 @@ def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
     what = options.model or options.target
     with working(f"tracing {what} as one of {options.ranks} ranks"), user_errors():
         if options.target is not None and options.input is not None:
-            return trace_target(options.target, options.input, options.ranks)
+            return trace_target(
+                options.target, options.input, options.ranks, averages=cluster.averages
+            )
         model = ModelOptions(options.model or "", options.activation_checkpointing)
         parallel = ParallelOptions(
             mode=options.mode,
@@ -88,6 +90,7 @@ def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
             layers=options.layers,
             seq_len=options.seq_len or _default_seq_len(model),
             batch_size=options.batch_size,
+            averages=cluster.averages,
         )
 
 
@@ -120,6 +123,8 @@ def _tell(
     heading = f"{subject.name} on {options.ranks} ranks of {cluster.name}"
     out = console()
     print_plans(out, plans, heading)
+    if cluster.averages:
+        out.print("traced on a CPU: its attention is priced as a GPU's, its kernels as Triton's")
     if options.diff:
         print_diff(plans[0])
     for name in FILES:

@@ -29,7 +29,7 @@ from simplefsdp.models.build import cross_entropy, model_config
 from simplefsdp.models.layout import data_parallel_mesh, precision_policy
 from simplefsdp.models.options import ModelOptions, ParallelOptions
 from simplefsdp.placement import local_nbytes
-from simplefsdp.trace import TracedStep, trace
+from simplefsdp.trace import TracedStep, averaging, trace
 from simplefsdp.wrap import simple_fsdp
 
 
@@ -72,6 +72,7 @@ def trace_llama(
     layers: int | None,
     seq_len: int,
     batch_size: int,
+    averages: bool,
 ) -> Subject:
     """Trace a step of one of our models with its loss.
 
@@ -82,6 +83,7 @@ def trace_llama(
         layers: how many of its layers; None for all.
         seq_len: tokens per sequence.
         batch_size: sequences per rank.
+        averages: the machine's communication averages by itself.
 
     Raises:
         ValueError: no such model, or a sequence that is too long for it.
@@ -113,6 +115,7 @@ def trace_llama(
             mp_policy=precision_policy(parallel, mesh.device_type),
             reshard_after_forward=parallel.reshard_after_forward,
         )
+        averaging(model, averages)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
@@ -124,7 +127,7 @@ def trace_llama(
     return Subject(options.config, step, nbytes, tokens, flops, modules_of_step(step))
 
 
-def trace_target(target: str, example: str, ranks: int) -> Subject:
+def trace_target(target: str, example: str, ranks: int, *, averages: bool) -> Subject:
     """Trace a step of the user's model.
 
     Args:
@@ -132,6 +135,7 @@ def trace_target(target: str, example: str, ranks: int) -> Subject:
             if it takes an argument. What it builds without naming a device is on meta.
         example: ``module:function``, which returns the inputs of a rank: a tensor, or a tuple.
         ranks: in all.
+        averages: the machine's communication averages by itself.
 
     Raises:
         UserError: a function cannot be had or fails, the model is not wrapped, or its forward is
@@ -150,6 +154,7 @@ def trace_target(target: str, example: str, ranks: int) -> Subject:
             f"--target {target} returned {type(model).__name__}; it must return the wrapped model, "
             "an nn.Module"
         )
+    averaging(model, averages)
     with FakeTensorMode(allow_non_fake_inputs=True):
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device="cpu")
