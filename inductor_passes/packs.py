@@ -15,6 +15,8 @@ cost model sees an operator that reads its inputs and writes its results once.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +34,16 @@ torch.library.define(_UNPACK, "(Tensor flat, int rows, int[] widths) -> Tensor[]
 
 PACK = torch.ops.inductor_passes.pack.default
 UNPACK = torch.ops.inductor_passes.unpack.default
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether each operator is one kernel on a device."""
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def pack(members: Sequence[Tensor], rows: int, widths: Sequence[int], dtype: torch.dtype) -> Tensor:

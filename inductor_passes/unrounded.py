@@ -31,7 +31,7 @@ def write_sums_unrounded(graph: Graph) -> None:
         graph: of aten operators, with the values of nodes in ``meta["val"]``; changed in place.
     """
     for cast in list(graph.nodes):
-        if _is_cast(cast, torch.float32) and _is_only_reduced(cast):
+        if is_cast(cast, torch.float32) and _is_only_reduced(cast):
             chain = _from_rounding(cast)
             if chain:
                 last = _unrounded(graph, chain)
@@ -39,7 +39,7 @@ def write_sums_unrounded(graph: Graph) -> None:
                 graph.erase_node(cast)
 
 
-def _is_cast(node: Node, *dtypes: torch.dtype) -> bool:
+def is_cast(node: Node, *dtypes: torch.dtype) -> bool:
     """Whether a node casts a tensor to one of ``dtypes``, and does not move it."""
     is_cast = node.target in _CASTS and node.kwargs.keys() <= {"dtype"}
     return is_cast and node.meta["val"].dtype in dtypes
@@ -76,7 +76,7 @@ def _rounds(node: Node) -> bool:
     """Whether a node computes in fp32, and rounds what it gives."""
     if node.target in _WIDE:
         return node.meta["val"].dtype in _NARROW
-    if not _is_cast(node, *_NARROW):
+    if not is_cast(node, *_NARROW):
         return False
     source = node.all_input_nodes[0].meta["val"]
     return source.dtype == torch.float32 and source.stride() == node.meta["val"].stride()
