@@ -73,24 +73,30 @@ def copied_out(call: Call, flat: Node, rows: int, shapes: Sequence[Sequence[int]
     return out
 
 
-def cast_together(call: Call, inputs: Sequence[Node]) -> list[Node]:
-    """The inputs, those of them that are only cast or padded by one kernel, if two are."""
-    if not has_kernel(inputs[0].meta["val"].device):
-        return list(inputs)
-    dtype = inputs[0].meta["val"].dtype
-    sources = {n: source for n in inputs if (source := source_of(n)) is not n}
-    if len(sources) < 2 or any(n.meta["val"].dtype != dtype for n in sources):
-        return list(inputs)
-    step = max(1, _ALIGNED // dtype.itemsize)
-    sizes = [n.meta["val"].numel() for n in sources]
-    slots = [-(-size // step) * step for size in sizes]
-    flat = call(PACK, list(sources.values()), 1, slots, dtype)
-    at, made = 0, {}
-    for node, size, slot in zip(sources, sizes, slots, strict=True):
+def cast_together(
+    call: Call, alone: Sequence[Node], shared: Sequence[Node]
+) -> tuple[list[Node], list[Node]]:
+    """What a gather sends of each input ``alone``, and a buffer of those ``shared``, if there are.
+
+    Where there is a kernel, one makes the buffer and what is only cast or padded.
+    """
+    first = (*alone, *shared)[0].meta["val"]
+    sources = {n: source for n in alone if (source := source_of(n)) is not n}
+    if not has_kernel(first.device) or not sources or len(sources) + len(shared) < 2:
+        return list(alone), [copied_in(call, shared, 1)] if shared else []
+    step = max(1, _ALIGNED // first.dtype.itemsize)
+    sizes = [n.meta["val"].numel() for n in (*sources, *shared)]
+    slots = [-(-size // step) * step for size in sizes[: len(sources)]]
+    widths = [*slots, *sizes[len(sources) :]]  # what is shared lies together, at the end
+    members = [*sources.values(), *(source_of(n) for n in shared)]
+    flat = call(PACK, members, 1, widths, first.dtype)
+    made, at = {}, 0
+    for node, size, slot in zip(sources, sizes, slots, strict=False):
         part = call(_aten.slice.Tensor, flat, 0, at, at + size)
         made[node] = call(_aten.view.default, part, list(node.meta["val"].shape))
         at += slot
-    return [made.get(node, node) for node in inputs]
+    buffer = [call(_aten.slice.Tensor, flat, 0, at, sum(widths))] if shared else []
+    return [made.get(node, node) for node in alone], buffer
 
 
 def source_of(node: Node) -> Node:

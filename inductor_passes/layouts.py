@@ -105,11 +105,12 @@ def _write(
     # Rows on the wire before and after: a gather makes of one row many, a reduce of many one.
     ranks_in, ranks_out = _rows(starts[0])
     launch, arrive = Calls(graph), Calls(graph)
-    sent = [copied_in(launch, _inputs(shared), ranks_in)] if shared else []
-    if alone:
-        is_gather = KIND_OF[starts[0].target] == "gather"
-        sent += cast_together(launch, _inputs(alone)) if is_gather else _inputs(alone)
-    received = _launch(launch, starts[0], sent)
+    if KIND_OF[starts[0].target] == "gather":
+        rest, buffer = cast_together(launch, _inputs(alone), _inputs(shared))
+    else:
+        rest = _inputs(alone)
+        buffer = [copied_in(launch, _inputs(shared), ranks_in)] if shared else []
+    received = _launch(launch, starts[0], [*buffer, *rest])
     if shared:
         shapes = [start.meta["val"].shape for start in shared]
         full = arrive(_torch.WAIT, received.pop(0))

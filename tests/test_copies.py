@@ -13,16 +13,22 @@ import pytest
 import torch
 from test_fx_adapter import RANKS, copied, ours, same_numbers
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
 
-from inductor_passes import copies, fx
+from inductor_passes import copies, fx, packs, passes
+from inductor_passes.buckets import Assignment
 from inductor_passes.copies import source_of
 from inductor_passes.layouts import BucketLayout, write_buckets
 from inductor_passes.merge import merge
 from inductor_passes.packs import PACK, UNPACK
+from inductor_passes.passes import bucket_and_reorder
+from inductor_passes.portable import Member, PortableBucket
+from inductor_passes.presets import preset
 from inductor_passes.program import Bucket
+from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.roofline import work_of
 from inductor_passes.verify import verify_unchanged
 
@@ -151,6 +157,22 @@ def test_shards_of_a_coalesced_bucket_are_cast_and_padded_by_one_kernel():
 
 
 @pytest.mark.usefixtures("kernels")
+def test_a_gather_with_a_shared_buffer_takes_one_kernel_before():
+    graph = traced(*GRAPHS["gathers"])
+    write(graph, "coalesced", (1, 3))
+    (pack,) = (n for n in graph.nodes if n.target is PACK)
+    members, rows, widths, _ = pack.args
+    assert [n.meta["val"].shape for n in members] == [
+        GRAPHS["gathers"][1][i].shape for i in (0, 2, 1, 3)
+    ]
+    assert (rows, widths) == (1, [64, 64, 9, 7])  # the last two share a tensor of 16
+    buffer, *rest = sent(graph)
+    assert buffer.meta["val"].shape == (16,)
+    assert [n.meta["val"].shape for n in rest] == [(6, 5), (2,)]
+    assert buffer.meta["val"].storage_offset() == 128
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("name", "out"), [("gathers", UNPACK), ("reduces", _aten.slice.Tensor)])
 def test_a_flat_bucket_is_one_copy_in_and_one_out_at_most(name: str, out: object):
     graph = traced(*GRAPHS[name])
@@ -220,3 +242,23 @@ def test_what_is_needed_elsewhere_or_rounded_twice_is_where_a_member_comes_from(
     assert source_of(sent(graph)[0]) is sent(graph)[0]
     graph = traced(lambda x: gather(cast(cast(x, BF16), FP32)), (torch.ones(4),))
     assert source_of(sent(graph)[0]).meta["val"].dtype == BF16
+
+
+@pytest.mark.parametrize(("device", "packed"), [("cuda", True), ("cpu", False)])
+def test_the_pass_packs_what_the_cluster_makes_worth_it(device: str, packed: bool, monkeypatch):
+    monkeypatch.setattr(passes, "members_to_pack", lambda members, *_: range(len(members)))
+    monkeypatch.setattr(packs, "_has_triton", lambda: True)
+    with FakeTensorMode():
+        shards = [torch.empty(4, 4, device=device) for _ in range(3)]
+        graph = make_fx(lambda *shards: [gather(x) * 2 for x in shards], tracing_mode="fake")(
+            *shards
+        ).graph
+    names = tuple(op.name for _, op in fx.read(graph, ours).program.starts())
+    assignment = Assignment(dict.fromkeys(names, "all"))
+    cluster = preset("h100")
+    settings = Settings(assignment, Auto(cluster))
+    planned = [PortableBucket("all", "gather", tuple(Member(name, 0) for name in names))]
+    bucket_and_reorder(graph, settings, ours, planned)
+    found = targets(graph)
+    assert (PACK in found, UNPACK in found) == (packed, packed)
+    assert len(sent(graph)) == (1 if packed else 3)
