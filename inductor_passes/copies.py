@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes import _torch
+from inductor_passes.loops import loop_of
 from inductor_passes.packs import PACK, UNPACK, has_kernel
 from inductor_passes.unrounded import is_cast
 
@@ -118,7 +119,14 @@ def source_of(node: Node) -> Node:
 
 
 def _copies(node: Node, dtype: torch.dtype) -> bool:
-    return node.target is _CLONE or is_cast(node, dtype) or _pads(node)
+    """Whether a node only copies, and no compiler would do it where it computes what is copied."""
+    if is_cast(node, dtype):
+        source = node.all_input_nodes[0]
+        while source.target in _VIEWS:
+            source = source.all_input_nodes[0]
+        # A loop casts before it writes, for nothing, and need not round what it has computed.
+        return loop_of(source) is None
+    return node.target is _CLONE or _pads(node)
 
 
 def _pads(node: Node) -> bool:

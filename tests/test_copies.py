@@ -223,6 +223,7 @@ SOURCES = {
     "a pad by ones": (lambda x: pad(x, (0, 0, 0, 3), value=1.0), False),
     "a pad that cuts": (lambda x: pad(x, (0, 0, 0, -1)), False),
     "a cast of what is transposed": (lambda x: cast(x.t(), BF16), False),
+    "a cast of what a loop computes": (lambda x: cast(x * 2, BF16), False),
     "a cast to integers": (lambda x: cast(x, torch.int32), False),
     "a cast from 64 bits": (lambda x: cast(cast(x, torch.float64), FP32), False),
 }
@@ -238,10 +239,12 @@ def test_where_a_member_comes_from(name: str):
 
 
 def test_what_is_needed_elsewhere_or_rounded_twice_is_where_a_member_comes_from():
-    graph = traced(lambda x: (gather(y := cast(x, BF16)), y * 2), (torch.ones(4),))
-    assert source_of(sent(graph)[0]) is sent(graph)[0]
-    graph = traced(lambda x: gather(cast(cast(x, BF16), FP32)), (torch.ones(4),))
-    assert source_of(sent(graph)[0]).meta["val"].dtype == BF16
+    for function in (
+        lambda x: (gather(y := cast(x, BF16)), y * 2),
+        lambda x: gather(cast(cast(x, BF16), FP32)),
+    ):
+        graph = traced(function, (torch.ones(4),))
+        assert source_of(sent(graph)[0]) is sent(graph)[0]
 
 
 @pytest.mark.parametrize(("device", "packed"), [("cuda", True), ("cpu", False)])
