@@ -9,6 +9,7 @@ adding up the blocks of those before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -113,9 +114,10 @@ def _launch(
         blocks = rows * sum(-(-width // BLOCK.value) for width in their)
         if blocks:
             aligned = all(address % 16 == 0 for address in table[::4])
-            copy_members[(blocks,)](
-                flat, table, rows, column, total, names, aligned, packs, num_warps=WARPS
-            )
+            with torch.cuda.device_of(flat) if flat.is_cuda else nullcontext():
+                copy_members[(blocks,)](
+                    flat, table, rows, column, total, names, aligned, packs, num_warps=WARPS
+                )
         column += sum(their)
 
 

@@ -122,3 +122,15 @@ def test_aligned_members_are_moved_16_bytes_at_a_time(capability: str, compiled:
     assert kernel["instructions"] == ["ld.global.v4.b32", "st.global.v4.b32"]
     (kernel,) = found["unaligned"]["pack"]
     assert loads.isdisjoint(kernel["instructions"])  # an address that is none would fault
+
+
+def test_triton_is_not_needed_where_there_is_no_gpu():
+    script = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+import torch, simplefsdp.backend
+from inductor_passes import packs
+assert packs.PACK([torch.ones(2)], 1, [2], torch.bfloat16).tolist() == [1, 1]
+assert not packs.has_kernel(torch.device("cpu"))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
