@@ -77,6 +77,9 @@ def compare_with_unpacked(build, executors):
         assert all(map(torch.equal, got_gradients, gradients)), executor
 
 
-def test_packed_buckets_give_the_same_numbers(pools):
+def test_every_kind_of_parameter(pools):
     pools(2).run(compare_with_unpacked, Zoo, ["aot_eager"])
+
+
+def test_generated_code(pools):
     pools(2).run(compare_with_unpacked, Tiny, ["inductor", "regions"])
