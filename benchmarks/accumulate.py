@@ -157,6 +157,7 @@ def _cells(options: Options, row: Row, load: Any, mode: Mode, count: int) -> lis
             "step_s": result.step_s,
             "to_limit": result.step_s / limit.total_s,
             "exposed_s": result.median(lambda s: s.exposed_s),
+            "copy_s": result.median(lambda s: s.copy_s),
             "launches": result.samples[-1].counts,
             "nbytes": dict(nbytes),
             "peak_nbytes": _peak(result),
@@ -177,8 +178,9 @@ def _print(cells: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    heads = ("variant", "step s", "/limit", "exposed s", "gathers", "reduces", "all-reduces", "MB")
-    table = Table(*heads, "peak MiB", "gradient error")
+    times = ("step s", "/limit", "exposed s", "wire's copies s")
+    launches = ("gathers", "reduces", "all-reduces")
+    table = Table("variant", *times, *launches, "MB", "peak MiB", "gradient error")
     for cell in cells:
         if "failure" in cell:
             table.add_row(cell["variant"], cell["failure"])
@@ -189,6 +191,7 @@ def _print(cells: list[dict[str, Any]]) -> None:
             f"{cell['step_s']:.3f}",
             f"{cell['to_limit']:.3f}",
             f"{cell['exposed_s']:.3f}",
+            f"{cell['copy_s']:.3f}",
             *(str(launches.get(kind, 0)) for kind in ("gather", "reduce", "all_reduce")),
             f"{sum(cell['nbytes'].values()) / 1e6:.0f}",
             f"{(peak or 0) / 2**20:.0f}",

@@ -48,10 +48,18 @@ class Transfer:
 
 @dataclass
 class Link:
-    """What all lanes share: the cost of a transfer, and the record of transfers."""
+    """What all lanes share: the cost of a transfer, and the record of transfers.
+
+    Attributes:
+        latency_s: of a transfer.
+        bandwidth: bytes per second.
+        blocks: of the GPU, that a transfer holds, as NCCL's channels do.
+        transfers: since they were last taken.
+    """
 
     latency_s: float = 0.0
-    bandwidth: float = float("inf")  # bytes per second
+    bandwidth: float = float("inf")
+    blocks: int = 1
     transfers: list[Transfer] = field(default_factory=list)
 
     def seconds(self, kind: str, nbytes: int) -> float:

@@ -7,7 +7,7 @@ collective that moves ``nbytes`` (gathered bytes: the full tensor) takes
 
 on its group's *lane*, one transfer after another in the order of issue. On CPU a lane is no more
 than the time at which it is free: issuing a transfer moves it on, and waiting sleeps until that
-transfer's own end. On CUDA a stream of the group's own copies and then spins.
+transfer's own end. On CUDA the device keeps the time (``wire_lane.py``).
 
 What a NIC would do by DMA, this does on the calling thread when a transfer is issued: N copies
 of the shard into a gathered tensor (left out, half the "parameters" would be stale memory), and
@@ -15,8 +15,9 @@ one slot out of a reduced one. Every variant pays that per byte; `Transfer.copy_
 Each group is a lane of its own with the whole bandwidth, which two groups over one NIC would share.
 
 The groups work under functional collectives (coalesced and not), Inductor's code, ``DTensor``,
-``fully_shard`` and ``DistributedDataParallel``, on torch 2.11 to 2.13. They say nothing about the
-streaming multiprocessors that a real NCCL would take from the compute.
+``fully_shard`` and ``DistributedDataParallel``, on torch 2.11 to 2.13. Of what a real NCCL takes
+from the compute they take the streaming multiprocessors, as many as ``link.blocks`` says, and the
+memory traffic of the copies.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transfers import Transfer, WireWork, link, told_to_profiler
+from wire_lane import Lane
 
 # "fake" tells simplefsdp's guard against ranks that differ that the other ranks are not processes.
 BACKEND = "fake_wire"
@@ -44,7 +46,7 @@ class WireGroup(dist.ProcessGroup):
         self._rank, self._size = rank, size
         self._name, self._desc = "", ""
         self._free_s = 0.0
-        self._stream: torch.cuda.Stream | None = None
+        self._lane: Lane | None = None
 
     # What torch asks of a Python process group. ------------------------------------------------
 
@@ -194,41 +196,19 @@ class WireGroup(dist.ProcessGroup):
         link.transfers.append(transfer)
         with torch.no_grad(), told_to_profiler(transfer, free - now):
             if full and full[0].is_cuda:
-                done = self._on_stream(copy, modelled)
+                done = self._on_lane(copy, modelled, full[0].device)
             else:
                 copy()
                 done = None
         transfer.copy_s = time.perf_counter() - now
         return WireWork(transfer, inputs, outputs, done)
 
-    def _on_stream(self, copy: Callable[[], None], seconds: float) -> torch.cuda.Event:
-        """Copy, then spin, on the lane's stream. Its buffers live till their waits, by contract."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        done = torch.cuda.Event()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            copy()
-            torch.cuda._sleep(int(seconds * _cycles_per_s()))
-            done.record(self._stream)
-        return done
-
-
-_rate: list[float] = []
-
-
-def _cycles_per_s() -> float:
-    """How many cycles of ``torch.cuda._sleep`` make a second; measured once."""
-    if not _rate:
-        cycles = 100_000_000
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1000)
-        start.record()
-        torch.cuda._sleep(cycles)
-        end.record()
-        end.synchronize()
-        _rate.append(cycles / (start.elapsed_time(end) / 1e3))
-    return _rate[0]
+    def _on_lane(
+        self, copy: Callable[[], None], seconds: float, device: torch.device
+    ) -> torch.cuda.Event:
+        if self._lane is None:
+            self._lane = Lane(device)
+        return self._lane.transfer(copy, seconds, link.blocks)
 
 
 def _all_gather_out(shard: Tensor, size: int, group_name: Any, *, out: Tensor) -> Tensor:
@@ -256,6 +236,10 @@ def connect(world_size: int) -> None:
     dist.init_process_group(backend=BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
 
 
-def set_link(latency_s: float, bandwidth: float) -> None:
-    """Give the wire its latency (seconds) and bandwidth (bytes per second)."""
+def set_link(latency_s: float, bandwidth: float, blocks: int | None = None) -> None:
+    """Give the wire its latency (seconds) and bandwidth (bytes per second).
+
+    ``blocks`` of a GPU are held by a transfer, if it is given; NCCL takes 16 to 24 on an H100.
+    """
     link.latency_s, link.bandwidth = latency_s, bandwidth
+    link.blocks = link.blocks if blocks is None else blocks

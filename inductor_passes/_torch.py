@@ -6,16 +6,20 @@ Each has a contract test in ``tests/test_passes_contract.py`` that says what mov
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from math import inf
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
+
+from inductor_passes._torch_calls import call_of, generator_written_by, has_schema, saves_generator
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _wait_for_several = getattr(torch.ops._c10d_functional, "wait_tensors", None)  # since 2.15
@@ -25,7 +29,7 @@ _OF_NUMBERS = {getattr(torch, name) for name in dir(torch) if name.startswith("s
 
 
 def is_op(node: Node) -> bool:
-    """Whether a node calls an operator that has a schema."""
+    """Whether a node calls an operator that has a schema, and not within another call."""
     return isinstance(node.target, torch._ops.OpOverload)
 
 
@@ -49,6 +53,8 @@ def is_pure_python(node: Node) -> bool:
 
 def is_random(node: Node) -> bool:
     """Whether a node draws from a generator, so that its place among such nodes matters."""
+    if saves_generator(node):
+        return True
     return is_op(node) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
 
 
@@ -63,7 +69,7 @@ def is_view(node: Node) -> bool:
 
 def multiplies_matrices(node: Node) -> bool:
     """Whether a node is a matmul, a convolution or attention."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = getattr(call_of(node).target, "overloadpacket", None)
     return packet in flop_registry or "attention" in str(packet)
 
 
@@ -120,12 +126,13 @@ def mutated_arguments(node: Node) -> Iterable[Node]:
     """
     if is_pure_python(node):
         return ()
-    if not is_op(node):
+    call = call_of(node)
+    if not has_schema(call):
         return node.all_input_nodes
-    found = []
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    found = generator_written_by(node)
+    for i, argument in enumerate(call.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            value = call.args[i] if i < len(call.args) else call.kwargs.get(argument.name)
             values = value if isinstance(value, (list, tuple)) else [value]
             found += [v for v in values if isinstance(v, Node)]
     return found
@@ -284,39 +291,51 @@ def lowered_at(snode: Any) -> int:
 
 
 @contextmanager
-def no_fusion_past_launches() -> Iterator[None]:
-    """While Inductor lowers a graph: what a launch needs is not fused with what comes after it.
+def no_fusion_past_collectives() -> Iterator[None]:
+    """While Inductor lowers a graph: no fusion keeps back what is to run before a launch or wait.
 
     Fusion of two norms' gradients, say, would hold the launch that needs the first one back until
-    the second one is there. What a launch needs is known through one cast, and combo kernels, an
-    option of Inductor's, are not asked.
+    the second one is there; and a matrix product would come too late to hide a gather, if a loop
+    that it needs were fused with one behind that gather's wait. Combo kernels, an option of
+    Inductor's, are not asked.
     """
     from torch._inductor.virtualized import V
 
     inherited = V.choices
     choices = copy(inherited)
+    limits: WeakKeyDictionary[Any, dict[str, float]] = WeakKeyDictionary()
 
     def can_fuse(scheduler: Any, one: Any, other: Any, shared_data_score: int) -> bool:
-        last, launch = max(one.max_order, other.max_order), min(_launch_of(one), _launch_of(other))
-        return last < launch and inherited.can_fuse(scheduler, one, other, shared_data_score)
+        if scheduler not in limits:  # asked for the first time, nothing is fused
+            limits[scheduler] = _limits(scheduler.nodes)
+        made = (*one.get_buffer_names(), *other.get_buffer_names())
+        limit = min(limits[scheduler].get(str(name), inf) for name in made)
+        in_time = max(one.max_order, other.max_order) < limit
+        return in_time and inherited.can_fuse(scheduler, one, other, shared_data_score)
 
     choices.can_fuse = can_fuse  # type: ignore[method-assign, assignment]
     with V.set_choices_handler(choices):
         yield
 
 
-def _launch_of(snode: Any, *, through_cast: bool = True) -> float:
-    """Place of the first launch that needs what a scheduler node makes, as it is or cast."""
-    places = [inf]
-    for buffer in snode.get_outputs():
-        for user in buffer.users:
-            if getattr(user.node, "node", None) is None:
-                continue  # an output of the graph
-            if is_scheduled_start(user.node):
-                places.append(user.node.min_order)
-            elif through_cast and len(user.node.unmet_dependencies) == 1:
-                places.append(_launch_of(user.node, through_cast=False))
-    return min(places)
+def _limits(snodes: Sequence[Any]) -> dict[str, float]:
+    """By when each buffer must be there: the place of the next launch or wait, seen from the first
+    kernel of another library, such as a matrix product, that needs it directly or by way of loops.
+
+    Args:
+        snodes: before fusion, in an order in which they can run.
+    """
+    events = sorted(s.min_order for s in snodes if is_scheduled_start(s) or is_scheduled_wait(s))
+    limits: dict[str, float] = {}
+    for snode in reversed(snodes):  # users come before what they use
+        made = [limits.get(str(name), inf) for name in snode.get_buffer_names()]
+        if snode.is_extern():
+            behind = bisect_left(events, snode.min_order)
+            made += events[behind : behind + 1]
+        for dep in snode.unmet_dependencies:
+            if not getattr(dep, "is_fake", False):  # which stand for a sequence
+                limits[str(dep.name)] = min((*made, limits.get(str(dep.name), inf)))
+    return limits
 
 
 def origins_of(snode: Any) -> list[Node]:

@@ -36,6 +36,9 @@ SEARCHES = (
     (False, 0.5, True),
 )
 NEAR = 1.01
+# Nor beyond this, if compute hardly ever stands still. What is left is then what compute loses
+# beside transfers; the bound takes them for one transfer, which no memory holds.
+HIDDEN = 1.02
 
 
 def plan_auto(
@@ -53,9 +56,10 @@ def plan_auto(
     :func:`~inductor_passes.buckets.assign_by_module`; then regular plans like it
     (:mod:`inductor_passes.regular`); it with the first or the last bucket smaller; then what
     searches of the chain find. No more are made once one that fits takes at most 0.5 % longer than
-    the lower bound, or, after the first search, 1 %. Of those that fit and take at most 0.5 %
-    longer than the fastest, it is that by module if that is one of them, else the one with the
-    fewest buckets: costs that differ a little give one plan.
+    the lower bound, or, after the first search, 1 %; nor searched for if one takes at most 2 %
+    longer, and compute stands still for at most 0.5 % of it. Of those that fit and take at most
+    0.5 % longer than the fastest, it is that by module if that is one of them, else the one with
+    the fewest buckets: costs that differ a little give one plan.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
@@ -136,6 +140,11 @@ class _Found:
         """Whether the fastest that fits takes at most so many times the bound."""
         return bool(self.fitting) and self.fastest.step_us <= factor * self.bound_us
 
+    def is_hidden(self) -> bool:
+        """Whether searches could find no more than fewer and larger buckets, for little."""
+        still_us = (CLOSE - 1) * self.bound_us
+        return self.is_within(HIDDEN) and self.fastest.exposed_us <= still_us
+
 
 def _vary(found: _Found, manual: Plan, chain: Chain, fqns: Sequence[str]) -> None:
     """Add plans like ``manual``, until one is so close to the bound that no other matters."""
@@ -161,7 +170,7 @@ def _search(
     made: set[tuple[object, ...]] = set()
     units = min(MOST, max(FEWEST, 3 * len(set(assign_by_module(fqns).label_of.values()))))
     for is_fine, share, at_uses in SEARCHES:
-        if found.is_within(NEAR if made else CLOSE):
+        if found.is_within(NEAR if made else CLOSE) or found.is_hidden():
             return
         room = least.peak_nbytes + share * (found.budget_nbytes - least.peak_nbytes)
         if share < 1 and manual.peak_nbytes <= room:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import inf
 
 from inductor_passes.cost import CostModel
-from inductor_passes.merge import bucket_class
+from inductor_passes.merge import bucket_class, sent_together
 from inductor_passes.program import Collective, Program
 
 Edges = Sequence[Sequence[int]]
@@ -89,8 +89,7 @@ def _packed_us(jobs: Sequence[_Job], cost: CostModel) -> float:
             compute_us += job.us
         else:
             key = id(c) if c.kind == "other" else bucket_class(c)
-            so_far = sent[key].nbytes if key in sent else 0
-            sent[key] = replace(c, nbytes=so_far + c.nbytes)
+            sent[key] = sent_together(sent.get(key), c)
             wire_us[key] = cost.collective_us(sent[key])
         bound = max(bound, job.head_us + compute_us + sum(wire_us.values()) + shortest_tail)
     return bound

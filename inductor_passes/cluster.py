@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from inductor_passes.links import (
@@ -199,6 +199,11 @@ class Cluster:
             _warn(f"cluster {self.name!r}: {kind} on {where} is extrapolated from {max(points)}")
         return between(sorted(points.items()), size)
 
+    def with_flat_buckets(self) -> Cluster:
+        """The same, for buckets that travel as one buffer: their members cost nothing."""
+        wires = [replace(w, link=replace(w.link, member_us=0.0)) for w in self.wires]
+        return replace(self, wires=tuple(wires))
+
     def _unknown(self, kind: CollectiveKind, ranks: int, nodes: int) -> str:
         known = sorted((w.ranks, w.nodes) for w in self.wires if w.kind == kind)
         sizes = "; ".join(f"{r} ranks on {n} node{'s'[: n > 1]}" for r, n in known)
@@ -213,7 +218,7 @@ def _for_group(wire: Wire, ranks: int, nodes: int) -> Link:
     if nodes == 1:
         return wire.link
     per_node = (ranks / nodes) / (wire.ranks / wire.nodes)
-    return Link(wire.link.latency_us, wire.link.gb_s * per_node, wire.link.ramp)
+    return replace(wire.link, gb_s=wire.link.gb_s * per_node)
 
 
 @functools.cache
@@ -245,6 +250,10 @@ class ClusterCost:
     def compute_beside(self) -> float:
         return self.cluster.compute_beside
 
+    def with_flat_buckets(self) -> ClusterCost:
+        """The same, for buckets that travel as one buffer."""
+        return replace(self, cluster=self.cluster.with_flat_buckets())
+
     def compute_us(self, program: Program, op: Op) -> float:
         work = self.work.get(op.name)
         if work is None:
@@ -258,7 +267,7 @@ class ClusterCost:
             fewest = -(-collective.ranks // self.cluster.ranks_per_node)
             nodes = self.nodes_of.get(collective.group, fewest)
             self._links[key] = self.cluster.link(collective.kind, collective.ranks, nodes)
-        return self._links[key].us(collective.nbytes, collective.ranks)
+        return self._links[key].us(collective.nbytes, collective.ranks, collective.members)
 
 
 def nodes_spanned(ranks: Sequence[int], world_size: int, ranks_per_node: int) -> int:

@@ -8,7 +8,7 @@ benchmark.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from inductor_passes.program import Collective, Op, Program
@@ -58,6 +58,8 @@ class LinearCost:
         launch_us: per compute op.
         op_us: known times of compute ops by name, which replace the model's.
         compute_beside: see :class:`CostModel`.
+        member_us: of each tensor but the first that is launched with others; no more than the
+            latency.
     """
 
     latency_us: float = 30.0
@@ -66,9 +68,15 @@ class LinearCost:
     launch_us: float = 5.0
     op_us: Mapping[str, float] = field(default_factory=dict)
     compute_beside: float = 1.0
+    member_us: float = 0.0
 
     def __post_init__(self) -> None:
         check_compute_beside(self)
+        if not 0 <= self.member_us <= self.latency_us:
+            raise ValueError(
+                f"cost model: member_us: expected 0 to latency_us, {self.latency_us}, got "
+                f"{self.member_us}: a bucket would cost more than its members do"
+            )
 
     def compute_us(self, program: Program, op: Op) -> float:
         known = self.op_us.get(op.name)
@@ -78,4 +86,9 @@ class LinearCost:
         return self.launch_us + nbytes / (self.memory_gb_s * 1e3)
 
     def collective_us(self, collective: Collective) -> float:
-        return self.latency_us + collective.nbytes / (self.link_gb_s * 1e3)
+        latency_us = self.latency_us + self.member_us * (collective.members - 1)
+        return latency_us + collective.nbytes / (self.link_gb_s * 1e3)
+
+    def with_flat_buckets(self) -> LinearCost:
+        """The same, for buckets that travel as one buffer."""
+        return replace(self, member_us=0.0)

@@ -11,6 +11,8 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes import _torch
+from inductor_passes._torch_calls import call_of, has_schema, note_values
+from inductor_passes.loops import tensors_of
 from inductor_passes.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
 from inductor_passes.units import Part, parts_of, with_units
 
@@ -70,6 +72,7 @@ def read(graph: Graph, fqn_of: FqnOf) -> Reading:
     Raises:
         ProgramError: the graph breaks a rule, as by using a result before its wait.
     """
+    note_values(graph)
     reader = _Reader(fqn_of)
     for node in graph.nodes:
         reader.read(node)
@@ -209,7 +212,7 @@ class _Reader:
 
     def _side_effects(self, node: Node) -> tuple[str, ...]:
         state = [_RANDOM] if _torch.is_random(node) else []
-        if not _torch.is_op(node) or _torch.is_collective_start(node):
+        if not has_schema(call_of(node)) or _torch.is_collective_start(node):
             state.append(_EFFECTS)
         for name in state:
             if name not in self.buffers:
@@ -242,6 +245,7 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
         fqns,
         bucket,
         window,
+        max(1, len(_tensors(start))),
     )
 
 
@@ -285,9 +289,7 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    return tensors_of(node.meta.get("val"))
 
 
 def _buffer(node: Node, storage: str = "") -> Buffer:

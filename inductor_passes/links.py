@@ -1,5 +1,12 @@
 """What a link costs: latency plus bytes over a bandwidth that small messages do not reach.
 
+A bucket may travel as one buffer or as several tensors, launched as one (coalesced). NCCL puts all
+collectives of a group into one kernel. It deals their bytes out over its channels, the largest
+first, an equal share to each; so a large tensor has channels of its own, and small ones queue up on
+one, where each takes all steps of the ring in turn (``scheduleCollTasksToPlan`` in its
+``enqueue.cc``; NVIDIA/nccl issues 559, 725 and 1028: of 980 vectors that are 21 MB, together, a
+group took 70 times as long as one buffer). What that costs is taken to be so much per tensor.
+
 Sizes are of the full tensor: gathered, or not yet scattered. That is what nccl-tests' tables
 fit (``algbw``); a bus bandwidth is ``(ranks - 1) / ranks`` of it.
 """
@@ -93,25 +100,35 @@ class Link:
         latency_us: of the smallest message.
         gb_s: 1e9 bytes of the full tensor per second, for large messages.
         ramp: fraction of ``gb_s`` by bytes per rank; none: all of it, always.
+        member_us: of each tensor but the first that is launched with others; no more than the
+            latency, or a bucket would cost more than its members do.
 
     Raises:
         TypeError, ValueError: a figure that is no number, negative, NaN or zero (a latency may
-            be), or a ramp by which more bytes would take less time.
+            be), more per member than for the whole, or a ramp by which more bytes would take
+            less time.
     """
 
     latency_us: float
     gb_s: float
     ramp: Ramp = ()
+    member_us: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("latency_us", self.latency_us, zero=True)
         check_number("gb_s", self.gb_s)
         check_ramp("ramp", self.ramp)
+        check_number("member_us", self.member_us, zero=True)
+        if self.member_us > self.latency_us:
+            raise ValueError(
+                f"member_us: expected no more than latency_us, {self.latency_us}, got "
+                f"{self.member_us}; measure it with `simplefsdp calibrate`, or correct it by hand"
+            )
 
-    def us(self, nbytes: float, ranks: int) -> float:
-        """Time for a full tensor of ``nbytes``; never falls with it, and is subadditive."""
+    def us(self, nbytes: float, ranks: int, members: int = 1) -> float:
+        """Time for full tensors of ``nbytes`` in all; never falls with it, and is subadditive."""
         reached = self.gb_s * fraction(self.ramp, nbytes / ranks)
-        return self.latency_us + nbytes / (reached * 1e3)
+        return self.latency_us + self.member_us * (members - 1) + nbytes / (reached * 1e3)
 
 
 def between(points: Sequence[tuple[float, Link]], x: float) -> Link:
@@ -119,7 +136,8 @@ def between(points: Sequence[tuple[float, Link]], x: float) -> Link:
 
     Latency and bandwidth follow the power law through the two nearest points. Beyond the ends
     they go on as between the two last, but latency never falls, nor does bandwidth rise, with
-    ``x``. The ramp is that of the nearest point.
+    ``x``. The ramp, and what fraction of the latency a member costs, are those of the nearest
+    point.
     """
     after = min(max(bisect_right([at for at, _ in points], x), 1), len(points) - 1)
     (x0, low), (x1, high) = points[after - 1], points[after]
@@ -132,4 +150,6 @@ def between(points: Sequence[tuple[float, Link]], x: float) -> Link:
         rises = x > x1
         latency = max(latency, end.latency_us) if rises else min(latency, end.latency_us)
         bandwidth = min(bandwidth, end.gb_s) if rises else max(bandwidth, end.gb_s)
-    return Link(latency, bandwidth, (low if x * x < x0 * x1 else high).ramp)
+    near = low if x * x < x0 * x1 else high
+    each = latency * (near.member_us / near.latency_us) if near.latency_us > 0 else 0.0
+    return Link(latency, bandwidth, near.ramp, min(latency, each))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from inductor_passes import _torch
+from inductor_passes._torch_calls import call_of, has_schema
 from inductor_passes.fusion import Loop, Reduces
 
 # fmt: off
@@ -82,17 +82,24 @@ def touches_of(node: Node) -> int | None:
 
 def name_of(node: Node) -> str:
     """``aten::mm`` of ``aten.mm.default``."""
-    name = node.target.name() if _torch.is_op(node) else str(node.target)  # type: ignore[union-attr]
+    call = call_of(node)
+    name = call.target.name() if has_schema(call) else str(call.target)
     return name.split(".")[0]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    values: Iterable[Any] = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    """The tensors of a traced value, of lists inside lists, too."""
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_of(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def inputs_of(node: Node) -> list[torch.Tensor]:
-    return [v for n in node.all_input_nodes for v in tensors_of(n.meta.get("val"))]
+    """The tensors that a node's operator is called with."""
+    call = call_of(node)
+    found: dict[Node, None] = {}
+    torch.fx.node.map_arg((call.args, call.kwargs), found.setdefault)
+    return [v for n in found for v in tensors_of(n.meta.get("val"))]
 
 
 def _numel(value: torch.Tensor) -> int:

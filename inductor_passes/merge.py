@@ -36,6 +36,15 @@ def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
     return _topological(program, ops, members, label_of)
 
 
+def in_one_piece(program: Program) -> Program:
+    """The program, if each of its buckets travels as one buffer."""
+    ops = [
+        op if op.collective is None else replace(op, collective=replace(op.collective, members=1))
+        for op in program.ops
+    ]
+    return replace(program, ops=tuple(ops))
+
+
 def _members(program: Program, bucket: Bucket) -> list[Op]:
     missing = [name for name in bucket.starts if name not in program.index]
     if missing:
@@ -76,7 +85,16 @@ def merge_collectives(members: Sequence[Collective], bucket: Bucket) -> Collecti
         fqns=tuple(fqn for c in members for fqn in c.fqns),
         bucket=bucket.label,
         window=bucket.window,
+        members=sum(c.members for c in members),
     )
+
+
+def sent_together(one: Collective | None, other: Collective) -> Collective:
+    """What takes as long as two collectives that share a bucket, or as the second by itself."""
+    if one is None:
+        return other
+    members = one.members + other.members
+    return replace(one, nbytes=one.nbytes + other.nbytes, members=members)
 
 
 def _topological(

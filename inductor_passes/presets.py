@@ -50,6 +50,14 @@ _NETWORK_RAMP: Ramp = (
 )
 
 
+# Of a latency, each member of a bucket but the first. Estimated from NCCL's own model (tuning.cc,
+# quoted in NVIDIA/nccl issue 1334): a hop of a ring takes 3.4 us on NVLink and 14 between nodes,
+# which gives the latencies above, and 0.6 and 2.7 us by the protocol for small messages.
+_MEMBER = 0.2
+# Estimated: NCCL sends with 16 to 24 blocks, each of which has one of 108 to 148 SMs for itself.
+_BESIDE = 0.85
+
+
 _Row = tuple[int, int, float, float, Ramp]  # ranks, nodes, latency us, GB/s, ramp
 
 
@@ -60,11 +68,12 @@ def _gpu_rows(nvlink: float, network: float) -> tuple[_Row, ...]:
     return (*within, *across)
 
 
-def _wires(rows: Iterable[_Row]) -> tuple[Wire, ...]:
+def _wires(rows: Iterable[_Row], member: float = 0.0) -> tuple[Wire, ...]:
     """Links of all kinds from those of gathers.
 
     A reduce-scatter is taken to cost what a gather does, and an all-reduce to move twice the
-    bytes at the same latency (estimated; a ring moves just that, and NVLink SHARP less).
+    bytes at the same latency (estimated; a ring moves just that, and NVLink SHARP less). Of the
+    latency, each further member of a bucket has the given fraction.
     """
     kinds: tuple[tuple[CollectiveKind, int], ...] = (
         ("gather", 1),
@@ -72,7 +81,7 @@ def _wires(rows: Iterable[_Row]) -> tuple[Wire, ...]:
         ("all_reduce", 2),
     )
     return tuple(
-        Wire(kind, ranks, nodes, Link(us, gb_s / passes, ramp))
+        Wire(kind, ranks, nodes, Link(us, gb_s / passes, ramp, us * member))
         for kind, passes in kinds
         for ranks, nodes, us, gb_s, ramp in rows
     )
@@ -97,16 +106,44 @@ def _gpu_peaks(
     }
 
 
+def _dgx(
+    name: str,
+    peaks: Mapping[str, Peak],
+    memory_gb_s: float,
+    memory_gb: float,
+    *,
+    nvlink: float = 1.0,
+    network: float = 1.0,
+) -> Cluster:
+    """Eight GPUs in a node, linked by the given multiples of an H100's links.
+
+    Estimated for all: 0.85 of memory's bandwidth, 3 us per launch, and what communication takes.
+    """
+    wires = _wires(_gpu_rows(nvlink, network), _MEMBER)
+    return Cluster(
+        name, 8, peaks, memory_gb_s, 0.85, 3.0, memory_gb, wires, _SOURCE, compute_beside=_BESIDE
+    )
+
+
+# Attention: torch's default on compute capability 9.0 and 10.0 is cuDNN's since 2.11, which brings
+# a cuDNN above 9.15 (``check_prefer_cudnn_attention`` in ATen; huggingface/transformers pull
+# request 48163), and FlashAttention 2 elsewhere. Measured on an H100 SXM with heads of 128, at 4k
+# to 16k, by the authors of FlashAttention 3 (arXiv 2407.08608): forward cuDNN 595-609 and
+# FlashAttention 2 368-370 TFLOP/s, backward 499-518 and 310-322; by others 631 and 329 forward
+# (pytorch/pytorch issue 142132). A backward has 2.5 times the operations, so both together run at
+# 526 and 331.
+
+
 def _a100() -> Cluster:
     """DGX A100, 80 GB.
 
     Peaks 312 (bf16), 19.5 (fp32), 19.5 (fp64) TFLOP/s, memory 2.0 TB/s: data sheet. Fractions:
-    0.80 matmul, 0.60 attention (FlashAttention 2's published figures), 0.85 memory: estimated.
-    NVLink: 0.70 of an H100's, from a bus bandwidth of 230-250 GB/s on 8 (nccl-tests, measured)
-    against 345; network: half, a 200 Gb/s card per GPU: estimated. Launch 3 us: estimated.
+    0.80 matmul, 0.60 attention (FlashAttention 2's published figures): estimated. NVLink: 0.70 of
+    an H100's, from a bus bandwidth of 230-250 GB/s on 8 (nccl-tests, measured) against 345;
+    network: half, a 200 Gb/s card per GPU: estimated.
     """
     peaks = _gpu_peaks(312.0, 19.5, 19.5, matmul=0.80, attention=0.60)
-    return Cluster("a100", 8, peaks, 2039.0, 0.85, 3.0, 80.0, _wires(_gpu_rows(0.70, 0.5)), _SOURCE)
+    return _dgx("a100", peaks, 2039.0, 80.0, nvlink=0.70, network=0.5)
 
 
 def _h100() -> Cluster:
@@ -114,12 +151,11 @@ def _h100() -> Cluster:
 
     Peaks 989 (bf16), 67 (fp32), 67 (fp64) TFLOP/s, memory 3.35 TB/s, 80 GB: data sheet.
     Fractions: 0.65 matmul (an H200, with the same cores, was measured at 0.78-0.81 on a large
-    one; an H100 that trains for long has less power to spare), 0.34 attention (FlashAttention 2,
-    torch's default: 335 TFLOP/s in its paper), 0.85 memory: estimated. Links: measured, see
-    above. Launch 3 us: estimated.
+    one; an H100 that trains for long has less power to spare): estimated; 0.53 attention
+    (cuDNN's 526 TFLOP/s, measured, see above). Links: measured, see above.
     """
-    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.65, attention=0.34)
-    return Cluster("h100", 8, peaks, 3350.0, 0.85, 3.0, 80.0, _wires(_gpu_rows(1.0, 1.0)), _SOURCE)
+    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.65, attention=0.53)
+    return _dgx("h100", peaks, 3350.0, 80.0)
 
 
 def _h200() -> Cluster:
@@ -128,19 +164,21 @@ def _h200() -> Cluster:
     0.79 matmul: measured, 769-798 TFLOP/s of 989 on a large one. The rest as for an H100:
     estimated.
     """
-    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.34)
-    return Cluster("h200", 8, peaks, 4800.0, 0.85, 3.0, 141.0, _wires(_gpu_rows(1.0, 1.0)), _SOURCE)
+    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.53)
+    return _dgx("h200", peaks, 4800.0, 141.0)
 
 
 def _b200() -> Cluster:
-    """DGX B200; nothing of it is measured.
+    """DGX B200; nothing of it is measured here.
 
-    Peaks 2250 (bf16), 75 (fp32), 37 (fp64) TFLOP/s, memory 8 TB/s, 180 GB: data sheet.
-    Fractions 0.70 matmul, 0.30 attention, 0.85 memory; NVLink twice an H100's, the same network
-    (400 Gb/s per GPU), launch 3 us: estimated.
+    Peaks 2250 (bf16), 75 (fp32), 37 (fp64) TFLOP/s, memory 8 TB/s, 180 GB: data sheet. Fractions:
+    0.70 matmul: estimated; 0.48 attention: estimated from 1605 TFLOP/s forward of FlashAttention
+    4, 1.3 times cuDNN 9.13 (its authors, together.ai/blog/flashattention-4), and a backward as
+    much slower as on an H100. NVLink twice an H100's, the same network (400 Gb/s per GPU):
+    estimated.
     """
-    peaks = _gpu_peaks(2250.0, 75.0, 37.0, matmul=0.70, attention=0.30)
-    return Cluster("b200", 8, peaks, 8000.0, 0.85, 3.0, 180.0, _wires(_gpu_rows(2.0, 1.0)), _SOURCE)
+    peaks = _gpu_peaks(2250.0, 75.0, 37.0, matmul=0.70, attention=0.48)
+    return _dgx("b200", peaks, 8000.0, 180.0, nvlink=2.0)
 
 
 def _cpu_gloo() -> Cluster:
@@ -150,7 +188,8 @@ def _cpu_gloo() -> Cluster:
     with ``simplefsdp calibrate``: 75 GFLOP/s fp32 and 1.5 bf16 (it has no such instructions),
     attention at 0.25-0.5 of fp32, memory 16 GB/s of which loops with arithmetic reach 0.4, launch
     4 us, two ranks 600 us and 1 GB/s. Estimated: fp64, half of fp32; 8 GB of memory; more ranks,
-    which share the cores; nodes, 1 Gbit/s between them.
+    which share the cores; nodes, 1 Gbit/s between them. What a bucket's members cost, and what
+    compute loses beside transfers, is not known: nothing.
     """
     matmul = ((5e5, 0.15), (4e6, 0.7), (3e7, 1.0))
     attention = ((6e7, 0.25), (9e8, 0.33), (4e9, 0.5))

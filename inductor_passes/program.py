@@ -61,6 +61,8 @@ class Collective:
         fqns: the parameters whose shards or gradients it carries, in their order on the wire.
         bucket: label that members of one bucket share; empty if the planner made none.
         window: see :class:`Bucket`.
+        members: tensors that are launched as one and sent apart, as of a coalesced bucket; 1 if
+            it is one buffer.
     """
 
     kind: CollectiveKind
@@ -72,6 +74,7 @@ class Collective:
     fqns: tuple[str, ...] = ()
     bucket: str = ""
     window: int = 0
+    members: int = 1
 
 
 @dataclass(frozen=True)

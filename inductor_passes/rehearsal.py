@@ -18,7 +18,7 @@ from inductor_passes.cluster import Cluster
 from inductor_passes.greedy import plan_greedy
 from inductor_passes.invariant import rank_invariant
 from inductor_passes.layouts import BucketLayout
-from inductor_passes.merge import merge
+from inductor_passes.merge import in_one_piece, merge
 from inductor_passes.order import OverlapPolicy, overlap
 from inductor_passes.plan import Plan, evaluate
 from inductor_passes.portable import PortableBucket, in_names, in_program
@@ -97,9 +97,11 @@ def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]
         room = None
         if settings.auto.budget_nbytes is None:
             room = room_nbytes(reading.program, settings.auto.cluster)
+        flat = settings.layout == "flat"
+        cluster = settings.auto.cluster
         return plan(
             fused_program(reading),
-            cost_of(reading, settings.auto.cluster),
+            cost_of(reading, cluster.with_flat_buckets() if flat else cluster),
             list(settings.assignment.label_of),
             budget_nbytes=settings.auto.budget_nbytes,
             device_nbytes=room,
@@ -151,6 +153,8 @@ def rehearsed(
     plan = chosen if isinstance(chosen, Plan) else None
     buckets = chosen.buckets if isinstance(chosen, Plan) else chosen
     after = merge(reading.program, buckets)
+    if settings.layout == "flat":
+        after = in_one_piece(after)
     if settings.reorder:
         after = after.reorder(overlap(after, settings.policy))
     return Rehearsal(reading, in_names(reading.program, buckets), after, plan)

@@ -10,6 +10,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from inductor_passes import _torch, attention
+from inductor_passes._torch_calls import call_of, has_schema
 from inductor_passes.cluster import Cluster, ClusterCost, Work, nodes_spanned
 from inductor_passes.fusion import traffic_of, without_fused
 from inductor_passes.fx import Reading
@@ -65,7 +66,7 @@ def work_of_node(node: Node, nbytes: int, kernels: int) -> Work:
     flops = flops_of(node)
     if not flops:
         return Work(0, nbytes, kernels=kernels)
-    attends = "attention" in name_of(node)
+    attends = _attends(node)
     dtype = next((str(v.dtype) for v in inputs_of(node)), "torch.float32").removeprefix("torch.")
     if attends and _is_causal(node):
         flops /= 2
@@ -78,20 +79,29 @@ def flops_of(node: Node) -> float:
     The formulas are given plain sizes: to compute with a symbol could guard on it, on this rank
     alone.
     """
-    target = getattr(node.target, "overloadpacket", node.target)
+    call = call_of(node)
+    target = getattr(call.target, "overloadpacket", call.target)
     count = attention.FLOPS.get(name_of(node)) or flop_registry.get(target)
     if count is None:
+        if _attends(node):
+            _warn_of_formula(name_of(node), "there is no formula for it")
         return 0
 
     def plain(argument: Node) -> Any:
         return _plain(argument.meta.get("val"))
 
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), plain)
+    args, kwargs = torch.fx.node.map_arg((call.args, call.kwargs), plain)
     try:
         return count(*args, **kwargs, out_val=plain(node))
     except Exception as error:  # most formulas are torch's, and so is what they raise
         _warn_of_formula(name_of(node), f"{type(error).__name__}: {error}")
         return 0
+
+
+def _attends(node: Node) -> bool:
+    """Whether a node is attention, to judge by its name: torch's operators and other libraries'."""
+    name = name_of(node).lower()
+    return "attention" in name or "attn" in name
 
 
 _without_formula: set[str] = set()
@@ -120,9 +130,9 @@ def _plain(value: Any) -> Any:
 
 
 def _is_causal(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema else []
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    call = call_of(node)
+    names = [a.name for a in call.target._schema.arguments] if has_schema(call) else []
+    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
     return given.get("is_causal") is True
 
 

@@ -42,6 +42,7 @@ _FIELDS = {
     "op": str,
     "bucket": str,
     "window": int,
+    "members": int,
 }
 
 
@@ -77,7 +78,8 @@ def _quote(name: str) -> str:
 
 
 def _collective_text(c: Collective) -> str:
-    values = (c.group, c.ranks, c.nbytes, c.dtype, c.reduce_op, c.bucket, c.window or "")
+    least = (c.window or "", c.members if c.members > 1 else "")
+    values = (c.group, c.ranks, c.nbytes, c.dtype, c.reduce_op, c.bucket, *least)
     fields = [f"{key}={_quote(str(v))}" for key, v in zip(_FIELDS, values, strict=True) if v != ""]
     fqns = [f"fqns={', '.join(map(_quote, c.fqns))}"] if c.fqns else []
     return " | " + " ".join([c.kind, *fields, *fqns])
@@ -185,10 +187,9 @@ class _Reader:
         if missing:
             raise ProgramError(f"a collective needs {missing[0]}=, a number")
         group, ranks, nbytes, dtype = (fields.get(k, "") for k in list(_FIELDS)[:4])
-        op, bucket, window = (fields.get(k, "") for k in list(_FIELDS)[4:])
-        return Collective(
-            kind, group, int(ranks), int(nbytes), dtype, op, fqns, bucket, int(window or 0)
-        )
+        op, bucket, window, members = (fields.get(k, "") for k in list(_FIELDS)[4:])
+        at = int(window or 0), int(members or 1)
+        return Collective(kind, group, int(ranks), int(nbytes), dtype, op, fqns, bucket, *at)
 
     def _declare(self) -> str:
         name = self._name()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from math import inf
 from typing import Literal
 
 from inductor_passes.chain import Chain, Event, Unit
 from inductor_passes.cost import CostModel
-from inductor_passes.merge import bucket_class
+from inductor_passes.merge import bucket_class, sent_together
 from inductor_passes.program import Collective
 
 What = Literal["gather", "reduce", "then"]
@@ -20,15 +19,13 @@ Sends = tuple[tuple[int, float], ...]
 
 def merged_us(collectives: Iterable[Collective], cost: CostModel) -> dict[str, float]:
     """Time on each group's lane if all that may share a bucket do."""
-    first: dict[tuple[object, ...], Collective] = {}
-    nbytes: dict[tuple[object, ...], int] = {}
+    together: dict[tuple[object, ...], Collective] = {}
     for c in collectives:
         key = bucket_class(c)
-        first.setdefault(key, c)
-        nbytes[key] = nbytes.get(key, 0) + c.nbytes
+        together[key] = sent_together(together.get(key), c)
     us: dict[str, float] = {}
-    for key, c in first.items():
-        us[c.group] = us.get(c.group, 0.0) + cost.collective_us(replace(c, nbytes=nbytes[key]))
+    for c in together.values():
+        us[c.group] = us.get(c.group, 0.0) + cost.collective_us(c)
     return us
 
 
@@ -60,9 +57,8 @@ class TransferTimes:
         found: list[Sends] = [()]
         for unit in reversed(units):
             for c in _carried(unit, what):
-                same = merged.get(bucket_class(c))
-                nbytes = c.nbytes + (same.nbytes if same else 0)
-                merged[bucket_class(c)] = replace(c, nbytes=nbytes)
+                key = bucket_class(c)
+                merged[key] = sent_together(merged.get(key), c)
             us = merged_us(merged.values(), self.cost)
             found.append(tuple((self.chain.lanes[group], time) for group, time in us.items()))
         return found[::-1]

@@ -72,6 +72,10 @@ def simplefsdp(
         settings = adjust(settings)
     if settings is not None and settings.assignment.uncovered:
         say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
+    if choice.cudagraphs and _device(gm).type != "cuda":
+        raise ValueError(
+            f"options['cudagraphs']: expected parameters on cuda, got {_device(gm)}; leave it out"
+        )
     ranks = _ranks(gm)
     if len(ranks) > 1 and not choice.rank_guard_timeout_s:
         say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")

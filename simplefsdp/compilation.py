@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule
 
 import inductor_passes
 from inductor_passes import fx, regional
-from inductor_passes._torch import no_fusion_past_launches
+from inductor_passes._torch import no_fusion_past_collectives
 from inductor_passes.in_place import write_inputs_early
 from inductor_passes.passes import REMEDY, ImposeOrder, PassError, bucket_and_reorder, rehearse
 from inductor_passes.portable import PortableBucket
@@ -125,12 +125,15 @@ def compile_with_passes(
     return _torch.compile_with_inductor(
         gm,
         example_inputs,
+        _torch.Passes(
+            joint=tag_for_recompute,
+            graph=graph_pass if settings is not None else None,
+            scheduler=_scheduler_pass(settings, base),
+            uuid=uuid,
+        ),
         observe=by_regions if options.executor == "regions" else note,
-        joint_pass=tag_for_recompute,
-        graph_pass=graph_pass if settings is not None else None,
-        scheduler_pass=_scheduler_pass(settings, base),
-        lowering=no_fusion_past_launches if _as_planned(settings) else nullcontext,
-        uuid=uuid,
+        lowering=no_fusion_past_collectives if _as_planned(settings) else nullcontext,
+        cudagraphs=options.cudagraphs,
     )
 
 

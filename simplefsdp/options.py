@@ -81,7 +81,7 @@ _INSTEAD = {
     "reshard_after_forward": _WRAP,
     "mp_policy": _WRAP,
     "mesh": _WRAP,
-    "mode": _WRAP,
+    "mode": f"{_WRAP}; for torch.compile's mode='reduce-overhead' there is cudagraphs=True",
     "offload_policy": "shards stay on the device; there is no offloading",
 }
 
@@ -118,6 +118,11 @@ class Options:
             collectives start and are waited for between layers only. (A graph whose sizes are
             symbols is compiled whole.) ``"aot_eager"`` runs the forward and backward graphs op by
             op, which compiles in seconds and serves debugging.
+        cudagraphs: capture the forward and the backward in a CUDA graph each, collectives and all,
+            as ``mode="reduce-overhead"`` does of ``torch.compile``: a step that is bound by the
+            host launches two graphs instead of thousands of kernels. Batches must have one shape,
+            and what a step gives is overwritten by the next one: clone a loss that you keep, and
+            set gradients to None (``optimizer.zero_grad()``) before each step, so no accumulation.
         rank_guard_timeout_s: before a graph is compiled, the ranks compare what they are about to
             communicate, through the process group's store, and raise on a difference instead of
             hanging. This is how long a rank waits for the others. 0: they do not compare; with
@@ -136,6 +141,7 @@ class Options:
     reorder: bool | None = field(default=None, metadata=_flag(optional=True))
     separate_reduce_group: bool = field(default=False, metadata=_flag())
     executor: Executor = field(default="inductor", metadata=_one_of(Executor))
+    cudagraphs: bool = field(default=False, metadata=_flag())
     rank_guard_timeout_s: float = field(default=TIMEOUT_S, metadata={"check": _check_seconds})
 
     @property
@@ -186,6 +192,11 @@ def _consistent(options: Options) -> Options:
                 f"options[{f.name!r}]: has no meaning with bucketing={options.bucketing!r}; leave "
                 f"it out, or choose bucketing={other}"
             )
+    if options.cudagraphs and options.executor != "inductor":
+        raise ValueError(
+            f"options['cudagraphs']: executor={options.executor!r} runs what is not captured; "
+            "leave it out, or choose executor='inductor'"
+        )
     if automatic and options.reorder is False:
         raise ValueError(
             "options['reorder']: bucketing='auto' plans when each bucket starts, so it cannot be "

@@ -275,6 +275,13 @@ def test_two_models_two_options_in_one_process(fake_mesh):
     torch.testing.assert_close(*outputs)
 
 
+def test_cuda_graphs_need_cuda(fake_mesh):
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    run = torch.compile(model, backend="simplefsdp", options={"cudagraphs": True})
+    with pytest.raises(ValueError, match=r"\['cudagraphs'\]: expected parameters on cuda, got cpu"):
+        run(torch.ones(2, 4))
+
+
 def test_one_log_line_per_graph(fake_mesh, caplog):
     model = simple_fsdp(Zoo(), fake_mesh(4))
     compiled = torch.compile(model, backend="simplefsdp", options={**EAGER, "bucketing": "none"})
@@ -327,6 +334,8 @@ def test_second_process_starts_warm(tmp_path: Path):
         ({"rank_guard": False}, "'rank_guard': rank_guard_timeout_s=0 turns"),
         ({"reshard_after_forward": True}, r"is an argument of simple_fsdp\(model, mesh"),
         ({"rank_guard_timeout_s": -1}, "a number of seconds, or 0 for no guard"),
+        ({"cudagraphs": True, "executor": "regions"}, "'regions' runs what is not captured"),
+        ({"mode": "reduce-overhead"}, "for torch.compile's mode='reduce-overhead' there is"),
         ({"buckets": ["*"]}, "'buckets'.*bucketing='auto'.*'manual'"),
         ({"reorder": False}, "'reorder'.*bucketing='auto' plans when"),
         ({"max_inflight_gathers": 3}, "'max_inflight_gathers': bucketing='auto' plans it"),

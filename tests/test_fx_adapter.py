@@ -21,7 +21,7 @@ import simplefsdp.provenance
 from inductor_passes import _torch, fx, passes
 from inductor_passes.buckets import Assignment, plan_buckets
 from inductor_passes.layouts import BucketLayout, write_buckets
-from inductor_passes.merge import merge
+from inductor_passes.merge import in_one_piece, merge
 from inductor_passes.passes import PassError, bucket_and_reorder
 from inductor_passes.program import Program, ProgramError
 from inductor_passes.rehearsal import Settings
@@ -465,7 +465,7 @@ def test_flat_buckets_carry_the_same_bytes(graph):
     graph.lint()
     after = read(graph, fqn_of)
     verify_unchanged(reading.program, after)
-    sent = [op.collective for _, op in merged.starts()]
+    sent = [op.collective for _, op in in_one_piece(merged).starts()]
     assert [op.collective for _, op in after.starts()] == sent
     assert all(len(op.writes) == 1 for _, op in after.starts())
     assert same_numbers(before, graph)

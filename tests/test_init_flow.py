@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from simplefsdp import init_flow, rank_guard, simple_fsdp
@@ -273,6 +274,17 @@ def test_an_empty_model_does_not_train(fake_mesh, around, twice):
     for call in (model, compiled):
         with pytest.raises(ValueError, match=r"0\.weight.*: to_empty\(\) gave memory but nothing"):
             call(torch.ones(2, 4))
+
+
+def test_an_empty_model_is_planned(fake_mesh):
+    """Inside a FakeTensorMode nothing has values, and nothing is computed."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    simple_fsdp(model, fake_mesh(2))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        compiled = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
+        assert compiled(torch.ones(2, 4)).shape == (2, 4)
 
 
 def test_what_got_values_is_read(solo_mesh):

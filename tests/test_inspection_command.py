@@ -158,7 +158,8 @@ def check_graph(graph):
     exposed = [bucket["exposed_us"] for bucket in graph["buckets"]]
     assert sum(exposed) == pytest.approx(graph["exposed_us"])
     assert sum(graph["exposed_by_reason"].values()) == pytest.approx(graph["exposed_us"])
-    assert graph["total_us"] == pytest.approx(graph["compute_us"] + graph["exposed_us"])
+    computed = graph["compute_us"] + graph["slowed_us"]
+    assert graph["total_us"] == pytest.approx(computed + graph["exposed_us"])
     assert graph["peak_bytes"] >= sum(graph["peak_by_kind"].values())
     assert sum(graph["peak_by_kind"].values()) == sum(graph["peak_by_module"].values())
     for bucket in graph["buckets"]:

@@ -118,6 +118,42 @@ def test_gaps_and_whose_fault_they_are(tmp_path):
     assert report.idle_us == 90
 
 
+def test_a_modelled_wire_on_a_device(tmp_path):
+    """A transfer is what its event launched: copies on one stream, what holds blocks on another;
+    launches of another thread at that time, and of before and after, are compute."""
+
+    def wire(kind, nbytes, begin):
+        name = f"wire:{kind} nbytes={nbytes} begins_after_us=0.000 takes_us=20.000"
+        return event(name, begin, 10, cat="user_annotation", tid=1)
+
+    def launch(correlation, at, tid=1, cat="cuda_runtime"):
+        return event("cudaLaunchKernel", at, 1, cat=cat, tid=tid, correlation=correlation)
+
+    told = wire("gather", 4096, 10)
+    report = measured(
+        tmp_path,
+        [
+            told,
+            {**told, "cat": "gpu_user_annotation", "tid": 20, "ts": 40},  # on the device, again
+            wire("reduce", 8192, 50),
+            launch(1, 5), launch(2, 11), launch(3, 15, cat="cuda_driver"), launch(4, 30),
+            launch(5, 55), launch(6, 56, tid=2),
+            kernel("gemm", 6, 30, correlation=1),
+            event("Memcpy DtoD", 40, 10, cat="gpu_memcpy", device=0, stream=21, correlation=2),
+            kernel("hold", 40, 20, 20, correlation=3),
+            kernel("gemm", 36, 14, correlation=4),
+            kernel("hold", 70, 20, 20, correlation=5),
+            kernel("gemm", 70, 5, correlation=6),
+        ],
+    )  # fmt: skip
+    assert [
+        (m.transfer.kind, m.transfer.nbytes, m.transfer.begin_us, m.transfer.end_us)
+        for m in report.transfers
+    ] == [("gather", 4096, 40, 60), ("reduce", 8192, 70, 90)]
+    assert [m.exposed_us for m in report.transfers] == [10, 15]
+    assert report.exposed_us == 25
+
+
 def test_gloo(tmp_path):
     """The main thread launches, computes and waits; gloo reduces to shards by all-reduce."""
 

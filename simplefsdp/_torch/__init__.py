@@ -11,6 +11,7 @@ from simplefsdp._torch.backends import (
     CompiledFunction,
     GraphCompiler,
     GraphPass,
+    Passes,
     compile_with_aot_eager,
     compile_with_inductor,
     graphs_of,
@@ -38,6 +39,7 @@ from simplefsdp._torch.dynamo import (
 )
 from simplefsdp._torch.processes import (
     dispatch_mode,
+    hold_up_stream,
     in_backward,
     is_checkpointed_by_hooks,
     no_torch_function,
@@ -75,6 +77,7 @@ __all__ = [
     "GraphBreak",
     "GraphCompiler",
     "GraphPass",
+    "Passes",
     "TorchDispatchMode",
     "accumulates",
     "annotate_backward",
@@ -96,6 +99,7 @@ __all__ = [
     "has_hooks",
     "has_no_data",
     "hash_of_files",
+    "hold_up_stream",
     "in_backward",
     "input_name",
     "is_allowed_in_graph",

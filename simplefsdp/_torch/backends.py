@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
@@ -17,51 +17,69 @@ GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
 GraphPass = Callable[[Graph], None]
 
 
+class Passes(NamedTuple):
+    """What Inductor runs of ours.
+
+    Attributes:
+        joint: mutates the joint graph before it is partitioned.
+        graph: mutates the forward and the backward graph just before they are lowered.
+        scheduler: permutes Inductor's scheduler nodes, last of all. Its pickle becomes part of the
+            FX-graph cache's key.
+        uuid: identifies the other passes and all they depend on, for that key; asked for when a
+            graph has been observed.
+    """
+
+    joint: GraphPass
+    graph: GraphPass | None
+    scheduler: Callable[[list[Any]], list[Any]] | None
+    uuid: Callable[[], str]
+
+
 def compile_with_inductor(
     gm: GraphModule,
     example_inputs: Sequence[Any],
+    passes: Passes,
     *,
     observe: Callable[[GraphModule, bool], CompiledFunction | None],
-    joint_pass: GraphPass,
-    graph_pass: GraphPass | None,
-    scheduler_pass: Callable[[list[Any]], list[Any]] | None,
     lowering: Callable[[], AbstractContextManager[None]],
-    uuid: Callable[[], str],
+    cudagraphs: bool,
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
 
     Args:
         gm: the Dynamo graph; owned by the callee.
         example_inputs: its (fake) inputs.
+        passes: ours.
         observe: called with each graph before it is lowered, and whether it is the backward;
             called when the compiled code comes from a cache, too. If it gives a function, that is
-            the compiled graph, and none of the passes below, nor Inductor, sees it.
-        joint_pass: mutates the joint graph before it is partitioned.
-        graph_pass: mutates the forward and the backward graph just before they are lowered.
-        scheduler_pass: permutes Inductor's scheduler nodes, last of all. Its pickle becomes part
-            of the FX-graph cache's key.
+            the compiled graph, and none of the passes but the joint one, nor Inductor, sees it.
         lowering: makes a context that each graph is lowered in.
-        uuid: identifies the other passes and all they depend on, for that key; asked for when
-            a graph has been observed.
+        cudagraphs: capture each graph; if not, as the user's setting of Inductor says.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    static: set[str] = set()
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         with config.patch(users):
             compiled = observe(graph, bool(kwargs.get("is_backward", False)))
         if compiled is not None:
             return compiled
+        kwargs["static_input_idxs"] = _static_inputs(graph, kwargs, static)
         with _stable_mesh_hashes(inputs), lowering():
             return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
 
-    patches = _after_the_users("joint_custom_post_pass", joint_pass, uuid) | _ORDER_STAYS
+    joint, graph_pass, scheduler, uuid = passes
+    patches = _after_the_users("joint_custom_post_pass", joint, uuid) | _ORDER_STAYS
     if graph_pass is not None:
         patches |= _after_the_users("post_grad_custom_post_pass", graph_pass, uuid)
         patches |= _TORCH_BUCKETING_OFF
-    if scheduler_pass is not None:
-        patches |= _scheduler_patches(scheduler_pass)
+    if scheduler is not None:
+        patches |= _scheduler_patches(scheduler)
+    if cudagraphs:
+        patches |= {"triton.cudagraphs": True}
     known = config.get_config_copy()
     patches = {key: value for key, value in patches.items() if key in known}
     users = {key: getattr(config, key) for key in patches}
@@ -72,6 +90,25 @@ def compile_with_inductor(
             gm, example_inputs, inner_compile=inner_compile, config_patches=patches
         )
     return cast(CompiledFunction, compiled)
+
+
+def _static_inputs(graph: GraphModule, kwargs: dict[str, Any], static: set[str]) -> list[int]:
+    """Places of the inputs that stay where they are from step to step, which need no copy.
+
+    Torch 2.15 takes shards that the forward had as such for others in backward: it counts places
+    without the meshes that DTensors bring along.
+
+    Args:
+        graph: a forward graph, then its backward.
+        kwargs: what Inductor is told of it.
+        static: names of the forward's, to which they are added.
+    """
+    names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    places = set(kwargs.get("static_input_idxs") or ())
+    if kwargs.get("is_backward", False):
+        return sorted(places | {i for i, name in enumerate(names) if name in static})
+    static.update(names[i] for i in places)
+    return sorted(places)
 
 
 # On by default since 2.14 and the last of all: it launches earlier and waits later than planned.
@@ -179,8 +216,8 @@ def compile_with_aot_eager(
 ) -> CompiledFunction:
     """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
 
-    Arguments as for :func:`compile_with_inductor`. With ``decompose`` the graphs are made of the
-    ops that Inductor would get.
+    Arguments as for :func:`compile_with_inductor` and :class:`Passes`. With ``decompose`` the
+    graphs are made of the ops that Inductor would get.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd

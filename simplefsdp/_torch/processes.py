@@ -39,6 +39,11 @@ def second_group(name: str) -> str:
     return _second_groups[group]
 
 
+def hold_up_stream() -> None:
+    """Keep the current CUDA stream busy for about a millisecond, which takes no time here."""
+    torch.cuda._sleep(2_000_000)  # cycles
+
+
 def is_checkpointed_by_hooks(module: nn.Module) -> bool:
     """Whether somebody gave ``module`` to ``torch.distributed._composable.checkpoint``."""
     from torch.distributed._composable.contract import _get_registry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,6 +44,19 @@ def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
     errors = {link: worst_error(link, samples, ranks) for link in (line, *ramped)}
     good = min(errors.values()) + _TOLERANCE
     return next(link for link, error in errors.items() if error <= good)
+
+
+def with_members(
+    link: Link, flat: Sequence[Sample], coalesced: Sequence[Sample], members: int
+) -> Link:
+    """The link with what each further member of a bucket costs, by times of the same bytes as one
+    buffer and as ``members`` tensors: the median over sizes, no less than nothing and no more than
+    the latency."""
+    whole = dict(flat)
+    each = [(s.us - whole[s.size]) / (members - 1) for s in coalesced]
+    if not each:
+        return link
+    return replace(link, member_us=min(max(0.0, statistics.median(each)), link.latency_us))
 
 
 def without_delays(samples: Sequence[Sample]) -> list[Sample]:

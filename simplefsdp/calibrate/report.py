@@ -38,8 +38,10 @@ class CalibrationReport:
         for kind, link in fitted.items():
             where = f"{ranks} ranks on {nodes} node{'s'[: nodes > 1]}"
             ramp = f", ramp from {min(f for _, f in link.ramp):.0%}" if link.ramp else ""
+            each = f", {link.member_us:.3g} us per further member of a bucket"
             title = (
                 f"{kind}, {where}: {link.latency_us:.4g} us + bytes / {link.gb_s:.4g} GB/s{ramp}"
+                f"{each if link.member_us else ''}"
             )
             predicted = [link.us(s.size, ranks) for s in measured[kind]]
             self._fit(title, "KiB", 1024, measured[kind], predicted)

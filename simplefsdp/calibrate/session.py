@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from inductor_passes.cluster import Peak, Wire
 from inductor_passes.links import Ramp
-from simplefsdp.calibrate import measure
-from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp, without_delays
+from simplefsdp.calibrate import collectives, measure
+from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp, with_members, without_delays
 from simplefsdp.calibrate.measure import Sweep
 from simplefsdp.calibrate.report import CalibrationReport
 from simplefsdp.launcher.ranks import Rank
@@ -24,10 +24,13 @@ def measure_wires(
     wires = []
     for ranks, nodes in measure.groups_of(rank.world_size, local_size):
         report.progress(f"collectives among {ranks} ranks")
-        found = measure.time_collectives(ranks, sweep, rank.device)
-        fitted = {kind: fit_link(samples, ranks) for kind, samples in found.items()}
+        found = collectives.time_collectives(ranks, sweep, rank.device)
+        fitted = {
+            kind: with_members(fit_link(flat, ranks), flat, coalesced, collectives.MEMBERS)
+            for kind, (flat, coalesced) in found.items()
+        }
         wires += [Wire(kind, ranks, nodes, link) for kind, link in fitted.items()]
-        report.links(ranks, nodes, found, fitted)
+        report.links(ranks, nodes, {kind: flat for kind, (flat, _) in found.items()}, fitted)
     return tuple(wires)
 
 
@@ -36,7 +39,7 @@ def measure_beside(sweep: Sweep, rank: Rank, report: CalibrationReport) -> float
     if rank.world_size == 1:
         return 1.0
     report.progress("compute beside transfers")
-    kept = measure.compute_beside(sweep, rank.device)
+    kept = collectives.compute_beside(sweep, rank.device)
     if kept is None:
         report.say("transfers are too short to tell what compute loses beside them: nothing, then")
         return 1.0

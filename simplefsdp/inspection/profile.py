@@ -5,24 +5,21 @@ copy, on any stream. Without, collectives are what gloo's threads record, and co
 other threads do but for launching collectives and waiting for them. A trace that
 ``simplefsdp inspect --perfetto`` wrote is read by its categories.
 
-A wire that is modelled (``benchmarks/wire.py``) has no thread to record anything on: it records,
-where a transfer is launched, an event named ``wire:KIND nbytes=N begins_after_us=T takes_us=T``,
-KIND one of ``gather``, ``reduce`` and ``all_reduce``, N the bytes of the full tensors, and the
-transfer's begin counted from that of the event. The event itself covers the launch, with the
-copies that a NIC would make, and ``wire:wait`` covers waiting; neither is compute.
+Of a wire that is modelled (``benchmarks/wire.py``) see :mod:`simplefsdp.inspection.wire_events`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from simplefsdp.inspection.intervals import Intervals, difference, union
 from simplefsdp.inspection.trace_json import load_trace
+from simplefsdp.inspection.wire_events import Told, told_by, transfer_of_launches
 
 Event = dict[str, Any]
 
@@ -32,10 +29,6 @@ _NCCL = re.compile(r"^(void )?nccl\w*Kernel")
 _KIND_OF = {"allgather": "gather", "reducescatter": "reduce", "allreduce": "all_reduce"}
 _LAUNCH = re.compile(r"^c10d::_?(all_?gather|reduce_?scatter|all_?reduce)")
 _WAIT = re.compile(r"^(_c10d_functional|c10d_functional)::wait_tensor|^c10d::(barrier|monitored)")
-_WIRE = re.compile(
-    r"^wire:(?P<kind>gather|reduce|all_reduce) nbytes=(?P<nbytes>\d+) "
-    r"begins_after_us=(?P<after>[\d.]+) takes_us=(?P<takes>[\d.]+)$"
-)
 _OURS = ("gather", "reduce", "all_reduce", "other")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _NBYTES = {
@@ -104,7 +97,7 @@ def read_profiles(path: Path) -> list[Profile]:
     spans = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and "dur" in e]
     told = trace.get("distributedInfo") if isinstance(trace, dict) else None
     name = f"rank {told['rank']}" if isinstance(told, dict) and "rank" in told else path.stem
-    on_host = _on_wire if any(_WIRE.match(e["name"]) for e in spans) else _on_threads
+    on_host = _on_wire if any(told_by(e) for e in spans) else _on_threads
     found = _on_devices(spans, name) or _predicted(spans, events) or on_host(spans, name)
     steps = tuple(sorted(_span(e) for e in spans if _is_step(e)))
     found = [replace(profile, steps=steps) for profile in found if profile.transfers]
@@ -137,17 +130,33 @@ def _on_devices(spans: Sequence[Event], name: str) -> list[Profile]:
         if e.get("cat") in _ON_DEVICE:
             by_device[_args(e).get("device", e.get("pid"))].append(e)
         elif e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in _args(e):
-            launched[_args(e)["correlation"]] = float(e["ts"])
+            launched[_args(e)["correlation"]] = e
+    on_wire = transfer_of_launches(spans, launched)
     profiles = []
     for device, found in by_device.items():
-        kernels = [e for e in found if not _NCCL.match(e["name"])]
-        transfers = [_nccl(e) for e in found if _NCCL.match(e["name"])]
+        own = [e for e in found if _args(e).get("correlation") not in on_wire]
+        kernels = [e for e in own if not _NCCL.match(e["name"])]
+        transfers = [_nccl(e) for e in own if _NCCL.match(e["name"])]
+        transfers += _on_lanes(found, on_wire)
         title = f"{name}, device {device}" if len(by_device) > 1 else name
         profile = _profile(title, transfers, kernels)
         starts = sorted(kernels, key=lambda e: float(e["ts"]))
-        us = tuple(launched.get(_args(e).get("correlation")) for e in starts)
+        by = (launched.get(_args(e).get("correlation")) for e in starts)
+        us = tuple(None if e is None else float(e["ts"]) for e in by)
         profiles.append(replace(profile, launched_us=us))
     return profiles
+
+
+def _on_lanes(found: Iterable[Event], on_wire: Mapping[object, Told]) -> list[Transfer]:
+    """Transfers of a modelled wire, each from its first kernel or copy to the end of its last."""
+    of_one: defaultdict[Told, list[tuple[float, float]]] = defaultdict(list)
+    for e in found:
+        if (transfer := on_wire.get(_args(e).get("correlation"))) is not None:
+            of_one[transfer].append(_span(e))
+    return [
+        Transfer(t.kind, f"wire:{t.kind}", min(spans)[0], max(end for _, end in spans), t.nbytes)
+        for t, spans in of_one.items()
+    ]
 
 
 def _profile(name: str, transfers: Iterable[Transfer], kernels: Iterable[Event]) -> Profile:
@@ -219,13 +228,10 @@ def _on_threads(spans: Sequence[Event], name: str) -> list[Profile]:
 def _on_wire(spans: Sequence[Event], name: str) -> list[Profile]:
     """The profile of a rank that computes on the CPU and whose wire is modelled."""
     own = [e for e in spans if not _is_frame(e)]
-    launches = [(e, found) for e in own if (found := _WIRE.match(e["name"]))]
     transfers = []
-    for e, found in launches:
-        begin = float(e["ts"]) + float(found["after"])
-        end = begin + float(found["takes"])
-        event_name = f"wire:{found['kind']}"
-        transfers.append(Transfer(found["kind"], event_name, begin, end, int(found["nbytes"])))
+    for t in filter(None, map(told_by, own)):
+        begin = t.launch[0] + t.after_us
+        transfers.append(Transfer(t.kind, f"wire:{t.kind}", begin, begin + t.takes_us, t.nbytes))
     apart = [e for e in own if e["name"].startswith("wire:") or _WAIT.match(e["name"])]
     return [_profile(name, transfers, _computed(own, apart))]
 

@@ -29,6 +29,7 @@ def layered(seed: int, n: int, kind: str) -> tuple[Program, LinearCost, list[str
     last = f"output x{n}" if kind == "forward" else "output x0"
     cost = LinearCost(rng.choice((0, 2, 8, 20)), 1e-3 * rng.choice((1, 2, 5, 20)), op_us=us)
     cost = replace(cost, compute_beside=rng.choice((1.0, 1.0, 0.6)))
+    cost = replace(cost, member_us=cost.latency_us * rng.choice((0, 0.2, 0.5)))
     program = parse("\n".join([f"input {first}: 32", *inputs, *ops, last]))
     return program, cost, [f"layers.{k}.weight" for k in range(n)]
 

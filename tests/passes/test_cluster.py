@@ -73,7 +73,7 @@ def test_larger_groups_never_cost_less(name: str) -> None:
 def test_known_groups_cost_what_the_table_says() -> None:
     assert ROUND.link("gather", 4, 1).us(1000, 4) == 21.0
     assert ROUND.link("reduce", 8, 2).us(1000, 8) == 40.5
-    assert preset("h100").link("gather", 8, 1) == Link(30.0, 394.0)
+    assert preset("h100").link("gather", 8, 1) == Link(30.0, 394.0, member_us=6.0)
     assert preset("h100").link("gather", 64, 8).us(2**30, 64) == pytest.approx(
         297 + 2**30 / (390e3 * 0.79)  # 16 MiB per rank
     )
@@ -291,3 +291,16 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_groups_of_any_shape_span_some_nodes(members, nodes):
     assert nodes_spanned(members, world_size=8, ranks_per_node=4) == nodes
+
+
+def test_presets_attend_with_the_kernel_that_torch_prefers() -> None:
+    """1e12 operations per second of large attention, forward and backward together."""
+    many = Work(flops=1e13, kind="attention", dtype="bfloat16")
+    tflops = {name: 1e7 / (preset(name).compute_us(many) - 3) for name in ("a100", "h100", "b200")}
+    # FlashAttention 2; cuDNN, measured; cuDNN, estimated.
+    assert tflops == pytest.approx({"a100": 187, "h100": 526, "b200": 1080}, rel=0.01)
+
+
+def test_compute_slows_beside_nccl() -> None:
+    beside = {name: cluster.compute_beside for name, cluster in PRESETS.items()}
+    assert beside == {"cpu-gloo": 1.0} | dict.fromkeys(("a100", "h100", "h200", "b200"), 0.85)

@@ -33,7 +33,7 @@ resident p: 16
 resident q: 8
 compute cast(q) -> half_q: 4
 start g(p, half_q) -> full_p: 64, full_q: 16 | gather group=dp ranks=4 nbytes=80 \
-dtype=f32 bucket=fc fqns=fc.weight, fc.bias
+dtype=f32 bucket=fc members=2 fqns=fc.weight, fc.bias
 wait w(full_p) -> weight: 64 @full_p
 wait u(full_q) -> bias: 16 @full_q
 compute mm(x, weight, bias) -> y: 64
@@ -70,7 +70,7 @@ output db
 input a: 64
 input b: 32
 start r(a, b) -> ra: 16, rb: 8 | reduce group=dp ranks=4 nbytes=96 dtype=f32 op=avg \
-bucket=fc fqns=fc.weight, fc.bias
+bucket=fc members=2 fqns=fc.weight, fc.bias
 wait w(ra) -> da: 16 @ra
 compute scale(da) -> ga: 16
 wait u(rb) -> db: 8 @rb
@@ -97,6 +97,7 @@ def test_merging_merged_ones():
     assert collective.nbytes == 84
     assert collective.fqns == ("fc.weight", "fc.bias", "r")
     assert collective.bucket == "all"
+    assert collective.members == 3
 
 
 def test_a_mutation_keeps_its_side_of_the_merged_start():

@@ -1,0 +1,136 @@
+"""The CUDA code of a wrapped Llama, which Inductor writes for a GPU that is not there.
+
+Each case is compiled in a process of its own, see ``cuda/cases.py``. Nothing runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generated_cuda import collectives, events, kernels, padded
+
+HERE = Path(__file__).parent / "cuda"
+pytestmark = [
+    pytest.mark.inductor,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="builds a device guard"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton writes kernels"),
+]
+LAYERS = 2
+PARAMETERS, MATRICES = 9 * LAYERS + 3, 7 * LAYERS + 1  # but the embedding, which is looked up
+
+
+def compiled(name: str, folder: Path) -> dict[str, Any]:
+    """What ``cuda/cases.py`` says of a case; of nothing did Triton refuse to make a cubin."""
+    out = folder / "found.json"
+    command = [sys.executable, str(HERE / "cases.py"), name, str(out)]
+    path = [str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=280, env=env
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert len(found["kernels"]) > 10
+    assert not found["refused"]
+    return found
+
+
+def launches(sequence: list[str]) -> list[str]:
+    return [event for event in sequence if " of " in event]
+
+
+def hidden(sequence: list[str]) -> list[tuple[str, int, list[int]]]:
+    """Of each launch: what it is, how many computes run before it, and before each of its waits."""
+    found: list[tuple[str, int, list[int]]] = []
+    computes = 0
+    for event in sequence:
+        if " of " in event:
+            found.append((event, computes, []))
+        elif event.startswith("wait"):
+            found[int(event.split()[-1])][2].append(computes)
+        else:
+            computes += 1
+    return found
+
+
+def parts(found: dict[str, Any]) -> list[tuple[list[str], str]]:
+    """Of forward and backward, the plan and the code."""
+    return list(zip(found["planned"].values(), found["codes"], strict=True))
+
+
+def of_gathers(sequence: list[str]) -> int:
+    """How many parameters are gathered."""
+    return sum(int(event.split()[-1]) for event in launches(sequence) if "gather" in event)
+
+
+@pytest.mark.parametrize("name", ["auto", "selective", "full", "hybrid", "uneven"])
+def test_what_was_planned_is_what_runs(name, tmp_path):
+    for planned, code in parts(compiled(name, tmp_path)):
+        assert len(launches(planned)) >= 3 and planned.count("product") > 14
+        assert hidden(events(code)) == hidden(planned)
+        assert padded(code) == []
+
+
+def test_tensor_parallel(tmp_path):
+    for planned, code in parts(compiled("tensor_parallel", tmp_path)):
+        assert any("all_reduce of 1" in event for event in planned)
+        assert hidden(events(code)) == hidden(planned)
+        assert padded(code) == []
+
+
+def test_manual(tmp_path):
+    """Its windows are relative to what is computed, which Inductor orders."""
+    for planned, code in parts(compiled("manual", tmp_path)):
+        generated = events(code)
+        assert len(launches(planned)) < PARAMETERS
+        assert launches(generated) == launches(planned)
+        assert Counter(generated) == Counter(planned)
+        exposed = [sum(start == min(waits) for _, start, waits in hidden(generated[:-1]) if waits)]
+        assert exposed[0] <= 2  # the first gather, and the last reduce if it is waited for here
+        assert padded(code) == []
+
+
+def test_without_passes_nothing_is_moved(tmp_path):
+    for planned, code in parts(compiled("none", tmp_path)):
+        assert of_gathers(planned) >= PARAMETERS - 1 and len(launches(planned)) >= PARAMETERS - 1
+        assert events(code) == planned
+        assert padded(code) == []
+
+
+def test_kernels(tmp_path):
+    """Shards are cast before they are sent, and gradients of matrices; all else is fused."""
+    cast = re.compile(r"triton_poi_fused__to_copy(_view|_all_gather_into_tensor)*_\d+$")
+    counts = []
+    for _, code in parts(compiled("auto", tmp_path)):
+        launched = Counter(bool(cast.match(name)) for name in kernels(code))
+        counts.append((launched[True], launched[False]))
+    (casts, loops), (casts_back, loops_back) = counts
+    assert (casts, casts_back) == (PARAMETERS, PARAMETERS - 1 + MATRICES)
+    assert loops <= 3 + 6 * LAYERS and loops_back <= 6 + 12 * LAYERS
+
+
+def test_each_graph_is_captured_whole(tmp_path):
+    """In one CUDA graph; what is copied to it is the batch and the gradient of the loss."""
+    found = compiled("cudagraphs", tmp_path)
+    for planned, code in parts(found):
+        assert re.findall(r"def (partition_\d+)", code) == ["partition_0"]
+        assert hidden(events(code)) == hidden(planned)
+    # Before 2.15 torch takes the batch, which backward needs, for what stays where it is.
+    assert found["copied"] in ([1, 1], [1, 2])
+
+
+def test_regions_hold_no_collective(tmp_path):
+    found = compiled("regions", tmp_path)
+    assert len(found["codes"]) > 2 and not any("_c10d_functional" in c for c in found["codes"])
+    for planned, program in zip(found["planned"].values(), found["programs"], strict=True):
+        assert collectives(program) == [event for event in planned if " " in event]

@@ -1,0 +1,86 @@
+"""The modelled wire on a GPU, without one: its kernels are compiled, its streams are told apart."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from wire_lane import Kernels, Lane
+
+
+def test_the_kernels_are_accepted_for_an_h100(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from wire_kernels import WARPS, sources
+
+    reads = {}
+    for kernel, signature, constants in sources():
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        target = GPUTarget("cuda", 90, 32)
+        made = triton.compile(source, target=target, options={"num_warps": WARPS})
+        assert made.asm["cubin"]
+        reads[kernel.__name__] = made.asm["ptx"].count("%globaltimer")
+    # The clock is read again in the loop: it is not taken for a constant.
+    assert reads == {"stamp": 1, "hold": 2}
+
+
+class Streams:
+    """CUDA's streams, as a list of what is queued on each and waits for which."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.current, self.made = [], "main", iter(("wire", "copies"))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: self.Stream(self, next(self.made)))
+        monkeypatch.setattr(torch.cuda, "Event", lambda: self.Event(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.Stream(self, self.current))
+        monkeypatch.setattr(torch.cuda, "stream", self.use)
+
+    class Stream:
+        def __init__(self, all_of_them, name):
+            self.log, self.name = all_of_them.log, name
+
+        def wait_stream(self, other):
+            self.log.append(f"{self.name} waits for {other.name}")
+
+    class Event:
+        def __init__(self, all_of_them):
+            self.log = all_of_them.log
+
+        def record(self, stream):
+            self.log.append(f"done on {stream.name}")
+
+    @contextlib.contextmanager
+    def use(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    def run(self, what):
+        self.log.append(f"{what} on {self.current}")
+
+
+def test_copies_run_beside_the_time_that_a_transfer_takes(monkeypatch):
+    streams = Streams(monkeypatch)
+    kernels = Kernels(
+        lambda began: streams.run("stamp"),
+        lambda began, ns, blocks: streams.run(f"{blocks} blocks for {ns} ns"),
+    )
+    lane = Lane(torch.device("cpu"), kernels)
+    lane.transfer(lambda: streams.run("copies"), 2e-3, 24)
+    assert streams.log == [
+        "wire waits for main",  # for what is sent
+        "stamp on wire",
+        "copies waits for wire",  # which is behind the transfer before
+        "24 blocks for 2000000 ns on wire",
+        "copies on copies",
+        "wire waits for copies",
+        "done on wire",
+    ]
