@@ -31,7 +31,7 @@ def members_to_pack(
         return ()
     fewest = -(-first.ranks // cluster.ranks_per_node)
     link = cluster.link(first.kind, first.ranks, nodes or fewest)
-    member_us = getattr(link, "member_us", 0.0) * (1 - cluster.compute_beside)
+    member_us = link.member_us * (1 - cluster.compute_beside)
     copied = cluster.memory_gb_s * cluster.memory_fraction * 1e3 / 2  # bytes per us, there and back
     smallest = sorted(range(len(members)), key=lambda i: (members[i].nbytes, i))
     best, worth, spent = 0, 0.0, cluster.launch_us

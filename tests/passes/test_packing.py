@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -14,17 +14,10 @@ from inductor_passes.program import Collective
 MB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Each(Link):
-    """A link on which each member takes 10 us."""
-
-    member_us: float = 10.0
-
-
 def cluster(**changes: float) -> Cluster:
-    """Copies run at 1 MB per us, there and back; of 10 us on the wire, compute loses 2."""
+    """Copies run at 1 MB per us, there and back; a member takes the wire 10 us, and compute 2."""
     kinds = ("gather", "reduce", "all_reduce")
-    wires = tuple(Wire(kind, 8, 1, Each(50.0, 100.0)) for kind in kinds)
+    wires = tuple(Wire(kind, 8, 1, Link(50.0, 100.0, member_us=10.0)) for kind in kinds)
     known = Cluster(
         "made up", 8, {"bfloat16": Peak(100.0)}, 2 * MB / 1e3, 1.0, 3.0, 80.0, wires, "", 0.8
     )
