@@ -9,9 +9,11 @@ in this order:
    op costs on it; ``simulate`` a timeline of a program, with its memory; ``bound`` a time that no
    plan beats; ``fusion`` which bytes reach memory.
 4. ``auto``, the planner, and what it is made of; ``greedy``, the published rule; ``keep``, which
-   parameters to keep from forward to backward.
+   parameters to keep from forward to backward; ``packing``, which members share a buffer.
 5. The adapters: ``fx`` and ``layouts`` read and write FX graphs, ``scheduler`` Inductor's nodes,
-   ``roofline``, ``loops`` and ``attention`` tell what a node computes.
+   ``roofline``, ``loops`` and ``attention`` tell what a node computes. ``copies`` writes those
+   around a bucket, with the operators of ``packs``, whose kernel is ``pack_kernels``;
+   ``unrounded`` and ``in_place`` change a graph before it is planned.
 6. ``rehearsal`` says what the passes will do to a graph, ``passes`` is what the compiler calls,
    ``verify`` what a pass must leave alone. ``regional``, ``regions``, ``straight_line`` and
    ``units`` compile layers that are alike once.

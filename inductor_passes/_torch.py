@@ -179,6 +179,19 @@ def device_name(device: torch.device) -> str:
 # Inductor
 
 
+def has_wide_matmul(device: torch.device) -> bool:
+    """Whether a matmul of 16-bit numbers can write its fp32 sums there: cuBLAS's can.
+
+    Not if the user wants other libraries or generated kernels only, which Inductor has none of.
+    """
+    from torch._inductor import config
+
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    libraries = config.max_autotune_gemm_backends.upper().replace(" ", "").split(",")
+    return "ATEN" in libraries and not getattr(config.triton, "native_matmul", False)
+
+
 def compile_region(
     gm: GraphModule, example_inputs: Sequence[Any], *, is_backward: bool
 ) -> Callable[[list[Any]], Any]:

@@ -6,6 +6,8 @@ tensors back to back.
 *flat*: one buffer. Members are copied in (a cast before is fused with the copy), sent in one
 piece and copied out; reduced shards are views of the result.
 
+*packed*: some members share a buffer, which is one tensor of a coalesced call.
+
 Each rank's part of a gathered or scattered tensor lies together on the wire, so the flat buffer
 is ``[ranks, elements of all members per rank]``.
 """
@@ -13,19 +15,23 @@ is ``[ranks, elements of all members per rank]``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
 
 import torch
 from torch.fx import Graph, Node
 
 from inductor_passes import _torch
-from inductor_passes.fx import Reading, mark, place
-from inductor_passes.program import Bucket, Program
+from inductor_passes.copies import Calls, cast_together, copied_in, copied_out, erase_unused
+from inductor_passes.fx import KIND_OF, Reading, mark, place
+from inductor_passes.program import Bucket, Collective, Program
 
 BucketLayout = Literal["coalesced", "flat"]
 
-_aten, _ops = torch.ops.aten, torch.ops._c10d_functional
+# Which members of a bucket, by their places in it, share a buffer, if not all or none do.
+Packs = Callable[[Sequence[Collective]], Collection[int]]
+
+_ops = torch.ops._c10d_functional
 _COALESCED = {
     _ops.all_gather_into_tensor.default: _ops.all_gather_into_tensor_coalesced.default,
     _ops.reduce_scatter_tensor.default: _ops.reduce_scatter_tensor_coalesced.default,
@@ -34,7 +40,12 @@ _COALESCED = {
 
 
 def write_buckets(
-    graph: Graph, reading: Reading, merged: Program, buckets: Sequence[Bucket], layout: BucketLayout
+    graph: Graph,
+    reading: Reading,
+    merged: Program,
+    buckets: Sequence[Bucket],
+    layout: BucketLayout,
+    packs: Packs = lambda members: (),
 ) -> None:
     """Replace the collectives of each bucket by one, in the order of ``merged``.
 
@@ -44,13 +55,14 @@ def write_buckets(
         merged: :func:`inductor_passes.merge.merge` of the reading and the buckets.
         buckets: each is marked on its start, those of one member too.
         layout: see the module.
+        packs: of a coalesced bucket.
     """
-    write = _write_flat if layout == "flat" else _write_coalesced
     program = reading.program
     # What stands in the place of an op: for a start the nodes that launch, for a wait those
-    # that hand out what arrived.
+    # that hand out what arrived; for what was only copied from, nothing.
     instead: dict[str, list[Node]] = {}
     for bucket in buckets:
+        ops = [program.ops[program.index[name]] for name in bucket.starts]
         starts = [reading.nodes[name][0] for name in bucket.starts]
         if len(starts) > 1:
             waits = [
@@ -59,12 +71,16 @@ def write_buckets(
                 for w in program.waits_of[program.index[name]]
             ]
             wait_names = [wait.name for wait in waits]
+            sent = [op.collective for op in ops if op.collective is not None]
+            together = range(len(starts)) if layout == "flat" else sorted(packs(sent))
+            inputs = [start.all_input_nodes[0] for start in starts]
             # Erasing a node that others are inserted at would lose the place; the output stays.
             with graph.inserting_before(next(iter(reversed(graph.nodes)))):
-                launch, arrive = write(graph, starts, waits)
+                launch, arrive = _write(graph, starts, waits, together)
+            instead.update((name, []) for name in erase_unused(graph, inputs))
             instead[bucket.starts[0]] = launch
             instead.update(_spread(wait_names, arrive, merged))
-            starts = [n for n in launch if n.target is not operator.getitem][-1:]
+            starts = [n for n in launch if _torch.is_collective_start(n)]
         collective = merged.ops[merged.index[bucket.starts[0]]].collective
         for start in starts:
             mark(start, bucket.label, collective.fqns if collective else (), bucket.window)
@@ -79,67 +95,48 @@ def _spread(
     return {name: list(arrive) if name == first else [] for name in wait_names}
 
 
-def _call(graph: Graph, target: Any, *args: Any) -> Node:
-    node = graph.call_function(target, args)
-    values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-    with _torch.fake_mode_of(node.all_input_nodes[0].meta["val"]):
-        node.meta["val"] = target(*values)
-    return node
-
-
-def _erase(graph: Graph, nodes: Sequence[Node]) -> None:
-    for node in nodes:
-        graph.erase_node(node)
-
-
-def _write_coalesced(
-    graph: Graph, starts: list[Node], waits: list[Node]
+def _write(
+    graph: Graph, starts: Sequence[Node], waits: Sequence[Node], together: Collection[int]
 ) -> tuple[list[Node], list[Node]]:
-    first = starts[0]
-    inputs = [start.all_input_nodes[0] for start in starts]
-    launch = _call(graph, _COALESCED[first.target], inputs, *first.args[1:])  # type: ignore[index]
-    items = [_call(graph, operator.getitem, launch, i) for i in range(len(starts))]
-    for item, wait in zip(items, waits, strict=True):
-        wait.args = (item,)
-    _erase(graph, starts)
-    return [launch, *items], waits
-
-
-def _write_flat(
-    graph: Graph, starts: list[Node], waits: list[Node]
-) -> tuple[list[Node], list[Node]]:
-    first = starts[0]
-    made: list[Node] = []
-
-    def call(target: Any, *args: Any) -> Node:
-        made.append(_call(graph, target, *args))
-        return made[-1]
-
-    inputs = [start.all_input_nodes[0] for start in starts]
+    """One launch of all members, those ``together`` in one buffer, and what hands them out."""
+    together = together if len(together) > 1 else ()
+    shared = [starts[i] for i in together]
+    alone = [start for i, start in enumerate(starts) if i not in together]
     # Rows on the wire before and after: a gather makes of one row many, a reduce of many one.
-    ranks_in, ranks_out = _rows(first)
-    widths = [n.meta["val"].numel() // ranks_in for n in inputs]
-    rows = [
-        call(_aten.view.default, n, [ranks_in, width])
-        for n, width in zip(inputs, widths, strict=True)
-    ]
-    flat = call(_aten.view.default, call(_aten.cat.default, rows, 1), [ranks_in * sum(widths)])
-    call(first.target, flat, *first.args[1:])
-    launch, made = made, []
-    full = call(_aten.view.default, call(_torch.WAIT, launch[-1]), [ranks_out, sum(widths)])
-    at = 0
-    for start, wait, width in zip(starts, waits, widths, strict=True):
-        shape = list(start.meta["val"].shape)
-        part = call(_aten.slice.Tensor, full, 1, at, at + width)
-        if ranks_out > 1:
-            part = call(_aten.clone.default, part)
-        out = call(_aten.view.default, part, shape)
-        out.meta = {**wait.meta, "val": out.meta["val"]}
-        wait.replace_all_uses_with(out)
-        at += width
-    _erase(graph, waits)
-    _erase(graph, starts)
-    return launch, made
+    ranks_in, ranks_out = _rows(starts[0])
+    launch, arrive = Calls(graph), Calls(graph)
+    if KIND_OF[starts[0].target] == "gather":
+        rest, buffer = cast_together(launch, _inputs(alone), _inputs(shared))
+    else:
+        rest = _inputs(alone)
+        buffer = [copied_in(launch, _inputs(shared), ranks_in)] if shared else []
+    received = _launch(launch, starts[0], [*buffer, *rest])
+    if shared:
+        shapes = [start.meta["val"].shape for start in shared]
+        full = arrive(_torch.WAIT, received.pop(0))
+        parts = copied_out(arrive, full, ranks_out, shapes)
+        for i, part in zip(together, parts, strict=True):
+            part.meta = {**waits[i].meta, "val": part.meta["val"]}
+            waits[i].replace_all_uses_with(part)
+            graph.erase_node(waits[i])
+    left = [wait for i, wait in enumerate(waits) if i not in together]
+    for item, wait in zip(received, left, strict=True):
+        wait.args = (item,)
+    for start in starts:
+        graph.erase_node(start)
+    return launch.made, [*arrive.made, *left]
+
+
+def _inputs(starts: Sequence[Node]) -> list[Node]:
+    return [start.all_input_nodes[0] for start in starts]
+
+
+def _launch(call: Calls, like: Node, sent: list[Node]) -> list[Node]:
+    """Send tensors as ``like`` sends one; what arrives of each."""
+    if len(sent) == 1:
+        return [call(like.target, sent[0], *like.args[1:])]
+    start = call(_COALESCED[like.target], sent, *like.args[1:])  # type: ignore[index]
+    return [call(operator.getitem, start, i) for i in range(len(sent))]
 
 
 def _rows(start: Node) -> tuple[int, int]:

@@ -9,9 +9,11 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from inductor_passes import fx, scheduler
-from inductor_passes.layouts import write_buckets
+from inductor_passes.layouts import Packs, write_buckets
 from inductor_passes.merge import merge
 from inductor_passes.order import OverlapPolicy, in_sequence, overlap, starts_in
+from inductor_passes.packing import members_to_pack
+from inductor_passes.packs import has_kernel
 from inductor_passes.plan import Plan
 from inductor_passes.portable import PortableBucket, in_program
 from inductor_passes.program import Bucket, ProgramError
@@ -23,6 +25,7 @@ from inductor_passes.rehearsal import (
     read,
     rehearsed,
 )
+from inductor_passes.roofline import device_of, nodes_of
 from inductor_passes.verify import verify_unchanged
 
 REMEDY = 'options={"bucketing": "none"} compiles without the passes'
@@ -68,7 +71,8 @@ def _transform(
     if planned is None:
         planned = rehearsed(before, settings, choose(before, settings)).planned
     buckets = in_program(before.program, planned)
-    write_buckets(graph, before, merge(before.program, buckets), buckets, settings.layout)
+    merged = merge(before.program, buckets)
+    write_buckets(graph, before, merged, buckets, settings.layout, _packs(before, settings))
     reading = fx.read(graph, fqn_of)
     after = reading.program
     if settings.reorder:
@@ -77,6 +81,15 @@ def _transform(
         fx.write_order(graph, reading, order)
     verify_unchanged(before.program, after)
     graph.lint()
+
+
+def _packs(reading: fx.Reading, settings: Settings) -> Packs:
+    """Which members share a buffer: where the machine is known, and has the kernel for it."""
+    if settings.auto is None or not has_kernel(device_of(reading)):
+        return lambda members: ()
+    cluster = settings.auto.cluster
+    nodes = nodes_of(reading.program, cluster.ranks_per_node)
+    return lambda members: members_to_pack(members, cluster, nodes.get(members[0].group))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from inductor_passes.passes import REMEDY, ImposeOrder, PassError, bucket_and_re
 from inductor_passes.portable import PortableBucket
 from inductor_passes.rehearsal import Rehearsal, Settings, launches, predict
 from inductor_passes.text import to_text
+from inductor_passes.unrounded import write_sums_unrounded
 from simplefsdp import _torch, rank_guard
 from simplefsdp.breaks import notify
 from simplefsdp.census import describe, take_census
@@ -164,6 +165,7 @@ def observe(
     begin = time.perf_counter()
     if is_backward:  # sums of gradients that are deferred
         write_inputs_early(gm.graph, lambda value: reduced_fqn(value) is not None)
+    write_sums_unrounded(gm.graph)
     found, number = _planned(gm, part, compilation)
     seconds = time.perf_counter() - begin
     _agree_on_launches(part, found, number, compilation)

@@ -20,6 +20,7 @@ from inductor_passes import fx
 from inductor_passes.keep import Costed, choose_kept
 from inductor_passes.rehearsal import Settings, no_garbage_collection, room_nbytes
 from inductor_passes.roofline import cost_of, fused_program
+from inductor_passes.unrounded import write_sums_unrounded
 from simplefsdp import _torch, provenance
 from simplefsdp.dedupe import gathers_of, specs_of
 from simplefsdp.gather import GatherSpec
@@ -118,6 +119,8 @@ def _choose(
     graphs = _torch.graphs_of(gm, example_inputs, tag_for_recompute)
     if len(graphs) < 2 or settings.auto is None:
         return frozenset()
+    for graph in graphs.values():
+        write_sums_unrounded(graph.graph)
     cluster = settings.auto.cluster
     readings = [fx.read(graphs[part].graph, provenance.carried_fqn) for part in (False, True)]
     forward, backward = (Costed(fused_program(r), cost_of(r, cluster)) for r in readings)

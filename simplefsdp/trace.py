@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from inductor_passes.rehearsal import no_garbage_collection
+from inductor_passes.unrounded import write_sums_unrounded
 from simplefsdp import _torch
 from simplefsdp.control import change_specs
 from simplefsdp.dedupe import dedupe_gathers
@@ -80,6 +81,8 @@ def trace(model: nn.Module, *inputs: object) -> TracedStep:
         # On a CPU attention's output would be kept from recomputation; on the GPUs that are
         # planned for, it is not.
         graphs.update(_torch.graphs_of(gm, example_inputs, tag_gather_chains))
+        for graph in graphs.values():
+            write_sums_unrounded(graph.graph)
         return _stop
 
     # Every trace is a compilation of the same code for Dynamo, which gives up after a few.

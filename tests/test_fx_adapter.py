@@ -567,15 +567,15 @@ def test_verify_refuses_another_order_of_other_collectives():
         verify_unchanged(before, swapped)
 
 
-def losing_a_bucket(graph, reading, merged, buckets, layout):
-    write_buckets(graph, reading, merged, buckets, layout)
+def losing_a_bucket(graph, *how):
+    write_buckets(graph, *how)
     start = next(n for n in graph.nodes if _torch.is_collective_start(n))
     start.meta.clear()  # with its mark: no longer ours
     start.meta["val"] = torch.empty(1)
 
 
-def failing_half_way(graph, reading, merged, buckets, layout):
-    write_buckets(graph, reading, merged, buckets, layout)
+def failing_half_way(graph, *how):
+    write_buckets(graph, *how)
     raise RuntimeError("all_gather_7: out of luck")
 
 

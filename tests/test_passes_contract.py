@@ -537,3 +537,26 @@ def test_report_output_strides():
         context.output_strides = []
         _torch.report_output_strides([torch.ones(2, 3).t(), None, 3])
         assert context.output_strides == [(1, 3), None, None]
+
+
+def test_has_wide_matmul():
+    from torch._inductor import config
+    from torch._inductor.kernel import bmm, mm  # they register what they lower
+    from torch._inductor.lowering import lowerings
+
+    device, here = torch.device("cuda"), torch.version.hip is None
+    assert _torch.has_wide_matmul(device) is here
+    assert not _torch.has_wide_matmul(torch.device("cpu"))
+    for backends, expected in (("TRITON, CPP", False), ("triton, aten", here)):
+        with config.patch({"max_autotune_gemm_backends": backends}):
+            assert _torch.has_wide_matmul(device) is expected
+    narrow = torch.ones(2, 2, 2, dtype=torch.bfloat16)
+    ops = {_aten.mm.dtype: (mm.tuned_mm, narrow[0]), _aten.bmm.dtype: (bmm.tuned_bmm, narrow)}
+    for op, (lowering, operand) in ops.items():
+        names = [argument.name for argument in op._schema.arguments]
+        assert names == ["self", "mat2", "out_dtype"], f"{op} takes {names} now"
+        assert op in lowerings, f"Inductor no longer lowers {op}"
+        taken = inspect.signature(inspect.unwrap(lowering)).parameters
+        assert "out_dtype" in taken, f"{op} is lowered without out_dtype"
+        with pytest.raises(NotImplementedError):
+            op(operand, operand, torch.float32)  # else the CPU need not round either

@@ -1,0 +1,42 @@
+"""Which members of a bucket share one buffer, and which are tensors of its call by themselves.
+
+A tensor more in a call takes the wire longer, and what the wire takes slows what is computed
+beside it. A buffer takes copies, which compute waits for: of gradients into it, of parameters out
+of it. (Shards are cast anyway, and reduced shards are views.) So small members share one, if they
+are enough to pay for the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inductor_passes.cluster import Cluster
+from inductor_passes.program import Collective
+
+
+def members_to_pack(
+    members: Sequence[Collective], cluster: Cluster, nodes: int | None = None
+) -> tuple[int, ...]:
+    """Places of the members that are worth a buffer of their own, even if the wire is hidden.
+
+    The same on all ranks that launch the bucket, for they share its sizes.
+
+    Args:
+        members: of one bucket, all of a kind and a group.
+        cluster: what the machine is.
+        nodes: that the group spans; None for the fewest that hold its ranks.
+    """
+    first = members[0]
+    if first.kind == "other" or first.ranks < 2 or any(c.dtype != first.dtype for c in members):
+        return ()
+    fewest = -(-first.ranks // cluster.ranks_per_node)
+    link = cluster.link(first.kind, first.ranks, nodes or fewest)
+    member_us = link.member_us * (1 - cluster.compute_beside)
+    copied = cluster.memory_gb_s * cluster.memory_fraction * 1e3 / 2  # bytes per us, there and back
+    smallest = sorted(range(len(members)), key=lambda i: (members[i].nbytes, i))
+    best, worth, spent = 0, 0.0, cluster.launch_us
+    for n, i in enumerate(smallest):
+        spent += members[i].nbytes / copied
+        if n * member_us - spent > worth:
+            best, worth = n + 1, n * member_us - spent
+    return tuple(sorted(smallest[:best]))
