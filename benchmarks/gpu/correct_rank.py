@@ -1,6 +1,6 @@
 """One of two ranks of part b: steps of small models against one process that has both batches.
 
-    python correct_rank.py <rank> <file of the store> <device> <file of the answer> <case>...
+python correct_rank.py <rank> <file of the store> <device> <file of the answer> <case>...
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -73,7 +74,7 @@ class Part:
             "finished": finished,
             "line": line,
             "smallest": self.smallest,
-            "environment": environment(self.device),
+            "environment": self._environment(),
             "failed": failed,
             "cells": self.cells,
         }
@@ -81,6 +82,12 @@ class Part:
         beside = self.out.with_suffix(".tmp")
         beside.write_text(json.dumps(data, indent=1) + "\n")
         beside.replace(self.out)
+
+    def _environment(self) -> dict[str, Any]:
+        """Without the paths of this machine."""
+        command = [f"benchmarks/gpu/{Path(sys.argv[0]).name}", "--device", self.device.type]
+        command += ["--smallest"] if self.smallest else []
+        return environment(self.device) | {"command": " ".join(["python", *command])}
 
     def finish(self, line: str) -> None:
         """The end of the part: its one line."""

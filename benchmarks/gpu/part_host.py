@@ -109,9 +109,8 @@ def mm_dtype(run: Part) -> dict[str, Any]:
     """Weight gradients of 8B's layers, of 8k tokens: bf16 and a cast to fp32, or fp32 at once."""
     tokens, found = 8192, {}
     for rows_, columns in ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)):
-        grad, x = (
-            torch.randn(tokens, n, device=run.device, dtype=torch.bfloat16) for n in (rows_, columns)
-        )
+        sizes, how = (rows_, columns), {"device": run.device, "dtype": torch.bfloat16}
+        grad, x = (torch.randn(tokens, n, **how) for n in sizes)
 
         def cast(g: Tensor = grad, x: Tensor = x) -> Tensor:
             return torch.mm(g.t(), x).float()

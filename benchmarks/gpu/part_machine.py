@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
+import sysconfig
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +33,8 @@ def versions(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl_is_there": dist.is_nccl_available(),
         "libraries": {name: importlib.util.find_spec(name) is not None for name in LIBRARIES},
+        "compiler": [name for name in ("gcc", "cc", "g++", "ptxas") if shutil.which(name)],
+        "python_headers": Path(sysconfig.get_paths()["include"], "Python.h").exists(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -102,8 +108,6 @@ def _kernels(step: Any) -> list[str]:
 
 def calibration(device: torch.device, *, smallest: bool) -> dict[str, Any]:
     """The compute fields of a cluster file, as ``simplefsdp calibrate`` measures them."""
-    from dataclasses import asdict
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     sweep = sweep_for(device.type, quick=smallest, nbytes_max=None)
     found = measure_compute(sweep, Rank(0, 1, device), CalibrationReport(enabled=False))

@@ -19,7 +19,9 @@ def steps(run: Part, name: str, row: Row) -> dict[str, Any]:
     """As ``predict.py`` compares them."""
     names = ["manual"] if run.smallest else ["none", "manual", "auto"]
     try:
-        return predict.run(name, row, names, 2 if run.smallest else 7, run.device)
+        found = predict.run(name, row, names, 2 if run.smallest else 7, run.device)
+        del found["environment"]  # it is the file's
+        return found
     finally:
         _reset()
 

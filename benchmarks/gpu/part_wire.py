@@ -72,6 +72,7 @@ class Steps:
         data = report.report(self._name, self._row, runner.results, self._run.device)
         for name in GRAPHED.keys() & data["variants"].keys():
             _forget_unseen(data["variants"][name])
+        del data["environment"]  # it is the file's
         data["blocks"] = blocks
         data["cluster"] = as_json(cluster_here(self._row, self._run.device))
         return data

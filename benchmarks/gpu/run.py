@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,8 +139,19 @@ def run_limited(command: list[str], limit_s: float, log: object) -> int | None:
 def _environment() -> dict[str, str]:
     """So that the checkout is found without having been installed."""
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = [str(HERE), str(HERE.parent), str(ROOT), *filter(None, known)]
+    path = [str(HERE), str(HERE.parent), str(ROOT), *filter(None, known), *_unpacked_wheels()]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "KINETO_LOG_LEVEL": "5"}
+
+
+def _unpacked_wheels() -> list[str]:
+    """Of what travels with the checkout; what is installed comes before it on the path."""
+    folder = HERE / "wheels"
+    unpacked = folder / "unpacked"
+    for wheel in folder.glob("*.whl"):
+        if not (marker := unpacked / f".{wheel.name}").exists():
+            zipfile.ZipFile(wheel).extractall(unpacked)
+            marker.touch()
+    return [str(unpacked)] if unpacked.exists() else []
 
 
 def _read(path: Path) -> dict:
