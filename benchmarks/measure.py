@@ -86,7 +86,8 @@ def workload(row: Row, device: torch.device) -> Workload:
     """The mesh, the weights and the batch that all variants share."""
     torch.manual_seed(0)
     mesh = init_device_mesh(device.type, (row.world_size,), mesh_dim_names=("dp",))
-    weights = LlamaLoss(row.config()).state_dict()
+    with device:
+        weights = LlamaLoss(row.config()).state_dict()
     batch = torch.randint(row.vocab, (row.batch, row.seq_len + 1), device=device)
     return Workload(
         row, mesh, device, weights, batch[:, :-1].contiguous(), batch[:, 1:].contiguous()

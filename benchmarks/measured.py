@@ -19,6 +19,7 @@ import dataclasses
 import json
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,26 @@ from inductor_passes.cluster import Cluster
 CPU = torch.device("cpu")
 
 
-def on_wire(row: Row) -> tuple[Workload, Cluster]:
+def on_wire(row: Row, device: torch.device = CPU) -> tuple[Workload, Cluster]:
     """The workload of a row on the modelled wire, and what wire and machine are."""
     wire.connect(row.world_size)
-    load = workload(row, CPU)
+    load = workload(row, device)
     if row.bandwidth_gb_s is not None:
         wire.set_link(row.latency_us / 1e6, row.bandwidth_gb_s * 1e9)
     else:
         choose_link(row, *calibrate(Runner(load, say=lambda line: None)))
-    return load, cluster_here(row, CPU)
+    return load, cluster_here(row, device)
+
+
+def step_of(load: Workload, variant: str) -> Callable[[], None]:
+    """A forward and backward of a variant; the first call compiles it."""
+    model = BUILDERS[variant](load)
+
+    def step() -> None:
+        model.optimizer.zero_grad(set_to_none=True)
+        model.step(load.tokens, load.targets).backward()
+
+    return step
 
 
 def measured(
@@ -55,12 +67,7 @@ def measured(
 ) -> tuple[dict[str, Any], str]:
     """Compile a variant, measure steps of it; returns the comparison as plain data and as text."""
     with simplefsdp.inspect(cluster) as report:
-        model = BUILDERS[variant](load)
-
-        def step() -> None:
-            model.optimizer.zero_grad(set_to_none=True)
-            model.step(load.tokens, load.targets).backward()
-
+        step = step_of(load, variant)
         step()
     found = report.measure(step, steps)
     if trace is not None:

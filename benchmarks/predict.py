@@ -28,9 +28,6 @@ import wire
 from cluster_here import cluster_here
 from measure import Result, Runner, calibrate, choose_link, workload
 from report import environment
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from rows import ROWS, Row
 from variants import LlamaLoss, Workload
 
@@ -43,6 +40,7 @@ from simplefsdp.placement import local_nbytes
 from simplefsdp.prediction import StepPrediction, predict_step
 from simplefsdp.trace import TracedStep, trace
 
+CPU = torch.device("cpu")
 RESULTS = Path(__file__).parent / "results"
 VARIANTS: tuple[PlanName, ...] = ("none", "manual", "greedy", "auto")
 
@@ -116,9 +114,10 @@ def compared(predicted: StepPrediction, result: Result, cluster: Cluster, row: R
     return found
 
 
-def run(row_name: str, row: Row, names: list[PlanName], rounds: int) -> dict[str, Any]:
+def run(
+    row_name: str, row: Row, names: list[PlanName], rounds: int, device: torch.device
+) -> dict[str, Any]:
     """Calibrate, predict, measure one row."""
-    device = torch.device("cpu")
     wire.connect(row.world_size)
     load = workload(row, device)
     runner = Runner(load, say=lambda line: print(line, flush=True))
@@ -149,6 +148,10 @@ def run(row_name: str, row: Row, names: list[PlanName], rounds: int) -> dict[str
 
 def print_table(data: dict[str, Any]) -> None:
     """Predicted and measured, side by side."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=f"{data['row']}: predicted / measured (error)", box=box.SIMPLE)
     table.add_column("variant")
     for column in ("step, s", "exposed, s (error of step)", "wire, s", "step memory, MiB"):
@@ -203,7 +206,7 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     torch.set_num_threads(options.threads)
     torch._dynamo.config.recompile_limit = 64
-    data = run(options.row, ROWS[options.row], options.variants, options.rounds)
+    data = run(options.row, ROWS[options.row], options.variants, options.rounds, CPU)
     print_table(data)
     path = options.json or RESULTS / f"predict_{options.row}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,17 +11,18 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from compare import Agreement, Limit, agreements, limit_of
 from measure import Result
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from rows import Row
 from torch_passes import GPU_PROBES_REPLACED
 from transfers import link
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -53,9 +54,11 @@ def _cpu_model() -> str:
 def _git_commit() -> str:
     def git(*args: str) -> str:
         here = Path(__file__).parent
-        done = subprocess.run(
-            ["git", "-C", str(here), *args], capture_output=True, text=True, check=False
-        )
+        command = ["git", "-C", str(here), *args]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:  # a machine without git
+            return ""
         return done.stdout.strip()
 
     return git("rev-parse", "--short", "HEAD") + (" + changes" if git("status", "-s") else "")
@@ -144,6 +147,8 @@ def _memory(result: Result, floor: Result) -> dict[str, int] | None:
 
 def print_report(data: dict[str, Any]) -> None:
     """The run as a table, with what is needed to read it."""
+    from rich.console import Console
+
     console = Console(width=None if sys.stdout.isatty() else 200)
     settings, env, limit = data["settings"], data["environment"], data["limit"]
     console.print(
@@ -187,6 +192,9 @@ COLUMNS = {
 
 
 def _table(data: dict[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

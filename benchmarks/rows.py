@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,7 +19,7 @@ class Row:
     layers: int = 6
     """Transformer layers."""
     dim: int = 512
-    """Width; a multiple of 128. The feed-forward is 3.5 times as wide."""
+    """Width; a multiple of two heads'. The feed-forward is 3.5 times as wide."""
     vocab: int = 2048
     """Rows of the embedding and of the output matrix."""
     seq_len: int = 256
@@ -37,10 +37,15 @@ class Row:
     """Bandwidth in 1e9 bytes/s instead, whatever the compute."""
     latency_us: float = 100.0
     """Added to each collective, on top of --wire-ratio."""
+    head: int = 64
+    """Channels of a head."""
 
     def __post_init__(self) -> None:
-        if self.dim % 128:
-            raise ValueError(f"dim: expected a multiple of 128 (heads of 64), got {self.dim}")
+        if self.dim % (2 * self.head):
+            raise ValueError(
+                f"dim: expected a multiple of {2 * self.head} (heads of {self.head}), "
+                f"got {self.dim}"
+            )
         if self.world_size < 2:
             raise ValueError(f"world_size: expected 2 or more, got {self.world_size}")
         if self.wire_ratio <= 0:
@@ -52,8 +57,8 @@ class Row:
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     def config(self) -> LlamaConfig:
-        """The model: heads of 64 channels, half as many key/value heads as query heads."""
-        heads = self.dim // 64
+        """The model: half as many key/value heads as query heads."""
+        heads = self.dim // self.head
         return LlamaConfig(
             vocab_size=self.vocab,
             dim=self.dim,
@@ -65,6 +70,10 @@ class Row:
             rope_scaling=None,
         )
 
+
+_GPU = Row(
+    layers=4, dim=4096, head=128, vocab=32000, seq_len=4096, batch=1, dtype="bf16", latency_us=30.0
+)
 
 ROWS: dict[str, Row] = {
     "default": Row(),
@@ -79,3 +88,6 @@ ROWS: dict[str, Row] = {
     "bf16": Row(layers=4, dim=256, vocab=1024, seq_len=128, batch=1, dtype="bf16"),
     "world_64": Row(world_size=64),
 }
+
+GPU_ROWS: dict[str, Row] = {"gpu": _GPU, "gpu_tight": replace(_GPU, seq_len=1024)}
+"""Of `benchmarks/gpu`, and of `--row`; `--grid` is for CPU and leaves them out."""

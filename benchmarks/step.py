@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rows import ROWS, Row
+from rows import GPU_ROWS, ROWS, Row
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -63,9 +63,10 @@ def parse(argv: list[str]) -> Options:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--row", default="default")
     row = first.parse_known_args(argv)[0].row
-    if row not in ROWS:
-        sys.exit(f"--row: expected one of {', '.join(ROWS)}, got {row!r}")
-    default = Options(row=row, setting=ROWS[row])
+    known = ROWS | GPU_ROWS
+    if row not in known:
+        sys.exit(f"--row: expected one of {', '.join(known)}, got {row!r}")
+    default = Options(row=row, setting=known[row])
     options = tyro.cli(
         Options,
         args=argv,
@@ -129,7 +130,8 @@ def run(options: Options) -> None:
 
 def _write(options: Options, data: dict[str, object]) -> None:
     path = options.json
-    if path is None and options.setting == ROWS[options.row] and not options.variants:
+    as_it_is = options.setting == (ROWS | GPU_ROWS)[options.row]
+    if path is None and as_it_is and not options.variants:
         path = result_path(options.row)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,8 @@ class Workload:
 
     def model(self, cls: type[Llama] = LlamaLoss) -> Llama:
         """A fresh model with the weights, fp32, on the device."""
-        model = _with_own_code(cls)(self.row.config())
+        with self.device:  # a GPU draws the values that are written over in no time
+            model = _with_own_code(cls)(self.row.config())
         model.load_state_dict(self.weights)
         return model.to(self.device)
 

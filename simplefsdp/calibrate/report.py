@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from inductor_passes.cluster import Peak
 from inductor_passes.links import Link
 from inductor_passes.program import CollectiveKind
 from simplefsdp.calibrate.fit import Sample, ramp_us
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 class CalibrationReport:
-    """The terminal of a calibration; on ranks other than 0 it says nothing."""
+    """The terminal of a calibration; on ranks other than 0 it says nothing, and needs no rich."""
 
     def __init__(self, *, enabled: bool) -> None:
-        self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
+        self._console: Console | None = None
+        if enabled:
+            from rich.console import Console
+
+            self._console = Console(highlight=False, soft_wrap=True)
+
+    def _print(self, what: Any, **how: Any) -> None:
+        if self._console is not None:
+            self._console.print(what, **how)
 
     def say(self, text: str) -> None:
         """A line."""
-        self._console.print(text, markup=False)
+        self._print(text, markup=False)
 
     def progress(self, what: str) -> None:
         """What is being measured from now on."""
-        self._console.print(f"measuring {what} ...", style="dim", markup=False)
+        self._print(f"measuring {what} ...", style="dim", markup=False)
 
     def links(
         self,
@@ -72,10 +81,14 @@ class CalibrationReport:
         measured: Sequence[Sample],
         predicted: Sequence[float],
     ) -> None:
+        if self._console is None:
+            return
+        from rich.table import Table
+
         table = Table(title=title, title_justify="left", title_style="bold")
         for column in (unit, "measured us", "fit us", "error"):
             table.add_column(column, justify="right")
         for sample, fit in zip(measured, predicted, strict=True):
             error = f"{fit / sample.us - 1:+.1%}"
             table.add_row(f"{sample.size / scale:,.4g}", f"{sample.us:,.1f}", f"{fit:,.1f}", error)
-        self._console.print(table)
+        self._print(table)

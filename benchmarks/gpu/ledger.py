@@ -1,0 +1,131 @@
+"""The results of one part of the kit: a file of cells, written after each of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import environment
+
+Cell = Callable[[], dict[str, Any]]
+
+
+@dataclass
+class Part:
+    """What a part was told, and what it has found so far.
+
+    Attributes:
+        out: the file of its results.
+        device: that it measures.
+        smallest: tiny shapes, to see that all of it works.
+        cells: results by name: what was found, ``{"failure": ...}`` or ``{"needs": ...}``.
+    """
+
+    out: Path
+    device: torch.device
+    smallest: bool
+    cells: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        """Whether an earlier run came to the end of this cell."""
+        return name in self.cells
+
+    def cell(self, name: str, find: Cell) -> None:
+        """Find a result and write it, unless it is there; one that fails is told, and no more."""
+        if self.has(name):
+            print(f"{name}: is there", flush=True)
+            return
+        begin = time.perf_counter()
+        try:
+            found = find()
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).strip().splitlines() or [""]
+            found = {"failure": f"{type(error).__name__}: {lines[0]}"}
+        self.put(name, {**found, "took_s": round(time.perf_counter() - begin, 2)})
+
+    def put(self, name: str, found: dict[str, Any]) -> None:
+        """Write a result down."""
+        self.cells[name] = found
+        self.write(finished=False)
+        how = found.get("failure") or found.get("needs") or "found"
+        print(f"{name}: {how}", flush=True)
+
+    def needs_cuda(self, name: str, what: str) -> bool:
+        """True on CPU, where this cell says what it would do."""
+        if self.device.type == "cuda":
+            return False
+        if not self.has(name):
+            self.put(name, {"needs": f"needs CUDA: {what}"})
+        return True
+
+    def write(self, *, finished: bool, line: str = "") -> None:
+        """Write the file, complete or not at all."""
+        failed = [name for name, found in self.cells.items() if "failure" in found]
+        data = {
+            "finished": finished,
+            "line": line,
+            "smallest": self.smallest,
+            "environment": self._environment(),
+            "failed": failed,
+            "cells": self.cells,
+        }
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.out.with_suffix(".tmp")
+        beside.write_text(json.dumps(data, indent=1) + "\n")
+        beside.replace(self.out)
+
+    def _environment(self) -> dict[str, Any]:
+        """Without the paths of this machine."""
+        command = [f"benchmarks/gpu/{Path(sys.argv[0]).name}", "--device", self.device.type]
+        command += ["--smallest"] if self.smallest else []
+        return environment(self.device) | {"command": " ".join(["python", *command])}
+
+    def finish(self, line: str) -> None:
+        """The end of the part: its one line."""
+        failed = sum("failure" in found for found in self.cells.values())
+        line += f"; {failed} of {len(self.cells)} cells FAILED" if failed else ""
+        self.write(finished=True, line=line)
+        print(line, flush=True)
+
+
+def part(description: str | None) -> Part:
+    """From a part's command line; cells of an earlier run that was cut short are kept."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, required=True, help="file of the results")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--smallest", action="store_true", help="tiny shapes")
+    options = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 64  # the variants share the code of the model
+    torch.set_num_threads(1)
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    cells = json.loads(options.out.read_text())["cells"] if options.out.exists() else {}
+    return Part(options.out, device, options.smallest, cells)
+
+
+def seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Of one call, when ``repeats`` of them are queued up, after two that are not counted."""
+    for _ in range(2):
+        call()
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - begin) / repeats
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    for _ in range(repeats):
+        call()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3 / repeats

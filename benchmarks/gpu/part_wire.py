@@ -1,0 +1,144 @@
+"""Part c: steps on the modelled wire, every variant, with 1 and with 24 blocks taken by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import Any
+
+import measure as measuring
+import report
+import torch
+import torch.distributed as dist
+import wire
+from cluster_here import cluster_here
+from graphed import GRAPHED
+from ledger import Part, part
+from rows import Row
+from transfers import link
+from variants import BUILDERS
+from workloads import rows, use_calibration
+
+from inductor_passes.cluster_file import as_json
+
+# First those that the others are held against, then ours, so that a part cut short says the most.
+VARIANTS = (
+    "fsdp2_eager",
+    "fsdp2_compiled",
+    "manual",
+    "auto",
+    "fsdp2_compiled_graphs",
+    "auto_graphs",
+    "fsdp2_eager_graphs",
+    "manual_graphs",
+    "torch_manual",
+    "torch_auto",
+)
+SMALLEST = ("fsdp2_eager", "manual")
+BLOCKS = (1, 24)
+
+
+def say(line: str) -> None:
+    """Into the log."""
+    print(line, flush=True)
+
+
+class Steps:
+    """The variants of a row, built once; then their steps, with so many blocks taken."""
+
+    def __init__(self, run: Part, name: str, row: Row) -> None:
+        self._run, self._name, self._row = run, name, row
+        self._runner: measuring.Runner | None = None
+
+    def _built(self) -> measuring.Runner:
+        if self._runner is None:
+            link.blocks = 1
+            wire.connect(self._row.world_size)
+            load = measuring.workload(self._row, self._run.device)
+            self._runner = measuring.Runner(load, say, BUILDERS | GRAPHED)
+            steps = 2 if self._run.smallest else 12
+            measuring.choose_link(self._row, *measuring.calibrate(self._runner, steps))
+            self._runner.build(SMALLEST if self._run.smallest else VARIANTS)
+        return self._runner
+
+    def found(self, blocks: int) -> dict[str, Any]:
+        """All variants, in turns."""
+        runner = self._built()
+        if blocks != link.blocks:
+            link.blocks = blocks
+            self._capture_again(runner)
+        for result in runner.results.values():
+            result.samples.clear()
+        runner.rounds(*((0, 2) if self._run.smallest else (2, 11)))
+        runner.memory()
+        data = report.report(self._name, self._row, runner.results, self._run.device)
+        for name in GRAPHED.keys() & data["variants"].keys():
+            _forget_unseen(data["variants"][name])
+        del data["environment"]  # it is the file's
+        data["blocks"] = blocks
+        data["cluster"] = as_json(cluster_here(self._row, self._run.device))
+        return data
+
+    def _capture_again(self, runner: measuring.Runner) -> None:
+        """A graph replays transfers that hold as many blocks as when it was captured."""
+        names = [name for name in runner.results if name in GRAPHED]
+        for name in names:
+            runner.results.pop(name)
+            runner.variants.pop(name, None)
+        gc.collect()
+        runner.build(names)
+
+    def close(self) -> None:
+        """Let go of the models and the wire."""
+        self._runner = None
+        torch._dynamo.reset()
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _forget_unseen(variant: dict[str, Any]) -> None:
+    """What cannot be seen of a replay is unknown, and not zero."""
+    for key in (
+        "exposed_s",
+        "wire_s",
+        "copy_s",
+        "collectives",
+        "collective_nbytes",
+        "memory_nbytes",
+    ):
+        if key in variant:
+            variant[key] = None
+
+
+def told(cells: dict[str, Any]) -> str:
+    """FSDP2 over ours, of each cell."""
+    lines = []
+    for name, found in cells.items():
+        variants = found.get("variants", {})
+        steps = {n: v["step_s"] for n, v in variants.items() if "step_s" in v}
+        ours = [n for n in ("auto", "manual") if n in steps]
+        if ours and "fsdp2_eager" in steps:
+            over = steps["fsdp2_eager"] / steps[ours[0]]
+            lines.append(f"{name}: FSDP2 eager / {ours[0]} {over:.2f}")
+    return "; ".join(lines) or "no cell has both FSDP2 and ours"
+
+
+def measure(run: Part) -> None:
+    """The part."""
+    use_calibration(run)
+    if not run.smallest or run.device.type == "cuda":
+        can_hold = "blocks" in {f.name for f in dataclasses.fields(link)}
+        run.put("blocks", {"held": can_hold})
+    for name, row in rows(run).items():
+        steps = Steps(run, name, row)
+        for blocks in BLOCKS[:1] if run.device.type == "cpu" else BLOCKS:
+            run.cell(f"{name}, {blocks} blocks", lambda s=steps, b=blocks: s.found(b))
+        steps.close()
+    run.needs_cuda("24 blocks", "the same steps while a transfer holds 24 blocks of the GPU")
+    run.needs_cuda("graphs", f"{', '.join(GRAPHED)}: forward and backward as one CUDA graph")
+    run.finish(told(run.cells))
+
+
+if __name__ == "__main__":
+    measure(part(__doc__))

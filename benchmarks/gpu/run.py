@@ -1,0 +1,165 @@
+"""Everything that is to be known of simplefsdp on a GPU, by one command. See README.md here.
+
+    python benchmarks/gpu/run.py                   # all parts, some 25 minutes
+    python benchmarks/gpu/run.py --parts a b       # some of them, by letter or by name
+    python benchmarks/gpu/run.py --smallest        # tiny shapes: two minutes, on CPU, too
+
+A part that is done in this environment is left out; one that was cut short goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part: its letter, its name (of ``part_<name>.py`` and the results), its limit."""
+
+    letter: str
+    name: str
+    limit_s: float
+
+
+PARTS = (
+    Part("a", "machine", 150),
+    Part("b", "correct", 400),
+    Part("c", "wire", 560),
+    Part("d", "predicted", 300),
+    Part("e", "host", 200),
+)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [name for part in PARTS for name in (part.letter, part.name)]
+    parser.add_argument("--parts", nargs="+", choices=names, default=[p.letter for p in PARTS])
+    parser.add_argument("--again", action="store_true", help="throw away what was found before")
+    parser.add_argument("--smallest", action="store_true", help="tiny shapes, to see that it works")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is one")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--part-limit-s", type=float, help="of each part, instead of its own")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="of all of them")
+    return parser.parse_args(argv)
+
+
+def environment_name(device: str, *, smallest: bool) -> str:
+    """The folder of the results: which device, which torch."""
+    import torch
+
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    words = f"{name}-torch{torch.__version__}{'-smallest' if smallest else ''}"
+    return re.sub(r"[^a-z0-9.-]+", "_", words.lower())
+
+
+def main() -> int:
+    """Run the parts one after another; 1 if any did not come to its end."""
+    import torch
+
+    options = arguments()
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu" and not options.smallest:
+        sys.exit("there is no CUDA device here; --smallest runs on CPU, to see that the kit works")
+    folder = options.out / environment_name(device, smallest=options.smallest)
+    folder.mkdir(parents=True, exist_ok=True)
+    how = ["--device", device, *(["--smallest"] if options.smallest else [])]
+    end = time.monotonic() + options.limit_s
+    lines = []
+    for part in PARTS:
+        if {part.letter, part.name} & set(options.parts):
+            left = min(options.part_limit_s or part.limit_s, end - time.monotonic())
+            done, line = run_part(part, folder, how, left, again=options.again)
+            print(f"{part.letter} {part.name}: {line}", flush=True)
+            lines.append(done)
+    print(f"results: {os.path.relpath(folder)}")
+    return 0 if all(lines) else 1
+
+
+def run_part(
+    part: Part, folder: Path, how: list[str], limit_s: float, *, again: bool
+) -> tuple[bool, str]:
+    """Run a part in a process of its own; whether it came to its end, and its one line."""
+    out = folder / f"{part.name}.json"
+    if again:
+        out.unlink(missing_ok=True)
+    if (known := _read(out)).get("finished"):
+        return True, f"is there, {known['line']}"
+    if limit_s <= 0:
+        return False, "not begun: no time was left"
+    command = [sys.executable, str(HERE / f"part_{part.name}.py"), "--out", str(out), *how]
+    begin = time.monotonic()
+    with (folder / "log.txt").open("a") as log:
+        print(f"\n--- {part.letter} {part.name} ---", file=log, flush=True)
+        code = run_limited(command, limit_s, log)
+    took = f"{time.monotonic() - begin:.0f} s"
+    found = _read(out)
+    if code == 0 and found.get("finished"):
+        return True, f"{found['line']} ({took})"
+    known_cells = len(found.get("cells", {}))
+    ended = f"STOPPED at its limit, {took}" if code is None else f"FAILED with exit code {code}"
+    return False, f"{ended}; {known_cells} cells are written; run again to go on (log.txt says why)"
+
+
+def run_limited(command: list[str], limit_s: float, log: object) -> int | None:
+    """The exit code of a command; None if it was stopped, with all that it started."""
+    process = subprocess.Popen(
+        command,
+        stdout=log,  # type: ignore[call-overload]
+        stderr=subprocess.STDOUT,
+        env=_environment(),
+        start_new_session=True,
+    )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """So that the checkout is found without having been installed."""
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [str(HERE), str(HERE.parent), str(ROOT), *filter(None, known), *_unpacked_wheels()]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "KINETO_LOG_LEVEL": "5"}
+
+
+def _unpacked_wheels() -> list[str]:
+    """Of what travels with the checkout; what is installed comes before it on the path."""
+    folder = HERE / "wheels"
+    unpacked = folder / "unpacked"
+    for wheel in folder.glob("*.whl"):
+        if not (marker := unpacked / f".{wheel.name}").exists():
+            zipfile.ZipFile(wheel).extractall(unpacked)
+            marker.touch()
+    return [str(unpacked)] if unpacked.exists() else []
+
+
+def _read(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

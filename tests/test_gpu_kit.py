@@ -1,0 +1,162 @@
+"""``benchmarks/gpu`` in its smallest form, on CPU: that it works before somebody holds a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+KIT = ROOT / "benchmarks" / "gpu"
+# What a machine with a GPU may lack.
+_HIDDEN = """
+import sys
+
+GONE = {"numpy", "plotly", "pytest", "rich", "safetensors", "tensorboard", "tyro"}
+
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in GONE else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+"""
+CELLS = {
+    "machine": {"versions", "attention", "calibration"},
+    "correct": {"eager", "none", "manual", "auto", "hybrid auto", "uneven rows", "second group"},
+    "wire": {"smallest, 1 blocks", "24 blocks", "graphs"},
+    "predicted": {"smallest, steps", "smallest, buckets of manual"},
+    "host": {"optimizer and clip", "mm.dtype", "host, fsdp2_eager"},
+}
+
+
+def kit(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run it as on a machine that has torch and no more, this package not installed."""
+    (path / "sitecustomize.py").write_text(_HIDDEN)
+    command = [sys.executable, str(KIT / "run.py"), "--smallest", "--device", "cpu", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    # As conftest.py sets it: torch 2.13 has no attention in bf16 for such a CPU.
+    environment.pop("ATEN_CPU_CAPABILITY", None)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """What a first run said, and where its results are."""
+    path = tmp_path_factory.mktemp("kit")
+    return kit("--out", str(path / "out"), path=path), path
+
+
+def test_each_part_writes_what_it_found(found):
+    said, path = found
+    (folder,) = (path / "out").iterdir()
+    assert said.returncode == 0, f"{said.stdout}{said.stderr}{(folder / 'log.txt').read_text()}"
+    assert [line[:2] for line in said.stdout.splitlines()] == ["a ", "b ", "c ", "d ", "e ", "re"]
+    for name, cells in CELLS.items():
+        text = (folder / f"{name}.json").read_text()
+        data = json.loads(text)
+        assert data["finished"] and not data["failed"] and cells <= data["cells"].keys()
+        assert data["environment"]["device"] == "cpu" and str(ROOT) not in text
+    correct = json.loads((folder / "correct.json").read_text())["cells"]
+    ranks = [rank for cell in correct.values() for rank in cell.get("ranks", ())]
+    assert len(ranks) == 22 and all(rank["ok"] for rank in ranks)
+    assert all(0 < rank["collectives"] <= 30 for rank in ranks)
+    wire = json.loads((folder / "wire.json").read_text())["cells"]["smallest, 1 blocks"]["variants"]
+    assert all("step_s" in wire[name] for name in ("floor", "none", "fsdp2_eager", "manual"))
+
+
+def test_what_is_done_is_left_out(found):
+    _, path = found
+    files = {file: file.stat().st_mtime_ns for file in path.glob("out/*/*.json")}
+    said = kit("--out", str(path / "out"), path=path)
+    assert said.returncode == 0 and said.stdout.count("is there") == 5
+    assert files == {file: file.stat().st_mtime_ns for file in path.glob("out/*/*.json")}
+
+
+_SLOW = """
+import json, subprocess, sys, time
+from pathlib import Path
+out = Path(sys.argv[2])
+out.write_text(json.dumps({"finished": False, "cells": {"first": {}}}))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+out.with_name("child").write_text(str(child.pid))
+time.sleep(60)
+"""
+_QUICK = """
+import json, sys
+from pathlib import Path
+Path(sys.argv[2]).write_text(json.dumps({"finished": True, "line": "well", "cells": {}}))
+"""
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """``module("run")`` of the kit's folder."""
+    for folder in (KIT.parent, KIT):
+        monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module
+    for name in ("run", "ledger"):
+        sys.modules.pop(name, None)
+
+
+def test_a_part_out_of_time_is_told_and_the_others_go_on(module, monkeypatch, tmp_path, capsys):
+    run = module("run")
+    scripts = {"slow": _SLOW, "broken": "raise SystemExit(3)", "quick": _QUICK}
+    for name, text in scripts.items():
+        (tmp_path / f"part_{name}.py").write_text(text)
+    parts = [run.Part(n[0], n, 3.0 if n == "slow" else 60.0) for n in scripts]
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    monkeypatch.setattr(run, "PARTS", parts)
+    out = str(tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["run.py", "--smallest", "--device", "cpu", "--out", out])
+    assert run.main() == 1
+    slow, broken, quick, _ = capsys.readouterr().out.splitlines()
+    assert slow.startswith("s slow: STOPPED at its limit") and "1 cells are written" in slow
+    assert broken.startswith("b broken: FAILED with exit code 3")
+    assert quick.startswith("q quick: well")
+    (child,) = tmp_path.glob("out/*/child")
+    state = Path(f"/proc/{child.read_text()}/stat")
+    assert not state.exists() or " Z " in state.read_text(), "what the part had started runs on"
+
+
+def test_a_part_goes_on_where_it_was(module, monkeypatch, tmp_path, capsys):
+    ledger = module("ledger")
+    out = tmp_path / "part.json"
+    arguments = ["part.py", "--out", str(out), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(ledger.torch, "set_num_threads", lambda n: None)
+
+    def fail():
+        raise ValueError("no such thing\nat all")
+
+    ledger.part("").cell("first", lambda: {"n": 1})
+    again = ledger.part("")
+    again.cell("first", fail)
+    again.cell("second", fail)
+    again.finish("well")
+    data = json.loads(out.read_text())
+    assert data["cells"]["first"]["n"] == 1
+    assert data["cells"]["second"]["failure"] == "ValueError: no such thing"
+    assert data["failed"] == ["second"] and data["line"] == "well; 1 of 2 cells FAILED"
+    assert "first: is there" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_what_to_do(module, monkeypatch):
+    run = module("run")
+    monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="--smallest"):
+        run.main()

@@ -1,0 +1,140 @@
+"""What one rank can show of a device: on CPU here, on CUDA where SIMPLEFSDP_TEST_DEVICE says so.
+
+``benchmarks/gpu`` runs this file on a GPU. One rank sends to itself, by NCCL there: its graphs are
+those of many ranks, and what they compute is known.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from simplefsdp import clip_grad_norm_, init_weights, microbatch, simple_fsdp, unsharded
+from simplefsdp.models import Llama, LlamaConfig
+
+DEVICE = os.environ.get("SIMPLEFSDP_TEST_DEVICE", "cpu")
+# Inductor's code for CPU is tested elsewhere, and takes a compiler seconds.
+EXECUTOR = "inductor" if DEVICE == "cuda" else "aot_eager"
+CONFIG = LlamaConfig(
+    vocab_size=97, dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=96, rope_scaling=None,
+    max_seq_len=32,
+)  # fmt: skip
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    torch._dynamo.reset()
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh(DEVICE, (1,))
+    dist.destroy_process_group()
+
+
+def llama(**options) -> Llama:
+    torch.manual_seed(0)
+    return Llama(CONFIG, **options).to(DEVICE)
+
+
+def loss_of(model, sequences: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(97, (sequences, 33), generator=generator).to(DEVICE)
+    logits = model(tokens[:, :-1]).float()
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def compiled(model, mesh, policy=None, **options):
+    simple_fsdp(model, mesh, mp_policy=policy)
+    options = {"executor": EXECUTOR, "bucketing": "auto", **options}
+    model.compile(backend="simplefsdp", options=options)
+    return model
+
+
+def check_gradients(model, plain, tolerance: float) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and mine.grad.device.type == DEVICE
+        grad = mine.grad.full_tensor()
+        assert float((grad - theirs.grad).norm() / theirs.grad.norm()) < tolerance, name
+
+
+@pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
+@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+def test_gradients_are_those_of_the_plain_model(mesh, bucketing, policy):
+    plain, model = llama(), llama()
+    loss_of(plain).backward()
+    compiled(model, mesh, policy, bucketing=bucketing)
+    loss_of(model).backward()
+    check_gradients(model, plain, 5e-2 if policy else 1e-4)
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_what_is_computed_again_gives_the_same(mesh, checkpointing):
+    plain, model = llama(), llama(activation_checkpointing=checkpointing)
+    loss_of(plain).backward()
+    loss_of(compiled(model, mesh)).backward()
+    check_gradients(model, plain, 1e-4)
+
+
+def test_a_reduce_on_a_group_of_its_own(mesh):
+    plain, model = llama(), llama()
+    loss_of(plain).backward()
+    loss_of(compiled(model, mesh, separate_reduce_group=True)).backward()
+    check_gradients(model, plain, 1e-4)
+
+
+def test_micro_batches_add_up(mesh):
+    plain, model = llama(), compiled(llama(), mesh)
+    (loss_of(plain, 2) + loss_of(plain, 3)).backward()
+    for last, sequences in ((False, 2), (True, 3)):
+        with microbatch(model, is_last=last):
+            loss_of(model, sequences).backward()
+    check_gradients(model, plain, 1e-4)
+
+
+def test_clipping_and_a_step(mesh):
+    plain, model = llama(), compiled(llama(), mesh)
+    for m in (plain, model):
+        loss_of(m).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = clip_grad_norm_(model, 0.1)
+    assert norm.item() == pytest.approx(wanted.item(), rel=1e-4)
+    for m in (plain, model):
+        torch.optim.SGD(m.parameters(), lr=0.1).step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_values_are_made_and_written_where_they_are_used(mesh):
+    with torch.device("meta"):
+        model = Llama(CONFIG)
+    simple_fsdp(model, mesh)
+    init_weights(model, seed=0)
+    assert {p.device.type for p in model.parameters()} == {DEVICE}
+    again = copy.deepcopy(model)
+    init_weights(again, seed=0)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+    with unsharded(model), torch.no_grad():
+        model.norm.weight.fill_(3)
+    assert isinstance(model.norm.weight, DTensor)
+    assert torch.equal(model.norm.weight.full_tensor(), torch.full((64,), 3.0, device=DEVICE))
+
+
+def test_uneven_rows_of_ranks_that_are_not_there(fake_mesh):
+    """97 rows on four ranks: the last has fewer, and all have the same graphs."""
+    model = llama()
+    compiled(model, fake_mesh(4, rank=3, device=DEVICE))
+    loss_of(model).backward()
+    grad = model.lm_head.weight.grad
+    assert grad.shape == (97, 64) and grad.to_local().shape == (22, 64)
+    assert grad.device.type == DEVICE
