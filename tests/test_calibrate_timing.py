@@ -201,3 +201,10 @@ def test_the_host_waits_for_the_device_where_launches_are_timed(monkeypatch) -> 
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     assert timers.host_clock(CUDA).us(lambda: None) >= 0
     assert waited == [CUDA, CUDA]
+
+
+def test_all_sizes_are_measured_until_one_takes_too_long():
+    times = iter([1.0, 2.0, 3.0, 9e5])
+    timer = Timer(1, lambda: None, lambda begin, end: next(times))
+    calls = {float(size): lambda: None for size in range(1, 7)}
+    assert list(measure._affordable(calls, timer)) == [1, 2, 3, 4, 5]

@@ -138,7 +138,7 @@ def _affordable(calls: Mapping[float, Call], timer: Timer) -> Mapping[float, Cal
     kept: dict[float, Call] = {}
     for size, call in calls.items():
         try:
-            too_long = kept and medians_us({size: call}, 1, timer)[size] > _TOO_LONG_US
+            too_long = len(kept) > 0 and medians_us({size: call}, 1, timer)[size] > _TOO_LONG_US
         except torch.OutOfMemoryError:
             break
         kept[size] = call
