@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from inductor_passes.buckets import assign_by_module, repeated_modules
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
+from inductor_passes.packs import has_kernel
 from inductor_passes.rehearsal import Auto, Settings
 from inductor_passes.roofline import cluster_of
 from simplefsdp import _torch, breaks, living, rank_guard, uninitialised
@@ -166,6 +167,7 @@ def _agree_on_model(
     params = _sharded_inputs(gm)
     grad = "with" if torch.is_grad_enabled() else "without"
     lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients"]
+    lines += [f"Triton for what is sent {'is' if has_kernel(_device(gm)) else 'is not'} there"]
     # Not the cluster, which may be a path, but what it stands for.
     lines += _fields("options", replace(options, cluster=None))
     if settings is not None and settings.auto is not None:
