@@ -39,8 +39,7 @@ class Memory:
 def measure(variant: Variant, step: Callable[[], None]) -> Memory:
     """Run ``step`` (forward and backward, from no gradients) once and watch its allocations."""
     params = list(variant.params.values())
-    device = params[0].device
-    peak = _cuda_peak(step) if device.type == "cuda" else _cpu_peak(step)
+    peak = allocated_peak(step, params[0].device)
     state = (v for s in variant.optimizer.state.values() for v in s.values())
     return Memory(
         step_peak=peak,
@@ -49,6 +48,11 @@ def measure(variant: Variant, step: Callable[[], None]) -> Memory:
         optimizer=local_nbytes(state),
         extra=variant.extra_nbytes,
     )
+
+
+def allocated_peak(step: Callable[[], None], device: torch.device) -> int:
+    """Most bytes that were alive at once of what ``step`` allocates."""
+    return _cuda_peak(step) if device.type == "cuda" else _cpu_peak(step)
 
 
 def _cuda_peak(step: Callable[[], None]) -> int:

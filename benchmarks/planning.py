@@ -32,7 +32,7 @@ from torch.fx import Graph, GraphModule
 from inductor_passes.passes import ImposeOrder, bucket_and_reorder, rehearse
 from simplefsdp import _torch, simple_fsdp
 from simplefsdp.backend import pass_settings
-from simplefsdp.compilation import describe_passes
+from simplefsdp.census import describe_passes
 from simplefsdp.dedupe import dedupe_gathers
 from simplefsdp.models import CONFIGS, Llama
 from simplefsdp.options import Options

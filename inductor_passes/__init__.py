@@ -5,9 +5,9 @@ in this order:
 
 1. ``program`` and ``text``: ops, buffers, collectives, and their rules; printed and parsed.
 2. ``buckets``, ``merge``, ``order``: which collectives go together, as one, and when each starts.
-3. ``cost``, ``cluster``, ``links``, ``presets``, ``cluster_file``: what a machine is, and what an
-   op costs on it; ``simulate`` a timeline of a program, with its memory; ``bound`` a time that no
-   plan beats; ``fusion`` which bytes reach memory.
+3. ``cost``, ``cluster``, ``links``, ``presets``, ``cluster_file`` (by ``json_file``): what a
+   machine is, and what an op costs on it; ``simulate`` a timeline of a program, with its memory;
+   ``bound`` a time that no plan beats; ``fusion`` which bytes reach memory.
 4. ``auto``, the planner, and what it is made of; ``greedy``, the published rule; ``keep``, which
    parameters to keep from forward to backward; ``packing``, which members share a buffer.
 5. The adapters: ``fx`` and ``layouts`` read and write FX graphs, ``scheduler`` Inductor's nodes,

@@ -6,25 +6,24 @@ Each has a contract test in ``tests/test_passes_contract.py`` that says what mov
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from copy import copy
-from math import inf
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch.fx import GraphModule, Node
+from torch._functorch import config as functorch_config
+from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from inductor_passes._torch_calls import call_of, generator_written_by, has_schema, saves_generator
+from inductor_passes.sizes import Size, is_open
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _wait_for_several = getattr(torch.ops._c10d_functional, "wait_tensors", None)  # since 2.15
 _WAITS = {WAIT} | ({_wait_for_several.default} if _wait_for_several is not None else set())
 _COLLECTIVE_NAMESPACES = {"_c10d_functional", "_dtensor"}
+_ARGUMENTS = re.compile(r"primals_|tangents_|arg\d+_|fwd_rng_|bwd_rng_|_")  # by AOTAutograd
 _OF_NUMBERS = {getattr(torch, name) for name in dir(torch) if name.startswith("sym_")}
 
 
@@ -56,6 +55,11 @@ def is_random(node: Node) -> bool:
     if saves_generator(node):
         return True
     return is_op(node) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+
+
+def is_saved(name: str) -> bool:
+    """Whether an input of this name is what forward has left for backward, and no argument."""
+    return functorch_config.donated_buffer and not _ARGUMENTS.match(name)
 
 
 def is_view(node: Node) -> bool:
@@ -139,12 +143,17 @@ def mutated_arguments(node: Node) -> Iterable[Node]:
 
 
 def size_hint(value: Any) -> int:
-    """``value`` if it is a number; what it was when traced if it is symbolic, 0 if unknown."""
+    """``value`` if it is a number; what it was when traced if it is symbolic, 0 if unknown.
+
+    Of a symbolic one it is a :class:`~inductor_passes.sizes.Size`, which knows the formula.
+    """
     node = getattr(value, "node", None)
     if node is None:
         return int(value)
     hint = getattr(node, "hint", None)
-    return int(hint) if hint is not None else 0
+    if hint is None:
+        return 0
+    return Size(int(hint), node.expr) if is_open(node.expr) else int(hint)
 
 
 def itemsize(dtype: str) -> int:
@@ -190,24 +199,6 @@ def has_wide_matmul(device: torch.device) -> bool:
         return False
     libraries = config.max_autotune_gemm_backends.upper().replace(" ", "").split(",")
     return "ATEN" in libraries and not getattr(config.triton, "native_matmul", False)
-
-
-def compile_region(
-    gm: GraphModule, example_inputs: Sequence[Any], *, is_backward: bool
-) -> Callable[[list[Any]], Any]:
-    """Compile a part of a graph by Inductor; its outputs keep their strides.
-
-    What is known of the whole graph (its parameters, the strides of its outputs, which of its
-    inputs may be written over) is not said of the part. Passes that the user has set after the
-    graph is partitioned run on the part.
-    """
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
-
-    record_original_output_strides(gm)
-    fake_mode = next((v.fake_mode for v in example_inputs if hasattr(v, "fake_mode")), None)
-    with tracing(TracingContext(fake_mode)):
-        return compile_fx_inner(gm, example_inputs, is_backward=is_backward)  # type: ignore[return-value]
 
 
 def no_autocast() -> AbstractContextManager[Any]:
@@ -288,54 +279,6 @@ def lowered_at(snode: Any) -> int:
     """Place of a scheduler node before fusion, in the order of the graph; the last, if it is of
     several."""
     return int(snode.max_order)
-
-
-@contextmanager
-def no_fusion_past_collectives() -> Iterator[None]:
-    """While Inductor lowers a graph: no fusion keeps back what is to run before a launch or wait.
-
-    Fusion of two norms' gradients, say, would hold the launch that needs the first one back until
-    the second one is there; and a matrix product would come too late to hide a gather, if a loop
-    that it needs were fused with one behind that gather's wait. Combo kernels, an option of
-    Inductor's, are not asked.
-    """
-    from torch._inductor.virtualized import V
-
-    inherited = V.choices
-    choices = copy(inherited)
-    limits: WeakKeyDictionary[Any, dict[str, float]] = WeakKeyDictionary()
-
-    def can_fuse(scheduler: Any, one: Any, other: Any, shared_data_score: int) -> bool:
-        if scheduler not in limits:  # asked for the first time, nothing is fused
-            limits[scheduler] = _limits(scheduler.nodes)
-        made = (*one.get_buffer_names(), *other.get_buffer_names())
-        limit = min(limits[scheduler].get(str(name), inf) for name in made)
-        in_time = max(one.max_order, other.max_order) < limit
-        return in_time and inherited.can_fuse(scheduler, one, other, shared_data_score)
-
-    choices.can_fuse = can_fuse  # type: ignore[method-assign, assignment]
-    with V.set_choices_handler(choices):
-        yield
-
-
-def _limits(snodes: Sequence[Any]) -> dict[str, float]:
-    """By when each buffer must be there: the place of the next launch or wait, seen from the first
-    kernel of another library, such as a matrix product, that needs it directly or by way of loops.
-
-    Args:
-        snodes: before fusion, in an order in which they can run.
-    """
-    events = sorted(s.min_order for s in snodes if is_scheduled_start(s) or is_scheduled_wait(s))
-    limits: dict[str, float] = {}
-    for snode in reversed(snodes):  # users come before what they use
-        made = [limits.get(str(name), inf) for name in snode.get_buffer_names()]
-        if snode.is_extern():
-            behind = bisect_left(events, snode.min_order)
-            made += events[behind : behind + 1]
-        for dep in snode.unmet_dependencies:
-            if not getattr(dep, "is_fake", False):  # which stand for a sequence
-                limits[str(dep.name)] = min((*made, limits.get(str(dep.name), inf)))
-    return limits
 
 
 def origins_of(snode: Any) -> list[Node]:

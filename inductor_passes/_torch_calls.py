@@ -1,4 +1,4 @@
-"""Which operator a node really calls, and with which arguments: the one place that says so.
+"""Which operator a node really calls, with which arguments, and how much it computes.
 
 A private part of PyTorch, as those of :mod:`inductor_passes._torch`, and under the same contract.
 """
@@ -6,19 +6,30 @@ A private part of PyTorch, as those of :mod:`inductor_passes._torch`, and under 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch._prims import rng_prims
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from inductor_passes.sizes import fixed
 
 # Where the operator stands among the arguments of a call that runs it with a generator's state.
 _OPERATOR_AT = {
     rng_prims.run_and_save_rng_state: 0,
     rng_prims.graphsafe_run_with_rng_state: 0,
     rng_prims.run_with_rng_state: 1,
+}
+
+_SIZES = {
+    torch.ops.aten.sym_size.int,
+    torch.ops.aten.sym_stride.int,
+    torch.ops.aten.sym_numel.default,
+    torch.ops.aten.sym_storage_offset.default,
 }
 
 
@@ -92,3 +103,33 @@ def generator_written_by(node: Node) -> list[Node]:
         return []
     state = node.kwargs.get("rng_state")
     return [state] if isinstance(state, Node) else []
+
+
+def is_size(node: Node) -> bool:
+    """Whether a node asks a tensor for a size or a stride, which takes no time and no memory."""
+    return node.target in _SIZES
+
+
+def flops_formula(target: object) -> Callable[..., int] | None:
+    """Torch's formula of an operator's floating-point operations, called with its arguments and
+    ``out_val``, of tensors their shapes; None if it has none."""
+    formula: Callable[..., int] | None = flop_registry.get(target)
+    if formula is None or hasattr(formula, "__wrapped__"):  # which takes shapes of tensors
+        return formula
+
+    def of_shapes(*args: Any, **kwargs: Any) -> int:
+        args, kwargs = pytree.tree_map(_of_shape, (args, kwargs), is_leaf=_is_shape)
+        return formula(*args, **kwargs)
+
+    return of_shapes
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(n, int) for n in value)
+
+
+def _of_shape(value: Any) -> Any:
+    """For a formula of tensors: it looks at all sorts of their methods, and knows no open sizes."""
+    if not _is_shape(value):
+        return value
+    return torch.empty([fixed(n) for n in value], device="meta")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from inductor_passes.json_file import shown
 from inductor_passes.links import (
     Link,
     Ramp,
@@ -90,7 +91,9 @@ class Wire:
 
     def __post_init__(self) -> None:
         if self.kind not in LINK_KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(LINK_KINDS)}, got {self.kind!r}")
+            raise ValueError(
+                f"kind: expected one of {', '.join(LINK_KINDS)}, got {shown(self.kind)}"
+            )
         for name in ("ranks", "nodes"):
             check_count(name, getattr(self, name))
         if self.ranks < max(2, self.nodes):
@@ -145,7 +148,8 @@ class Cluster:
                 raise ValueError(f"cluster {self.name!r}: {name} is above 1: {getattr(self, name)}")
         if not isinstance(self.averages, bool):
             raise ValueError(
-                f"cluster {self.name!r}: averages: expected true or false, got {self.averages!r}"
+                f"cluster {self.name!r}: averages: expected true or false, got "
+                f"{shown(self.averages)}"
             )
         if not self.peaks or not self.wires:
             raise ValueError(
@@ -176,6 +180,15 @@ class Cluster:
         slowest = min(self.peaks, key=lambda name: self.peaks[name].tflops)
         _warn(f"cluster {self.name!r} has no peak for {dtype}; counted as {slowest}")
         return self.peaks[slowest]
+
+    def link_of(self, collective: Collective, nodes: int | None = None) -> Link:
+        """The link of a collective whose group spans ``nodes``: the fewest, if that is not known.
+
+        Raises:
+            ValueError: as for :meth:`link`.
+        """
+        fewest = -(-collective.ranks // self.ranks_per_node)
+        return self.link(collective.kind, collective.ranks, fewest if nodes is None else nodes)
 
     def link(self, kind: CollectiveKind, ranks: int, nodes: int) -> Link:
         """The link of a group: one that is known, or between those that are.
@@ -234,7 +247,7 @@ def _warn(message: str) -> None:
     log.warning("%s", message)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ClusterCost:
     """The cost model of a program on a cluster.
 
@@ -271,9 +284,8 @@ class ClusterCost:
     def collective_us(self, collective: Collective) -> float:
         key = (collective.kind, collective.group, collective.ranks)
         if key not in self._links:
-            fewest = -(-collective.ranks // self.cluster.ranks_per_node)
-            nodes = self.nodes_of.get(collective.group, fewest)
-            self._links[key] = self.cluster.link(collective.kind, collective.ranks, nodes)
+            nodes = self.nodes_of.get(collective.group)
+            self._links[key] = self.cluster.link_of(collective, nodes)
         return self._links[key].us(collective.nbytes, collective.ranks, collective.members)
 
 

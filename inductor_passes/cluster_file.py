@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inductor_passes.cluster import Cluster, Peak, Wire
+from inductor_passes.json_file import MIB, read_json, shown, typed
 from inductor_passes.links import Link
 from inductor_passes.presets import preset
 
 FORMAT = "simplefsdp cluster"
 VERSION = 1
+_MAX_POINTS = 1000
+_MAX_TEXT = 1000
 
 T = TypeVar("T")
 
@@ -76,8 +79,7 @@ def load(path: str | os.PathLike[str]) -> Cluster:
             or NaN figure; names the file and the figure.
     """
     try:
-        data = json.loads(Path(path).read_text())
-        return _cluster(data)
+        return _cluster(read_json(path, MIB))
     except OSError as error:
         reason = error.strerror or str(error)
     except (ValueError, TypeError) as error:
@@ -92,11 +94,11 @@ def _cluster(data: Any) -> Cluster:
         raise ValueError(f'not a cluster file: it lacks "format": "{FORMAT}"')
     version = data.pop("version", None)
     if version != VERSION:
-        raise ValueError(f"expected version {VERSION}, got {version!r}: calibrate again")
+        raise ValueError(f"expected version {VERSION}, got {shown(version)}: calibrate again")
 
     def peaks(value: Any) -> dict[str, Peak]:
         found = _dict(value, "peaks: ").items()
-        return {str(k): _build(Peak, v, f"peaks.{k}", _RAMPS) for k, v in found}
+        return {k: _build(Peak, v, f"peaks.{_text('dtype', k)}", _RAMPS) for k, v in found}
 
     def wires(value: Any) -> tuple[Wire, ...]:
         found = enumerate(_list(value, "wires: "))
@@ -105,7 +107,8 @@ def _cluster(data: Any) -> Cluster:
     def link(i: int) -> Callable[[Any], Link]:
         return lambda value: _build(Link, value, f"wires[{i}].link", _RAMPS)
 
-    return _build(Cluster, data, "", {"peaks": peaks, "wires": wires})
+    texts = {name: functools.partial(_text, name) for name in ("name", "source")}
+    return _build(Cluster, data, "", {"peaks": peaks, "wires": wires, **texts})
 
 
 def _build(cls: type[T], data: Any, where: str, convert: Mapping[str, Callable[[Any], Any]]) -> T:
@@ -116,7 +119,7 @@ def _build(cls: type[T], data: Any, where: str, convert: Mapping[str, Callable[[
     missing = [name for name, f in known.items() if f.default is MISSING and name not in given]
     unknown = [name for name in given if name not in known]
     if missing or unknown:
-        what = f"{missing[0]} is missing" if missing else f"unknown key {unknown[0]!r}"
+        what = f"{missing[0]} is missing" if missing else f"unknown key {shown(unknown[0])}"
         raise ValueError(f"{at}{what}")
     try:
         return cls(**{k: convert[k](v) if k in convert else v for k, v in given.items()})
@@ -125,7 +128,16 @@ def _build(cls: type[T], data: Any, where: str, convert: Mapping[str, Callable[[
 
 
 def _ramp(name: str, value: Any) -> tuple[Any, ...]:
-    return tuple(tuple(p) if isinstance(p, list) else p for p in _list(value, f"{name}: "))
+    points = _list(value, f"{name}: ")
+    if len(points) > _MAX_POINTS:
+        raise ValueError(f"{name}: expected at most {_MAX_POINTS} points, got {len(points)}")
+    return tuple(tuple(p) if isinstance(p, list) else p for p in points)
+
+
+def _text(name: str, value: Any) -> str:
+    if len(typed(value, str, name)) > _MAX_TEXT:
+        raise ValueError(f"{name}: expected at most {_MAX_TEXT} characters, got {len(value)}")
+    return str(value)
 
 
 _RAMPS = {name: functools.partial(_ramp, name) for name in ("ramp", "matmul", "attention")}
@@ -133,11 +145,11 @@ _RAMPS = {name: functools.partial(_ramp, name) for name in ("ramp", "matmul", "a
 
 def _dict(value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{at}expected an object, got {value!r}")
+        raise ValueError(f"{at}expected an object, got {shown(value)}")
     return value
 
 
 def _list(value: Any, at: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{at}expected a list, got {value!r}")
+        raise ValueError(f"{at}expected a list, got {shown(value)}")
     return value

@@ -27,10 +27,11 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from inductor_passes.program import Op, Program
+from inductor_passes.sizes import least
 
 _UNLIMITED = sys.maxsize
 Reduces = Literal["", "inner", "outer"]
@@ -44,11 +45,17 @@ class Loop:
         numel: iterations: elements of the result, or of what is reduced.
         result_numel: elements of the result.
         reduces: a reduction's kind: ``"inner"`` over the last dimension, not all; else ``"outer"``.
+        elementwise: each element of the result is made of those in its place.
+        heavy: not to be repeated: it takes long.
+        stored: the result is, even if nobody reads it outside of its kernel.
     """
 
     numel: int
     result_numel: int
     reduces: Reduces = ""
+    elementwise: bool = False
+    heavy: bool = False
+    stored: bool = False
 
     def goes_into(self, reader: Loop) -> bool:
         """Whether a loop that reads the result can run in the same kernel."""
@@ -80,7 +87,7 @@ def traffic_of(
         loops: the compute ops that are loops, by name; the others are kernels.
         touches: bytes that an op touches of any one buffer, if it indexes; by its name.
     """
-    kernels = _Kernels(program, loops)
+    kernels = Kernels(program, loops)
     found: dict[str, Traffic] = {}
     launched: set[int] = set()
     for i, op in enumerate(program.ops):
@@ -92,24 +99,7 @@ def traffic_of(
     return found
 
 
-def without_fused(program: Program, loops: Mapping[str, Loop]) -> Program:
-    """``program`` with what stays within a kernel taking no memory."""
-    kernels = _Kernels(program, loops)
-    gone = {
-        kernels.storage[name]
-        for i, op in enumerate(program.ops)
-        if op.kind == "compute"
-        for name in op.writes
-        if program.writer.get(name) == i and not kernels.leaves(i, op, name)
-    }
-    buffers = {
-        name: replace(buffer, nbytes=0) if buffer.storage in gone else buffer
-        for name, buffer in program.buffers.items()
-    }
-    return replace(program, buffers=buffers)
-
-
-class _Kernels:
+class Kernels:
     """Which ops share a kernel, and what their kernels have read so far.
 
     ``of`` holds a number per op, the same for those that share a kernel; views have none.
@@ -136,7 +126,7 @@ class _Kernels:
             if name not in held and storage not in held:
                 key = (self.of[i], storage)
                 rest = self.program.buffers[storage].nbytes - self.paid[key]
-                more = min(self.program.buffers[name].nbytes, limit, rest)
+                more = least(self.program.buffers[name].nbytes, limit, rest)
                 self.paid[key] += more
                 nbytes += more
                 held.add(name)
@@ -145,7 +135,7 @@ class _Kernels:
     def written(self, i: int, op: Op, limit: int) -> int:
         """Bytes that ``op`` writes to memory: what another kernel, or the caller, reads."""
         made = [name for name in op.writes if self.program.writer.get(name) == i]
-        size = {name: min(self.program.buffers[name].nbytes, limit) for name in op.writes}
+        size = {name: least(self.program.buffers[name].nbytes, limit) for name in op.writes}
         updated = sum(size[name] for name in op.writes if name not in made)
         self.held[self.of[i]].update(self.storage[name] for name in made)
         # An op that writes in place returns what it wrote to.

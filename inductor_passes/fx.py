@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes import _torch
-from inductor_passes._torch_calls import call_of, has_schema, note_values
+from inductor_passes._torch_calls import call_of, has_schema, is_size, note_values
 from inductor_passes.loops import tensors_of
 from inductor_passes.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
 from inductor_passes.units import Part, parts_of, with_units
@@ -150,6 +150,9 @@ class _Reader:
             self._start(node, reads, results)
         elif _torch.is_wait(node):
             self._wait(node, reads)
+        elif is_size(node):
+            self.buffers[node.name] = Buffer(node.name, 0)
+            self._add(node, "view", reads, (node.name,))
         elif _torch.is_view(node) or _torch.is_pure_python(node):
             self._add(node, "view", reads, self._alias(node))
         else:

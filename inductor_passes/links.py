@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from inductor_passes.json_file import shown
+
 Ramp = tuple[tuple[float, float], ...]
 """What fraction of a peak is reached, by size: ``((size, fraction), ...)`` with rising sizes."""
 
@@ -42,25 +44,38 @@ def log_log(x: float, before: tuple[float, float], after: tuple[float, float]) -
     return y0 * math.exp(math.log(x / x0) * math.log(y1 / y0) / math.log(x1 / x0))
 
 
+_LEAST, _MOST = 1e-9, 1e21
+"""Figures of machines lie between, in whatever unit: products and quotients of them are finite."""
+_MOST_RANKS = 10**9
+
+
 def check_number(what: str, value: object, *, zero: bool = False) -> None:
     """Raise unless ``value`` is a finite number above 0, or, with ``zero``, not below it.
 
     Raises:
         TypeError: not a number.
-        ValueError: NaN, infinite, negative or, unless allowed, zero.
+        ValueError: NaN, infinite, negative or, unless allowed, zero; or of a size that no machine
+            has.
     """
     expected = f"{what}: expected a finite number {'of 0 or more' if zero else 'above 0'}"
     remedy = "measure it with `simplefsdp calibrate`, or correct it by hand"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{expected}, got {value!r}; {remedy}")
+        raise TypeError(f"{expected}, got {shown(value)}; {remedy}")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise ValueError(f"{expected}, got {value!r}; {remedy}")
+        raise ValueError(f"{expected}, got {shown(value)}; {remedy}")
+    if value > _MOST or (value < _LEAST and not zero):
+        raise ValueError(
+            f"{what}: no machine has {shown(value)}, which is not between {_LEAST:g} and "
+            f"{_MOST:g}; {remedy}"
+        )
 
 
 def check_count(what: str, value: object) -> None:
-    """Raise a ValueError unless ``value`` is a whole number of 1 or more."""
+    """Raise a ValueError unless ``value`` is a whole number of 1 or more, and of ranks."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{what}: expected a whole number of 1 or more, got {value!r}")
+        raise ValueError(f"{what}: expected a whole number of 1 or more, got {shown(value)}")
+    if value > _MOST_RANKS:
+        raise ValueError(f"{what}: expected at most {_MOST_RANKS:,}, got {shown(value)}")
 
 
 def check_ramp(what: str, ramp: Ramp, *, falls: bool = False) -> None:
@@ -75,7 +90,7 @@ def check_ramp(what: str, ramp: Ramp, *, falls: bool = False) -> None:
     """
     for point in ramp:
         if not isinstance(point, tuple) or len(point) != 2:
-            raise TypeError(f"{what}: expected points (size, fraction), got {point!r}")
+            raise TypeError(f"{what}: expected points (size, fraction), got {shown(point)}")
         check_number(f"{what}: a size", point[0])
         check_number(f"{what}: the fraction at {point[0]}", point[1])
         if point[1] > 1:

@@ -31,6 +31,11 @@ _UPDATES = {
     "aten::scatter_add", "aten::scatter_reduce", "aten::select_scatter", "aten::slice_scatter",
     "aten::_unsafe_index_put", "aten::_unsafe_masked_index_put_accumulate",
 }
+# What Inductor does not do twice on a CPU. (There it also stores what `cat` makes.)
+_HEAVY_ON_CPU = {
+    "aten::exp", "aten::log", "aten::log10", "aten::log1p", "aten::log2", "aten::sigmoid",
+    "aten::tanh",
+}
 # What fills this rank's part of a buffer that is to be gathered into.
 _FILLS_PART = {"bucketing::_pre_bucket_all_gather", "fsdp::all_gather_copy_in"}
 # fmt: on
@@ -48,9 +53,30 @@ def loop_of(node: Node) -> Loop | None:
         if source <= _UNROLLED * result:
             return Loop(result, result)
         return Loop(source, result, _reduces(node, result))
-    if torch.Tag.pointwise in tags or name in _COPIES or name in _LOOKUPS:
-        return Loop(result, result)
+    if torch.Tag.pointwise in tags or name in _COPIES or name in _LOOKUPS or _is_one_hot(node):
+        moves = name in _COPIES or name in _LOOKUPS or name == "aten::clone"
+        on_cpu = _is_on_cpu(node)
+        heavy, stored = on_cpu and name in _HEAVY_ON_CPU, on_cpu and name == "aten::cat"
+        return Loop(result, result, elementwise=not moves, heavy=heavy, stored=stored)
     return None
+
+
+def _is_on_cpu(node: Node) -> bool:
+    value = next(iter(tensors_of(node.meta.get("val"))), None)
+    return value is not None and value.device.type == "cpu"
+
+
+def _is_one_hot(node: Node) -> bool:
+    """Whether a node writes one number into a row of a constant, as the loss's gradient does:
+    Inductor compares positions instead."""
+    if name_of(node) != "aten::scatter" or len(node.args) != 4:
+        return False
+    table, dim, index, value = node.args
+    if not (isinstance(table, Node) and isinstance(dim, int) and isinstance(index, Node)):
+        return False
+    size = index.meta["val"].shape[dim]
+    one = isinstance(size, int) and size == 1  # of an open one, nothing is asked
+    return one and name_of(table) == "aten::full" and not isinstance(value, Node)
 
 
 def _reduces(node: Node, result: int) -> Reduces:
@@ -71,7 +97,7 @@ def touches_of(node: Node) -> int | None:
     if name in _FILLS_PART:
         parts: Any = node.args[0]
         return sum(_nbytes(v) for n in parts for v in tensors_of(n.meta.get("val")))
-    if name not in _UPDATES:
+    if name not in _UPDATES or _is_one_hot(node):
         return None
     table = node.args[0]
     if not isinstance(table, Node) or table.op == "placeholder" or len(table.users) > 1:

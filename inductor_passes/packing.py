@@ -29,8 +29,7 @@ def members_to_pack(
     first = members[0]
     if first.kind == "other" or first.ranks < 2 or any(c.dtype != first.dtype for c in members):
         return ()
-    fewest = -(-first.ranks // cluster.ranks_per_node)
-    link = cluster.link(first.kind, first.ranks, nodes or fewest)
+    link = cluster.link_of(first, nodes)
     member_us = link.member_us * (1 - cluster.compute_beside)
     copied = cluster.memory_gb_s * cluster.memory_fraction * 1e3 / 2  # bytes per us, there and back
     smallest = sorted(range(len(members)), key=lambda i: (members[i].nbytes, i))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 Kind = Literal["compute", "view", "start", "wait"]
@@ -184,13 +184,14 @@ class Program:
     def touched(self) -> list[list[str]]:
         """The storages that each op needs alive, each once.
 
-        A collective reads its inputs until it is waited for, so a wait touches them, too.
+        A collective reads its inputs until its last wait, which touches them, too.
         """
         storage = {name: buffer.storage for name, buffer in self.buffers.items()}
+        last = {start: waits[-1] for start, waits in self.waits_of.items() if waits}
         found = []
         for i, op in enumerate(self.ops):
             names = [*op.reads, *op.writes]
-            for start in self.start_of.get(i, ()):
+            for start in (s for s in self.start_of.get(i, ()) if last[s] == i):
                 names += [*self.ops[start].reads, *self.ops[start].writes]
             found.append(list(dict.fromkeys([storage[name] for name in names])))
         return found
@@ -211,20 +212,22 @@ class Program:
             size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
         return size
 
+    @cached_property
+    def _overwritten(self) -> list[list[str]]:
+        """Storages of what each op writes and is not the first to write."""
+        where, by = self.buffers, self.writer
+        return [
+            [where[n].storage for n in op.writes if by.get(n) != i] for i, op in enumerate(self.ops)
+        ]
+
     def mutated(self, i: int) -> Iterator[str]:
         """Storages that op ``i`` writes in place."""
-        ops = [i, *self.start_of.get(i, ())]
-        return (
-            self.buffers[n].storage
-            for j in ops
-            for n in self.ops[j].writes
-            if self.writer.get(n) != j
-        )
+        return chain.from_iterable(self._overwritten[j] for j in (i, *self.start_of.get(i, ())))
 
     @cached_property
     def in_place(self) -> frozenset[str]:
         """Storages that are written in place."""
-        return frozenset(s for i in range(len(self.ops)) for s in self.mutated(i))
+        return frozenset(chain.from_iterable(self._overwritten))
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
@@ -258,8 +261,9 @@ class Program:
         mutated = [set(self.mutated(i)) for i in range(len(self.ops))]
         mutation: dict[str, int] = {}
         since: dict[str, list[int]] = {s: [] for s in self.in_place}
+        own = [self.storages((*op.reads, *op.writes)) & self.in_place for op in self.ops]
         for i in range(len(self.ops)):
-            for storage in (s for s in self.touched[i] if s in self.in_place):
+            for storage in sorted(own[i].union(*(own[j] for j in self.start_of.get(i, ())))):
                 if storage in mutation:
                     before[i][mutation[storage]] = None
                 if storage in mutated[i]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from inductor_passes import _torch
+from inductor_passes import _torch, _torch_lowering
 from inductor_passes.regions import Region, cut, graph_of, structure_of
 from inductor_passes.straight_line import Compiled, straight_line
 
@@ -28,7 +28,7 @@ class Codes:
         key = (structure_of(region), is_backward)
         if key not in self._code_of:
             values = [node.meta["val"] for node in region.inputs]
-            self._code_of[key] = _torch.compile_region(
+            self._code_of[key] = _torch_lowering.compile_region(
                 graph_of(region), values, is_backward=is_backward
             )
         return self._code_of[key]

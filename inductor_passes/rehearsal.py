@@ -27,7 +27,9 @@ from inductor_passes.program import Bucket, Collective, Op, Program, ProgramErro
 from inductor_passes.roofline import cluster_of, cost_of, device_of, fused_program
 from inductor_passes.simulate import simulate
 
-_USABLE = 0.9
+USABLE = 0.9
+"""Share of a device's memory that is not left for its context, communication's own buffers and
+fragmentation; an estimate."""
 
 
 @contextmanager
@@ -116,16 +118,14 @@ def room_nbytes(program: Program, cluster: Cluster) -> int:
     """What a device has beside the shards of parameters and of AdamW's two moments, all fp32.
 
     Whole parameters that are only all-reduced are not counted, and neither are gradients of an
-    earlier batch that are accumulated. A tenth of the device is left for its context,
-    communication's own buffers and fragmentation, which is an estimate. What all ranks share tells
-    the size of a shard.
+    earlier batch that are accumulated. What all ranks share tells the size of a shard.
     """
     elements = {
         c.fqns: c.nbytes // _torch.itemsize(c.dtype) // c.ranks
         for _, c in _collectives(program)
         if c.fqns and c.kind in ("gather", "reduce")
     }
-    return int(_USABLE * cluster.memory_gb * 1e9) - 3 * 4 * sum(elements.values())
+    return int(USABLE * cluster.memory_gb * 1e9) - 3 * 4 * sum(elements.values())
 
 
 @dataclass(frozen=True)

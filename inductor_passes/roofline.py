@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils.flop_counter import flop_registry
 
-from inductor_passes import _torch, attention
-from inductor_passes._torch_calls import call_of, has_schema
+from inductor_passes import _torch, _torch_lowering, attention
+from inductor_passes._torch_calls import call_of, flops_formula, has_schema
 from inductor_passes.cluster import Cluster, ClusterCost, Work, nodes_spanned
-from inductor_passes.fusion import traffic_of, without_fused
+from inductor_passes.fusion import traffic_of
 from inductor_passes.fx import Reading
 from inductor_passes.loops import inputs_of, loop_of, name_of, tensors_of, touches_of
 from inductor_passes.presets import DEVICES, PRESETS, preset
 from inductor_passes.program import Program
+from inductor_passes.stored import as_stored
 
 log = logging.getLogger("simplefsdp")
 
@@ -41,11 +41,13 @@ def work_of(reading: Reading) -> dict[str, Work]:
 
 
 def fused_program(reading: Reading) -> Program:
-    """The program as it lies in memory once Inductor has fused its loops: what stays within a
-    kernel has no bytes."""
+    """The program as it lies in memory once Inductor has lowered it, see
+    :mod:`inductor_passes.stored`."""
     nodes = _compute_nodes(reading)
     loops = {name: loop for name, node in nodes.items() if (loop := loop_of(node))}
-    return without_fused(reading.program, loops)
+    saved = [name for name in reading.program.inputs if _torch.is_saved(name)]
+    limits = _torch_lowering.limits_of_repeating(device_of(reading))
+    return as_stored(reading.program, loops, saved, limits)
 
 
 def _compute_nodes(reading: Reading) -> dict[str, Node]:
@@ -69,11 +71,11 @@ def work_of_node(node: Node, nbytes: int, kernels: int) -> Work:
     attends = _attends(node)
     dtype = next((str(v.dtype) for v in inputs_of(node)), "torch.float32").removeprefix("torch.")
     if attends and _is_causal(node):
-        flops /= 2
+        flops //= 2
     return Work(flops, nbytes, "attention" if attends else "matmul", dtype, kernels)
 
 
-def flops_of(node: Node) -> float:
+def flops_of(node: Node) -> int:
     """Floating-point operations of a matmul, convolution or attention; 0 for anything else.
 
     The formulas are given plain sizes: to compute with a symbol could guard on it, on this rank
@@ -81,7 +83,7 @@ def flops_of(node: Node) -> float:
     """
     call = call_of(node)
     target = getattr(call.target, "overloadpacket", call.target)
-    count = attention.FLOPS.get(name_of(node)) or flop_registry.get(target)
+    count = attention.FLOPS.get(name_of(node)) or flops_formula(target)
     if count is None:
         if _attends(node):
             _warn_of_formula(name_of(node), "there is no formula for it")
@@ -92,7 +94,7 @@ def flops_of(node: Node) -> float:
 
     args, kwargs = torch.fx.node.map_arg((call.args, call.kwargs), plain)
     try:
-        return count(*args, **kwargs, out_val=plain(node))
+        return count(*args, **kwargs, out_val=plain(node))  # type: ignore[no-any-return]
     except Exception as error:  # most formulas are torch's, and so is what they raise
         _warn_of_formula(name_of(node), f"{type(error).__name__}: {error}")
         return 0
@@ -120,10 +122,10 @@ def _warn_of_formula(op: str, why: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with the numbers that its symbols stood for; tensors keep only their shapes."""
+    """``value`` with the numbers that its symbols stood for; of a tensor its shape alone, which
+    is what torch's formulas are of."""
     if isinstance(value, torch.Tensor):
-        shape = [_torch.size_hint(n) for n in value.shape]
-        return torch.empty(shape, dtype=value.dtype, device="meta")
+        return tuple(_torch.size_hint(n) for n in value.shape)
     if isinstance(value, (list, tuple)):
         return type(value)(map(_plain, value))
     return _torch.size_hint(value) if isinstance(value, torch.SymInt) else value

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 from inductor_passes.cost import CostModel
 from inductor_passes.program import Program
@@ -56,40 +57,95 @@ class Timeline:
         return sum(self.exposed_us.values())
 
 
-def slowed_us(us: float, in_transfer_us: float, compute_beside: float) -> float:
+def slowed_us(
+    us: Any,
+    in_transfer_us: Any,
+    compute_beside: float,
+    later: Callable[..., Any] = max,
+    sooner: Callable[..., Any] = min,
+) -> Any:
     """How much longer compute takes that would take ``us``, if something is in transfer at first.
 
-    For ``in_transfer_us`` it has only ``compute_beside`` of its speed.
+    For ``in_transfer_us``, which may be below 0, it has only ``compute_beside`` of its speed.
     """
-    beside = min(max(0.0, in_transfer_us), us / compute_beside)
+    beside = sooner(later(us * 0.0, in_transfer_us), us / compute_beside)
     return beside * (1 - compute_beside)
 
 
-def simulate(program: Program, cost: CostModel) -> Timeline:
-    """Execute ``program`` in its order: launches cost nothing, lanes run one transfer at a time."""
-    now, compute, wire, slowed = 0.0, 0.0, 0.0, 0.0
-    lane_free: defaultdict[str, float] = defaultdict(float)
-    done: dict[int, float] = {}
-    exposed: dict[str, float] = {op.name: 0.0 for _, op in program.starts()}
-    spans: list[Span] = []
+def run(
+    program: Program,
+    us: Callable[[int], Any],
+    compute_beside: float,
+    now: Any = 0.0,
+    later: Callable[..., Any] = max,
+    sooner: Callable[..., Any] = min,
+) -> Iterator[tuple[int, int, Any, Any]]:
+    """Execute ``program`` in its order: launches cost nothing, lanes run one transfer at a time.
+
+    Times are numbers; or tensors with a number for each of many machines or sizes, if ``now``,
+    what ``us`` gives, and ``later`` and ``sooner`` are of such.
+
+    Args:
+        program: it.
+        us: the time of a compute op by itself, or of a transfer, by the op's position.
+        compute_beside: see :class:`~inductor_passes.cost.CostModel`.
+        now: the time at the start.
+        later: of two times.
+        sooner: of two times.
+
+    Yields:
+        The position of an op, when it began, and when it ended: of computes, of transfers on
+        their lanes, and of the compute lane's standing still for a transfer, by the position of
+        the wait and of the start. Where they are one op, both positions are its own.
+    """
+    lane_free: dict[str, Any] = {}
+    done: dict[int, Any] = {}
+    zero = now
     for i, op in enumerate(program.ops):
         if op.kind == "compute":
-            duration = cost.compute_us(program, op)
-            in_transfer = max(lane_free.values(), default=0.0) - now
-            more = slowed_us(duration, in_transfer, cost.compute_beside)
-            spans.append(Span(op.name, "compute", now, now + duration + more))
-            now, compute, slowed = now + duration + more, compute + duration, slowed + more
+            alone = us(i)
+            end = now + alone
+            if lane_free:
+                in_transfer = reduce(later, lane_free.values()) - now
+                end = end + slowed_us(alone, in_transfer, compute_beside, later, sooner)
+            yield i, i, now, end
+            now = end
         elif op.collective is not None:
-            begin = max(now, lane_free[op.collective.group])
-            done[i] = lane_free[op.collective.group] = begin + cost.collective_us(op.collective)
-            wire += done[i] - begin
-            spans.append(Span(op.name, op.collective.group, begin, done[i]))
+            begin = later(now, lane_free.get(op.collective.group, zero))
+            done[i] = lane_free[op.collective.group] = begin + us(i)
+            yield i, i, begin, done[i]
         elif op.kind == "wait":
             for start in program.start_of[i]:
-                stall = max(0.0, done[start] - now)
-                exposed[program.ops[start].name] += stall
-                now += stall
-    return Timeline(tuple(spans), exposed, now, compute, wire, slowed)
+                end = later(now, done[start])
+                yield i, start, now, end
+                now = end
+
+
+def simulate(program: Program, cost: CostModel) -> Timeline:
+    """What a :func:`run` of ``program`` takes by a cost model."""
+    ops = program.ops
+    took: dict[int, float] = {}
+
+    def us(i: int) -> float:
+        c = ops[i].collective
+        took[i] = cost.compute_us(program, ops[i]) if c is None else cost.collective_us(c)
+        return took[i]
+
+    total = compute = wire = slowed = 0.0
+    exposed: dict[str, float] = {op.name: 0.0 for _, op in program.starts()}
+    spans: list[Span] = []
+    for i, start, begin, end in run(program, us, cost.compute_beside):
+        op = ops[i]
+        if op.kind == "wait":
+            exposed[ops[start].name] += end - begin
+            total = end
+        elif op.collective is not None:
+            spans.append(Span(op.name, op.collective.group, begin, end))
+            wire += end - begin
+        else:
+            spans.append(Span(op.name, "compute", begin, end))
+            compute, slowed, total = compute + took[i], slowed + end - (begin + took[i]), end
+    return Timeline(tuple(spans), exposed, total, compute, wire, slowed)
 
 
 @dataclass(frozen=True)
@@ -109,14 +165,18 @@ class Memory:
     peak_op: str
 
 
-def memory(program: Program) -> Memory:
-    """Live bytes over ``program``, if a storage is freed after the last op that touches it.
+def live_nbytes(program: Program, size: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """Live bytes during each op of ``program``, and of the inputs that the caller keeps, which are
+    not among them, if a storage is freed after the last op that touches it.
 
     The output of a gather lives from its start to the last use of any view of it; the input of a
     collective lives until the wait.
+
+    Args:
+        program: it.
+        size: of each storage: a number, or a tensor with one for each of many sizes.
     """
     resident = program.storages(program.resident)
-    size = program.storage_nbytes
     last: dict[str, int] = {}
     for i, storages in enumerate(program.touched):
         last.update(dict.fromkeys(storages, i))
@@ -129,15 +189,20 @@ def memory(program: Program) -> Memory:
         for storage in storages:
             if storage not in seen:
                 seen.add(storage)
-                total += size[storage]
+                total = total + size[storage]
         live.append(total)
         for storage in storages:
             if last[storage] == i and storage not in kept:
-                total -= size[storage]
-    at_rest = sum(size[s] for s in resident)
-    peak = max(range(len(live)), key=live.__getitem__, default=None)
-    if peak is None:
-        return Memory((), at_rest, at_rest + total, "")
+                total = total - size[storage]
+    return live or [total], sum(size[s] for s in resident)
+
+
+def memory(program: Program) -> Memory:
+    """Live bytes over ``program``, see :func:`live_nbytes`."""
+    live, at_rest = live_nbytes(program, program.storage_nbytes)
+    peak = max(range(len(live)), key=live.__getitem__)
+    if not program.ops:
+        return Memory((), at_rest, at_rest + live[peak], "")
     return Memory(tuple(live), at_rest, at_rest + live[peak], program.ops[peak].name)
 
 

@@ -20,6 +20,7 @@ import json
 import re
 from typing import get_args
 
+from inductor_passes.json_file import shown
 from inductor_passes.program import (
     COLLECTIVE_KINDS,
     KINDS,
@@ -96,7 +97,8 @@ def parse(text: str) -> Program:
         try:
             reader.read(_tokens(line))
         except (ProgramError, ValueError, IndexError) as error:
-            raise ProgramError(f"line {number}: {line.strip()!r}: {error}") from error
+            told = shown(line.strip())
+            raise ProgramError(f"line {number}: {told}: {error!s:.300}") from error
     return Program(
         tuple(reader.ops),
         reader.buffers,

@@ -20,7 +20,8 @@ Read the code in this order:
 3. Steps that are not run. ``trace`` makes the graphs of a step without memory,
    ``repeated_layers`` and ``extrapolate_depth`` those of a deep model from a shallow one's, and
    ``prediction`` prices them.
-4. ``pretrained``: values from a folder of safetensors files, and back.
+4. ``pretrained``: values from a folder of safetensors files, and back. ``checkpoints``: the files
+   of distributed ones, which are checked and never unpickled.
 5. ``inspection``, ``models``, ``train``, ``calibrate``, ``integrations`` and ``cli``, which nothing
    above imports.
 

@@ -118,7 +118,9 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
                 "a checkpoint, before gradients are accumulated"
             )
         shape = (rows, *local.shape[1:]) if spec.rows else local.shape
-        dtype = spec.reduce_dtype or spec.param_dtype or param.dtype
+        dtype = param.dtype  # which a complex one keeps in gather and reduce
+        if dtype.is_floating_point:
+            dtype = spec.reduce_dtype or spec.param_dtype or dtype
         with torch.inference_mode(False):
             return local.new_zeros(shape, dtype=dtype, requires_grad=False)
 

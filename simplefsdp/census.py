@@ -1,4 +1,4 @@
-"""What a forward or backward graph communicates, counted by provenance, for the log line."""
+"""What a forward or backward graph communicates, and what the passes make of it: its log line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from inductor_passes.rehearsal import Rehearsal, Settings, predict
 from simplefsdp import provenance
 
 _ops = torch.ops._c10d_functional
@@ -78,3 +79,25 @@ def format_nbytes(nbytes: int) -> str:
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.4g} {units[0]}"
+
+
+def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
+    """What the passes will make of a graph, for the log line; nothing if there are none."""
+    if settings is None:
+        return ""
+    found = predict(rehearsal, settings.auto.cluster if settings.auto else None)
+    verb = "->" if settings.merge else "moved as"
+    parts = [
+        f"{n} {kind}s {verb} {found.buckets[kind]} buckets"
+        for kind, n in found.collectives.items()
+        if n
+    ]
+    if (plan := rehearsal.plan) is not None:
+        of_budget = f" of {plan.budget_nbytes / 1e9:.3g}" if plan.budget_nbytes else ""
+        parts.append(
+            f"planned {'' if of_budget else 'as before, '}{plan.step_us / 1e3:.3g} ms (lower bound "
+            f"{plan.lower_bound_us / 1e3:.3g}), {plan.peak_nbytes / 1e9:.3g}{of_budget} GB beside "
+            "shards of parameters"
+        )
+    exposed = f"{found.exposed_before_us / 1e3:.3g} -> {found.exposed_after_us / 1e3:.3g} ms"
+    return "; ".join(["", *parts, f"predicted exposed {exposed} on {found.device}"])

@@ -5,13 +5,17 @@ and reads its own options.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from simplefsdp.launcher.output import unbroken_output
+
 COMMANDS = {
     "train": ("simplefsdp.train.command", "train a Llama 3 on text"),
     "export": ("simplefsdp.train.export", "write a checkpoint as safetensors, for transformers"),
+    "verify": ("simplefsdp.train.verify", "see whether a checkpoint is as it was written"),
     "calibrate": ("simplefsdp.calibrate.command", "measure this machine, for the planner"),
     "inspect": (
         "simplefsdp.inspection.command",
@@ -20,9 +24,17 @@ COMMANDS = {
 }
 
 
+@unbroken_output()
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 bad input, 128 + n ended by signal n."""
-    from simplefsdp.launcher.errors import EXIT_BAD_INPUT, EXIT_FAILED, RunFailed, UserError
+    from simplefsdp.launcher.errors import (
+        EXIT_BAD_INPUT,
+        EXIT_FAILED,
+        RunFailed,
+        UserError,
+        in_one_line,
+        leave_at_once,
+    )
 
     args = list(sys.argv[1:] if argv is None else argv)
     code = 0
@@ -36,7 +48,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = 130
     except Exception as error:
         _record(error)
-        raise
+        if (line := in_one_line(error)) is not None:
+            print(f"error: {line}", file=sys.stderr)
+        elif not _is_rank():
+            raise
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+        code = EXIT_FAILED
+    if code and _is_rank():
+        leave_at_once(code)
     sys.exit(code)
 
 
@@ -61,6 +81,10 @@ def _usage() -> str:
     lines += [f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items()]
     lines += ["", "simplefsdp COMMAND --help describes the options of a command."]
     return "\n".join(lines)
+
+
+def _is_rank() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _record(error: Exception) -> None:

@@ -23,16 +23,16 @@ from torch.fx import Graph, GraphModule
 
 import inductor_passes
 from inductor_passes import fx, regional
-from inductor_passes._torch import no_fusion_past_collectives
+from inductor_passes._torch_lowering import fusions_as_planned
 from inductor_passes.in_place import write_inputs_early
 from inductor_passes.passes import REMEDY, ImposeOrder, PassError, bucket_and_reorder, rehearse
 from inductor_passes.portable import PortableBucket
-from inductor_passes.rehearsal import Rehearsal, Settings, launches, predict
+from inductor_passes.rehearsal import Rehearsal, Settings, launches
 from inductor_passes.text import to_text
 from inductor_passes.unrounded import write_sums_unrounded
 from simplefsdp import _torch, rank_guard
 from simplefsdp.breaks import notify
-from simplefsdp.census import describe, take_census
+from simplefsdp.census import describe, describe_passes, take_census
 from simplefsdp.observers import CompiledGraph
 from simplefsdp.options import Options
 from simplefsdp.plans import Chosen, is_users, plan_for_all
@@ -81,9 +81,8 @@ def compile_with_passes(
     Raises:
         RankMismatchError, PassError, ValueError: see :func:`observe`.
     """
-    # The buckets of the graph that is being compiled, forward or backward: chosen when it is
-    # observed, and agreed on with the other ranks, then written by the pass.
-    current: list[tuple[PortableBucket, ...]] = [()]
+    # Of the graph that is being compiled, forward or backward: made when it is observed.
+    current = [Observed((), ())]
     base = identity(settings)
     compilation = Compilation(
         settings,
@@ -94,15 +93,17 @@ def compile_with_passes(
     )
 
     def uuid() -> str:
-        return hashlib.sha256(f"{base}{current[0]}".encode()).hexdigest()
+        return hashlib.sha256(f"{base}{current[0].planned}".encode()).hexdigest()
 
     def note(graph: GraphModule, is_backward: bool) -> None:
         current[0] = observe(graph, is_backward, compilation)
 
     def graph_pass(graph: Graph) -> None:
         if settings is not None:
-            bucket_and_reorder(graph, settings, carried_fqn, current[0])
+            bucket_and_reorder(graph, settings, carried_fqn, current[0].planned)
 
+    meet = functools.partial(meet_compiled, current, compilation)
+    passes = graph_pass if settings is not None else None
     codes = regional.Codes()
 
     def by_regions(graph: GraphModule, is_backward: bool) -> Callable[..., Any] | None:
@@ -119,20 +120,22 @@ def compile_with_passes(
             gm,
             example_inputs,
             observe=note,
+            compiled=meet,
             joint_pass=tag_for_recompute,
-            graph_pass=graph_pass if settings is not None else None,
+            graph_pass=passes,
         )
     return _torch.compile_with_inductor(
         gm,
         example_inputs,
         _torch.Passes(
             joint=tag_for_recompute,
-            graph=graph_pass if settings is not None else None,
+            graph=passes,
             scheduler=_scheduler_pass(settings, base),
             uuid=uuid,
         ),
         observe=by_regions if options.executor == "regions" else note,
-        lowering=no_fusion_past_collectives if _as_planned(settings) else nullcontext,
+        compiled=meet,
+        lowering=fusions_as_planned if _as_planned(settings) else nullcontext,
         cudagraphs=options.cudagraphs,
     )
 
@@ -148,9 +151,19 @@ def _scheduler_pass(settings: Settings | None, identity: str) -> ImposeOrder | N
     return ImposeOrder(settings.policy, _as_planned(settings), identity)
 
 
-def observe(
-    gm: GraphModule, is_backward: bool, compilation: Compilation
-) -> tuple[PortableBucket, ...]:
+class Observed(NamedTuple):
+    """What the ranks agreed on of a graph.
+
+    Attributes:
+        planned: its buckets, which the pass writes.
+        launches: what it will communicate, line by line.
+    """
+
+    planned: tuple[PortableBucket, ...]
+    launches: tuple[str, ...]
+
+
+def observe(gm: GraphModule, is_backward: bool, compilation: Compilation) -> Observed:
     """Choose the buckets of a graph, compare its launches across ranks, log it and show it.
 
     Called whether or not a cache has the code, with the graph that the passes will get. Where no
@@ -168,17 +181,39 @@ def observe(
     write_sums_unrounded(gm.graph)
     found, number = _planned(gm, part, compilation)
     seconds = time.perf_counter() - begin
-    _agree_on_launches(part, found, number, compilation)
+    lines = _agree_on_launches(part, found, number, compilation)
     _tell(gm, part, found, compilation.settings)
     if isinstance(found, Exception):
         if compilation.settings is None:
             log.warning("%s graph: compiled as it is: it cannot be read: %s", part, found)
-            return ()
+            return Observed((), lines)
         if is_users(found):
             raise ValueError(f"{part} graph: {found}") from found
         raise PassError(f"{part} graph: {found}; {REMEDY}") from found
     notify(CompiledGraph(part, found, compilation.settings, seconds, compilation.number))
-    return found.planned
+    return Observed(found.planned, lines)
+
+
+def meet_compiled(current: Sequence[Observed], compilation: Compilation, is_backward: bool) -> None:
+    """Wait until all ranks have the code of a graph, before any of them runs it.
+
+    A rank with a cold cache compiles for minutes; the others would wait for it in a collective,
+    which the process group's timeout ends with an error that says nothing of compiling. A rank
+    that compiles alone, what communicates the same as before, meets nobody.
+
+    Raises:
+        RankMismatchError: a rank has not compiled it in time.
+    """
+    part = "backward" if is_backward else "forward"
+    what = f"running the {part} graph"
+    subject = [part, f"gradients {compilation.grad}", *current[0].launches]
+    rank_guard.agree(what, subject, compilation.ranks, compilation.timeout_s, late=_COMPILING)
+
+
+_COMPILING = (
+    "They still compile it, or failed to; see their logs. Keep TORCHINDUCTOR_CACHE_DIR from run to "
+    "run, or raise options['rank_guard_timeout_s']"
+)
 
 
 def _planned(
@@ -215,7 +250,7 @@ def _planned(
 
 def _agree_on_launches(
     part: str, found: Rehearsal | Exception, number: int, compilation: Compilation
-) -> None:
+) -> tuple[str, ...]:
     """Compare what a graph will launch, or why it cannot be planned; anew for each plan made."""
     failure = found if isinstance(found, Exception) else None
     lines = launches(found) if isinstance(found, Rehearsal) else [_cannot(found)]
@@ -225,6 +260,7 @@ def _agree_on_launches(
         rank_guard.agree(f"the {part} graph to compile", lines, ranks, timeout_s)
     except RankMismatchError as error:
         raise error from failure
+    return tuple(lines)
 
 
 def _cannot(error: Exception) -> str:
@@ -287,28 +323,6 @@ def say(message: str, *args: object) -> None:
 def _level() -> int:
     speaks = not dist.is_initialized() or dist.get_rank() == 0
     return logging.INFO if speaks else logging.DEBUG
-
-
-def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
-    """What the passes will make of a graph, for the log line; nothing if there are none."""
-    if settings is None:
-        return ""
-    found = predict(rehearsal, settings.auto.cluster if settings.auto else None)
-    verb = "->" if settings.merge else "moved as"
-    parts = [
-        f"{n} {kind}s {verb} {found.buckets[kind]} buckets"
-        for kind, n in found.collectives.items()
-        if n
-    ]
-    if (plan := rehearsal.plan) is not None:
-        of_budget = f" of {plan.budget_nbytes / 1e9:.3g}" if plan.budget_nbytes else ""
-        parts.append(
-            f"planned {'' if of_budget else 'as before, '}{plan.step_us / 1e3:.3g} ms (lower bound "
-            f"{plan.lower_bound_us / 1e3:.3g}), {plan.peak_nbytes / 1e9:.3g}{of_budget} GB beside "
-            "shards of parameters"
-        )
-    exposed = f"{found.exposed_before_us / 1e3:.3g} -> {found.exposed_after_us / 1e3:.3g} ms"
-    return "; ".join(["", *parts, f"predicted exposed {exposed} on {found.device}"])
 
 
 def _warn_of_memory(part: str, rehearsal: Rehearsal, settings: Settings | None) -> None:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import SymInt, Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -60,10 +60,13 @@ def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
     except KeyError as error:
         raise ValueError(f"{layers}: a layer lacks what another refers to: {error}") from error
     _check_names(step, forward.graph, backward.graph)
+    fqns = list(_deep_fqns(step.fqns, numbering, template, more))
+    rows = {fqn: step.rows[_shallow(fqn, numbering, template, more)] for fqn in fqns}
     return TracedStep(
         GraphModule(step.forward, forward.graph),
         GraphModule(step.backward, backward.graph),
-        tuple(_deep_fqns(step.fqns, numbering, template, more)),
+        tuple(fqns),
+        rows,
     )
 
 
@@ -88,6 +91,14 @@ def _deep_fqns(
             yield from (numbering.moved(f, by) for by in range(more + 1) for f in repeated)
         elif layer != template:
             yield numbering.moved(fqn, more if layer is not None and layer > template else 0)
+
+
+def _shallow(fqn: str, numbering: Numbering, template: int, more: int) -> str:
+    """The parameter of the traced step that ``fqn`` is like."""
+    layer = numbering.of(fqn)
+    if layer is None or layer < template:
+        return fqn
+    return numbering.moved(fqn, -min(more, layer - template))
 
 
 def trace_deep(
@@ -266,10 +277,15 @@ class _Deep:
         return found
 
     def _renew(self, made: Node, deep: int) -> None:
-        """Give a copy values of its own: who tracks memory goes by their storages."""
+        """Give a copy values of its own: who tracks memory goes by their storages.
+
+        Not by those of open sizes, which are for formulas alone; to make them takes a ms each.
+        """
         source = self.sources[deep]
 
         def renewed(value: object) -> object:
+            if isinstance(value, Tensor) and any(isinstance(n, SymInt) for n in value.shape):
+                return value
             home = self.homes.get(_torch.storage_of(value))
             if home is None:
                 return value

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp import provenance
 from simplefsdp._torch import local_of
-from simplefsdp.placement import as_bytes
+from simplefsdp.placement import off_the_wire, on_the_wire
 
 _collectives = torch.ops._c10d_functional
 
@@ -80,12 +80,11 @@ def gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
     if spec.shard_ranks == 1:
         # A view, because autograd does not let a custom function return its input unchanged.
         return shard.view_as(shard)
-    padded = _pad_rows(as_bytes(shard), padded_rows(spec)).contiguous()
-    full = _collectives.wait_tensor(
+    padded = _pad_rows(on_the_wire(shard), padded_rows(spec)).contiguous()
+    sent = _collectives.wait_tensor(
         _collectives.all_gather_into_tensor(padded, spec.shard_ranks, spec.shard_group)
     )
-    if full.dtype != shard.dtype:
-        full = full.view(shard.dtype)
+    full = off_the_wire(sent, shard.dtype)
     return full if full.shape[0] == spec.rows else full[: spec.rows]
 
 
@@ -143,6 +142,8 @@ def reduce_deferred(shard_rows: int, spec: GatherSpec, deferral: Deferral) -> Te
 
 def _reduce_over_shards(grad: Tensor, spec: GatherSpec) -> Tensor:
     """What this rank has of the sum over the shard group, with its padding."""
+    if grad.is_complex():
+        return torch.view_as_complex(_reduce_over_shards(on_the_wire(grad), spec))
     if _divides_first(grad, spec):
         grad = grad / _division(spec)
     if spec.shard_ranks == 1:
@@ -156,6 +157,8 @@ def _reduce_over_shards(grad: Tensor, spec: GatherSpec) -> Tensor:
 
 
 def _reduce_over_copies(grad: Tensor, shard_rows: int, spec: GatherSpec) -> Tensor:
+    if grad.is_complex():
+        return torch.view_as_complex(_reduce_over_copies(on_the_wire(grad), shard_rows, spec))
     for group, _ in spec.copy_groups:
         grad = _collectives.wait_tensor(
             _collectives.all_reduce(grad.contiguous(), _operation(spec), group)
@@ -266,6 +269,10 @@ def gather(param: DTensor, *spec: Any, kept: Tensor | None = None, **deferral: A
         except RuntimeError as error:
             if "functorch" in str(error):
                 _refuse_transform(fields.fqn, error)
+            error.add_note(
+                f"{fields.fqn} was being gathered. If ranks lost each other there: one has ended, "
+                "is late, or took another branch of the program; see their logs"
+            )
             raise
 
 

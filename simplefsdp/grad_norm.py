@@ -78,7 +78,8 @@ def _total_norm(params: list[Tensor], norm_type: float) -> Tensor:
         parts = sharded_alike.setdefault(_shard_groups(param), [])
         if param.grad is not None:
             _check_placed_alike(param, param.grad)
-            parts.append(_local(param.grad))
+            part = _local(param.grad)
+            parts.append(part.abs() if part.is_complex() else part)
     zero = torch.zeros((), device=device, dtype=_dtype_of_norm(p.dtype for p in params))
     norms = [_norm_over(*entry, norm_type, zero) for entry in sharded_alike.items()]
     return _norm_of_norms(norms, norm_type)
@@ -141,7 +142,8 @@ def _norm_over(
 
 def _dtype_of_norm(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Not bfloat16, in which it would be true to 3 digits only."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+    wide = {torch.float64, torch.complex128}
+    return torch.float64 if wide.intersection(dtypes) else torch.float32
 
 
 def _norm_of_norms(norms: list[Tensor], norm_type: float) -> Tensor:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simplefsdp import uninitialised
 from simplefsdp._torch import has_hooks, has_no_data, storage_use_count
-from simplefsdp.placement import as_bytes, highest_of_ranks, rank_0s
+from simplefsdp.placement import highest_of_ranks, on_the_wire, rank_0s
 from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.reading import in_forward
 from simplefsdp.unsharded import full_of, write_back
@@ -73,7 +73,7 @@ class _Pending:
         if has_no_data(full):
             return
         own = distribute_tensor(
-            as_bytes(full.detach()), param.device_mesh, param.placements, src_data_rank=None
+            on_the_wire(full.detach()), param.device_mesh, param.placements, src_data_rank=None
         )
         changed = (_differ(_local(own), self.shard), _differ(_local(param), self.shard))
         full_changed, shard_changed = highest_of_ranks(changed, param.device_mesh)
@@ -110,7 +110,7 @@ def _full_parameter_of(param: DTensor) -> nn.Parameter:
 
 
 def _local(tensor: DTensor) -> Tensor:
-    return as_bytes(tensor.to_local().detach())
+    return on_the_wire(tensor.to_local().detach())
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

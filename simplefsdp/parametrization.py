@@ -22,6 +22,7 @@ from simplefsdp import control, init_flow, living, recurrent, refused, uninitial
 from simplefsdp._torch import cast_floating_point, run_as_it_is
 from simplefsdp.accumulation import begin_anew, carry_over, deferral_of, note_backward
 from simplefsdp.after_wrap import check_before_eager_forward
+from simplefsdp.eager_guard import eager_forward, note_gather
 from simplefsdp.gather import gather
 from simplefsdp.kept import expect_writes, free, kept_of, refresh
 from simplefsdp.rank_guard import ranks_of
@@ -214,8 +215,11 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     if not in_forward():
         return param
     fqn, now = layout.spec.fqn, _now(module, name)
-    if "kept" in now and isinstance(param, DTensor):
-        refresh([param], ranks_of([param.device_mesh]))
+    if isinstance(param, DTensor):
+        if "kept" in now:
+            refresh([param], ranks_of([param.device_mesh]))
+        else:
+            note_gather(param.device_mesh, fqn)
     if torch.is_inference_mode_enabled():
         # Of a tensor made in that mode one could not tell that it was written to.
         with torch.inference_mode(False), torch.no_grad():
@@ -260,7 +264,8 @@ def _casting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             check_before_eager_forward(self)
-            return plain(cast_around(self, policy, args, kwargs))
+            with eager_forward():
+                return plain(cast_around(self, policy, args, kwargs))
         return cast_around(self, policy, args, kwargs)
 
     def cast_around(self: nn.Module, policy: Any, args: Any, kwargs: Any) -> Any:

@@ -145,14 +145,17 @@ def parameter_like(param: Tensor, value: Tensor) -> nn.Parameter:
 
 
 def dtensor_like(param: DTensor, local: Tensor) -> DTensor:
-    """``local``, this rank's part of a tensor that is sharded as ``param`` is."""
+    """``local``, this rank's part of a tensor that is sharded as ``param`` is; it may have further
+    dimensions at its end."""
+    further = local.shape[param.dim() :]
+    stride = [n * further.numel() for n in param.stride()]
     return DTensor.from_local(
         local,
         param.device_mesh,
         param.placements,
         run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
+        shape=param.shape + further,
+        stride=(*stride, *local.stride()[param.dim() :]),
     )
 
 
@@ -204,19 +207,32 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """``tensor``, for a transfer; a float8 one as plain bytes, which every backend can send."""
-    is_float8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
-    return tensor.view(torch.uint8) if is_float8 else tensor
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether it is a floating-point type of a byte, which is stored and not computed with."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def on_the_wire(tensor: Tensor) -> Tensor:
+    """``tensor`` as every backend can send it: float8 as plain bytes, complex as pairs of real."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.view(torch.uint8) if is_float8(tensor.dtype) else tensor
+
+
+def off_the_wire(sent: Tensor, dtype: torch.dtype) -> Tensor:
+    """What :func:`on_the_wire` was given, a tensor of ``dtype``."""
+    if dtype.is_complex:
+        return torch.view_as_complex(sent)
+    return sent if sent.dtype == dtype else sent.view(dtype)
 
 
 def distribute(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Rank 0's ``full`` as a DTensor on ``mesh``; collective."""
-    sharded = distribute_tensor(as_bytes(full), mesh, placements, src_data_rank=0)
+    sharded = distribute_tensor(on_the_wire(full), mesh, placements, src_data_rank=0)
     if sharded.dtype == full.dtype:
         return sharded
     return DTensor.from_local(
-        sharded.to_local().view(full.dtype),
+        off_the_wire(sharded.to_local(), full.dtype),
         mesh,
         placements,
         run_check=False,

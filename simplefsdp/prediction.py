@@ -141,15 +141,19 @@ def predict_step(
     Raises:
         ProgramError, ValueError: as for :func:`inductor_passes.passes.rehearse`.
     """
-    elements = parameters_nbytes // 4
-    shards = _shards(step.forward.graph)
+    shards = shards_of(step.forward.graph)
     graphs = {"forward": step.forward, "backward": step.backward}
     return StepPrediction(
         tuple(predict_graph(n, gm, settings, cluster, shards) for n, gm in graphs.items()),
-        cluster.compute_us(Work(nbytes=elements * _ADAMW_NBYTES)),
+        optimizer_us(cluster, parameters_nbytes),
         parameters_nbytes,
         2 * parameters_nbytes,
     )
+
+
+def optimizer_us(cluster: Cluster, parameters_nbytes: float) -> float:
+    """Time of fused AdamW on shards of so many bytes, fp32."""
+    return cluster.compute_us(Work(nbytes=parameters_nbytes // 4 * _ADAMW_NBYTES))
 
 
 def predict_graph(
@@ -169,7 +173,7 @@ def predict_graph(
     return predict_rehearsed(name, rehearsal, settings, cluster, seconds, shards)
 
 
-def _shards(forward: Graph) -> set[str]:
+def shards_of(forward: Graph) -> set[str]:
     """Inputs that are parameters: gathered, or, where every rank has all of one, only read.
 
     Backward knows them by the same names.

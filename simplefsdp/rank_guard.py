@@ -68,6 +68,7 @@ def agree(
     timeout_s: float = TIMEOUT_S,
     *,
     remember: bool = True,
+    late: str = "",
 ) -> None:
     """Return when all of ``ranks`` have called this with equal ``lines``.
 
@@ -80,6 +81,7 @@ def agree(
         ranks: global ranks, this one among them; nothing happens if it is alone.
         timeout_s: how long to wait for the slowest rank.
         remember: False to compare each time: another rank may differ though this one does not.
+        late: why ranks may not come in time, and what to do, for the message.
 
     Raises:
         RankMismatchError: on every rank, with the first difference; or on those that waited in
@@ -99,7 +101,7 @@ def agree(
     store.add(f"{turn}/count/{digest}", 1)
     if store.add(f"{turn}/arrived", 1) == len(ranks):
         _decide(store, turn, _outcome(store, turn, digest, ranks))
-    verdict = _verdict(what, store, turn, ranks, timeout_s)
+    verdict = _verdict(what, store, turn, ranks, timeout_s, late or _LATE)
     if verdict != _EQUAL:
         pair = [int(rank) for rank in verdict.removeprefix(_DIFFERENT).split()]
         raise RankMismatchError(_told_apart(what, store, turn, lines, pair, timeout_s))
@@ -198,7 +200,9 @@ def _decide(store: Any, turn: int, verdict: str) -> str:
     return str(store.compare_set(f"{turn}/verdict", "", verdict).decode())
 
 
-def _verdict(what: str, store: Any, turn: int, ranks: Sequence[int], timeout_s: float) -> str:
+def _verdict(
+    what: str, store: Any, turn: int, ranks: Sequence[int], timeout_s: float, remedy: str
+) -> str:
     """Whether all ranks came with equal lines; if not, which two did not.
 
     Raises:
@@ -212,7 +216,7 @@ def _verdict(what: str, store: Any, turn: int, ranks: Sequence[int], timeout_s: 
         return store.add(f"{turn}/impatient", 1) == 1 or dist.get_rank() == min(ranks)
 
     try:
-        _wait(what, store, came, timeout_s, _LATE, until=f"{turn}/verdict", speaks=speaks)
+        _wait(what, store, came, timeout_s, remedy, until=f"{turn}/verdict", speaks=speaks)
     except RankMismatchError:
         # The last one may come this very moment: what stands in the store holds for both.
         late = _few(_missing(store, came))

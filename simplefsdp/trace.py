@@ -7,7 +7,7 @@ so that the largest model, as any rank count sees it, is traced on a laptop.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -29,11 +29,14 @@ class TracedStep(NamedTuple):
         forward: from inputs and shards to the outputs and what backward needs.
         backward: from those and the outputs' gradients to the shards' gradients.
         fqns: of the parameters that are gathered, in the order of the forward's first reads.
+        rows: of each of them, the full tensor's size of dimension 0, which is sharded; 0 if it
+            is not.
     """
 
     forward: GraphModule
     backward: GraphModule
     fqns: tuple[str, ...]
+    rows: Mapping[str, int]
 
 
 def averaging(model: nn.Module, averages: bool) -> None:
@@ -70,13 +73,12 @@ def trace(model: nn.Module, *inputs: object) -> TracedStep:
             ``reshard_after_forward`` is left open.
     """
     graphs: dict[bool, GraphModule] = {}
-    fqns: list[str] = []
-
+    rows: dict[str, int] = {}
     undecided: list[str] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         specs = dedupe_gathers(gm)
-        fqns.extend(spec.fqn for spec in specs)
+        rows.update((spec.fqn, spec.rows) for spec in specs)
         undecided.extend(s.fqn for s in specs if s.reshard_after_forward == "auto")
         # On a CPU attention's output would be kept from recomputation; on the GPUs that are
         # planned for, it is not.
@@ -91,7 +93,7 @@ def trace(model: nn.Module, *inputs: object) -> TracedStep:
     )
     with no_garbage_collection(), unlimited, contextlib.suppress(_TracedError):
         torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs)
-    if not fqns:
+    if not rows:
         raise ValueError(
             f"model: no parameter of this {type(model).__name__} is sharded; wrap it by "
             "simplefsdp.simple_fsdp(model, mesh) first"
@@ -103,4 +105,4 @@ def trace(model: nn.Module, *inputs: object) -> TracedStep:
         )
     if True not in graphs:
         raise ValueError("model: its output needs no gradient; there is no backward to trace")
-    return TracedStep(graphs[False], graphs[True], tuple(fqns))
+    return TracedStep(graphs[False], graphs[True], tuple(rows), rows)

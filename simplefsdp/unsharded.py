@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp import rank_guard, uninitialised
 from simplefsdp._torch import has_no_data
 from simplefsdp.after_wrap import mark_full
-from simplefsdp.placement import as_bytes, distribute, dtensor_like, share_memory
+from simplefsdp.placement import distribute, dtensor_like, off_the_wire, on_the_wire, share_memory
 from simplefsdp.recurrent import second_lists
 from simplefsdp.slots import Slot, agree_to_leave, carry_over, ends_of, restore, slots_of
 from simplefsdp.wrapped import is_wrapped, plain_classes
@@ -116,7 +116,7 @@ def full_of(param: DTensor) -> Tensor:
     local = param.to_local()
     if has_no_data(local):
         return local.new_empty(param.shape)
-    full = dtensor_like(param, as_bytes(local)).full_tensor().view(param.dtype)
+    full = off_the_wire(dtensor_like(param, on_the_wire(local)).full_tensor(), param.dtype)
     # Of a parameter that is whole on every rank, full_tensor() is the shard itself.
     return full.clone() if share_memory(full, local) else full
 

@@ -33,6 +33,7 @@ from simplefsdp.placement import (
     DataParallel,
     all_ranks,
     data_parallel,
+    is_float8,
     parameter_like,
     shard,
     tensor_parallel_of,
@@ -159,6 +160,12 @@ def _check_parameter(fqn: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.UninitializedParameter):
         raise ValueError(
             f"{fqn}: is not initialized (a lazy module); run one forward before simple_fsdp"
+        )
+    if param.requires_grad and is_float8(param.dtype):
+        raise ValueError(
+            f"{fqn}: is a trainable {param.dtype}: its gradient would be one, too, which no "
+            "backend adds up and no optimizer takes; keep it in torch.bfloat16 and cast it in "
+            "forward, or freeze it by requires_grad_(False) before simple_fsdp"
         )
     if has_hooks(param) or param.grad is not None:
         raise ValueError(

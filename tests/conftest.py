@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 
 # Before torch is imported: Inductor writes and compiles loops without vectors in less time, and
 # vectors are not ours.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
+# Each process that imports Inductor would start another, for Triton alone, which imports torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
@@ -25,6 +28,19 @@ from torch.distributed.tensor.debug import (
 def seeded() -> None:
     """What a test draws is the same in every run and in any order of the tests."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def logger_is_given_back() -> Iterator[None]:
+    """A later test reads what is logged."""
+    log = logging.getLogger("simplefsdp")
+
+    def state() -> tuple[object, ...]:
+        return log.level, log.propagate, log.disabled, list(log.handlers)
+
+    before = state()
+    yield
+    assert state() == before
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +63,7 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.fixture(scope="module")
 def own_ranks() -> Iterator[RankPool]:
-    """Two gloo ranks for one module of tests: its library changes torch for good when imported."""
+    """Two gloo ranks for one module of tests, which leave them changed or out of step."""
     pool = RankPool(2)
     yield pool
     pool.stop()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-_PRELOADED = ["torch.distributed.tensor", "torch._inductor.compile_fx", "torch.profiler"]
+PRELOADED = ["torch.distributed.tensor", "torch._inductor.compile_fx", "torch.profiler"]
 
 
 class RankPool:
@@ -58,7 +58,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         self._folder = Path(tempfile.mkdtemp(prefix="simplefsdp-test-ranks-"))
         store = str(self._folder / "store")
         for rank in range(self.world_size):

@@ -126,7 +126,7 @@ def test_a_saved_state_goes_on_bit_for_bit(pools, tmp_path):
     values = pools(RANKS).run(_resume, tmp_path)[0]
     assert_equal(load_file(tmp_path / "model" / "model.safetensors"), values)
     shards = sorted(path.name for path in (tmp_path / "state" / "simplefsdp").iterdir())
-    assert shards == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert shards == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
     assert not list((tmp_path / "state").glob("*.safetensors"))
     assert not list((tmp_path / "state").glob("optimizer*"))
 

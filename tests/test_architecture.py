@@ -14,8 +14,9 @@ ORDER = (
     ("inductor_passes",),
     ("_torch",),
     ("core",),  # the wrap, the backend, and steps that are not run
-    ("pretrained",),
+    ("pretrained", "checkpoints"),
     ("models", "launcher"),
+    ("sweep",),
     ("inspection", "calibrate", "train", "integrations"),  # none of which imports another
     ("simplefsdp", "cli"),
 )

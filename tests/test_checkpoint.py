@@ -119,6 +119,14 @@ def test_resume_is_exact(folder: Path, pool: RankPool, compiling: str) -> None:
     assert different == []
 
 
+def test_gradient_accumulation_changes_memory_not_numbers(folder: Path, pool: RankPool) -> None:
+    accumulated = f"{MICRO} --gradient-accumulation-steps 2 --compile --executor aot_eager"
+    pool.run(train_here, str(folder), f"{accumulated} --out accumulated")
+    one, two = ([loss for _, loss, *_ in curve(folder / r)] for r in ("whole", "accumulated"))
+    assert one == pytest.approx(two, rel=1e-4)
+    assert one[0] != one[-1]
+
+
 def test_loads_into_the_plain_model(folder: Path) -> None:
     checkpoint = runs.step_folder(folder / "whole", 6)
     model = Llama(CONFIGS["micro"])
@@ -234,6 +242,21 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
     for checkpoint in saved_before:
         saved = saved_tensors(checkpoint)
         assert all(t.isfinite().all() for k, t in saved.items() if k.startswith("optimizer"))
+
+
+def lose_the_loss_and_look_early(folder: str, options: str) -> str:
+    """The loss is lost; the last rank looks for checkpoints before rank 0 has put one in place."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr(runs, "complete_checkpoints", lambda run: [])
+        return lose_the_loss(folder, options)
+
+
+def test_ranks_name_the_same_checkpoint_when_the_loss_is_lost(folder: Path, pool: RankPool) -> None:
+    options = f"{MICRO} --lr 1e30 --steps 6 --checkpoint-every 1 --out nan-early"
+    first, second = pool.run(lose_the_loss_and_look_early, str(folder), options)
+    assert first == second
+    assert "last checkpoint: nan-early/checkpoints/step-0000000" in first
 
 
 def test_a_loss_that_is_not_finite_is_not_saved_between_reports(

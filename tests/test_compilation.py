@@ -11,7 +11,7 @@ from torch import nn
 from inductor_passes import fx, rehearsal
 from inductor_passes.passes import PassError
 from inductor_passes.program import ProgramError
-from simplefsdp import compilation, simple_fsdp
+from simplefsdp import census, compilation, simple_fsdp
 from simplefsdp.observers import observing
 
 
@@ -68,7 +68,7 @@ def test_a_log_line_that_fails(step, monkeypatch):
 
 def test_what_nobody_reads_is_not_predicted(step, monkeypatch, caplog):
     predictions = []
-    monkeypatch.setattr(compilation, "predict", lambda *args: predictions.append(args))
+    monkeypatch.setattr(census, "predict", lambda *args: predictions.append(args))
     with monkeypatch.context() as patch:
         patch.setattr(compilation.log, "isEnabledFor", lambda level: level > logging.INFO)
         buckets, _ = step(bucketing="manual")

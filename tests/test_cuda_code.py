@@ -1,10 +1,11 @@
 """The CUDA code of a wrapped Llama, which Inductor writes for a GPU that is not there.
 
-Each case is compiled in a process of its own, see ``cuda/cases.py``. Nothing runs.
+The cases are compiled in a process beside this one, see ``cuda/cases.py``. Nothing runs.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +31,41 @@ LAYERS = 2
 PARAMETERS, MATRICES = 9 * LAYERS + 3, 7 * LAYERS + 1  # but the embedding, which is looked up
 
 
-def compiled(name: str, folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], dict[str, Any]]]:
     """What ``cuda/cases.py`` says of a case; of nothing did Triton refuse to make a cubin."""
-    out = folder / "found.json"
-    command = [sys.executable, str(HERE / "cases.py"), name, str(out)]
+    folder = tmp_path_factory.mktemp("cuda")
     path = [str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=280, env=env
+    words = (folder / "stderr.txt").open("w")
+    server = subprocess.Popen(
+        [sys.executable, str(HERE / "cases.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=words,
+        text=True,
+        env=env,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(out.read_text())
-    assert len(found["kernels"]) > 10
-    assert not found["refused"]
-    return found
+    assert server.stdin is not None and server.stdout is not None
+    pipes = server.stdin, server.stdout
+
+    @functools.cache
+    def ask(name: str) -> dict[str, Any]:
+        out = folder / f"{name}.json"
+        print(name, out, file=pipes[0], flush=True)
+        said = pipes[1].readline().strip()
+        if said != "done":
+            why = json.loads(said) if said else (folder / "stderr.txt").read_text()[-4000:]
+            raise AssertionError(why)
+        found: dict[str, Any] = json.loads(out.read_text())
+        assert len(found["kernels"]) > 10
+        assert not found["refused"]
+        return found
+
+    yield ask
+    server.kill()
+    server.communicate()
+    words.close()
 
 
 def launches(sequence: list[str]) -> list[str]:
@@ -75,23 +98,23 @@ def of_gathers(sequence: list[str]) -> int:
 
 
 @pytest.mark.parametrize("name", ["auto", "selective", "full", "hybrid", "uneven"])
-def test_what_was_planned_is_what_runs(name, tmp_path):
-    for planned, code in parts(compiled(name, tmp_path)):
+def test_what_was_planned_is_what_runs(name, compiled):
+    for planned, code in parts(compiled(name)):
         assert len(launches(planned)) >= 3 and planned.count("product") > 14
         assert hidden(events(code)) == hidden(planned)
         assert padded(code) == []
 
 
-def test_tensor_parallel(tmp_path):
-    for planned, code in parts(compiled("tensor_parallel", tmp_path)):
+def test_tensor_parallel(compiled):
+    for planned, code in parts(compiled("tensor_parallel")):
         assert any("all_reduce of 1" in event for event in planned)
         assert hidden(events(code)) == hidden(planned)
         assert padded(code) == []
 
 
-def test_manual(tmp_path):
+def test_manual(compiled):
     """Its windows are relative to what is computed, which Inductor orders."""
-    for planned, code in parts(compiled("manual", tmp_path)):
+    for planned, code in parts(compiled("manual")):
         generated = events(code)
         assert len(launches(planned)) < PARAMETERS
         assert launches(generated) == launches(planned)
@@ -101,18 +124,18 @@ def test_manual(tmp_path):
         assert padded(code) == []
 
 
-def test_without_passes_nothing_is_moved(tmp_path):
-    for planned, code in parts(compiled("none", tmp_path)):
+def test_without_passes_nothing_is_moved(compiled):
+    for planned, code in parts(compiled("none")):
         assert of_gathers(planned) >= PARAMETERS - 1 and len(launches(planned)) >= PARAMETERS - 1
         assert events(code) == planned
         assert padded(code) == []
 
 
-def test_kernels(tmp_path):
+def test_kernels(compiled):
     """One casts the shards of a bucket, none the gradients of matrices; all else is fused."""
     cast = re.compile(r"triton_poi_fused__to_copy(_view|_all_gather_into_tensor)*_\d+$")
     counts = []
-    for planned, code in parts(compiled("auto", tmp_path)):
+    for planned, code in parts(compiled("auto")):
         launched = Counter(bool(cast.match(name)) for name in kernels(code))
         buckets = Counter(event.split()[0] for event in launches(planned))
         packs = code.count("torch.ops.inductor_passes.pack.default(")
@@ -126,9 +149,9 @@ def test_kernels(tmp_path):
     assert loops <= 3 + 6 * LAYERS and loops_back <= 6 + 12 * LAYERS
 
 
-def test_each_graph_is_captured_whole(tmp_path):
+def test_each_graph_is_captured_whole(compiled):
     """In one CUDA graph; what is copied to it is the batch and the gradient of the loss."""
-    found = compiled("cudagraphs", tmp_path)
+    found = compiled("cudagraphs")
     for planned, code in parts(found):
         assert re.findall(r"def (partition_\d+)", code) == ["partition_0"]
         assert hidden(events(code)) == hidden(planned)
@@ -136,8 +159,8 @@ def test_each_graph_is_captured_whole(tmp_path):
     assert found["copied"] in ([1, 1], [1, 2])
 
 
-def test_regions_hold_no_collective(tmp_path):
-    found = compiled("regions", tmp_path)
+def test_regions_hold_no_collective(compiled):
+    found = compiled("regions")
     assert len(found["codes"]) > 2 and not any(
         "torch.ops._c10d_functional" in code for code in found["codes"]
     )

@@ -21,6 +21,7 @@ from simplefsdp.inspection.diff import describe_changes, texts
 from simplefsdp.inspection.document import graph_document
 from simplefsdp.inspection.explain import Limits, explain
 from simplefsdp.inspection.lanes import Lane, arrivals, lanes_of
+from simplefsdp.inspection.memory import memory_report
 from simplefsdp.inspection.names import shorten_blocks, shorten_fqns
 from simplefsdp.inspection.report import GraphReport, report_graph
 from simplefsdp.inspection.tables import print_graph
@@ -307,6 +308,21 @@ def test_memory_is_owned_by_modules():
     at_peak = memory(report.prediction.after)
     assert sum(report.memory.by_kind.values()) == at_peak.peak_nbytes - at_peak.resident_nbytes
     assert sum(report.memory.by_module.values()) == sum(report.memory.by_kind.values())
+
+
+def test_what_is_written_over_is_owned_by_who_wrote_last():
+    program = parse(
+        "input x: 8\n"
+        "compute a(x) -> a: 8\n"
+        "compute b(a) -> b: 8 @a\n"
+        "compute c(b) -> c: 64\n"
+        "compute d(c, b) -> d: 8 @a\n"
+        "output d"
+    )
+    module_of = {name: f"layers.{i}" for i, name in enumerate("abcd")}
+    report = memory_report(program, memory(program), range(5), module_of)
+    assert report.peak_op == "c"
+    assert report.by_module == {"layers.2": 64, "layers.1": 8}
 
 
 def test_names():

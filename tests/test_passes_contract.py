@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_passes import _torch
+from inductor_passes import _torch, _torch_lowering
+from inductor_passes._torch_calls import flops_formula, is_size
+from inductor_passes.stored import RepeatLimits
 from simplefsdp import _torch as simplefsdp_torch
 
 _ops, _aten = torch.ops._c10d_functional, torch.ops.aten
@@ -147,7 +149,9 @@ def test_size_hint():
 
     trace(function, torch.ones(6), mode="symbolic")
     assert _torch.size_hint(5) == 5
-    assert _torch.size_hint(shapes["traced"] * 3) == 18, "SymInt.node.hint is no longer the size"
+    tripled = _torch.size_hint(shapes["traced"] * 3)
+    assert tripled == 18, "SymInt.node.hint is no longer the size"
+    assert str(tripled.formula) == f"3*{shapes['traced']}", "SymInt.node.expr is no formula"
     assert _torch.size_hint(shapes["unknown"]) == 0, "SymInt.node.hint of an unknown size moved"
 
 
@@ -320,6 +324,44 @@ def test_origins_of(snodes):
         )
 
 
+def sizes_asked_for() -> Graph:
+    """Of a tensor's size, which is open."""
+    return trace(lambda x: x.new_ones(x.shape[0]) * 2, torch.ones(6), mode="symbolic")
+
+
+def test_limits_of_repeating():
+    """Of Inductor's configuration, whose names have changed."""
+    from torch._inductor import config
+
+    found = _torch_lowering.limits_of_repeating(torch.device("cuda"))
+    assert found == RepeatLimits(), "Inductor stores other results on a GPU now"
+    on_cpu = _torch_lowering.limits_of_repeating(torch.device("cpu"))
+    assert on_cpu.reads == found.reads and on_cpu.ops >= found.ops
+    with config.patch({"realize_opcount_threshold": 7}):
+        assert _torch_lowering.limits_of_repeating(torch.device("cpu")).ops == 7
+
+
+def test_is_saved():
+    """Of the names that AOTAutograd gives to the inputs of a backward and of a forward."""
+    from graphs import capture
+
+    with capture() as captured:
+        x, w = (torch.ones(3, 3, requires_grad=True) for _ in range(2))
+        options = {"executor": "aot_eager", "bucketing": "none"}
+        torch.compile(lambda x: ((x @ w).sin() @ w).cos(), backend="simplefsdp", options=options)(
+            x
+        ).sum().backward()
+    inputs = [
+        {n.name for n in graph.graph.find_nodes(op="placeholder")}
+        for (graph,) in (captured.forward, captured.backward)
+    ]
+    made = {n.name for (graph,) in (captured.forward,) for n in graph.graph.nodes} - inputs[0]
+    for names in inputs:
+        saved = {name for name in names if _torch.is_saved(name)}
+        assert saved == names & made, "AOTAutograd names its arguments otherwise now"
+    assert inputs[1] & made
+
+
 def test_tags_and_flop_formulas():
     from torch.utils.flop_counter import flop_registry
 
@@ -330,8 +372,17 @@ def test_tags_and_flop_formulas():
     assert tags[1] in _aten.sum.dim_IntList.tags and tags[1] in _aten.amax.default.tags, (
         "torch.Tag.reduction left the reductions: the roofline takes them for kernels"
     )
-    assert flop_registry[_aten.mm](torch.ones(2, 3), torch.ones(3, 4)) == 48, (
-        "torch.utils.flop_counter.flop_registry's formulas moved, or take no tensors any more"
+    assert flops_formula(_aten.mm)((2, 3), (3, 4), out_val=(2, 4)) == 48, (
+        "torch.utils.flop_counter.flop_registry's formulas moved, or take no shapes any more"
+    )
+    given_tensors = _aten._flash_attention_forward
+    assert not hasattr(flop_registry[given_tensors], "__wrapped__"), "it takes shapes now"
+    shape = (2, 8, 4, 16)
+    assert flops_formula(given_tensors)(shape, shape, shape, None, None, 8, 8, 0.0, True, False) > 0
+    assert flops_formula(_aten.mul) is None
+    (size,) = [n for n in sizes_asked_for().nodes if n.target == _aten.sym_size.int]
+    assert is_size(size) and not is_size(node_of(of_every_sort(), _aten.mul.Tensor)), (
+        "a traced tensor is no longer asked for its size by aten.sym_size"
     )
 
 
@@ -395,7 +446,7 @@ def test_shared_store(pools):
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
-def test_no_fusion_past_collectives(apart, scaled):
+def test_fusions_in_time(apart, scaled):
     """Two sums over the same tensors; the first is sent, as it is or after another loop, before the
     second is there."""
     from contextlib import nullcontext
@@ -425,7 +476,7 @@ def test_no_fusion_past_collectives(apart, scaled):
     }
     torch._dynamo.reset()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    lowering = _torch.no_fusion_past_collectives() if apart else nullcontext()
+    lowering = _torch_lowering.fusions_as_planned() if apart else nullcontext()
     try:
         with config.patch(patches), lowering:
             torch.compile(function, fullgraph=True)(*torch.ones(3, 64, 64))
@@ -434,8 +485,100 @@ def test_no_fusion_past_collectives(apart, scaled):
     assert len(kernels) == (2 if apart else 1), (
         "V.choices.can_fuse is no longer asked"
         if apart
-        else "Inductor no longer fuses such sums: no_fusion_past_collectives has nothing to do"
+        else "Inductor no longer fuses such sums: fusions_as_planned has nothing to do"
     )
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("frees", [False, True])
+def test_fusions_that_hold_more(asked, frees):
+    """Two loops read the same, two products apart. What the second one makes would be there early;
+    unless it is the last to read as much."""
+    from contextlib import nullcontext
+
+    from torch._inductor import config
+
+    kernels: list[int] = []
+
+    def scheduler_pass(given: list[Any]) -> list[Any]:
+        kernels.extend(len(s.get_nodes()) for s in given if not s.is_extern())
+        return given
+
+    def function(x, y, w):
+        x, y = x @ w, y @ w
+        product = torch.mm(torch.mm(x + y, w), w)
+        ahead = torch.mm(product, x * y)
+        return ahead if frees else (ahead, torch.mm(x, y))
+
+    patches = {"_post_fusion_custom_pass": scheduler_pass, "fx_graph_cache": False}
+    torch._dynamo.reset()
+    lowering = _torch_lowering.fusions_as_planned() if asked else nullcontext()
+    with config.patch(patches), lowering:
+        torch.compile(function, fullgraph=True)(*torch.ones(3, 64, 64))
+    assert kernels == ([1, 1] if asked and not frees else [2]), (
+        "V.choices.can_fuse is no longer asked, or read_writes have moved"
+        if asked
+        else "Inductor no longer fuses such loops: fusions_as_planned has less to do"
+    )
+
+
+def test_one_hot_is_compared():
+    """What `inductor_passes.loops` takes for a loop: a number in each row of a constant."""
+    from torch._inductor.utils import run_and_get_code
+
+    def function(i):
+        return torch.full([8, 16], 0.0).scatter(1, i, -1.0) * 2
+
+    _, (code,) = run_and_get_code(
+        torch.compile(function, fullgraph=True), torch.ones(8, 1, dtype=torch.int64)
+    )
+    assert code.count("= empty_strided") == 1 and "scatter(" not in code, (
+        "Inductor writes such rows into zeros now"
+    )
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_reuse_at_once(at_once):
+    """A small buffer dies, and three kernels later another of its size is needed; the peak was
+    before."""
+    from contextlib import nullcontext
+
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    def function(x, wide, narrow):
+        small = (x @ wide) @ wide.T
+        other = (small @ x) @ narrow
+        return ((other @ narrow.T) @ x) @ narrow
+
+    torch._dynamo.reset()
+    lowering = _torch_lowering.reuse_at_once() if at_once else nullcontext()
+    with config.patch(fx_graph_cache=False), lowering, torch.no_grad():
+        inputs = torch.ones(64, 64), torch.ones(64, 4096), torch.ones(64, 32)
+        _, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
+    assert code.count("# reuse") == (1 if at_once else 3), (
+        "AllocateLine.should_reuse_buffer is no longer asked"
+        if at_once
+        else "Inductor keeps less of what is dead: reuse_at_once may have nothing to do"
+    )
+
+
+def test_code_that_reuses_at_once_is_another_in_the_cache(tmp_path, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def compiled() -> None:
+        torch._dynamo.reset()
+        torch.compile(torch.sin, fullgraph=True)(torch.ones(7))
+
+    counters.clear()
+    compiled()
+    with _torch_lowering.reuse_at_once():
+        compiled()
+    compiled()
+    found = counters["inductor"]
+    assert (found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]) == (2, 1)
 
 
 def test_module_path():
@@ -519,7 +662,7 @@ def test_compile_region():
     output.meta["user_visible_output_idxs"] = [0, 1]
     a, b = torch.rand(3, 3), torch.rand(3, 3)
     wanted = graph(a, b)
-    run = _torch.compile_region(graph, values, is_backward=False)
+    run = _torch_lowering.compile_region(graph, values, is_backward=False)
     args = [a, b]
     made = run(args)
     assert args == [], "compiled code does not empty its list of arguments any more"

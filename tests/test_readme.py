@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import launch
 
 from simplefsdp.options import Options
 
@@ -28,11 +29,19 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", README, re.DOTALL)
 
 
-def run(folder: Path, code: str, *arguments: str) -> str:
+def written(folder: Path, code: str) -> Path:
     script = folder / "readme.py"
     script.write_text(code)
+    return script
+
+
+def on_ranks(folder: Path, code: str, ranks: int) -> str:
+    return launch(written(folder, code), ranks)
+
+
+def run(folder: Path, code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments, str(script)],
+        [sys.executable, *arguments, str(written(folder, code))],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -46,18 +55,18 @@ def test_python_of_the_readme_runs(tmp_path):
     train, resume = blocks("python")
     train = train.replace('"auto"}', '"auto", "executor": "aot_eager"}')
     assert "aot_eager" in train
-    printed = run(tmp_path, train, *LAUNCHER, "2")
-    losses = {step: float(x) for step, x in re.findall(r"step (\d): loss ([\d.]+), norm", printed)}
-    assert len(losses) == 10 and losses["9"] < 0.95 * losses["0"]
-
-    made, *_ = train.partition("for step in")
     moments = "optimizer.state_dict()['state'][0]['exp_avg'].full_tensor()"
     values = f"{moments}.abs().sum().item(), model[0].weight.full_tensor().sum().item()"
     show = f"values = {values}\nif dist.get_rank() == 0: print(*values)\n"
     end = "dist.destroy_process_group()\n"
-    at_the_end = train.replace(end, show + end)
-    before = run(tmp_path, at_the_end, *LAUNCHER, "2").splitlines()[-1]
-    after = run(tmp_path, made + resume + show + end, *LAUNCHER, "2").splitlines()[-1]
+    assert train.endswith(end)
+    printed = run(tmp_path, train.replace(end, show + end), *LAUNCHER, "2")
+    losses = {step: float(x) for step, x in re.findall(r"step (\d): loss ([\d.]+), norm", printed)}
+    assert len(losses) == 10 and losses["9"] < 0.95 * losses["0"]
+
+    made, *_ = train.partition("for step in")
+    before = printed.splitlines()[-1]
+    after = on_ranks(tmp_path, made + resume + show + end, 2).splitlines()[-1]
     assert before == after
 
     (load,) = re.findall(r"`(dcp\.load\(\{.*plain.*?\))`", README)
@@ -65,7 +74,7 @@ def test_python_of_the_readme_runs(tmp_path):
     assert build
     plain = "import torch.distributed.checkpoint as dcp\nfrom torch import nn\n"
     plain += f"plain = {build[1]}\n{load}\nprint(plain[0].weight.sum().item())"
-    loaded = run(tmp_path, plain)
+    loaded = on_ranks(tmp_path, plain, 1)
     assert float(loaded) == pytest.approx(float(before.split()[1]), abs=1e-4)
 
 
@@ -102,7 +111,7 @@ dist.destroy_process_group()
 
 def test_hybrid_and_tensor_parallel(tmp_path):
     (code,) = blocks("python four")
-    printed = run(tmp_path, PRELUDE + code + COMPARE, *LAUNCHER, "4")
+    printed = on_ranks(tmp_path, PRELUDE + code + COMPARE, 4)
     assert printed.count("fine") == 4
 
 
@@ -148,7 +157,7 @@ dist.destroy_process_group()
 """
     code = recipe("folder")
     code = code.replace(MODEL, MODEL + start + given) + check
-    run(tmp_path, code, *LAUNCHER, "2")
+    on_ranks(tmp_path, code, 2)
     assert (tmp_path / "trained" / "config.json").exists()
 
 
@@ -159,7 +168,7 @@ def test_trainer_of_transformers(tmp_path):
         'TrainingArguments("out", use_cpu=True, num_train_epochs=1, report_to=[])',
     )
     assert "use_cpu" in code
-    run(tmp_path, code + "\ndist.destroy_process_group()\n", *LAUNCHER, "2")
+    on_ranks(tmp_path, code + "\ndist.destroy_process_group()\n", 2)
     assert (tmp_path / "out" / "checkpoint-1" / "simplefsdp" / ".metadata").exists()
 
 
@@ -167,7 +176,7 @@ def test_adapters_of_peft(tmp_path):
     pytest.importorskip("peft")
     start = "from peft import LoraConfig, get_peft_model\ndist.init_process_group('gloo')\n"
     code = recipe("peft").replace(MODEL, MODEL + start)
-    run(tmp_path, code + "dist.destroy_process_group()\n", *LAUNCHER, "2")
+    on_ranks(tmp_path, code + "dist.destroy_process_group()\n", 2)
     assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
 
 

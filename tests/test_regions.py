@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from inductor_passes import _torch, regional, straight_line
+from inductor_passes import _torch_lowering, regional, straight_line
 from inductor_passes.regions import Region, cut, graph_of, structure_of
 from simplefsdp import simple_fsdp
 from simplefsdp.models import CONFIGS, Llama
@@ -92,7 +92,9 @@ def compiled_of(mesh, monkeypatch, layers: int, dropout: float = 0.0, **options:
     for layer in model.layers:
         layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(dropout))
     with monkeypatch.context() as patch, recorded(monkeypatch) as ran:
-        patch.setattr(_torch, "compile_region", lambda gm, *_, **__: lambda args: gm(*args))
+        patch.setattr(
+            _torch_lowering, "compile_region", lambda gm, *_, **__: lambda args: gm(*args)
+        )
         run(simple_fsdp(model, mesh), torch.zeros(2, 16, dtype=torch.long), **options)
     return ran
 

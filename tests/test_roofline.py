@@ -105,6 +105,12 @@ FUSED: dict[str, tuple[Callable[..., object], tuple[Tensor, ...], float, int]] =
         2 * N + N / 8,
         1,
     ),
+    "a number in each row of zeros": (
+        lambda i: torch.full([ROWS, WIDTH], 0.0).scatter(1, i.view(-1, 1), -1.0) * 2,
+        (INDEX,),
+        N + 8 * ROWS,
+        1,
+    ),
     "in place": (lambda x, y: x.add_(y), (X, ones(ROWS, WIDTH)), 3 * N, 1),
     "sorted": (lambda x: (x * 2).sort()[0] * 2, (X,), 2 * N + (N + 3 * N) + 2 * N, 3),
     "views": (lambda x: x.view(-1).view(WIDTH, ROWS).t(), (X,), 0, 0),

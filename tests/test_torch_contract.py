@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from simplefsdp import _torch, reading, recurrent
-from simplefsdp._torch import backends, tensors
+from simplefsdp._torch import backends, checkpoints, tensors
+from simplefsdp.checkpoints.metadata import metadata_of, read_metadata
 from simplefsdp.rank_guard import RankMismatchError
 
 
@@ -608,3 +612,55 @@ def test_fused_adamw_takes_dtensors(fake_mesh):
             optimizer.step()
         updated.append([param.to_local() for param in params])
     torch.testing.assert_close(updated[1], updated[0])
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_metadata_of_checkpoints_has_the_classes_that_we_know(solo_mesh, tmp_path, protocol):
+    """What is read without unpickling is what unpickling gives, but for what no reader uses."""
+    sharded = DTensor.from_local(torch.ones(3, 2), solo_mesh, [Shard(0)])
+    tensors = {
+        str(dtype): torch.zeros(2, 3).to(dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
+    }
+    values = {"sharded": sharded, "groups": [{"lr": 0.1, "betas": (1, 2)}], "n": None}
+    values |= {"tensors": tensors, "scalar": torch.tensor(1.0), "empty": torch.empty(0, 3)}
+    dcp.save(values, checkpoint_id=tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    wanted = pickle.loads(data)
+    found = metadata_of(pickle.dumps(wanted, protocol))
+    wanted.planner_data = wanted.storage_meta = wanted.version = found.storage_meta = None
+    for entry in wanted.state_dict_metadata.values():
+        if hasattr(entry, "properties") and hasattr(entry.properties, "strides"):
+            entry.properties.strides = None
+    assert metadata_of(data) == metadata_of(pickle.dumps(pickle.loads(data), protocol))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("release", ["2.11", "2.15"])
+def test_metadata_of_other_releases(release):
+    """2.13 began to write strides, at which older releases fail."""
+    folder = Path(__file__).parent / "data"
+    found = metadata_of((folder / f"metadata-torch-{release}.pickle").read_bytes())
+    weight, lr = (found.state_dict_metadata[key] for key in ("model.w", "groups.0.lr"))
+    assert weight.size == (4, 4) and weight.properties.dtype == torch.float32
+    assert lr == dcp.metadata.BytesStorageMetadata()
+    place = found.storage_data[dcp.metadata.MetadataIndex("model.w", [0, 0])]
+    assert place.relative_path == "__0_0.distcp" and place.length > 64
+
+
+def test_readers_and_planners_of_checkpoints_have_the_methods_that_we_replace(tmp_path):
+    """And torch reads a checkpoint's metadata by the reader that it is given, never by itself."""
+    assert parameters_of(dcp.FileSystemReader.read_data) == {"self", "plan", "planner"}
+    assert parameters_of(dcp.DefaultLoadPlanner.load_bytes) == {"self", "read_item", "value"}
+    assert "kwargs" in parameters_of(dcp.FileSystemReader.read_metadata)
+    assert parameters_of(dcp.FileSystemWriter.write_data) == {"self", "plan", "planner"}
+    assert parameters_of(dcp.FileSystemWriter.finish) == {"self", "metadata", "results"}
+    dcp.save({"a": {"b": [1, {"c": 2}], "w": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = read_metadata(tmp_path)
+    (tmp_path / ".metadata").unlink()
+    found = {"a": {"b": [0, {"c": 0}], "w": torch.zeros(2)}}
+    checkpoints.load_by(metadata, tmp_path, found, no_dist=True)
+    assert found["a"]["b"] == [1, {"c": 2}] and found["a"]["w"].tolist() == [1, 1]
+    info = checkpoints.storage_info("name", 1, 2, ["zstd"])
+    assert (info.relative_path, info.offset, info.length) == ("name", 1, 2)
+    assert info.transform_descriptors == ["zstd"]

@@ -60,7 +60,7 @@ def test_train_ctrl_c_resume(tmp_path: Path) -> None:
     ranks = children(process.pid)
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT, rest
+    assert process.returncode == 128 + signal.SIGINT, "".join(printed) + rest
     assert len(ranks) >= 2
     assert not any(is_running(rank) for rank in ranks)
     text = "".join(printed) + rest
@@ -89,10 +89,14 @@ def test_a_killed_rank_ends_the_run_with_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(Path(__file__).read_bytes() * 3)
     process = start(tmp_path, *OPTIONS.split(), "--steps", "1000", "--out", "killed")
     assert process.stdout
+    printed = []
     for line in process.stdout:
+        printed.append(line)
         if line.startswith("step 1/1000"):
             break
-    os.kill(max(children(process.pid)), signal.SIGKILL)  # the rank started last
+    ranks = children(process.pid)
+    assert ranks, "".join(printed)
+    os.kill(max(ranks), signal.SIGKILL)  # the one started last
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
     assert text.splitlines()[-1] == "error: rank 1 was killed by SIGKILL (out of memory?)"
@@ -134,19 +138,3 @@ def test_a_report_names_its_units() -> None:
     assert describe(record) == (
         "loss 2.5000  4,096 tokens/s  0.250 s/step  peak 3.00 GiB  MFU 40.5%"
     )
-
-
-def test_gradient_accumulation_changes_memory_not_numbers(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(Path(__file__).read_bytes() * 3)
-    options = "--data text --seq-len 16 --global-batch-size 8 --eval-batches 1 --sample-tokens 0"
-    options += " --steps 3 --ranks 2 --checkpoint-every 0 --log-every 1"
-    losses = []
-    for extra in ("--no-compile", "--gradient-accumulation-steps 2 --executor aot_eager"):
-        out = f"run{len(losses)}"
-        process = start(tmp_path, *options.split(), *extra.split(), "--out", out)
-        text, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, text
-        records = map(json.loads, (tmp_path / out / runs.METRICS).read_text().splitlines())
-        losses.append([r["loss"] for r in records if "loss" in r])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert losses[0][0] != losses[0][-1]

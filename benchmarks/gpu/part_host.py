@@ -11,7 +11,6 @@ from typing import Any
 
 import measure as measuring
 import torch
-import torch.distributed as dist
 import wire
 from graphed import GRAPHED
 from ledger import Part, part, seconds
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from variants import BUILDERS
-from workloads import rows, use_calibration
+from workloads import disconnect, rows, use_calibration
 
 from simplefsdp import clip_grad_norm_, simple_fsdp
 from simplefsdp.models import Llama
@@ -134,9 +133,7 @@ def apart(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return find()
     finally:
-        torch._dynamo.reset()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        disconnect()
 
 
 def measure(run: Part) -> None:

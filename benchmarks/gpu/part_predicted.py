@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import predict
-import torch
-import torch.distributed as dist
 from ledger import Part, part
 from measured import on_wire, step_of
 from rows import Row
-from workloads import rows, use_calibration
+from workloads import disconnect, rows, use_calibration
 
 import simplefsdp
 
@@ -23,7 +21,7 @@ def steps(run: Part, name: str, row: Row) -> dict[str, Any]:
         del found["environment"]  # it is the file's
         return found
     finally:
-        _reset()
+        disconnect()
 
 
 def buckets(run: Part, variant: str, row: Row) -> dict[str, Any]:
@@ -35,13 +33,7 @@ def buckets(run: Part, variant: str, row: Row) -> dict[str, Any]:
             step()
         return report.measure(step, 1 if run.smallest else 5).to_json()
     finally:
-        _reset()
-
-
-def _reset() -> None:
-    torch._dynamo.reset()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        disconnect()
 
 
 def told(found: dict[str, Any]) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from typing import Any
 
 import measure as measuring
 import report
-import torch
-import torch.distributed as dist
 import wire
 from cluster_here import cluster_here
 from graphed import GRAPHED
@@ -17,7 +14,7 @@ from ledger import Part, part
 from rows import Row
 from transfers import link
 from variants import BUILDERS
-from workloads import rows, use_calibration
+from workloads import disconnect, rows, use_calibration
 
 from inductor_passes.cluster_file import as_json
 
@@ -91,10 +88,8 @@ class Steps:
     def close(self) -> None:
         """Let go of the models and the wire."""
         self._runner = None
-        torch._dynamo.reset()
+        disconnect()
         gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _forget_unseen(variant: dict[str, Any]) -> None:
@@ -127,9 +122,6 @@ def told(cells: dict[str, Any]) -> str:
 def measure(run: Part) -> None:
     """The part."""
     use_calibration(run)
-    if not run.smallest or run.device.type == "cuda":
-        can_hold = "blocks" in {f.name for f in dataclasses.fields(link)}
-        run.put("blocks", {"held": can_hold})
     for name, row in rows(run).items():
         steps = Steps(run, name, row)
         for blocks in BLOCKS[:1] if run.device.type == "cpu" else BLOCKS:

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import cluster_here
+import torch
+import torch.distributed as dist
 from ledger import Part
 from rows import GPU_ROWS, Row
 
@@ -18,6 +20,13 @@ SMALLEST = {"smallest": Row(layers=1, dim=128, vocab=256, seq_len=32, batch=1, l
 def rows(run: Part) -> dict[str, Row]:
     """Of the models that are trained."""
     return SMALLEST if run.smallest else GPU_ROWS
+
+
+def disconnect() -> None:
+    """Leave the wire, and what was compiled on it."""
+    torch._dynamo.reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def use_calibration(run: Part) -> None:

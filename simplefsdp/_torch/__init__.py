@@ -17,6 +17,7 @@ from simplefsdp._torch.backends import (
     graphs_of,
     hash_of_files,
 )
+from simplefsdp._torch.cache_folder import leave_cache_folder_that_cannot_be_written
 from simplefsdp._torch.dynamo import (
     CodePlace,
     GraphBreak,
@@ -130,3 +131,5 @@ __all__ = [
     "trace_without",
     "tree_map_only",
 ]
+
+leave_cache_folder_that_cannot_be_written()  # before anything imports the compiler

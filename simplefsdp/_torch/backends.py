@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, cast
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
+from inductor_passes._torch_lowering import reuse_at_once
 from simplefsdp._torch.padding import padding_without_benchmarks
+from simplefsdp._torch.symbolic import without_whole_slices
 
 CompiledFunction = Callable[..., Any]
 
@@ -45,6 +47,7 @@ def compile_with_inductor(
     observe: Callable[[GraphModule, bool], CompiledFunction | None],
     lowering: Callable[[], AbstractContextManager[None]],
     cudagraphs: bool,
+    compiled: Callable[[bool], None] = lambda is_backward: None,
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
 
@@ -57,6 +60,7 @@ def compile_with_inductor(
             the compiled graph, and none of the passes but the joint one, nor Inductor, sees it.
         lowering: makes a context that each graph is lowered in.
         cudagraphs: capture each graph; if not, as the user's setting of Inductor says.
+        compiled: called when there is the code of a graph, with whether it is the backward.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -65,13 +69,15 @@ def compile_with_inductor(
     static: set[str] = set()
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        is_backward = bool(kwargs.get("is_backward", False))
         with config.patch(users):
-            compiled = observe(graph, bool(kwargs.get("is_backward", False)))
-        if compiled is not None:
-            return compiled
-        kwargs["static_input_idxs"] = _static_inputs(graph, kwargs, static)
-        with _stable_mesh_hashes(inputs), lowering():
-            return compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
+            code: Any = observe(graph, is_backward)
+        if code is None:
+            kwargs["static_input_idxs"] = _static_inputs(graph, kwargs, static)
+            with _stable_mesh_hashes(inputs), reuse_at_once(), lowering():
+                code = compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
+        compiled(is_backward)
+        return code
 
     joint, graph_pass, scheduler, uuid = passes
     patches = _after_the_users("joint_custom_post_pass", joint, uuid) | _ORDER_STAYS
@@ -88,10 +94,8 @@ def compile_with_inductor(
     # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
     # is the one that saves the minutes of code generation.
     with functorch_config.patch(enable_autograd_cache=False), padding_without_benchmarks():
-        compiled = compile_fx(
-            gm, example_inputs, inner_compile=inner_compile, config_patches=patches
-        )
-    return cast(CompiledFunction, compiled)
+        whole = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+    return cast(CompiledFunction, whole)
 
 
 def _static_inputs(graph: GraphModule, kwargs: dict[str, Any], static: set[str]) -> list[int]:
@@ -214,6 +218,7 @@ def compile_with_aot_eager(
     observe: Callable[[GraphModule, bool], None],
     joint_pass: GraphPass,
     graph_pass: GraphPass | None,
+    compiled: Callable[[bool], None] = lambda is_backward: None,
     decompose: bool = False,
 ) -> CompiledFunction:
     """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
@@ -231,6 +236,7 @@ def compile_with_aot_eager(
             if graph_pass is not None:
                 graph_pass(graph.graph)
                 graph.recompile()
+            compiled(is_backward)
             return make_boxed_func(graph.forward)  # type: ignore[no-any-return]
 
         return compile_graph
@@ -243,7 +249,7 @@ def compile_with_aot_eager(
     if decompose:
         from torch._inductor.decomposition import select_decomp_table
 
-        decompositions = select_decomp_table()
+        decompositions = without_whole_slices(select_decomp_table())
     backend = aot_autograd(
         fw_compiler=compiler(False),
         bw_compiler=compiler(True),

@@ -14,7 +14,7 @@ from inductor_passes.cluster import LINK_KINDS
 from inductor_passes.program import CollectiveKind
 from simplefsdp.calibrate.fit import Sample
 from simplefsdp.calibrate.measure import Sweep, matmuls
-from simplefsdp.calibrate.timers import Call, Timer, medians_us, timer_for
+from simplefsdp.calibrate.timers import Call, medians_us, timer_for
 from simplefsdp.launcher.ranks import group_of
 
 MEMBERS = 8
@@ -130,9 +130,9 @@ def compute_beside(sweep: Sweep, device: torch.device) -> float | None:
         for _ in range(sweep.repeats):
             dist.barrier()
             started = launched()
-            beside.append(_elapsed_us(layer, count, timer))
+            beside.append(timer.elapsed_us(layer, count))  # a transfer has a stream of its own
             _ops.wait_tensor(started)
-            alone.append(_elapsed_us(layer, count, timer))
+            alone.append(timer.elapsed_us(layer, count))
         kept += min(1.0, statistics.median(alone) / statistics.median(beside))
     dist.all_reduce(kept)
     return kept.item() / (ranks * len(launches))
@@ -142,11 +142,3 @@ def layers_beside(sweep: Sweep, device: torch.device) -> dict[int, Call]:
     """The matmuls that may run beside transfers, by width: as training has them, if it can be."""
     widths = [width for width in sweep.widths if width >= sweep.beside_width]
     return {width: matmuls(sweep.beside_dtype, width, device) for width in widths}
-
-
-def _elapsed_us(call: Call, count: int, timer: Timer) -> float:
-    """Of some calls, from now on; on CUDA on the current stream alone: a transfer has its own."""
-    begin = timer.mark()
-    for _ in range(count):
-        call()
-    return timer.between_us(begin, timer.mark())

@@ -13,6 +13,7 @@ from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster, save
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.errors import user_errors
+from simplefsdp.launcher.follow import follow_launcher
 from simplefsdp.launcher.ranks import Rank, check_devices, default_ranks, join_ranks, on_rank_zero
 
 _DESCRIPTION = """Measure collectives, matmuls, attention, memory, and, with two ranks or more, what
@@ -103,7 +104,7 @@ def check(options: CalibrateOptions, ranks: int) -> None:
 
 def _run_rank(args: list[str]) -> int:
     """Be one rank: measure with the others; rank 0 fits, tells and writes."""
-    launch.follow_launcher()
+    follow_launcher()
     with ExitStack() as stack:
         with user_errors():
             rank = stack.enter_context(join_ranks())

@@ -91,11 +91,12 @@ def _line(samples: Sequence[Sample]) -> tuple[float, float]:
     )
     slope /= spread
     intercept = mean_us - slope * mean_size
-    if slope > 0 and intercept >= 0:
+    last = samples[-1]
+    seen = last.us / last.size / 100  # a hundredth of the longest time: less drowns in noise
+    if slope >= seen and intercept >= 0:
         return intercept, slope
     # Noise won: no latency to be seen, or no bandwidth.
-    last = samples[-1]
-    return (0.0, last.us / last.size) if slope > 0 else (samples[0].us, last.us / last.size / 100)
+    return (0.0, last.us / last.size) if slope >= seen else (samples[0].us, seen)
 
 
 def fit_ramp(rates: Sequence[Sample], *, falls: bool = False) -> tuple[float, Ramp]:

@@ -39,10 +39,14 @@ class Timer:
         """The time of one of ``count`` calls in a row."""
         if count > 1:
             self.hold()
+        return self.elapsed_us(call, count) / count
+
+    def elapsed_us(self, call: Call, count: int) -> float:
+        """The time of ``count`` calls, from now on; on CUDA on the current stream alone."""
         begin = self.mark()
         for _ in range(count):
             call()
-        return self.between_us(begin, self.mark()) / count
+        return self.between_us(begin, self.mark())
 
 
 def timer_for(device: torch.device) -> Timer:

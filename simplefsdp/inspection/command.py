@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from inductor_passes.cluster import Cluster
-from simplefsdp.inspection.options import FILES, InspectOptions, check, parse
+from simplefsdp.inspection.options import FILES, InspectOptions, check, parallel_options, parse
+from simplefsdp.inspection.working import working
 from simplefsdp.launcher.errors import UserError, user_errors
-from simplefsdp.models.options import ModelOptions, ParallelOptions
+from simplefsdp.models.options import ModelOptions
 
 if TYPE_CHECKING:
     from simplefsdp.inspection.report import PlanReport
@@ -25,6 +24,10 @@ def run(args: list[str]) -> int:
         cluster = check(options)
     if options.trace:
         return _measured(options)
+    if options.fit or options.sweep:
+        from simplefsdp.inspection.sweep_command import run as run_sweep
+
+        return run_sweep(options, cluster)
     with user_errors():
         _require(options)
     from simplefsdp.launcher.ranks import fake_ranks
@@ -74,13 +77,7 @@ def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
                 options.target, options.input, options.ranks, averages=cluster.averages
             )
         model = ModelOptions(options.model or "", options.activation_checkpointing)
-        parallel = ParallelOptions(
-            mode=options.mode,
-            shard_size=options.shard_size,
-            tp=options.tp,
-            reshard_after_forward=options.reshard_after_forward,
-            mixed_precision=options.mixed_precision,
-        )
+        parallel = parallel_options(options)
         layout = plan_layout(parallel, options.ranks, cluster.ranks_per_node)
         mesh = make_mesh(layout, parallel, "cpu")
         return trace_llama(
@@ -169,21 +166,3 @@ def print_diff(plan: PlanReport) -> None:
         changes = describe_changes(graph.prediction.before, graph.prediction.after)
         print(f"\n{graph.name}, what changed:")
         print("\n".join(f"  {line}" for line in changes) or "  nothing")
-
-
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """Say what goes on: with a running clock on a terminal, else a line when it is done."""
-    import sys
-    import time
-
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    out = Console(stderr=True, highlight=False)
-    begin = time.perf_counter()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
-        progress.add_task(what)
-        yield
-    print(f"{what}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)

@@ -170,6 +170,7 @@ def measured_document(report: MeasuredReport) -> dict[str, Any]:
 
 def print_measured(out: Console, reports: Sequence[MeasuredReport]) -> None:
     """Ranks side by side, then the collectives and gaps of the one that exposes most."""
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("rank", "total", "compute", "communication", "exposed", "overlap", "idle")
@@ -177,18 +178,21 @@ def print_measured(out: Console, reports: Sequence[MeasuredReport]) -> None:
         column.justify = "right"
     for r in reports:
         times = (r.total_us, r.compute_us, r.communication_us, r.exposed_us)
-        table.add_row(r.name, *map(time_text, times), f"{r.overlap:.1%}", time_text(r.idle_us))
+        table.add_row(
+            escape(r.name), *map(time_text, times), f"{r.overlap:.1%}", time_text(r.idle_us)
+        )
     out.print(table)
     worst = max(reports, key=lambda report: report.exposed_us)
     if len(reports) > 1:
-        out.print(f"most is exposed on {worst.name}:")
+        out.print(f"most is exposed on {worst.name}:", markup=False)
     out.print(_by_kind(worst))
     for m in sorted(worst.transfers, key=lambda m: -m.exposed_us)[:_SHOWN]:
         if m.exposed_us:
             out.print(f"  exposed {time_text(m.exposed_us)} of {time_text(m.duration_us)}: "
-                      f"{m.transfer.kind} {_size(m.transfer)}{m.transfer.name}")  # fmt: skip
+                      f"{m.transfer.kind} {_size(m.transfer)}{m.transfer.name}",
+                      markup=False)  # fmt: skip
     for line in _gap_lines(worst):
-        out.print(line, soft_wrap=True)
+        out.print(line, soft_wrap=True, markup=False)
 
 
 def _size(transfer: Transfer) -> str:

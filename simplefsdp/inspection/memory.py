@@ -54,28 +54,31 @@ def memory_report(
         memory.peak_op,
         arrival[at],
         {kind: nbytes for kind, nbytes in live_by_use(program).items() if nbytes},
-        _by_module(program, module_of),
+        _by_module(program, module_of, at),
         _curve(memory, arrival),
     )
 
 
-def _by_module(program: Program, module_of: Mapping[str, str]) -> dict[str, int]:
-    owner = _owners(program, module_of)
+def _by_module(program: Program, module_of: Mapping[str, str], at: int) -> dict[str, int]:
+    owner = _owners(program, module_of, at)
     found: Counter[str] = Counter()
     for storage, nbytes in live_at_peak(program).items():
         found[owner.get(storage, "")] += nbytes
     return {block or "(no module)": nbytes for block, nbytes in found.most_common() if nbytes}
 
 
-def _owners(program: Program, module_of: Mapping[str, str]) -> dict[str, str]:
-    """The block that each storage belongs to."""
+def _owners(program: Program, module_of: Mapping[str, str], at: int) -> dict[str, str]:
+    """The block that each storage belongs to at a position: that of the last that wrote over it."""
     owner = {name: block_of(module_of[name]) for name in program.inputs if name in module_of}
-    for op in program.ops:
+    for i, op in enumerate(program.ops):
         module = module_of.get(op.name, "")
         if op.collective is not None and op.collective.fqns:
             module = op.collective.fqns[0].rpartition(".")[0]
         for name in op.writes:
-            owner.setdefault(program.buffers[name].storage, block_of(module))
+            storage = program.buffers[name].storage
+            if op.kind == "compute" and program.writer.get(name) == i <= at:
+                owner[storage] = block_of(module)
+            owner.setdefault(storage, block_of(module))
     for _, op in program.starts():
         if op.collective is not None and len(op.collective.fqns) == len(op.writes):
             for name, fqn in zip(op.writes, op.collective.fqns, strict=True):

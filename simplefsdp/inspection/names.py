@@ -51,7 +51,7 @@ def block_of(module: str) -> str:
 
 def nbytes_text(nbytes: float) -> str:
     """Bytes in 1e3s, three digits: ``436 MB``."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(nbytes) >= factor:
             return f"{nbytes / factor:.3g} {unit}"
     return f"{nbytes:.0f} B"

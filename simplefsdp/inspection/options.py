@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -9,6 +11,7 @@ from typing import Literal
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
 from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
+from simplefsdp.models.options import ParallelOptions
 from simplefsdp.placement import Mode
 
 DESCRIPTION = """See what the compiler does with a model's collectives: per bucket when it runs, what
@@ -27,6 +30,8 @@ examples (without --layers all of the model is planned: 8b takes a minute):
   simplefsdp inspect --model 8b --layers 1 --ranks 8 --bucketing manual --diff --graph graphs.txt
   simplefsdp inspect --model 8b --layers 1 --ranks 64 --compare manual --html report.html
   simplefsdp inspect --model debug --layers 1 --ranks 8 --bucketing none --perfetto trace.json
+  simplefsdp inspect --fit --model debug --layers 1 --ranks 8
+  simplefsdp inspect --sweep batch=1..16 seq=512..2k ranks=8,64 --model debug --layers 2 --html sweep.html
   simplefsdp inspect --trace trace.json
   simplefsdp inspect --target simplefsdp.inspection.example:build_model --input simplefsdp.inspection.example:example_batch --ranks 8
 """  # noqa: E501 - examples are one line each, to be copied
@@ -58,6 +63,8 @@ class InspectOptions:
     """A model of yours: module:function."""
     input: str | None = None
     """What --target's model is called with, on one rank: module:function."""
+    hf: Path | None = None
+    """With --fit or --sweep: a model of transformers, its config.json or the folder it is in."""
     trace: tuple[Path, ...] = ()
     """A measured run instead: JSON of torch.profiler's export_chrome_trace, of one rank or more."""
     ranks: int = 8
@@ -72,6 +79,12 @@ class InspectOptions:
     """Of auto and greedy: 1e9 bytes for activations, full parameters and gradients. Default: what
     manual takes, or, if that is less, nine tenths of the device beside
     parameter shards and AdamW's state."""
+    fit: Literal["", "batch", "seq"] = ""
+    """Instead of a report, the largest batch that fits a device (`--fit`, or `--fit
+    batch`), or the longest sequence (`--fit seq`), by what is recomputed and what is kept."""
+    sweep: tuple[str, ...] = ()
+    """Instead of a report, a table and a map of many sizes: batch=1..16
+    seq=2k..128k ranks=8,64,512. a..b doubles, a..b:c counts by c, k stands for 1,024."""
     layers: int | None = None
     """With --model: only so many layers, for a quick look."""
     seq_len: int | None = None
@@ -110,7 +123,25 @@ def parse(args: list[str]) -> InspectOptions:
     """
     import tyro
 
+    args = [*itertools.chain.from_iterable(_with_value(args))]
     return tyro.cli(InspectOptions, prog="simplefsdp inspect", description=DESCRIPTION, args=args)
+
+
+def _with_value(args: list[str]) -> Iterator[list[str]]:
+    """``--fit`` by itself asks for the batch."""
+    for arg, following in itertools.zip_longest(args, args[1:], fillvalue="--"):
+        yield ["--fit", "batch"] if arg == "--fit" and following.startswith("--") else [arg]
+
+
+def parallel_options(options: InspectOptions) -> ParallelOptions:
+    """How the model is spread over the ranks."""
+    return ParallelOptions(
+        mode=options.mode,
+        shard_size=options.shard_size,
+        tp=options.tp,
+        reshard_after_forward=options.reshard_after_forward,
+        mixed_precision=options.mixed_precision,
+    )
 
 
 def check(options: InspectOptions) -> Cluster:
@@ -120,9 +151,13 @@ def check(options: InspectOptions) -> Cluster:
         ValueError: nothing to inspect or two things, an option that would be ignored, a number
             that is too small, an unknown cluster, or a file that cannot be written.
     """
-    given = [options.model is not None, options.target is not None, bool(options.trace)]
-    if sum(given) != 1:
-        raise ValueError("give one of --model NAME, --target module:function and --trace FILE")
+    given = [options.model, options.target, options.hf, options.trace or None]
+    if sum(one is not None for one in given) != 1:
+        raise ValueError(
+            "give one of --model NAME, --target module:function, --hf CONFIG and --trace FILE"
+        )
+    if options.hf is not None and not options.fit and not options.sweep:
+        raise ValueError("--hf belongs to --fit or --sweep; use --target for a report")
     if (options.target is None) != (options.input is None):
         raise ValueError("--target module:function and --input module:function go together")
     _refuse_ignored(options)
@@ -164,11 +199,26 @@ def _refuse_ignored(options: InspectOptions) -> None:
     for name in given:
         if name in ignored:
             raise ValueError(f"--{name.replace('_', '-')} belongs to {ignored[name]}")
+    if options.fit or options.sweep:
+        _refuse_with_sizes(options, given)
     if options.shard_size is not None and options.mode != "hybrid_shard":
         raise ValueError("--shard-size belongs to --mode hybrid_shard")
     planners = {"auto", "greedy"} & {options.bucketing, *options.compare}
     if options.memory_budget_gb is not None and not planners:
         raise ValueError("--memory-budget-gb belongs to --bucketing auto or greedy")
+
+
+def _refuse_with_sizes(options: InspectOptions, given: Sequence[str]) -> None:
+    if options.fit and options.sweep:
+        raise ValueError("give one of --fit and --sweep")
+    what = "fit" if options.fit else "sweep"
+    without = {"compare", "memory_budget_gb", "perfetto", "graph", "diff"}
+    if options.fit:
+        without |= {"html", "activation_checkpointing", "reshard_after_forward"}
+        without |= {"batch": {"batch_size"}, "seq": {"seq_len"}}[options.fit]
+    for name in given:
+        if name in without:
+            raise ValueError(f"--{name.replace('_', '-')} does not go together with --{what}")
 
 
 def _check_writable(flag: str, path: Path | None) -> None:

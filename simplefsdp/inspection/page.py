@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from string import Template
@@ -21,23 +21,36 @@ _MOST_POINTS = 1500
 _MOST_NAMES = 20
 _SHOWN = ("kind", "bytes", "dtype", "ranks", "duration_us", "exposed_us", "reason", "why")
 _TIMES = ("launch_us", "begin_us", "end_us", "needed_us")
+_HINT = "drag to zoom, double-click to see all; a row shows its bucket"
 
 
 def page(plans: Sequence[PlanReport], title: str) -> str:
     """The page, about 5 MB: most of it is the plotting library."""
+    own = [_ASSETS / f"report.{suffix}" for suffix in ("html", "css", "js")]
+    return filled(own, title, _HINT, {"plans": [_plan(plan) for plan in plans]})
+
+
+def filled(own: Sequence[Path], title: str, hint: str, report: object) -> str:
+    """What all pages share, with a page's own HTML, style and scripts, and the report they draw.
+
+    The report is in it as JSON in which no name can end the script or open a comment.
+    """
     from plotly.offline import get_plotlyjs
 
     from simplefsdp.version import __version__
 
-    template = Template((_ASSETS / "page.html").read_text())
-    report = json.dumps({"plans": [_plan(plan) for plan in plans]}, separators=(",", ":"))
-    return template.substitute(
+    def text(suffix: str, files: Iterable[Path]) -> str:
+        return "".join(path.read_text() for path in files if path.suffix == suffix)
+
+    return Template((_ASSETS / "page.html").read_text()).substitute(
         title=html.escape(title),
         version=__version__,
-        css=(_ASSETS / "page.css").read_text(),
-        js=(_ASSETS / "page.js").read_text(),
+        hint=hint,
+        css=text(".css", [_ASSETS / "page.css", *own]),
+        js=text(".js", [_ASSETS / "page.js", *own]),
+        body=text(".html", own),
         plotly=get_plotlyjs(),
-        report=report.replace("</", "<\\/"),  # or a name could end the script
+        report=json.dumps(report, separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 

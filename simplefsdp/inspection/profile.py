@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inductor_passes.json_file import shown
 from simplefsdp.inspection.intervals import Intervals, difference, union
-from simplefsdp.inspection.trace_json import load_trace
+from simplefsdp.inspection.trace_json import events_of, load_trace, spans_of
 from simplefsdp.inspection.wire_events import Told, told_by, transfer_of_launches
 
 Event = dict[str, Any]
@@ -94,9 +95,14 @@ def read_profiles(path: Path) -> list[Profile]:
             f"{path}: expected the trace-event JSON of torch.profiler's export_chrome_trace, an "
             f'object with "traceEvents"; got {_outline(trace)}'
         )
-    spans = [e for e in events if isinstance(e, dict) and e.get("ph") == "X" and "dur" in e]
+    events = events_of(events)
+    try:
+        spans = spans_of(events)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     told = trace.get("distributedInfo") if isinstance(trace, dict) else None
-    name = f"rank {told['rank']}" if isinstance(told, dict) and "rank" in told else path.stem
+    rank = told.get("rank") if isinstance(told, dict) else None
+    name = f"rank {rank}" if isinstance(rank, int) else path.stem
     on_host = _on_wire if any(told_by(e) for e in spans) else _on_threads
     found = _on_devices(spans, name) or _predicted(spans, events) or on_host(spans, name)
     steps = tuple(sorted(_span(e) for e in spans if _is_step(e)))
@@ -107,7 +113,7 @@ def read_profiles(path: Path) -> list[Profile]:
 
 
 def _outline(trace: object) -> str:
-    return f"keys {', '.join(sorted(trace)[:5])}" if isinstance(trace, dict) else f"{trace!r:.40}"
+    return f"keys {', '.join(sorted(trace)[:5]):.200}" if isinstance(trace, dict) else shown(trace)
 
 
 def _why_none(spans: Sequence[Event]) -> str:
@@ -192,10 +198,9 @@ def _kind(name: str) -> str:
 def _predicted(spans: Sequence[Event], events: Sequence[Event]) -> list[Profile]:
     """One profile for each plan of a trace of ours."""
     plans = {
-        e["pid"]: _args(e)["name"].removeprefix("simplefsdp, ")
+        e.get("pid"): _args(e)["name"].removeprefix("simplefsdp, ")
         for e in events
-        if e.get("name") == "process_name"
-        and str(_args(e).get("name", "")).startswith("simplefsdp, ")
+        if e["name"] == "process_name" and str(_args(e).get("name", "")).startswith("simplefsdp, ")
     }
     profiles = []
     for pid, name in plans.items():
@@ -282,6 +287,8 @@ def _numel(dims: Any) -> int:
         return sum(map(_numel, dims))
     n = 1
     for size in dims:
+        if type(size) is not int or not 0 <= n < 2**63:
+            return 0  # no tensor has it
         n *= size
     return n
 

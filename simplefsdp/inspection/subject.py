@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from simplefsdp.extrapolate_depth import trace_deep
 from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.launcher.errors import UserError
-from simplefsdp.models import Llama, apply_tensor_parallel, flops_per_token
-from simplefsdp.models.build import cross_entropy, model_config
-from simplefsdp.models.layout import data_parallel_mesh, precision_policy
+from simplefsdp.models import flops_per_token
+from simplefsdp.models.build import llama_with_loss, model_config
 from simplefsdp.models.options import ModelOptions, ParallelOptions
 from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, averaging, trace
-from simplefsdp.wrap import simple_fsdp
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,6 @@ class Subject:
     tokens: float | None
     flops: float | None
     module_of: Mapping[str, Mapping[str, str]]
-
-
-class _WithLoss(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(self.model(tokens), targets)
 
 
 def trace_llama(
@@ -96,30 +84,14 @@ def trace_llama(
             f"--seq-len {seq_len} is longer than --model {options.config} takes "
             f"({config.max_seq_len})"
         )
-    # It warns of layers with in-place ops that are recomputed; ours have none.
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
     def traced(depth: int) -> tuple[TracedStep, nn.Module]:
-        # On meta, not fake: a mesh looks into its own tensors when it is cut into groups.
-        with torch.device("meta"):
-            model = Llama(
-                replace(config, n_layers=depth),
-                activation_checkpointing=options.activation_checkpointing,
-            )
-        if parallel.tp > 1:
-            apply_tensor_parallel(model, mesh["tp"])
-        simple_fsdp(
-            model,
-            data_parallel_mesh(mesh),
-            mode=parallel.mode,
-            mp_policy=precision_policy(parallel, mesh.device_type),
-            reshard_after_forward=parallel.reshard_after_forward,
-        )
+        model = llama_with_loss(options, parallel, mesh, depth)
         averaging(model, averages)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
-            return trace(_WithLoss(model), tokens, tokens), model
+            return trace(model, tokens, tokens), model.model
 
     step, nbytes = trace_deep(traced, "layers", config.n_layers)
     tokens = seq_len * batch_size / parallel.tp  # those that split a layer share them
@@ -143,12 +115,8 @@ def trace_target(target: str, example: str, ranks: int, *, averages: bool) -> Su
     """
     build, make_input = load("--target", target), load("--input", example)
     mesh = init_device_mesh("cpu", (ranks,))
-    takes_mesh = any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        for p in inspect.signature(build).parameters.values()
-    )
     with torch.device("meta"):
-        model = _called("--target", target, build, *([mesh] if takes_mesh else []))
+        model = called("--target", target, build, *([mesh] if wants_mesh(build) else []))
     if not isinstance(model, nn.Module):
         raise UserError(
             f"--target {target} returned {type(model).__name__}; it must return the wrapped model, "
@@ -158,8 +126,7 @@ def trace_target(target: str, example: str, ranks: int, *, averages: bool) -> Su
     with FakeTensorMode(allow_non_fake_inputs=True):
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device="cpu")
-        made = _called("--input", example, make_input)
-        inputs = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        inputs = as_inputs(called("--input", example, make_input))
         try:
             return _subject(target, model, inputs, _tokens(inputs))
         except Unsupported as error:
@@ -204,7 +171,25 @@ def load(option: str, path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _called(option: str, path: str, function: Callable[..., Any], *args: object) -> Any:
+def wants_mesh(build: Callable[..., Any]) -> bool:
+    """Whether a function must be given an argument."""
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(build).parameters.values()
+    )
+
+
+def as_inputs(made: object) -> tuple[Any, ...]:
+    """What a model is called with, of what a function returned."""
+    return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+
+
+def called(option: str, path: str, function: Callable[..., Any], *args: object) -> Any:
+    """What a user's function returns.
+
+    Raises:
+        UserError: it failed; names the option, and where.
+    """
     try:
         return function(*args)
     except Exception as error:

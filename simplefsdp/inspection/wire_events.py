@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _NAME = re.compile(
-    r"^wire:(?P<kind>gather|reduce|all_reduce) nbytes=(?P<nbytes>\d+) "
-    r"begins_after_us=(?P<after>[\d.]+) takes_us=(?P<takes>[\d.]+)$"
+    r"^wire:(?P<kind>gather|reduce|all_reduce) nbytes=(?P<nbytes>\d{1,18}) "
+    r"begins_after_us=(?P<after>\d{0,15}\.?\d{1,15}) takes_us=(?P<takes>\d{0,15}\.?\d{1,15})$"
 )
 
 

@@ -6,6 +6,7 @@ the plain model and any number of ranks read the files. A second model is ``mode
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,17 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from simplefsdp.checkpoints.metadata import NAME as METADATA
+from simplefsdp.checkpoints.opened import CheckpointFiles, fill, open_files, verify
+from simplefsdp.checkpoints.saving import ChecksumWriter
 from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.unsharded import full_of
 from simplefsdp.wrapped import is_wrapped
 
+log = logging.getLogger("simplefsdp")
 FOLDER = "simplefsdp"  # in a library's own checkpoint folder
 
 
@@ -58,7 +61,7 @@ def save(
         for i, group in enumerate(_groups(optimizer, names)):
             values |= {f"{key}.param_groups.{i}.{name}": v for name, v in group.items()}
     _agree(f"what is saved to {Path(folder).name}", models, values)
-    save_state_dict(values, checkpoint_id=str(folder))
+    save_state_dict(values, storage_writer=ChecksumWriter(folder))
 
 
 def load(folder: Path | str, models: Sequence[nn.Module], *, frozen: bool = True) -> None:
@@ -68,9 +71,10 @@ def load(folder: Path | str, models: Sequence[nn.Module], *, frozen: bool = True
         ValueError: the checkpoint is of other models, or is not complete.
     """
     values = _values_of(models, frozen)
-    _check_keys(folder, _stored(folder), values)
+    files = _opened(folder)
+    _check_keys(folder, files.metadata.state_dict_metadata, values)
     _agree(f"what is loaded from {Path(folder).name}", models, values)
-    load_state_dict(values, checkpoint_id=str(folder))
+    _fill_verified(files, values)
     for i, model in enumerate(models):
         prefix = _numbered("model", i) + "."
         own = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
@@ -85,7 +89,8 @@ def load_optimizers(
     Raises:
         ValueError: the checkpoint is of other optimizers, or is not complete.
     """
-    stored = _stored(folder)
+    files = _opened(folder)
+    stored = files.metadata.state_dict_metadata
     values: dict[str, Any] = {}
     for key, optimizer in _keyed(optimizers):
         params = {name: param for param, name in _names(optimizer, models).items()}
@@ -94,7 +99,7 @@ def load_optimizers(
                 owner, name = _parts(full)
                 values[full] = _empty_for(entry, params.get(owner), name)
     _agree(f"what is loaded from {Path(folder).name}", models, values)
-    load_state_dict(values, checkpoint_id=str(folder))
+    _fill_verified(files, values)
     for key, optimizer in _keyed(optimizers):
         states, groups = (_nested(values, f"{key}.{of}.") for of in ("state", "param_groups"))
         _fill(folder, optimizer, _names(optimizer, models), states, groups)
@@ -165,14 +170,21 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> li
     return [{**group, "params": [names[p] for p in group["params"]]} for group in groups]
 
 
-def _stored(folder: Path | str) -> dict[str, Any]:
-    try:
-        return FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    except FileNotFoundError as error:
+def _opened(folder: Path | str) -> CheckpointFiles:
+    if not Path(folder, METADATA).exists():
         raise ValueError(
             f"checkpoint {folder} is not complete: it has no .metadata; remove it, and resume from "
             "an earlier one"
-        ) from error
+        )
+    return open_files(Path(folder))
+
+
+def _fill_verified(files: CheckpointFiles, values: dict[str, Any]) -> None:
+    """Compare the files with their checksums, then read them; on all ranks."""
+    note = verify(files, lambda n, of: log.info("verifying %s: %.0f %%", files.path, 100 * n / of))
+    if note:
+        log.warning("%s", note)
+    fill(files, values)
 
 
 def _check_keys(folder: Path | str, stored: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:

@@ -1,7 +1,11 @@
 """Errors that need no traceback: one line on the terminal says all."""
 
+import errno
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -28,3 +32,55 @@ def user_errors() -> Iterator[None]:
         raise
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
+
+
+# What gloo, NCCL and the store say of a rank that has ended.
+_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection was likely closed",
+    "remote process exited",
+    "Software caused connection abort",
+    "Timed out waiting",
+)
+# What Python and torch say of a machine that has no more of something.
+_USED_UP = (
+    "can't start new thread",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "not enough memory",
+    "out of memory",
+    "MemoryError",
+)
+_USED_UP_ERRNOS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+
+
+def in_one_line(error: BaseException) -> str | None:
+    """One line on an error that a traceback would not explain; None for any other.
+
+    Of a rank that is gone only that is known here: why is told by itself, or by the launcher that
+    saw it end. Of memory, or open files, that are used up, any line of the program may be the last.
+    """
+    text = str(error)
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    if isinstance(error, OSError) and error.errno in _USED_UP_ERRNOS:
+        return f"this machine, or this process by its limits (ulimit), has no more of it: {text}"
+    if not isinstance(error, RuntimeError):
+        return None
+    if sign := next((words for words in _GONE if words in text), None):
+        return f"lost another rank in the middle of a collective ({sign})"
+    lines = [line for line in text.splitlines() if any(words in line for words in _USED_UP)]
+    return f"out of memory, or near it: {lines[0].strip()}" if lines else None
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End a rank that failed without waiting for its threads.
+
+    One may write a checkpoint together with ranks that are gone, or that wait for this one to end;
+    and gloo's abort the process as it ends, which would hide why.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

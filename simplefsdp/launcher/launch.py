@@ -4,18 +4,17 @@ Each rank runs the same command line again and finds its place in torchrun's env
 variables, so ``simplefsdp train`` behaves the same started by itself and under ``torchrun``.
 """
 
+import json
 import logging
 import os
 import signal
 import sys
-import threading
-import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import (
     ChildFailedError,
     ProcessFailure,
@@ -23,9 +22,18 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from simplefsdp.launcher.errors import EXIT_FAILED, RunFailed, UserError
+from simplefsdp.launcher.follow import LAUNCHER_PID
+from simplefsdp.launcher.logs import logs_of
 from simplefsdp.launcher.ranks import cpu_count, device_type
 
-_LAUNCHER_PID = "SIMPLEFSDP_LAUNCHER_PID"
+# ``python -m simplefsdp``, that ends without a traceback on Ctrl-C, and with its launcher (as
+# ``follow_launcher`` sees to later), while it imports, too: that takes seconds.
+_AS_RANK = (
+    "import ctypes, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
+    "from simplefsdp.cli import main; main()"
+)
 
 
 def under_torchrun() -> bool:
@@ -34,38 +42,51 @@ def under_torchrun() -> bool:
 
 
 def start_local_ranks(args: Sequence[str], *, ranks: int, log_folder: Path) -> int:
-    """Run ``python -m simplefsdp *args`` on ``ranks`` local ranks; return the exit code.
+    """Run ``simplefsdp *args`` on ``ranks`` local ranks; return the exit code.
 
     Rank 0 owns the terminal; what the others print goes to files under ``log_folder``. The exit
     code is that of the rank that failed first, or 128 + the signal that ended the run.
     """
     _set_environment(ranks)
     _silence_elastic()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex[:8],
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(
-            log_dir=str(log_folder), redirects=dict.fromkeys(range(1, ranks), Std.ALL)
-        ),
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", "simplefsdp", *args)
-    except ChildFailedError as error:
-        return _report_failure(error, log_folder)
-    except SignalException as error:
-        return 128 + error.sigval
+    with logs_of(log_folder, ranks) as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex[:8],
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=logs,
+            signals_to_handle=_signals_to_pass_on(),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-c", _AS_RANK, *args)
+        except ChildFailedError as error:
+            return _report_failure(error, log_folder)
+        except SignalException as error:
+            return 128 + error.sigval
+        except json.JSONDecodeError:  # torch reads the error file of the rank that failed
+            print(f"error: a rank failed, and cannot say why: {log_folder}", file=sys.stderr)
+            return EXIT_FAILED
     return 0
 
 
+def _signals_to_pass_on() -> str:
+    """Those that end the ranks, too."""
+    return "SIGTERM,SIGINT,SIGQUIT" + ("" if _hangs_on() else ",SIGHUP")
+
+
+def _hangs_on() -> bool:
+    """Whether the run is to outlive its terminal, as ``nohup`` says by ignoring SIGHUP."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 def _set_environment(ranks: int) -> None:
-    defaults = {_LAUNCHER_PID: str(os.getpid())}
+    defaults = {LAUNCHER_PID: str(os.getpid())}
     if device_type() == "cpu":
         defaults["OMP_NUM_THREADS"] = str(max(1, cpu_count() // ranks))
     # Local ranks talk over loopback: a laptop's host name often resolves to nothing.
@@ -107,11 +128,19 @@ def _report_failure(error: ChildFailedError, log_folder: Path) -> int:
         return 128 - failure.exitcode
     # Rank 0 has already said why on this terminal.
     if rank != 0:
-        message: Any = failure.message
-        if isinstance(message, dict):
-            message = message["extraInfo"]["py_callstack"].strip()
-        print(f"{message}\nerror: rank {rank} failed; its output: {log_folder}", file=sys.stderr)
+        print(_why(rank, failure, log_folder), file=sys.stderr)
     return int(failure.exitcode)
+
+
+def _why(rank: int, failure: ProcessFailure, log_folder: Path) -> str:
+    """What another rank than the one on the terminal says of its failure."""
+    message: Any = failure.message
+    if isinstance(message, dict):
+        kind, _, line = str(message.get("message")).partition(": ")
+        if kind in (RunFailed.__name__, UserError.__name__):  # the line says all
+            return f"error: {line}"
+        message = message["extraInfo"]["py_callstack"].strip()
+    return f"{message}\nerror: rank {rank} failed; its output: {log_folder}"
 
 
 def record_failure(error: BaseException) -> None:
@@ -120,22 +149,8 @@ def record_failure(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def follow_launcher() -> None:
-    """End this rank if our launcher disappears (kill -9), so that it is never left behind."""
-    launcher = os.environ.get(_LAUNCHER_PID)
-    if launcher is None:
-        return
-
-    def watch() -> None:
-        while os.getppid() == int(launcher):
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
-
-
 class StopRequest:
-    """Ctrl-C and SIGTERM as a wish to stop after the current step; a second one stops at once.
+    """Ctrl-C, SIGTERM and SIGHUP as a wish to stop after this step; a second stops at once.
 
     ``received`` is the signal that reached this rank, or 0. Other ranks may not have it: agree
     before acting on it.
@@ -148,7 +163,8 @@ class StopRequest:
     def listen(self) -> None:
         """Begin to listen; until then the signals end the process as usual."""
         if not self._replaced:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            hangup = () if _hangs_on() else (signal.SIGHUP,)
+            for number in (signal.SIGINT, signal.SIGTERM, *hangup):
                 self._replaced[number] = signal.signal(number, self._receive)
 
     def close(self) -> None:

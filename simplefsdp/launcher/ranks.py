@@ -1,11 +1,12 @@
 """Ranks and devices: what this process is, and what rank 0 decides for all."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from simplefsdp._torch import high_priority
 from simplefsdp.launcher.errors import EXIT_BAD_INPUT, UserError
 
 T = TypeVar("T")
-_TIMEOUT = timedelta(minutes=30)
+_TIMEOUT_S = "SIMPLEFSDP_TIMEOUT_S"
+_RANK_ZERO_SPEAKS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,38 @@ def default_ranks() -> int:
     return torch.cuda.device_count() if device_type() == "cuda" else 2
 
 
+def _timeout() -> timedelta:
+    """How long a rank waits in a collective for the others.
+
+    Raises:
+        ValueError: the environment has no number of seconds for it.
+    """
+    written = os.environ.get(_TIMEOUT_S, "1800")
+    try:
+        seconds = float(written)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e7:  # nor NaN
+        raise ValueError(f"{_TIMEOUT_S}: expected seconds, more than 0, got {written!r}")
+    return timedelta(seconds=seconds)
+
+
 @contextmanager
 def join_ranks() -> Iterator[Rank]:
     """Join the ranks that torchrun's environment variables describe; leave them at the end.
 
     NCCL on CUDA, of high priority, and so are the groups of a mesh, which torch splits from this
-    one; gloo on CPU. Raises ValueError if this node has fewer devices than ranks.
+    one; gloo on CPU. What other ranks do not answer is an error after half an hour, or as many
+    seconds as SIMPLEFSDP_TIMEOUT_S says. Raises ValueError if this node has fewer devices than
+    ranks.
     """
-    device = local_device()
+    device, timeout = local_device(), _timeout()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        timeout=_TIMEOUT,
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
-        pg_options=high_priority(backend, _TIMEOUT),
+        pg_options=high_priority(backend, timeout),
     )
     yield Rank(dist.get_rank(), dist.get_world_size(), device)
     # Not after an error: then other ranks may be inside a collective, and leaving would wait.
@@ -63,8 +83,9 @@ def join_ranks() -> Iterator[Rank]:
 
 def group_of(ranks: list[int]) -> Any:
     """A process group of some ranks, like that of all; every rank must call it."""
-    options = high_priority(dist.get_backend_config(), _TIMEOUT)
-    return dist.new_group(ranks, timeout=_TIMEOUT, pg_options=options)
+    timeout = _timeout()
+    options = high_priority(dist.get_backend_config(), timeout)
+    return dist.new_group(ranks, timeout=timeout, pg_options=options)
 
 
 def from_rank_zero(value: T) -> T:
@@ -87,8 +108,19 @@ def on_rank_zero(rank: Rank, decide: Callable[[], T]) -> T:
             outcome = [error]
     decided = from_rank_zero(outcome[0])
     if isinstance(decided, UserError):
-        raise decided if rank.rank == 0 else SystemExit(EXIT_BAD_INPUT)
+        refuse(rank, str(decided))
     return decided  # type: ignore[return-value]
+
+
+def refuse(rank: Rank, why: str) -> NoReturn:
+    """End all ranks, which all call this: rank 0 with a UserError, the others without a word.
+
+    A launcher ends the others as soon as one rank has left: so rank 0 goes first.
+    """
+    if rank.rank == 0:
+        raise UserError(why)
+    time.sleep(_RANK_ZERO_SPEAKS_S)
+    raise SystemExit(EXIT_BAD_INPUT)
 
 
 def local_device() -> torch.device:

@@ -1,5 +1,8 @@
 """From options to a wrapped model, still on meta, and its loss."""
 
+import logging
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,21 +23,31 @@ def model_config(options: ModelOptions) -> LlamaConfig:
     return CONFIGS[options.config]
 
 
-def plain_model(options: ModelOptions) -> Llama:
-    """The model on meta, as it is before anything parallel."""
+def plain_model(options: ModelOptions, layers: int | None = None) -> Llama:
+    """The model on meta, as it is before anything parallel; with all its layers or so many."""
+    config = model_config(options)
+    if layers is not None:
+        config = replace(config, n_layers=layers)
+    # On meta, not fake: a mesh looks into its own tensors when it is cut into groups.
     with torch.device("meta"):
-        return Llama(
-            model_config(options), activation_checkpointing=options.activation_checkpointing
-        )
+        return Llama(config, activation_checkpointing=options.activation_checkpointing)
 
 
 def wrapped_model(
-    model_options: ModelOptions, options: ParallelOptions, mesh: DeviceMesh
+    model_options: ModelOptions,
+    options: ParallelOptions,
+    mesh: DeviceMesh,
+    layers: int | None = None,
 ) -> nn.Module:
     """The model on meta, split over ``tp`` if the mesh has it, then wrapped over the rest."""
-    model = plain_model(model_options)
+    model = plain_model(model_options, layers)
     if options.tp > 1:
         apply_tensor_parallel(model, mesh["tp"])
+    return wrap(model, options, mesh)
+
+
+def wrap(model: nn.Module, options: ParallelOptions, mesh: DeviceMesh) -> nn.Module:
+    """``model``, in place, wrapped over all dimensions of the mesh but ``tp``."""
     return simple_fsdp(
         model,
         data_parallel_mesh(mesh),
@@ -47,3 +60,23 @@ def wrapped_model(
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats per token, in float32: ``[b, s, vocab]``, ``[b, s]`` -> 0-d."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class WithLoss(nn.Module):
+    """A model of tokens, and the loss of its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.model(tokens), targets)
+
+
+def llama_with_loss(
+    options: ModelOptions, parallel: ParallelOptions, mesh: DeviceMesh, layers: int | None = None
+) -> WithLoss:
+    """:func:`wrapped_model` and its loss of tokens and targets, ``[batch, seq]``; to be traced."""
+    # It warns of layers with in-place ops that are recomputed; ours have none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    return WithLoss(wrapped_model(options, parallel, mesh, layers))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inductor_passes.json_file import MIB, read_json, shown, typed
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_MAX_INDEX_NBYTES = 512 * MIB
+_MAX_NAME = 255
 
 
 class Entry(NamedTuple):
@@ -56,10 +59,7 @@ def _only(folder: Path, name: str, pattern: str) -> Path | None:
 
 
 def _indexed(index: Path) -> dict[str, Entry]:
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index}: is damaged ({error!r}); copy it again") from error
+    weight_map = _weight_map(index)
     found: dict[str, Entry] = {}
     for name in dict.fromkeys(weight_map.values()):
         found |= _entries_in(index.with_name(name))
@@ -69,6 +69,19 @@ def _indexed(index: Path) -> dict[str, Entry]:
             f"{index}: says that {absent} is in {weight_map[absent]}, which has no such tensor"
         )
     return {key: found[key] for key in weight_map}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = typed(read_json(index, _MAX_INDEX_NBYTES), dict, "the index")
+        weight_map = typed(found.get("weight_map"), dict, "weight_map")
+        for key, name in weight_map.items():
+            is_name = Path(typed(name, str, "a file")).name == name != ".." and name.isprintable()
+            if not is_name or len(name) > _MAX_NAME:
+                raise ValueError(f"{shown(key)} is in {shown(name)}, which is not in this folder")
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{index}: is damaged ({error}); copy it again") from error
+    return weight_map
 
 
 def _entries_in(file: Path) -> dict[str, Entry]:

@@ -1,31 +1,22 @@
-"""What the training step calls: the compiled model, and its loss."""
+"""What the training step calls: the model and its loss, compiled as one graph."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-from simplefsdp.models.build import cross_entropy
+from simplefsdp.models.build import WithLoss
 from simplefsdp.train.config import CompileOptions, backend_options
 
 
-def loss_function(options: CompileOptions, device: torch.device) -> Any:
-    """Cross entropy of logits and targets; compiled on CUDA, where it saves whole copies of them.
+def loss_of(model: nn.Module, options: CompileOptions) -> Any:
+    """From tokens and targets, ``[b, s]`` each, to their mean loss, 0-d: compiled, or with
+    ``--no-compile`` as it is.
 
-    With Llama 3's vocabulary the float32 logits of one sequence are gigabytes; fused, they are
-    never stored. On CPU it is not worth the seconds it takes to compile.
+    With Llama 3's vocabulary the float32 logits of one sequence are gigabytes: a graph that goes
+    on to the loss never stores them whole, and its plan accounts for what it does store.
     """
-    return (
-        torch.compile(cross_entropy) if options.compile and device.type == "cuda" else cross_entropy
-    )
-
-
-def compiled_model(model: nn.Module, options: CompileOptions) -> Any:
-    """What the training step calls: the compiled model, or with ``--no-compile`` the model."""
+    whole = WithLoss(model)
     if not options.compile:
-        return model
-    return torch.compile(
-        model,
-        backend="simplefsdp",
-        options=backend_options(options),
-    )
+        return whole
+    return torch.compile(whole, backend="simplefsdp", options=backend_options(options))

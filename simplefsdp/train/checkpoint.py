@@ -23,7 +23,10 @@ from torch.distributed.checkpoint.staging import (
 )
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from simplefsdp.train import runs
+from simplefsdp.checkpoints import checksums
+from simplefsdp.checkpoints.saving import ChecksumWriter
+from simplefsdp.launcher.ranks import from_rank_zero
+from simplefsdp.train import room, runs
 from simplefsdp.train.runs import TrainerState
 
 
@@ -79,40 +82,58 @@ class CheckpointWriter:
         self._group: Any = dist.new_group(backend="gloo")
         self._leads = dist.get_rank() == 0
         self._pending: _Pending | None = None
+        self._refused: SaveResult | None = None
         if self._leads:
             (run / runs.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             for leftover in runs.leftovers(run):
-                shutil.rmtree(leftover)
+                runs.remove(leftover)
 
     def save(self, tensors: dict[str, Any], state: TrainerState) -> SaveResult | None:
         """Begin to save; returns once the tensors are copied to host memory.
 
-        Waits for the save before, if it still runs, and returns its result.
+        Waits for the save before, if it still runs, and returns its result. Nothing is written
+        where there is no room for all of it, as rank 0 sees it; then that is the next result.
         """
         previous = self.wait()
-        folder = runs.temporary(runs.step_folder(self._run, state.step))
+        complete = runs.step_folder(self._run, state.step)
+        if (short := self._shortage(tensors)) is not None:
+            self._refused = SaveResult(complete, state.step, 0.0, short)
+            return previous
+        folder = runs.temporary(complete)
         with warnings.catch_warnings():
             # async_save is marked experimental by a warning in some releases.
             warnings.simplefilter("ignore")
             future: Any = async_save(
                 tensors,
-                checkpoint_id=str(folder),
+                storage_writer=ChecksumWriter(folder),
                 process_group=self._group,
-                async_stager=self._stager,
+                # A new one is what torch takes by itself, but not if it is given a writer.
+                async_stager=self._stager or DefaultStager(StagingOptions(*[False] * 4)),
             )
         self._pending = _Pending(future, state, time.monotonic())
         return previous
 
+    def _shortage(self, tensors: dict[str, Any]) -> str | None:
+        """Why a checkpoint does not fit on the disk; on all ranks what rank 0 finds."""
+        found = None
+        if self._leads:
+            try:
+                found = room.shortage(self._run, room.nbytes_of(tensors))
+            except OSError as error:
+                found = f"{type(error).__name__}: {error}"
+        return from_rank_zero(found)
+
     def poll(self) -> SaveResult | None:
         """The result of the running save if it has ended; never waits."""
-        if self._pending is None or not self._pending.future.done():
+        if self._refused is None and (self._pending is None or not self._pending.future.done()):
             return None
         return self.wait()
 
     def wait(self) -> SaveResult | None:
         """Wait for the running save, put it in place, and delete what ``keep`` does not cover."""
         if self._pending is None:
-            return None
+            refused, self._refused = self._refused, None
+            return refused
         pending, self._pending = self._pending, None
         folder = runs.step_folder(self._run, pending.state.step)
         error = None
@@ -123,15 +144,19 @@ class CheckpointWriter:
         except CheckpointException as failure:
             rank, (cause, _) = next(iter(failure.failures.items()))
             error = f"rank {rank}: {type(cause).__name__}: {cause}"
-        except OSError as failure:
+        except (OSError, ValueError) as failure:
             error = f"rank 0: {type(failure).__name__}: {failure}"
+        if error and self._leads:  # all ranks have ended their part of it
+            shutil.rmtree(runs.temporary(folder), ignore_errors=True)
         return SaveResult(folder, pending.state.step, time.monotonic() - pending.started, error)
 
     def _publish(self, folder: Path, state: TrainerState) -> None:
         written = runs.temporary(folder)
-        runs.write_trainer_state(written, state)
+        checksums.add(written, runs.write_trainer_state(written, state))
+        if folder.exists():  # not complete: a run does not go over checkpoints that are
+            runs.remove(folder)
         written.rename(folder)
         for old in runs.complete_checkpoints(self._run)[: -self._keep]:
             doomed = runs.temporary(old)
             old.rename(doomed)
-            shutil.rmtree(doomed)
+            runs.remove(doomed)

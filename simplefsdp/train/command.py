@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.errors import UserError, user_errors
+from simplefsdp.launcher.follow import follow_launcher
 from simplefsdp.launcher.ranks import check_devices, default_ranks, join_ranks, on_rank_zero
-from simplefsdp.train import runs
+from simplefsdp.train import elastic, runs
 from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.preflight import RunPlan, make_layout, plan_run
 
@@ -26,6 +27,9 @@ examples:
   simplefsdp train --config 8b --dry-run --world-size 64
   torchrun --nproc-per-node 8 -m simplefsdp train --config 8b --seq-len 8192 \\
       --activation-checkpointing selective --lr 3e-4 --steps 1000 --out runs/8b --resume auto
+  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 --max-restarts 100 \\
+      --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id 8b \\
+      -m simplefsdp train --config 8b --out runs/8b --resume auto
 """
 
 
@@ -46,10 +50,14 @@ def run(args: list[str]) -> int:
         (plan.out / runs.LOGS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {plan.out}: cannot make the folder: {error.strerror}") from error
-    # The ranks are told what was settled here: by then a clock would name another folder.
-    resume = str(plan.checkpoint.path) if plan.checkpoint else "None"
+    # The ranks are told what was settled here: by then a clock would name another folder, and a
+    # second prediction takes as long as the first.
+    settled = ["--out", str(plan.out)]
+    settled += ["--resume", str(plan.checkpoint.path) if plan.checkpoint else "None"]
+    if config.optim.microbatch_size == "auto":
+        settled += ["--microbatch-size", str(plan.saved.optim.microbatch_size)]
     return launch.start_local_ranks(
-        ["train", *args, "--out", str(plan.out), "--resume", resume],
+        ["train", *args, *settled],
         ranks=ranks,
         log_folder=plan.out / runs.LOGS,
     )
@@ -67,12 +75,16 @@ def parse(args: list[str]) -> TrainConfig:
     args = _complete_resume(args)
     config = _read(args, TrainConfig())
     with user_errors():
+        elastic.check_resumes(config)
         checkpoint = runs.find_checkpoint(config.run.resume, config.run.out)
         trainer = runs.read_trainer_state(checkpoint) if checkpoint else None
     if checkpoint and trainer:
         saved = TrainConfig.from_json(trainer.config)
         default = replace(saved, run=replace(saved.run, out=runs.run_of(checkpoint)))
         config = _read(args, default)
+        if config.optim.microbatch_size == "auto" and saved.optim.microbatch_size is not None:
+            optim = replace(config.optim, microbatch_size=saved.optim.microbatch_size)
+            config = replace(config, optim=optim)  # a run keeps what was found for it
     resume = str(checkpoint) if checkpoint else None
     return replace(config, run=replace(config.run, resume=resume))
 
@@ -104,7 +116,7 @@ def _run_rank(args: list[str]) -> int:
     """Be one rank of a run: agree on the plan, then train."""
     from simplefsdp.train.loop import train
 
-    launch.follow_launcher()
+    follow_launcher()
     with user_errors(), ExitStack() as stack:
         rank = stack.enter_context(join_ranks())
 
@@ -136,10 +148,14 @@ def _say_finished(plan: RunPlan) -> int:
 
 def _dry_run(config: TrainConfig) -> int:
     from simplefsdp.train.dry_run import plan_memory, print_plan
+    from simplefsdp.train.fit import fitted
 
     world_size = config.plan.world_size or config.parallel.ranks or default_ranks()
     layout = make_layout(config, world_size, min(world_size, _DRY_RUN_NODE_RANKS))
     with user_errors():
+        if config.compile.cluster is None and config.optim.microbatch_size == "auto":
+            raise ValueError("--dry-run --microbatch-size auto: give --cluster: on what?")
+        config = fitted(config, layout, "cuda")  # as all that is planned here
         plan = plan_memory(config, layout)
     print_plan(config, layout, plan)
     return 0

@@ -7,8 +7,9 @@ so a new option is one field here. Nothing in this file imports the command-line
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
+from inductor_passes.json_file import shown, typed
 from simplefsdp.models.options import ModelOptions, ParallelOptions
 from simplefsdp.options import Bucketing, Executor, parse_options
 
@@ -41,9 +42,14 @@ class OptimOptions:
     """Decoupled weight decay of matrices; vectors and scalars (norms, biases) have none."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this."""
-    gradient_accumulation_steps: int = 1
-    """Micro-batches that the global batch is cut into, one after the other: less memory for
-    activations, more for full gradients. Only the last one's backward reduces gradients."""
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches that a rank's part of the global batch is cut into, one after the other: less
+    memory for activations, more for full gradients. Only the last one's backward reduces gradients.
+    Default: as many as --microbatch-size makes."""
+    microbatch_size: int | Literal["auto"] | None = None
+    """Sequences that a rank computes at once, at most. auto: as many as a device of --cluster has
+    memory for, by prediction. Default: its part of the global batch, cut by
+    --gradient-accumulation-steps. Resumed on fewer ranks, a run keeps it and accumulates more."""
     seed: int = 0
     """Seed of the weights, the data order and the sampled text."""
 
@@ -151,15 +157,16 @@ class TrainConfig:
         """Read what :meth:`to_json` wrote; options unknown to this version are left out.
 
         What belongs to one session only (``resume``, ``stop_after``, planning) is not taken over.
+
+        Raises:
+            ValueError: an option has a value of another type.
         """
         groups = {}
         for spec in dataclasses.fields(cls):
             options: Any = spec.default_factory
-            known = {f.name for f in dataclasses.fields(options)}
-            values = {k: v for k, v in saved.get(spec.name, {}).items() if k in known}
-            for path in ("data", "out"):
-                if values.get(path) is not None:
-                    values[path] = Path(values[path])
+            types = get_type_hints(options)
+            group = typed(saved.get(spec.name, {}), dict, spec.name)
+            values = {k: _read_option(k, v, types[k]) for k, v in group.items() if k in types}
             groups[spec.name] = options(**values)
         config = cls(**groups)
         return dataclasses.replace(
@@ -170,6 +177,21 @@ class TrainConfig:
         )
 
 
+def _read_option(name: str, value: Any, of: Any) -> Any:
+    """A value as it was before it became JSON."""
+    kinds = (of,) if get_origin(of) is Literal else get_args(of) or (of,)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if value in words:
+        return value
+    kinds = tuple(kind for kind in kinds if get_origin(kind) is not Literal)
+    if not kinds:
+        raise ValueError(f"{name}: expected one of {tuple(words)}, got {shown(value)}")
+    if value is None and type(None) in kinds:
+        return None
+    kind = next(kind for kind in kinds if kind is not type(None))
+    return Path(typed(value, str, name)) if kind is Path else typed(value, kind, name)
+
+
 def check_options(config: TrainConfig) -> None:
     """Raise ValueError, naming the flag, for values that no model, machine or data could allow."""
     at_least = {
@@ -177,6 +199,7 @@ def check_options(config: TrainConfig) -> None:
         "--global-batch-size": (config.data.global_batch_size, 1),
         "--steps": (config.optim.steps, 1),
         "--gradient-accumulation-steps": (config.optim.gradient_accumulation_steps, 1),
+        "--microbatch-size": (_number(config.optim.microbatch_size), 1),
         "--stop-after": (config.optim.stop_after, 1),
         "--warmup-steps": (config.optim.warmup_steps, 0),
         "--ranks": (config.parallel.ranks, 1),
@@ -200,6 +223,8 @@ def check_options(config: TrainConfig) -> None:
     ):
         if not 0 < positive < float("inf"):
             raise ValueError(f"{flag} must be a positive number, got {positive}")
+    if abs(config.optim.seed) >= 2**40:
+        raise ValueError(f"--seed must be below {2**40:,}, got {config.optim.seed}")
     parse_options(backend_options(config.compile))
     _check_schedule(config.optim)
     if config.parallel.shard_size is not None and config.parallel.mode != "hybrid_shard":
@@ -210,6 +235,10 @@ def check_options(config: TrainConfig) -> None:
         raise ValueError(
             "--world-size belongs to --dry-run; to start ranks use --ranks or torchrun"
         )
+
+
+def _number(value: int | str | None) -> int | None:
+    return None if isinstance(value, str) else value
 
 
 def _check_schedule(optim: OptimOptions) -> None:

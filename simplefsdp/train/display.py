@@ -41,6 +41,7 @@ class Display:
     def __enter__(self) -> Self:
         self._progress.start()
         logger = logging.getLogger("simplefsdp")
+        self._before = logger.level, logger.propagate
         logger.addHandler(self._log_handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
@@ -52,7 +53,10 @@ class Display:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        logging.getLogger("simplefsdp").removeHandler(self._log_handler)
+        logger = logging.getLogger("simplefsdp")
+        logger.removeHandler(self._log_handler)
+        level, logger.propagate = self._before
+        logger.setLevel(level)
         self._progress.stop()
 
     def say(self, text: str) -> None:

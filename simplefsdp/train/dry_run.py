@@ -11,6 +11,7 @@ from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.build import wrapped_model
 from simplefsdp.models.layout import RankLayout, make_mesh, precision_policy
 from simplefsdp.placement import local_nbytes
+from simplefsdp.train import elastic
 from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.optim import allocate_state, make_optimizer
 
@@ -74,7 +75,7 @@ def _deferred_nbytes(
     parameters: list[Parameter],
     policy: MixedPrecisionPolicy | None,
 ) -> int:
-    if config.optim.gradient_accumulation_steps == 1:
+    if elastic.divide(config, layout.dp).microbatches == 1:
         return 0
     reduce_dtype = policy.reduce_dtype if policy else None
     return sum(
@@ -91,6 +92,10 @@ def print_plan(config: TrainConfig, layout: RankLayout, plan: MemoryPlan) -> Non
         f"--config {config.model.config}: {plan.n_parameters:,} parameters, "
         f"--mode {config.parallel.mode} on {layout.world_size} ranks "
         f"(replicate {layout.replicate} x shard {layout.shard} x tp {layout.tp})"
+    )
+    console.print(
+        f"{elastic.at_once(config, layout.dp)} sequences at once on a rank, "
+        f"{elastic.divide(config, layout.dp).microbatches} times a step"
     )
     table = Table("per rank", "bytes", "GiB")
     for column in table.columns[1:]:

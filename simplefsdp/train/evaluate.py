@@ -30,13 +30,17 @@ def evaluate(
     batches: Iterator[tuple[Tensor, Tensor]],
     *,
     n_batches: int,
+    at_once: int,
     step: int,
     rank: Rank,
 ) -> EvalRecord:
-    """Mean loss over the next ``n_batches`` global batches; the same on every rank."""
+    """Mean loss over the next ``n_batches`` global batches, of which a rank computes so many
+    sequences at once; the same on every rank."""
     total = torch.zeros((), device=rank.device)
     for inputs, targets in itertools.islice(batches, n_batches):
-        total += cross_entropy(model(inputs.to(rank.device)), targets.to(rank.device))
+        for some, wanted in zip(inputs.split(at_once), targets.split(at_once), strict=True):
+            part = cross_entropy(model(some.to(rank.device)), wanted.to(rank.device))
+            total += part * (len(some) / len(inputs))
     dist.all_reduce(total)
     loss = total.item() / (n_batches * rank.world_size)
     return EvalRecord(step, loss, loss / math.log(2))

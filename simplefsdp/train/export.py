@@ -1,5 +1,6 @@
 """``simplefsdp export``: a checkpoint as a folder that ``transformers`` loads; needs no ranks."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from simplefsdp.checkpoints.opened import verify
 from simplefsdp.launcher.errors import UserError, user_errors
 from simplefsdp.models.build import model_config, plain_model
 from simplefsdp.models.hf import write_hf_folder
@@ -71,8 +73,15 @@ def export(options: ExportOptions) -> None:
         )
     model = ModelOptions(config=name)
     check_model(checkpoint, plain_model(model), name)
+    note = verify(checkpoint.files, _say_progress, alone=True)
+    if note:
+        print(f"warning: {note}", file=sys.stderr)
     dtype = None if options.dtype == "saved" else getattr(torch, options.dtype)
     write_hf_folder(options.out, model_config(model), _tensors(checkpoint, model), dtype=dtype)
+
+
+def _say_progress(nbytes: int, of: int) -> None:
+    print(f"verifying: {nbytes / 1e9:.1f} of {of / 1e9:.1f} GB ...", file=sys.stderr)
 
 
 def _tensors(checkpoint: Checkpoint, options: ModelOptions) -> Iterator[tuple[str, Tensor]]:

@@ -14,10 +14,15 @@ from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import flops_per_token
 from simplefsdp.models.build import model_config
-from simplefsdp.train import preflight, runs
+from simplefsdp.train import elastic, preflight, runs
 from simplefsdp.train.checkpoint import SaveResult
 from simplefsdp.train.evaluate import PROMPT_NBYTES, evaluate, sample
-from simplefsdp.train.metrics import EvalRecord, StepRecord, peak_flops, peak_memory_nbytes
+from simplefsdp.train.metrics import (
+    EvalRecord,
+    StepRecord,
+    peak_flops,
+    peak_memory_nbytes,
+)
 from simplefsdp.train.optim import learning_rate, set_learning_rate
 from simplefsdp.train.preflight import RunPlan
 from simplefsdp.train.runs import TrainerState
@@ -71,6 +76,8 @@ def _train_steps(session: Session) -> list[StepRecord]:
         session.step += 1
         session.stopped_by = _agree_to_stop(session.stop.received)
         if not _is_report_due(session):
+            # What is on disk counts from now on, or a rank lost before the next report loses more.
+            _note_save(session, session.checkpoints.poll())
             continue
         loss = _mean(update.loss)
         seconds = (time.perf_counter() - clock) / (session.step - step_then)
@@ -100,11 +107,11 @@ def _update(session: Session) -> _Update:
 
 def _accumulate(session: Session, inputs: Tensor, targets: Tensor) -> Tensor:
     """Give the parameters the gradients of this rank's batch; returns its mean loss."""
-    count = session.plan.config.optim.gradient_accumulation_steps
+    count = session.plan.config.optim.gradient_accumulation_steps or 1
     total = torch.zeros((), device=inputs.device)
     for i, (part, wanted) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
         with microbatch(session.model, is_last=i == count - 1):
-            loss = session.loss(session.compiled(part), wanted) / count
+            loss = session.loss(part, wanted) / count
             loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total
@@ -171,14 +178,25 @@ def _record(session: Session, update: _Update, loss: float, step_s: float) -> St
 def _report(session: Session, record: StepRecord) -> None:
     if not math.isfinite(record.loss) or not math.isfinite(record.grad_norm):
         _note_save(session, session.checkpoints.wait())  # it is from before, and good
-        saved = runs.complete_checkpoints(session.plan.out)
+        saved = runs.complete_checkpoints(session.plan.out) if session.rank.rank == 0 else []
+        # Rank 0 has put it in place; another may look before that.
+        last = from_rank_zero(str(saved[-1]) if saved else "none")
         raise RunFailed(
             f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}. Lower --lr "
-            f"or lengthen --warmup-steps; last checkpoint: {saved[-1] if saved else 'none'}"
+            f"or lengthen --warmup-steps; last checkpoint: {last}"
         )
     session.display.report(record)
-    if session.metrics:
+    _write_metrics(session, record)
+
+
+def _write_metrics(session: Session, record: StepRecord | EvalRecord) -> None:
+    """A record that cannot be written does not stop training: the next one may be."""
+    if session.metrics is None:
+        return
+    try:
         session.metrics.write(record)
+    except OSError as error:
+        session.display.say(f"warning: metrics of step {record.step} are not written: {error}")
 
 
 def _save_or_poll(session: Session) -> None:
@@ -188,13 +206,14 @@ def _save_or_poll(session: Session) -> None:
     state = TrainerState(
         step=session.step,
         world_size=session.rank.world_size,
-        config=session.plan.config.to_json(),
+        config=session.plan.saved.to_json(),
         data=session.batches.state_dict(),
     )
     tensors = training_state(
         session.model, session.optimizer, session.rank.rank, session.rank.device
     )
     _note_save(session, session.checkpoints.save(tensors, state))
+    _note_save(session, session.checkpoints.poll())  # it may be refused at once
 
 
 def _note_save(session: Session, result: SaveResult | None) -> None:
@@ -214,11 +233,11 @@ def _evaluate(session: Session) -> EvalRecord:
         session.model,
         batches,
         n_batches=min(plan.config.run.eval_batches, batches.batches_per_epoch),
+        at_once=elastic.at_once(plan.config, plan.layout.dp),
         step=session.step,
         rank=session.rank,
     )
-    if session.metrics:
-        session.metrics.write(record)
+    _write_metrics(session, record)
     return record
 
 

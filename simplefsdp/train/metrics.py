@@ -4,12 +4,14 @@ import json
 import os
 import resource
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from inductor_passes.json_file import parse_json
 from simplefsdp.train import runs
 
 # Dense bfloat16 peaks in FLOP/s, from NVIDIA's data sheets, by part of the device's name.
@@ -80,30 +82,60 @@ class MetricsWriter:
         self.path = run / runs.METRICS
         _truncate(self.path, step)
         self._file = self.path.open("a")
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._heed_thread
         self._tensorboard: Any = SummaryWriter(
             str(run / runs.TENSORBOARD), purge_step=step + 1 if step else None
         )
 
     def write(self, record: StepRecord | EvalRecord) -> None:
-        """Append one record; it is on disk when this returns."""
+        """Append one record; it is on disk when this returns.
+
+        Raises:
+            OSError: a file cannot be written. What the lines are is kept, and written with the
+                next; TensorBoard's file gets nothing more.
+        """
         values = {name: value for name, value in asdict(record).items() if value is not None}
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         group = "train" if isinstance(record, StepRecord) else "validation"
         for name, value in values.items():
-            if name != "step":
-                self._tensorboard.add_scalar(f"{group}/{name}", value, record.step)
+            if name != "step" and self._tensorboard is not None:
+                self._draw(f"{group}/{name}", value, record.step)
+
+    def _draw(self, name: str, value: float, step: int) -> None:
+        try:
+            self._tensorboard.add_scalar(name, value, step)
+        except OSError:
+            self._tensorboard = None
+            raise
+
+    def _heed_thread(self, failure: threading.ExceptHookArgs) -> None:
+        """Say nothing of TensorBoard's thread: it could not write, and the next record says so."""
+        in_tensorboard = "tensorboard" in type(failure.thread).__module__
+        if not (in_tensorboard and isinstance(failure.exc_value, OSError)):
+            self._excepthook(failure)
 
     def close(self) -> None:
-        """Flush and close the files."""
-        self._file.close()
-        self._tensorboard.close()
+        """Flush and close the files.
+
+        Raises:
+            OSError: the last records could not be written.
+        """
+        try:
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        finally:
+            threading.excepthook = self._excepthook
+            self._file.close()
 
 
 def _truncate(path: Path, step: int) -> None:
-    if not path.exists():
+    if not path.is_file():
         return
-    kept = [line for line in path.read_text().splitlines() if _step_in(line) <= step]
+    kept = [
+        line for line in path.read_text(errors="replace").splitlines() if _step_in(line) <= step
+    ]
     shorter = path.with_suffix(".tmp")
     shorter.write_text("".join(f"{line}\n" for line in kept))
     os.replace(shorter, path)
@@ -111,6 +143,6 @@ def _truncate(path: Path, step: int) -> None:
 
 def _step_in(line: str) -> float:
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # half a line, written as the run was killed

@@ -1,17 +1,21 @@
 """Everything that can be refused before a rank is started, or before the others wait for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from simplefsdp.launcher.errors import user_errors
+from simplefsdp.launcher.ranks import device_type
 from simplefsdp.models import LlamaConfig
 from simplefsdp.models.build import model_config, plain_model
 from simplefsdp.models.layout import RankLayout, plan_layout
-from simplefsdp.train import runs
+from simplefsdp.train import elastic, runs
 from simplefsdp.train.config import TrainConfig, check_options
 from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
 from simplefsdp.train.evaluate import PROMPT_NBYTES
+from simplefsdp.train.fit import fitted
 from simplefsdp.train.restore import Checkpoint, check_model, open_checkpoint
+from simplefsdp.train.room import check_room, nbytes_of_model
 
 
 @dataclass(frozen=True)
@@ -19,18 +23,24 @@ class RunPlan:
     """What the checks settle; decided once, then the same on every rank.
 
     Attributes:
-        config: the options, with nothing left to look up.
+        config: the options of this session, with nothing left to look up.
+        saved: those that checkpoints keep, which fit any number of ranks.
         layout: how the ranks are laid out.
         out: the run folder.
         checkpoint: where to resume from, or None.
         corpus_fingerprint: the text that was checked; every rank must read the same.
+        checkpoint_nbytes: of one that this run saves; 0 if it saves none.
+        notice: what a user is to be told of the batches, or None.
     """
 
     config: TrainConfig
+    saved: TrainConfig
     layout: RankLayout
     out: Path
     checkpoint: Checkpoint | None
     corpus_fingerprint: str
+    checkpoint_nbytes: int
+    notice: str | None
 
     @property
     def first_step(self) -> int:
@@ -73,21 +83,57 @@ def plan_run(config: TrainConfig, world_size: int, node_ranks: int) -> RunPlan:
     with user_errors():
         _check_sequence(config, model_config(config.model))
         _check_microbatches(config, layout)
+        divided = _divided(config, layout)
         corpus = load_corpus(config.data.data)
-        batches(config, corpus, layout, dp_rank=0)
+        batches(divided.config, corpus, layout, dp_rank=0)
         try:
-            held_out_batches(config, corpus, layout, dp_rank=0)
+            held_out_batches(divided.config, corpus, layout, dp_rank=0)
         except ValueError as error:
             raise ValueError(f"held-out split: {error}") from error
         out = config.run.out or runs.new_run_folder(config.model.config)
         resumed = Path(config.run.resume) if config.run.resume else None
         runs.check_out(out, resumed)
         checkpoint = open_checkpoint(resumed) if resumed else None
+        model = plain_model(config.model)
         if checkpoint:
-            check_model(checkpoint, plain_model(config.model), config.model.config)
+            check_model(checkpoint, model, config.model.config)
             if checkpoint.trainer:
-                batches(config, corpus, layout, dp_rank=0).load_state_dict(checkpoint.trainer.data)
-    return RunPlan(config, layout, out, checkpoint, corpus.fingerprint)
+                data = checkpoint.trainer.data
+                batches(divided.config, corpus, layout, dp_rank=0).load_state_dict(data)
+        nbytes = nbytes_of_model(model) if config.run.checkpoint_every else 0
+        plan = RunPlan(
+            divided.config,
+            divided.saved,
+            layout,
+            out,
+            checkpoint,
+            corpus.fingerprint,
+            nbytes,
+            divided.notice,
+        )
+        if nbytes and not plan.finished:
+            check_room(out, nbytes)
+        if config.optim.microbatch_size == "auto" and not plan.finished:
+            # It takes seconds: after all that is refused at once.
+            divided = _divided(fitted(config, layout, device_type()), layout)
+            plan = replace(plan, **divided._asdict())
+    return plan
+
+
+class _Divided(NamedTuple):
+    """What a run's batches are on its ranks: parts of a :class:`RunPlan`."""
+
+    config: TrainConfig
+    saved: TrainConfig
+    notice: str | None
+
+
+def _divided(config: TrainConfig, layout: RankLayout) -> _Divided:
+    saved = elastic.for_any_ranks(config, layout.dp)
+    batch = elastic.divide(config, layout.dp)
+    if batch.notice is None or config.run.resume or elastic.restarts():
+        return _Divided(elastic.for_these_ranks(config, batch), saved, batch.notice)
+    return _Divided(config, saved, None)
 
 
 def _check_sequence(config: TrainConfig, model: LlamaConfig) -> None:
@@ -100,7 +146,7 @@ def _check_sequence(config: TrainConfig, model: LlamaConfig) -> None:
 
 def _check_microbatches(config: TrainConfig, layout: RankLayout) -> None:
     count, sequences = config.optim.gradient_accumulation_steps, config.data.global_batch_size
-    if sequences % layout.dp == 0 and sequences // layout.dp % count:
+    if count and sequences % layout.dp == 0 and sequences // layout.dp % count:
         raise ValueError(
             f"--gradient-accumulation-steps {count} does not divide the {sequences // layout.dp} "
             f"sequences that each of {layout.dp} data-parallel ranks has of --global-batch-size "

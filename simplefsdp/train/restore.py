@@ -4,22 +4,23 @@ A checkpoint is checked against the model and against its own files before anyth
 from its metadata alone, so bad ones are refused before a rank is started.
 """
 
-import warnings
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from simplefsdp.checkpoints.opened import CheckpointFiles, fill, open_files, verify
 from simplefsdp.train import optim, runs
 from simplefsdp.train.runs import TrainerState
 from simplefsdp.train.state import MODEL, RNG, set_rng_state
+
+log = logging.getLogger("simplefsdp")
 
 
 @dataclass(frozen=True)
@@ -27,54 +28,32 @@ class Checkpoint:
     """An open checkpoint, of which only the metadata has been read.
 
     Attributes:
-        path: its folder.
-        tensors: global shape and dtype of every tensor in it, by key.
+        files: its files, and what is in them.
         trainer: the trainer's state; None if another program (FSDP2, say) wrote it.
     """
 
-    path: Path
-    tensors: dict[str, TensorStorageMetadata]
+    files: CheckpointFiles
     trainer: TrainerState | None
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.files.path
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Global shape and dtype of every tensor in it, by key."""
+        entries = self.files.metadata.state_dict_metadata.items()
+        return {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint's metadata and see that all the bytes it names are there.
 
     Raises:
-        ValueError: it is not a checkpoint, or it is truncated.
+        ValueError: it is not a checkpoint, or it is truncated or damaged.
     """
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is not a checkpoint: it has no .metadata file") from error
-    except Exception as error:  # unpickling damaged bytes can raise anything
-        raise ValueError(
-            f"checkpoint {path} is damaged: its .metadata cannot be read ({error}); "
-            "remove that folder to resume from an earlier checkpoint"
-        ) from error
-    _check_files(path, metadata)
-    tensors = {
-        key: entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    return Checkpoint(path, tensors, runs.read_trainer_state(path))
-
-
-def _check_files(path: Path, metadata: Metadata) -> None:
-    needed: dict[str, int] = {}
-    for entry in (metadata.storage_data or {}).values():
-        end = entry.offset + entry.length
-        needed[entry.relative_path] = max(end, needed.get(entry.relative_path, 0))
-    for name, nbytes in sorted(needed.items()):
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found is None or found < nbytes:
-            has = "is missing" if found is None else f"has {found} bytes"
-            raise ValueError(
-                f"checkpoint {path} is truncated: {name} {has} where {nbytes} are expected; "
-                "remove that folder to resume from an earlier checkpoint"
-            )
+    return Checkpoint(open_files(path), runs.read_trainer_state(path))
 
 
 def check_model(checkpoint: Checkpoint, model: nn.Module, config_name: str) -> None:
@@ -147,7 +126,7 @@ def load_training_state(
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 targets[f"{state_prefix}{fqns[parameter]}.{name}"] = value
-    _load(checkpoint, targets)
+    fill(checkpoint.files, targets)
     return state_prefix is not None
 
 
@@ -159,7 +138,7 @@ def load_rng_state(checkpoint: Checkpoint, rank: int, device: torch.device) -> N
         for key, entry in checkpoint.tensors.items()
         if key.startswith(prefix)
     }
-    _load(checkpoint, state)
+    fill(checkpoint.files, state)
     set_rng_state({key.removeprefix(prefix): value for key, value in state.items()}, device)
 
 
@@ -175,6 +154,9 @@ def load_plain(path: Path | str, model: nn.Module) -> nn.Module:
     checkpoint = open_checkpoint(Path(path))
     trained = checkpoint.trainer.config["model"]["config"] if checkpoint.trainer else "this model"
     check_model(checkpoint, model, trained)
+    note = verify(checkpoint.files, alone=True)
+    if note:
+        log.warning("%s", note)
     tensors: dict[str, Tensor] = model.state_dict()
     keys = model_keys(checkpoint, tensors)
     load_alone(checkpoint, {keys[fqn]: tensor for fqn, tensor in tensors.items()})
@@ -183,17 +165,4 @@ def load_plain(path: Path | str, model: nn.Module) -> nn.Module:
 
 def load_alone(checkpoint: Checkpoint, targets: dict[str, Any]) -> None:
     """Fill whole tensors, by key, in this process, with or without a process group."""
-    with warnings.catch_warnings():
-        # It says that torch.distributed is not initialised, which is how it should be here.
-        warnings.simplefilter("ignore")
-        _load(checkpoint, targets, no_dist=True)
-
-
-def _load(checkpoint: Checkpoint, targets: dict[str, Any], *, no_dist: bool = False) -> None:
-    try:
-        load(targets, checkpoint_id=str(checkpoint.path), no_dist=no_dist)
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise ValueError(
-            f"checkpoint {checkpoint.path} cannot be loaded: {cause} (on rank {rank})"
-        ) from error
+    fill(checkpoint.files, targets, no_dist=True)

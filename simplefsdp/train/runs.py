@@ -11,12 +11,16 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from inductor_passes.json_file import MIB, read_json, typed
+from simplefsdp.train.config import TrainConfig
 
 DEFAULT_ROOT = Path("runs")
 CHECKPOINTS = "checkpoints"
@@ -28,6 +32,7 @@ _LOCK = "run.lock"
 _DCP_METADATA = ".metadata"
 _TRAINER_STATE = "trainer.json"
 _FORMAT = 1
+_MAX_NBYTES = 16 * MIB
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -66,6 +71,14 @@ def temporary(folder: Path) -> Path:
 def leftovers(run: Path) -> list[Path]:
     """Temporary folders that a crash has left behind."""
     return sorted((run / CHECKPOINTS).glob(".step-*.tmp"))
+
+
+def remove(leftover: Path) -> None:
+    """Delete a folder; of a link, or a file in its place, only that."""
+    if leftover.is_symlink() or not leftover.is_dir():
+        leftover.unlink()
+    else:
+        shutil.rmtree(leftover)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -158,12 +171,13 @@ def check_out(out: Path, resumed: Path | None) -> None:
         )
 
 
-def write_trainer_state(checkpoint: Path, state: TrainerState) -> None:
-    """Write what completes a checkpoint, and see it reach the disk."""
+def write_trainer_state(checkpoint: Path, state: TrainerState) -> str:
+    """Write what completes a checkpoint, and see it reach the disk; returns the file's name."""
     with (checkpoint / _TRAINER_STATE).open("w") as file:
         json.dump({"format": _FORMAT, **asdict(state)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    return _TRAINER_STATE
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState | None:
@@ -176,14 +190,30 @@ def read_trainer_state(checkpoint: Path) -> TrainerState | None:
     if not path.is_file():
         return None
     try:
-        saved = json.loads(path.read_text())
-        if saved.pop("format") != _FORMAT:
-            raise ValueError(f"{path} was written by a later simplefsdp; upgrade to read it")
-        return TrainerState(**saved)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        saved = typed(read_json(path, _MAX_NBYTES), dict, "it")
+        written_by = typed(saved.pop("format", None), int, "format")
+        state = None if written_by > _FORMAT else _trainer_state(saved)
+    except (ValueError, OSError) as error:
         raise ValueError(
             f"{path} is damaged ({error}); remove {checkpoint} to resume from an earlier checkpoint"
         ) from error
+    if state is None:
+        raise ValueError(f"{path} was written by a later simplefsdp; upgrade to read it")
+    return state
+
+
+def _trainer_state(saved: dict[str, Any]) -> TrainerState:
+    wanted: dict[str, type] = {"step": int, "world_size": int, "config": dict, "data": dict}
+    if saved.keys() != wanted.keys():
+        raise ValueError(f"expected {', '.join(wanted)}, got {', '.join(saved):.200}")
+    for name, cls in wanted.items():
+        typed(saved[name], cls, name)
+    for name in ("step", "world_size"):
+        if saved[name] < 0:
+            raise ValueError(f"{name}: expected 0 or more, got {saved[name]}")
+    config = TrainConfig.from_json(saved["config"])  # raises, if it is none
+    saved["config"].setdefault("model", {})["config"] = config.model.config
+    return TrainerState(**saved)
 
 
 @contextmanager

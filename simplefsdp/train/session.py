@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from simplefsdp.checkpoints.opened import verify
 from simplefsdp.initialize import init_weights
-from simplefsdp.launcher.errors import EXIT_BAD_INPUT, UserError, user_errors
+from simplefsdp.launcher.errors import UserError, user_errors
 from simplefsdp.launcher.launch import StopRequest
-from simplefsdp.launcher.ranks import Rank
+from simplefsdp.launcher.ranks import Rank, refuse
 from simplefsdp.models import num_parameters
 from simplefsdp.models.build import model_config, wrapped_model
 from simplefsdp.models.layout import make_mesh
-from simplefsdp.train import preflight
-from simplefsdp.train.build import compiled_model, loss_function
+from simplefsdp.train import preflight, room, runs
+from simplefsdp.train.build import loss_of
 from simplefsdp.train.checkpoint import CheckpointWriter
 from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
 from simplefsdp.train.display import Display
@@ -32,8 +33,8 @@ from simplefsdp.train.state import seed_rng
 class Session:
     """One rank's part of a run.
 
-    ``compiled`` is what training calls, and then ``loss`` on its logits and the targets; ``model``
-    is the same module for everything else.
+    ``loss`` is what training calls, on tokens and targets; ``model`` is in it, and what everything
+    else calls.
     ``step`` counts updates done; ``stopped_by`` is the signal that all ranks agreed to stop for,
     or 0; ``save_error`` says why the latest checkpoint is missing.
     """
@@ -42,7 +43,6 @@ class Session:
     rank: Rank
     corpus: Corpus
     model: nn.Module
-    compiled: Any
     loss: Any
     optimizer: torch.optim.AdamW
     batches: ShardedBatches
@@ -79,8 +79,7 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
             rank=rank,
             corpus=corpus,
             model=model,
-            compiled=compiled_model(model, config.compile),
-            loss=loss_function(config.compile, rank.device),
+            loss=loss_of(model, config.compile),
             optimizer=make_optimizer(model, config.optim),
             batches=preflight.batches(config, corpus, plan.layout, rank.rank // plan.layout.tp),
             checkpoints=CheckpointWriter(plan.out, config.run.keep, rank.device),
@@ -95,7 +94,14 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
         finally:
             session.stop.close()
             if metrics:
-                metrics.close()
+                _close(metrics, display)
+
+
+def _close(metrics: MetricsWriter, display: Display) -> None:
+    try:
+        metrics.close()
+    except OSError as error:
+        display.say(f"warning: the last metrics are lost: {error}")
 
 
 def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
@@ -107,6 +113,13 @@ def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
         f"(replicate {layout.replicate} x shard {layout.shard} x tp {layout.tp})"
     )
     display.say(f"run folder: {plan.out}")
+    if plan.checkpoint_nbytes and rank.rank == 0:
+        there = len(runs.complete_checkpoints(plan.out))
+        short = room.warning(plan.out, plan.checkpoint_nbytes, config.run.keep, there)
+        if short:
+            display.say(short)
+    if plan.notice:
+        display.say(plan.notice)
 
 
 def _load_corpus(plan: RunPlan, rank: Rank) -> Corpus:
@@ -126,14 +139,41 @@ def _load_corpus(plan: RunPlan, rank: Rank) -> Corpus:
     dist.all_gather_object(problems, problem)
     first = next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), None)
     if first or corpus is None:
-        raise UserError(first or "no text") if rank.rank == 0 else SystemExit(EXIT_BAD_INPUT)
+        refuse(rank, first or "no text")
     return corpus
 
 
+@contextmanager
+def _told_by_rank_zero(rank: Rank) -> Iterator[None]:
+    """For what is wrong on all ranks alike: one of them says so, and all leave."""
+    try:
+        with user_errors():
+            yield
+    except UserError as error:
+        refuse(rank, str(error))
+
+
+def _restore_rng(session: Session, checkpoint: Checkpoint) -> None:
+    """Each rank has its own random states: what is wrong on one is told to all."""
+    rank, problem = session.rank, None
+    try:
+        load_rng_state(checkpoint, rank.rank, rank.device)
+    except ValueError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * rank.world_size
+    dist.all_gather_object(problems, problem)
+    first = next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), None)
+    if first:
+        refuse(rank, f"{checkpoint.path}: {first}")
+
+
 def _restore(session: Session, checkpoint: Checkpoint) -> None:
-    with user_errors():
+    say, busy = session.display.say, session.display.busy
+    with _told_by_rank_zero(session.rank):
+        note = verify(checkpoint.files, lambda n, of: busy(f"verifying: {n / of:.0%}"))
+        if note:
+            say(f"warning: {note}")
         had_optimizer = load_training_state(checkpoint, session.model, session.optimizer)
-    say = session.display.say
     trainer = checkpoint.trainer
     if trainer is None:
         say(
@@ -143,7 +183,7 @@ def _restore(session: Session, checkpoint: Checkpoint) -> None:
         return
     session.batches.load_state_dict(trainer.data)
     if trainer.world_size == session.rank.world_size:
-        load_rng_state(checkpoint, session.rank.rank, session.rank.device)
+        _restore_rng(session, checkpoint)
         say(f"resumed {checkpoint.path} exactly, at step {trainer.step}")
     else:
         say(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inductor_passes.json_file import parse_json
+
 MODEL = "model"
 OPTIMIZER = "optimizer"
 RNG = "rng"
@@ -58,12 +60,19 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Restore what :func:`rng_state` returned."""
-    version, internal, gauss = json.loads(bytes(state["python"].tolist()))
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    """Restore what :func:`rng_state` returned.
+
+    Raises:
+        ValueError: it is of another kind of device, or damaged.
+    """
+    try:
+        version, internal, gauss = parse_json(bytes(state["python"].tolist()))
+        random.setstate((version, tuple(internal), gauss))
+        torch.set_rng_state(state["torch"])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], device)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"its random states are not of {device.type}, or damaged") from error
 
 
 def seed_rng(seed: int, rank: int) -> None:

@@ -1,16 +1,19 @@
 """Write the CUDA code of a small wrapped Llama, and let Triton compile its kernels for an H100.
 
-    python tests/cuda/cases.py NAME OUT
+    echo NAME OUT | python tests/cuda/cases.py
 
-NAME is one of ``CASES``. OUT, a JSON file, tells what was planned and what was generated, for
-forward and backward, and of each kernel that Triton refuses, why.
+NAME is one of ``CASES``; each line is a case, and is answered by a line. OUT, a JSON file, tells
+what was planned and what was generated, for forward and backward, and of each kernel that Triton
+refuses, why.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -198,11 +201,12 @@ def compiled(case: Case) -> dict[str, Any]:
 _KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
 
 
-def refused(source: str, name: str) -> str:
-    """Why Triton does not compile a kernel for an H100, empty if it does."""
+@functools.cache
+def refused(source: str) -> str:
+    """Why Triton does not compile ``kernel`` for an H100, empty if it does."""
     from torch._inductor.codecache import PyCodeCache
 
-    kernel = getattr(PyCodeCache.load(source), name)
+    kernel = PyCodeCache.load(source).kernel
     kernel.configs = kernel.configs[:1]  # of those that would be tried on the device
     try:
         kernel.precompile(warm_cache_only=True)
@@ -214,16 +218,27 @@ def refused(source: str, name: str) -> str:
     return "" if is_for_h100 and made.kernel.asm.get("cubin") else f"made for {target}"
 
 
-def main() -> None:
-    """Compile a case, then its kernels."""
-    name, out = sys.argv[1:]
+def answer(name: str, out: Path) -> None:
+    """Compile a case, then its kernels; those that differ in their name alone once."""
     found = compiled(CASES[name])
     sources = dict(pair for code in found["codes"] for pair in _KERNEL.findall(code))
     # torch's own launcher keeps nothing of what Triton made.
     with fake_gpu(), inductor_config.patch(use_static_cuda_launcher=False):
-        found["refused"] = {n: why for n, source in sources.items() if (why := refused(source, n))}
+        said = {n: refused(source.replace(n, "kernel")) for n, source in sources.items()}
+    found["refused"] = {n: why for n, why in said.items() if why}
     found["kernels"] = list(sources)
-    Path(out).write_text(json.dumps(found))
+    out.write_text(json.dumps(found))
+
+
+def main() -> None:
+    """Answer until there is no more to read."""
+    for line in sys.stdin:
+        name, out = line.split(maxsplit=1)
+        try:
+            answer(name, Path(out.strip()))
+            print("done", flush=True)
+        except Exception:
+            print(json.dumps(traceback.format_exc()), flush=True)
 
 
 if __name__ == "__main__":

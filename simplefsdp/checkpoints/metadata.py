@@ -1,0 +1,211 @@
+"""DCP's ``.metadata``, from its bytes: checked, and without unpickling it.
+
+Whatever can be wrong with it is found here, so torch's reader only sees tensors whose parts are
+there, do not leave the folder, and cover the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from simplefsdp._torch.checkpoints import storage_info
+from simplefsdp.checkpoints.pickled import Named, Record, read_pickle
+
+NAME = ".metadata"
+_MODULE = "torch.distributed.checkpoint.metadata"
+_STORAGE_INFO = Named("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_SIZE = Named("torch", "Size")
+_LAYOUT = Named("torch.serialization", "_get_layout")
+_DTYPES = {
+    Named("torch", name): value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype)
+}
+_OURS = {
+    name: Named(_MODULE, name)
+    for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )
+}  # fmt: skip
+# The folder that was written to: a path of the machine and the Python that wrote it.
+_PATHS = [
+    Named(module, name)
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+]
+_KNOWN = {*_OURS.values(), *_PATHS, *_DTYPES, _STORAGE_INFO, _SIZE, _LAYOUT}
+_MOST_DIMS = 64
+
+T = TypeVar("T")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What a checkpoint in ``folder`` has. Runs no code of it.
+
+    Raises:
+        FileNotFoundError: it has no ``.metadata``.
+        ValueError: that is damaged, asks for a class that none needs, or names a file elsewhere.
+    """
+    path = folder / NAME
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{NAME} is no file")
+    data = path.read_bytes()
+    try:
+        return metadata_of(data)
+    except ValueError as error:
+        raise ValueError(f"{NAME}: {error}; nothing of it was run") from error
+
+
+def metadata_of(data: bytes) -> Metadata:
+    """The metadata that ``data`` is the pickle of.
+
+    Raises:
+        ValueError: see :func:`read_metadata`.
+    """
+    state = _state(read_pickle(data, _KNOWN), "Metadata")
+    entries = _get(state, "state_dict_metadata", dict)
+    places = dict(map(_place, *_columns(_get(state, "storage_data", dict))))
+    budget = len(data)  # a chunk takes more than a byte: more are the same ones again and again
+    tensors: dict[str, Any] = {}
+    for key, entry in entries.items():
+        tensors[_is(key, str, "a key")] = found = _entry(key, entry)
+        if isinstance(found, TensorStorageMetadata):
+            budget -= len(found.chunks)
+            if budget < 0:
+                raise ValueError("it has more parts of tensors than it has bytes")
+            _check_tensor(key, found, places)
+        elif MetadataIndex(key) not in places:
+            raise ValueError(f"it does not say where {_short(key)} is")
+    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+
+
+def _columns(found: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
+    return list(found.keys()), list(found.values())
+
+
+def _entry(key: str, entry: Any) -> BytesStorageMetadata | TensorStorageMetadata:
+    if isinstance(entry, Record) and entry.of == _OURS["BytesStorageMetadata"]:
+        return BytesStorageMetadata()
+    state = _state(entry, "TensorStorageMetadata")
+    of = _get(state, "properties", Record)
+    if of.of != _OURS["TensorProperties"] or type(of.state) is not tuple or len(of.state) < 5:
+        raise ValueError(f"it has no properties of {_short(key)}")
+    dtype, layout, grad, _, pinned, *_ = of.state  # the last is strides, which are not used
+    if dtype not in _DTYPES if type(dtype) is Named else True:
+        raise ValueError(f"{_short(key)}: it has no dtype")
+    if not isinstance(layout, Record) or layout.args != ("torch.strided",):
+        raise ValueError(f"{_short(key)}: it is not a dense tensor")
+    properties = TensorProperties(
+        dtype=_DTYPES[dtype], requires_grad=grad is True, pin_memory=pinned is True
+    )
+    chunks = [_chunk(chunk) for chunk in _get(state, "chunks", list)]
+    return TensorStorageMetadata(properties, _size(state.get("size")), chunks)
+
+
+def _chunk(chunk: Any) -> ChunkStorageMetadata:
+    state = _state(chunk, "ChunkStorageMetadata")
+    return ChunkStorageMetadata(_size(state.get("offsets")), _size(state.get("sizes")))
+
+
+def _place(index: Any, info: Any) -> tuple[MetadataIndex, Any]:
+    """Where a part of a tensor is."""
+    at = _state(index, "MetadataIndex")
+    if not isinstance(info, Record) or info.of != _STORAGE_INFO:
+        raise ValueError("it has a place of another kind than a part of a file")
+    where = _is(info.state, dict, "a place")
+    name = _get(where, "relative_path", str)
+    _check_path(name)
+    offset, length = (_is_size(where.get(of)) for of in ("offset", "length"))
+    transforms = where.get("transform_descriptors")
+    if transforms is not None:
+        transforms = [_is(t, str, "a transform") for t in _is(transforms, list, "transforms")]
+    fqn, first, hint = _get(at, "fqn", str), at.get("offset"), at.get("index")
+    found = MetadataIndex(
+        fqn,
+        None if first is None else _size(first),
+        None if hint is None else _is_size(hint),
+    )
+    return found, storage_info(name, offset, length, transforms)
+
+
+def _check_path(name: str) -> None:
+    path = PurePosixPath(name)
+    is_name = name and name.isprintable() and "\\" not in name
+    if not is_name or path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"it says that data is in {_short(name)}, which is not in its folder")
+
+
+def _check_tensor(key: str, found: TensorStorageMetadata, places: Mapping[Any, Any]) -> None:
+    """See that the chunks cover the tensor, and that there is as much data as it has values."""
+    covered, nbytes, size = 0, 0, found.size
+    for chunk in found.chunks:
+        inside = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
+            offset + length <= whole
+            for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        )
+        place = places.get(MetadataIndex(key, chunk.offsets))
+        if not inside or place is None:
+            what = "is not inside of it" if not inside else "is in no file"
+            raise ValueError(f"a part of {_short(key)} {what}")
+        covered += prod(chunk.sizes)
+        compressed = bool(place.transform_descriptors)
+        nbytes += (
+            prod(chunk.sizes) * found.properties.dtype.itemsize if compressed else place.length
+        )
+    if covered != prod(size) or nbytes < covered * found.properties.dtype.itemsize:
+        raise ValueError(f"{_short(key)} is {list(size)}, its parts together are of another size")
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, Record) or value.of != _SIZE or len(value.args) != 1:
+        raise ValueError("it has a size that is none")
+    dims = _is(value.args[0], tuple, "a size")
+    if len(dims) > _MOST_DIMS:
+        raise ValueError(f"it has a tensor of {len(dims)} dimensions")
+    return torch.Size([_is_size(n) for n in dims])
+
+
+def _is_size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"expected a size, got {_short(value)}")
+    return value
+
+
+def _state(value: Any, name: str) -> dict[Any, Any]:
+    """The fields of a record of the class ``name``."""
+    if not isinstance(value, Record) or value.of != _OURS[name] or type(value.state) is not dict:
+        raise ValueError(f"expected a {name}, got {_short(value)}")
+    return value.state
+
+
+def _get(state: Mapping[Any, Any], name: str, cls: type[T]) -> T:
+    return _is(state.get(name), cls, name)
+
+
+def _is(value: Any, cls: type[T], what: str) -> T:
+    if type(value) is not cls:
+        raise ValueError(f"{what}: expected a {cls.__name__}, got {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    """A few words of what may be large, or nested without end."""
+    if isinstance(value, (str, int)):
+        text = repr(value) if isinstance(value, str) or abs(value) < 2**64 else "a huge number"
+        return text if len(text) <= 100 else f"{text[:100]}..."
+    return str(value.of)[:100] if isinstance(value, Record) else f"a {type(value).__name__}"

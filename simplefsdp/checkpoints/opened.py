@@ -1,0 +1,107 @@
+"""A checkpoint of which the metadata has been read, once, and what is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from simplefsdp._torch.checkpoints import load_by
+from simplefsdp.checkpoints import checksums
+from simplefsdp.checkpoints.checksums import Checksum
+from simplefsdp.checkpoints.metadata import read_metadata
+from simplefsdp.checkpoints.verifying import Tell, faults_in, faults_on_all_ranks
+
+REMEDY = "remove that folder to resume from an earlier checkpoint"
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """What is in a checkpoint, and where.
+
+    Attributes:
+        path: its folder.
+        metadata: what torch's reader goes by; it was checked, and is not read again.
+        checksums: by file; None if an older program wrote it.
+    """
+
+    path: Path
+    metadata: Metadata
+    checksums: Mapping[str, Checksum] | None
+
+
+def open_files(path: Path) -> CheckpointFiles:
+    """Read a checkpoint's metadata, and see that all the bytes it names are there.
+
+    Raises:
+        ValueError: it is not a checkpoint, it is truncated, damaged, or wants to run code.
+    """
+    try:
+        metadata = read_metadata(path)
+        sums = checksums.read(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is not a checkpoint: it has no .metadata file") from error
+    except (ValueError, OSError) as error:
+        raise ValueError(f"checkpoint {path} is damaged: {error}; {REMEDY}") from error
+    _check_sizes(path, metadata)
+    return CheckpointFiles(path, metadata, sums)
+
+
+def _check_sizes(path: Path, metadata: Metadata) -> None:
+    needed: dict[str, int] = {}
+    for entry in metadata.storage_data.values():
+        end = entry.offset + entry.length
+        needed[entry.relative_path] = max(end, needed.get(entry.relative_path, 0))
+    for name, nbytes in sorted(needed.items()):
+        file = path / name
+        try:
+            found = file.stat().st_size if file.is_file() else None
+        except OSError as error:  # such as a name that is too long
+            raise ValueError(f"checkpoint {path}: {name:.100}: {error.strerror}") from error
+        if found is None or found < nbytes:
+            has = "is missing" if found is None else f"has {found} bytes"
+            raise ValueError(
+                f"checkpoint {path} is truncated: {name} {has} where {nbytes} are expected; "
+                f"{REMEDY}"
+            )
+
+
+def verify(files: CheckpointFiles, tell: Tell | None = None, *, alone: bool = False) -> str | None:
+    """Compare all files with their checksums; every rank must call it, unless ``alone``.
+
+    Args:
+        files: what to compare.
+        tell: called with the bytes that this rank has read, and all that it will, if it takes long.
+        alone: this process reads all files, whether there are other ranks or not.
+
+    Returns:
+        A line to be told, if the checkpoint has no checksums.
+
+    Raises:
+        ValueError: a file is damaged or missing; on all ranks, with its name.
+    """
+    if files.checksums is None:
+        return f"{files.path} has no checksums, as an older program wrote it: it is not verified"
+    if alone:
+        faults = faults_in(files.path, files.checksums, sorted(files.checksums), tell)
+    else:
+        faults = faults_on_all_ranks(files.path, files.checksums, tell)
+    if faults:
+        more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+        raise ValueError(f"checkpoint {files.path} is damaged: {faults[0]}{more}; {REMEDY}")
+    return None
+
+
+def fill(files: CheckpointFiles, targets: dict[str, Any], *, no_dist: bool = False) -> None:
+    """Fill tensors, by key, from the files; see :func:`simplefsdp._torch.checkpoints.load_by`.
+
+    Raises:
+        ValueError: a file cannot be read; on all ranks.
+    """
+    try:
+        load_by(files.metadata, files.path, targets, no_dist=no_dist)
+    except ValueError as error:
+        raise ValueError(f"checkpoint {files.path} cannot be loaded: {error}") from error

@@ -1,0 +1,109 @@
+"""Whether a checkpoint's files are as they were written: in one process, or by all ranks together.
+
+Ranks share the files out by size, and each is read by one rank only, in a few threads: hashing
+leaves Python's lock alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from simplefsdp.checkpoints import checksums
+from simplefsdp.checkpoints.checksums import Checksum
+
+Tell = Callable[[int, int], object]
+_THREADS = 4
+_PATIENCE_S = 5.0  # between two lines that say how far it is
+
+
+class Fault(NamedTuple):
+    """What is wrong with a file: it is ``missing``, ``damaged`` or ``unknown``."""
+
+    kind: str
+    file: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.why}"
+
+
+def faults_in(
+    folder: Path, sums: Mapping[str, Checksum], names: Collection[str], tell: Tell | None = None
+) -> list[Fault]:
+    """What is wrong with the files ``names``; ``tell`` gets the bytes that were read, and all."""
+    progress = _Progress(sum(sums[name].nbytes for name in names), tell)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda name: _fault(folder, name, sums[name], progress.add), names)
+        return [fault for fault in found if fault is not None]
+
+
+def faults_on_all_ranks(
+    folder: Path, sums: Mapping[str, Checksum], tell: Tell | None = None
+) -> list[Fault]:
+    """What is wrong, the same on every rank; each reads a part. Every rank must call it."""
+    if not dist.is_initialized() or "fake" in dist.get_backend_config():
+        return faults_in(folder, sums, sorted(sums), tell)
+    shares = shared_out(sums, dist.get_world_size())
+    found: list[list[Fault]] = [[] for _ in shares]
+    dist.all_gather_object(found, faults_in(folder, sums, shares[dist.get_rank()], tell))
+    return sorted(fault for faults in found for fault in faults)
+
+
+def shared_out(sums: Mapping[str, Checksum], parts: int) -> list[list[str]]:
+    """The files, in as many parts of about equal size."""
+    shares: list[list[str]] = [[] for _ in range(parts)]
+    nbytes = [0] * parts
+    for name in sorted(sums, key=lambda name: (-sums[name].nbytes, name)):
+        least = min(range(parts), key=nbytes.__getitem__)
+        shares[least].append(name)
+        nbytes[least] += sums[name].nbytes + 1  # empty files are shared out, too
+    return shares
+
+
+def unknown_in(folder: Path, sums: Collection[str]) -> list[Fault]:
+    """Files in ``folder`` that nobody wrote a checksum of."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    left = sorted(set(names) - {*sums, checksums.NAME})
+    told = (name if name.isprintable() else repr(name) for name in left)
+    return [Fault("unknown", name, "was not written with the checkpoint") for name in told]
+
+
+def _fault(folder: Path, name: str, wanted: Checksum, progress: checksums.Progress) -> Fault | None:
+    file = folder / name
+    try:
+        if not file.is_file():
+            return Fault("missing", name, "is missing")
+        nbytes = file.stat().st_size
+        if nbytes != wanted.nbytes:
+            return Fault("damaged", name, f"has {nbytes} bytes where {wanted.nbytes} were written")
+        found = checksums.checksum_of(file, progress)
+    except OSError as error:
+        return Fault("damaged", name, f"cannot be read: {error.strerror or error}")
+    if found != wanted:
+        return Fault("damaged", name, "has other bytes than were written (SHA-256)")
+    return None
+
+
+class _Progress:
+    """Adds up what several threads have read, and says so from time to time."""
+
+    def __init__(self, nbytes: int, tell: Tell | None) -> None:
+        self._nbytes = nbytes
+        self._tell = tell
+        self._done = 0
+        self._next = time.monotonic() + _PATIENCE_S
+        self._lock = threading.Lock()
+
+    def add(self, n: int) -> None:
+        with self._lock:
+            self._done += n
+            if self._tell is not None and time.monotonic() >= self._next:
+                self._next = time.monotonic() + _PATIENCE_S
+                self._tell(self._done, self._nbytes)

@@ -1,0 +1,57 @@
+"""Eager ranks that gather different parameters are told, by name, at the end of the forward.
+
+Compiled ranks compare their graphs before they run one. Eager ones have none: each notes what a
+forward gathers, and if it has not gathered just that before, compares it with the others when the
+forward ends. One that took another branch has by then gathered something else than the others, or
+waits in a gather that they have ended without: they wait for it no longer than the rank guard does.
+
+What is not seen: a rank that changes over to a branch that all have taken before, and a forward
+that others do not begin. Those end with the process group's timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from simplefsdp.rank_guard import agree, ranks_of
+
+
+class _Forward(threading.local):
+    """The outermost eager forward of this thread, and what it has gathered so far, by mesh."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.gathered: dict[DeviceMesh, list[str]] = {}
+
+
+_now = _Forward()
+
+
+def note_gather(mesh: DeviceMesh, fqn: str) -> None:
+    """A parameter that lies on ``mesh`` is about to be gathered, eagerly."""
+    if _now.depth:
+        _now.gathered.setdefault(mesh, []).append(fqn)
+
+
+@contextmanager
+def eager_forward() -> Iterator[None]:
+    """One forward of a wrapped model.
+
+    Raises:
+        RankMismatchError: at its end: the ranks have gathered different parameters, or one of them
+            does not come to the end in time.
+    """
+    if not _now.depth:
+        _now.gathered = {}
+    _now.depth += 1
+    try:
+        yield
+    finally:
+        _now.depth -= 1
+    if not _now.depth:
+        for mesh, fqns in _now.gathered.items():
+            agree("what a forward gathers eagerly", ["eager", *fqns], ranks_of([mesh]))

@@ -1,0 +1,261 @@
+"""``simplefsdp inspect --fit`` and ``--sweep``: from the command line to tables and files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from inductor_passes.cluster import Cluster
+from inductor_passes.rehearsal import USABLE
+from simplefsdp.inspection.names import nbytes_text, time_text
+from simplefsdp.inspection.options import InspectOptions, parallel_options
+from simplefsdp.inspection.subject import as_inputs, called, load, wants_mesh
+from simplefsdp.inspection.sweep_document import cell_row, sweep_document
+from simplefsdp.inspection.tables import console
+from simplefsdp.inspection.working import working
+from simplefsdp.launcher.errors import user_errors
+from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
+from simplefsdp.models.options import ModelOptions
+from simplefsdp.sweep.axes import cells_of, parse_axes
+from simplefsdp.sweep.cells import Cell, CellStep
+from simplefsdp.sweep.fit import MOST, largest
+from simplefsdp.sweep.models import (
+    SweptModel,
+    swept_llama,
+    swept_target,
+    swept_transformers,
+)
+from simplefsdp.sweep.plans import SWEEP_PLANS, SweepPlan
+from simplefsdp.sweep.traces import CellSweep
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def run(options: InspectOptions, cluster: Cluster) -> int:
+    """Run what is asked for; return the exit code."""
+    with user_errors():
+        if options.bucketing not in SWEEP_PLANS:
+            raise ValueError(
+                f"--bucketing {options.bucketing}: --fit and --sweep plan by one of "
+                f"{', '.join(SWEEP_PLANS)}"
+            )
+        return _sweep(options, cluster) if options.sweep else _fit(options, cluster)
+
+
+def _sweep_of(options: InspectOptions, cluster: Cluster) -> CellSweep:
+    parallel = parallel_options(options)
+    recomputed = options.activation_checkpointing
+    if options.target is not None and options.input is not None:
+        swept = _swept_target(options.target, options.input)
+    elif options.hf is not None:
+        name = ModelOptions("", recomputed)
+        swept = swept_transformers(options.hf, name, parallel, options.layers)
+    else:
+        name = ModelOptions(options.model or "", recomputed)
+        swept = swept_llama(name, parallel, options.layers)
+    bucketing: SweepPlan = options.bucketing  # type: ignore[assignment]  # refused if it is another
+    return CellSweep(swept, parallel, cluster, bucketing)
+
+
+def _swept_target(target: str, example: str) -> SweptModel:
+    build, make_input = load("--target", target), load("--input", example)
+    takes_mesh = wants_mesh(build)
+    return swept_target(
+        target,
+        lambda mesh: called("--target", target, build, *([mesh] if takes_mesh else [])),
+        lambda: as_inputs(called("--input", example, make_input)),
+    )
+
+
+def _cell(options: InspectOptions, sweep: CellSweep) -> Cell:
+    if "seq" not in sweep.model.open_sizes:
+        asked = options.seq_len or options.fit == "seq"
+        if asked or any(axis.startswith("seq") for axis in options.sweep):
+            raise ValueError(
+                f"{sweep.model.name} takes no tokens, integers [batch, seq], so it has no sequence "
+                "to choose: leave out --seq-len, --fit seq and --sweep seq=...; what is told as "
+                "tokens is samples"
+            )
+        return Cell(options.batch_size, 1, options.ranks)
+    seq = options.seq_len or min(8192, sweep.model.longest or 8192)
+    return Cell(options.batch_size, seq, options.ranks)
+
+
+def _sweep(options: InspectOptions, cluster: Cluster) -> int:
+    sweep = _sweep_of(options, cluster)
+    axes = parse_axes(options.sweep, _cell(options, sweep))
+    _check_longest(sweep, axes["seq"])
+    axes["ranks"], left_out = _laid_out(sweep, axes["ranks"])
+    cells = cells_of(axes)
+    with working(f"{sweep.model.name} on {cluster.name} in {len(cells):,} cells"):
+        steps = sweep.steps(cells)
+    document = sweep_document(sweep, axes, steps, _told_options(options))
+    out = console()
+    out.print(_front(document))
+    for why in left_out:
+        out.print(f"left out: {why}")
+    fitting = [step for step in steps if step.fits]
+    out.print(
+        f"{len(fitting):,} of {len(steps):,} cells fit; {len(sweep.traced)} "
+        f"trace{'s'[: len(sweep.traced) > 1]}. Plans are auto's without its searches, and nothing "
+        "was measured."
+        if sweep.bucketing == "auto"
+        else f"{len(fitting):,} of {len(steps):,} cells fit; nothing was measured."
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        out.print(f"wrote {options.json}", soft_wrap=True)
+    if options.html is not None:
+        from simplefsdp.inspection.sweep_page import sweep_page
+
+        options.html.write_text(sweep_page(document))
+        out.print(f"wrote {options.html}", soft_wrap=True)
+    return 0
+
+
+def _laid_out(sweep: CellSweep, ranks: Sequence[int]) -> tuple[tuple[int, ...], list[str]]:
+    """The numbers of ranks that can be laid out, and of each other one why it cannot.
+
+    Raises:
+        ValueError: none can.
+    """
+    left_out: dict[int, ValueError] = {}
+    for n in ranks:
+        try:
+            sweep.layout(n)
+        except ValueError as error:
+            left_out[n] = error
+    if len(left_out) == len(ranks):
+        raise left_out[ranks[0]]
+    kept = tuple(n for n in ranks if n not in left_out)
+    return kept, [f"ranks {n}: {error}" for n, error in left_out.items()]
+
+
+def _check_longest(sweep: CellSweep, lengths: Sequence[int]) -> None:
+    longest = sweep.model.longest
+    if longest is not None and max(lengths) > longest:
+        raise ValueError(f"seq {max(lengths)} is longer than {sweep.model.name} takes ({longest})")
+
+
+def _told_options(options: InspectOptions) -> dict[str, object]:
+    names = ("activation_checkpointing", "mode", "shard_size", "tp", "mixed_precision")
+    return {name: getattr(options, name) for name in (*names, "reshard_after_forward", "layers")}
+
+
+def _front(document: dict[str, Any]) -> Table:
+    """The cells on the front."""
+    table = _table(
+        f"{document['name']} on {document['cluster']}: the best that fit, by sequence length",
+        ("seq", "ranks", "batch", "tokens/s", *_COLUMNS),
+    )
+    rows = [row for row in document["cells"] if row["pareto"]]
+    for row in sorted(rows, key=lambda row: (row["seq"], row["ranks"], row["batch"])):
+        sizes = [f"{row[name]:,}" for name in ("seq", "ranks", "batch")]
+        table.add_row(*sizes, f"{row['tokens_per_second']:,.0f}", *_columns(row))
+    return table
+
+
+_COLUMNS = ("tokens/s/rank", "MFU", "step", "exposed", "peak", "binds")
+
+
+def _columns(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['tokens_per_second_per_rank']:,.0f}",
+        "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+        time_text(row["step_us"]),
+        f"{row['exposed_share']:.1%}",
+        nbytes_text(row["peak_bytes"]),
+        row["binds"],
+    ]
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in _WORDS else "right")
+    return table
+
+
+_WORDS = ("activations recomputed", "parameters kept", "binds")
+
+
+def _fit(options: InspectOptions, cluster: Cluster) -> int:
+    """The largest batch or the longest sequence, by what is recomputed and what is kept."""
+    what = options.fit
+    rows: list[tuple[str, str, CellStep | None, CellStep | None, CellSweep]] = []
+    for recomputed, reshard in _variants(options):
+        its = replace(options, activation_checkpointing=recomputed, reshard_after_forward=reshard)
+        sweep = _sweep_of(its, cluster)
+        cell = _cell(its, sweep)
+        _check_longest(sweep, [cell.seq])
+        kept = "no" if reshard else "yes"
+        with working(f"recomputing {recomputed}, parameters kept: {kept}"):
+            fits, not_ = _largest(sweep, cell, what)
+        rows.append((recomputed, kept, fits, not_, sweep))
+    _print_fit(options, cluster, rows)
+    return 0
+
+
+def _variants(options: InspectOptions) -> Iterator[tuple[ActivationCheckpointing, bool]]:
+    """What is recomputed, and whether parameters are gathered again."""
+    if options.target is not None:  # its function decides
+        return iter([(options.activation_checkpointing, options.reshard_after_forward)])
+    recomputed: list[ActivationCheckpointing] = [*get_args(ActivationCheckpointing)]
+    if options.hf is not None:
+        recomputed.remove("selective")
+    return itertools.product(recomputed, (True, False))
+
+
+def _largest(sweep: CellSweep, cell: Cell, what: str) -> tuple[CellStep | None, CellStep | None]:
+    most = MOST[what]
+    if what == "seq":
+        most = min(most, sweep.model.longest or most)
+        return largest(
+            lambda sizes: sweep.steps([cell._replace(seq=size) for size in sizes]), most, 128
+        )
+    return largest(lambda sizes: sweep.steps([cell._replace(batch=n) for n in sizes]), most)
+
+
+def _print_fit(
+    options: InspectOptions,
+    cluster: Cluster,
+    rows: Sequence[tuple[str, str, CellStep | None, CellStep | None, CellSweep]],
+) -> None:
+    what = {"batch": "batch", "seq": "sequence"}[options.fit]
+    cell = _cell(options, rows[0][-1])
+    given = f"{cell.seq:,} tokens" if options.fit == "batch" else f"batch {cell.batch}"
+    columns = ("activations recomputed", "parameters kept", f"largest {what}", *_COLUMNS)
+    title = f"{rows[0][-1].model.name} on {options.ranks} ranks of {cluster.name}, {given}"
+    spread = f"{options.mode}, {options.mixed_precision}"
+    table = _table(f"{title}, {spread}", (*columns, f"one more {what}"))
+    for recomputed, kept, fits, not_, sweep in rows:
+        size = "none" if fits is None else f"{getattr(fits.cell, options.fit):,}"
+        found = ["-"] * len(_COLUMNS) if fits is None else _columns(cell_row(sweep, fits))
+        more = "-" if not_ is None else nbytes_text(not_.peak_nbytes)
+        table.add_row(recomputed, kept, size, *found, more)
+    out = console()
+    out.print(table)
+    room = USABLE * cluster.memory_gb * 1e9
+    out.print(
+        f"a device has {cluster.memory_gb:g} GB, of which {nbytes_text(round(room))} are taken to "
+        "be usable; nothing was measured"
+        + ("" if options.fit == "batch" else "; of sequences, multiples of 128 were looked at")
+    )
+    if options.json is not None:
+        found_json = [
+            {
+                "activation_checkpointing": recomputed,
+                "reshard_after_forward": kept == "no",
+                "largest": None if fits is None else cell_row(sweep, fits),
+                "next": None if not_ is None else cell_row(sweep, not_),
+            }
+            for recomputed, kept, fits, not_, sweep in rows
+        ]
+        options.json.write_text(json.dumps({"version": 1, "fit": found_json}, indent=1) + "\n")
+        out.print(f"wrote {options.json}", soft_wrap=True)

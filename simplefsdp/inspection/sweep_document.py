@@ -1,0 +1,97 @@
+"""A sweep as JSON.
+
+Keys: ``version`` 1; ``name`` of the model; ``cluster``; ``bucketing``; ``options`` (how the model
+is spread, what is recomputed); ``axes``, the values of ``batch``, ``seq`` and ``ranks``;
+``traces``, how many graphs the cells needed; ``cells``, a list of:
+
+- ``batch`` (sequences per rank), ``seq`` (tokens per sequence), ``ranks`` (in all);
+- ``fits``, ``binds`` (``memory``, ``wire`` or ``compute``) and ``reason``, a sentence;
+- ``step_us``, ``exposed_us``, ``compute_us``, ``wire_us``, ``exposed_share`` of the step;
+- ``peak_bytes`` of a rank, and ``room_bytes`` that its device has;
+- ``tokens_per_second_per_rank``, ``tokens_per_second`` of all ranks, ``mfu`` (null if the model's
+  operations are not known);
+- ``pareto``: among the cells of its sequence length that fit, none has more ``tokens_per_second``
+  and at least as many ``tokens_per_second_per_rank``, or the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from simplefsdp.inspection.names import nbytes_text, time_text
+from simplefsdp.sweep.cells import CellStep
+from simplefsdp.sweep.traces import CellSweep
+
+
+def sweep_document(
+    sweep: CellSweep,
+    axes: Mapping[str, Sequence[int]],
+    steps: Sequence[CellStep],
+    options: Mapping[str, object],
+) -> dict[str, Any]:
+    """All that a page shows of a sweep."""
+    rows = [cell_row(sweep, step) for step in steps]
+    front = pareto(rows)
+    return {
+        "version": 1,
+        "name": sweep.model.name,
+        "cluster": sweep.cluster.name,
+        "bucketing": sweep.bucketing,
+        "options": dict(options),
+        "axes": {name: list(values) for name, values in axes.items()},
+        "traces": len(sweep.traced),
+        "cells": [{**row, "pareto": at in front} for at, row in enumerate(rows)],
+    }
+
+
+def cell_row(sweep: CellSweep, step: CellStep) -> dict[str, Any]:
+    """One cell."""
+    cell = step.cell
+    tokens = cell.batch * cell.seq / sweep.parallel.tp  # those that split a layer share them
+    mfu = None
+    if sweep.model.flops_per_token is not None:
+        done = tokens * sweep.model.flops_per_token(cell.seq)
+        mfu = done / (step.step_us * sweep.peak_tflops * 1e6)
+    each = tokens / step.step_us * 1e6
+    return {
+        **cell._asdict(),
+        "fits": step.fits,
+        "binds": step.binds,
+        "reason": reason(step),
+        "step_us": step.step_us,
+        "exposed_us": step.exposed_us,
+        "compute_us": step.compute_us,
+        "wire_us": step.wire_us,
+        "exposed_share": step.exposed_us / step.step_us,
+        "peak_bytes": step.peak_nbytes,
+        "room_bytes": step.room_nbytes,
+        "tokens_per_second_per_rank": each,
+        "tokens_per_second": each * cell.ranks,
+        "mfu": mfu,
+    }
+
+
+def reason(step: CellStep) -> str:
+    """What binds a cell, in a sentence."""
+    room = nbytes_text(step.room_nbytes)
+    if not step.fits:
+        return f"does not fit: it takes {nbytes_text(step.peak_nbytes)}, and a device has {room}"
+    busy = f"compute {time_text(step.compute_us)}, wire {time_text(step.wire_us)}"
+    if step.binds == "wire":
+        return f"the wire is busy for longer than compute: {busy}"
+    return f"compute hides all of the wire but {time_text(step.exposed_us)}: {busy}"
+
+
+def pareto(rows: Sequence[Mapping[str, Any]]) -> Collection[int]:
+    """Which rows are on the front of their sequence length, see the module's text."""
+    found: set[int] = set()
+    best: dict[int, float] = {}
+    fitting = [at for at, row in enumerate(rows) if row["fits"]]
+    speed, each = "tokens_per_second", "tokens_per_second_per_rank"
+    for at in sorted(fitting, key=lambda at: (-rows[at][speed], -rows[at][each])):
+        row = rows[at]
+        if row[each] > best.get(row["seq"], 0.0):
+            best[row["seq"]] = row[each]
+            found.add(at)
+    return found

@@ -1,0 +1,61 @@
+"""Printing that ends no run: the terminal may close, and a log may lie on a full disk."""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+
+class _Unbroken:
+    """A stream of which errors are dropped, and with a reader that is gone all that follows."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._drop(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def end(self) -> None:
+        """Flush for the last time: what still cannot be written never will."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._write_nowhere()
+
+    def _drop(self, error: OSError) -> None:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # there may be room again
+            self._write_nowhere()
+
+    def _write_nowhere(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def unbroken_output() -> Iterator[None]:
+    """Inside, ``print`` never raises OSError: not when nobody reads, not on a full disk."""
+    streams = sys.stdout, sys.stderr
+    ours = [_Unbroken(stream) for stream in streams]
+    sys.stdout, sys.stderr = ours  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for stream in ours:
+            stream.end()
+        sys.stdout, sys.stderr = streams

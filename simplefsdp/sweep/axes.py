@@ -1,0 +1,83 @@
+"""The axes of a sweep as they are written: ``batch=1..16 seq=2k..128k ranks=8,64,512``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+from simplefsdp.sweep.cells import Cell
+
+NAMES = Cell._fields
+MOST_CELLS = 100_000
+_NUMBER = re.compile(r"(\d{1,9})(k?)")
+
+
+def parse_axes(written: Sequence[str], default: Cell) -> dict[str, tuple[int, ...]]:
+    """The values of each axis, rising; of one that is not written, that of ``default``.
+
+    ``a..b`` doubles from a as long as it is at most b, ``a..b:c`` counts by c, and commas list
+    values; ``k`` stands for 1,024.
+
+    Raises:
+        ValueError: an axis that is unknown, given twice, not written so, or too many cells.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for text in written:
+        name, is_axis, values = text.partition("=")
+        if not is_axis or name not in NAMES:
+            raise ValueError(
+                f"--sweep {text}: expected {', '.join(f'{name}=...' for name in NAMES)}, as in "
+                "batch=1..16 seq=2k..128k ranks=8,64,512"
+            )
+        if name in found:
+            raise ValueError(f"--sweep {text}: {name} is given twice")
+        found[name] = _values(text, values)
+    axes = {name: found.get(name, (size,)) for name, size in default._asdict().items()}
+    if math.prod(map(len, axes.values())) > MOST_CELLS:
+        raise ValueError(f"--sweep: more than {MOST_CELLS:,} cells; take fewer values")
+    return axes
+
+
+def cells_of(axes: dict[str, tuple[int, ...]]) -> list[Cell]:
+    """All combinations."""
+    return [Cell(*sizes) for sizes in itertools.product(*(axes[name] for name in NAMES))]
+
+
+def _values(text: str, values: str) -> tuple[int, ...]:
+    found: set[int] = set()
+    for part in values.split(","):
+        span, counts, step = part.partition(":")
+        first, is_span, last = span.partition("..")
+        if not is_span:
+            if counts:
+                raise ValueError(f"--sweep {text}: {part} counts by {step}, from where to where?")
+            found.add(_number(text, first))
+            continue
+        begin, end = _number(text, first), _number(text, last)
+        if end < begin:
+            raise ValueError(f"--sweep {text}: {end} is less than {begin}")
+        by = _number(text, step) if counts else 0
+        if by and (end - begin) // by > MOST_CELLS:
+            raise ValueError(f"--sweep {text}: more than {MOST_CELLS:,} values")
+        found.update(range(begin, end + 1, by) if by else _doubling(begin, end))
+    return tuple(sorted(found))
+
+
+def _doubling(begin: int, end: int) -> list[int]:
+    found = [begin]
+    while 2 * found[-1] <= end:
+        found.append(2 * found[-1])
+    return found
+
+
+def _number(text: str, written: str) -> int:
+    matched = _NUMBER.fullmatch(written.strip())
+    value = int(matched[1]) * (1024 if matched[2] else 1) if matched else 0
+    if value < 1:
+        raise ValueError(
+            f"--sweep {text}: expected a whole number of at least 1, such as 8 or 4k, got "
+            f"{written!r}"
+        )
+    return value

@@ -1,0 +1,48 @@
+"""The plans that a sweep looks at: made once, for all cells, and then the best of each cell.
+
+They are the automatic planner's regular ones (:mod:`inductor_passes.regular`); what it searches
+for beyond them, which brings 0.5 to 1.5 % (``benchmarks/LOG.md``), takes seconds per cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from inductor_passes.buckets import assign_by_module, plan_buckets
+from inductor_passes.grid import OpenProgram
+from inductor_passes.plan import scheduled
+from inductor_passes.program import Bucket, Program, ProgramError
+from inductor_passes.regular import in_parts, joined, sent_on
+from simplefsdp.sweep.traced import OpenGraph, OpenStep
+
+SweepPlan = Literal["auto", "manual", "none"]
+SWEEP_PLANS: tuple[SweepPlan, ...] = get_args(SweepPlan)
+
+
+def plans_of(step: OpenStep, graph: OpenGraph, bucketing: SweepPlan) -> list[OpenProgram]:
+    """The candidates of a graph; that by module, with which the others are compared, is first.
+
+    Args:
+        step: the graph's.
+        graph: it.
+        bucketing: ``"auto"`` has several, the others one.
+    """
+    program = graph.program
+    if bucketing == "none":
+        return [OpenProgram(program, graph.work, step.symbols)]
+    by_module = plan_buckets(program, assign_by_module(list(step.fqns)))
+    shapes: list[Sequence[Bucket]] = [by_module]
+    if bucketing == "auto":
+        shapes += sent_on(by_module, program)
+        shapes += joined(by_module, program, step.fqns)
+        shapes += in_parts(by_module, program)
+    found = [_scheduled(program, buckets) for buckets in shapes]
+    return [OpenProgram(p, graph.work, step.symbols) for p in found if p is not None]
+
+
+def _scheduled(program: Program, buckets: Sequence[Bucket]) -> Program | None:
+    try:
+        return scheduled(program, buckets)
+    except ProgramError:  # members of a bucket depend on each other
+        return None

@@ -1,0 +1,148 @@
+"""Traces of a model, as few as a sweep needs: each answers for all cells where its graph holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from inductor_passes.cells import CellError
+from inductor_passes.cluster import Cluster, nodes_spanned
+from inductor_passes.rehearsal import no_garbage_collection
+from simplefsdp._torch.symbolic import open_sizes
+from simplefsdp.extrapolate_depth import trace_deep
+from simplefsdp.launcher.ranks import fake_ranks
+from simplefsdp.models.layout import RankLayout, make_mesh, plan_layout
+from simplefsdp.models.options import ParallelOptions
+from simplefsdp.prediction import shards_of
+from simplefsdp.sweep.cells import Cell, CellStep, PlannedStep, cell_steps, planned
+from simplefsdp.sweep.models import SweptModel
+from simplefsdp.sweep.plans import SweepPlan
+from simplefsdp.sweep.traced import OpenStep, RankGroup, open_step
+from simplefsdp.trace import TracedStep, averaging, trace
+
+_GROWING = ("dp", "replicate")
+_BATCHES = (3, 5)  # no powers of two: products with them are like no sizes of a model
+_AT_ONCE = 2000  # cells: what is alive during 1,024 ops in each takes 16 MB
+
+
+class CellSweep:
+    """What a model takes in any cell.
+
+    Args:
+        model: to be traced.
+        parallel: how it is spread over the ranks.
+        cluster: the machine.
+        bucketing: what plans to choose from.
+    """
+
+    def __init__(
+        self,
+        model: SweptModel,
+        parallel: ParallelOptions,
+        cluster: Cluster,
+        bucketing: SweepPlan = "auto",
+    ) -> None:
+        self.model, self.parallel = model, parallel
+        self.cluster, self.bucketing = cluster, bucketing
+        self.traced: list[PlannedStep] = []
+
+    def steps(self, cells: Sequence[Cell]) -> list[CellStep]:
+        """The step in each cell; the model is traced anew where no trace holds yet.
+
+        Raises:
+            CellError: no trace holds for a cell.
+            ValueError: the model cannot be traced, the ranks cannot be laid out so, or the
+                cluster cannot price a collective.
+        """
+        of: dict[int, list[Cell]] = {}
+        found: dict[Cell, CellStep] = {}
+        with no_garbage_collection():
+            for cell in cells:
+                of.setdefault(self._of(cell), []).append(cell)
+            for at, its in of.items():
+                for first in range(0, len(its), _AT_ONCE):
+                    some = its[first : first + _AT_ONCE]
+                    steps = cell_steps(self.traced[at], some, self.cluster, self._nodes_of)
+                    found.update(zip(some, steps, strict=True))
+        return [found[cell] for cell in cells]
+
+    @property
+    def peak_tflops(self) -> float:
+        """Of a device, in the dtype that is computed in."""
+        dtype = "bfloat16" if self.parallel.mixed_precision == "bf16" else "float32"
+        return self.cluster.peak(dtype).tflops
+
+    def _of(self, cell: Cell) -> int:
+        for at, planned_step in enumerate(self.traced):
+            if _holds(planned_step.step, cell):
+                return at
+        for batch in dict.fromkeys((*_BATCHES, max(2, cell.batch))):
+            if batch == cell.seq:  # they could not be told apart in the graph
+                continue
+            step = self._trace(cell._replace(batch=batch))
+            if _holds(step, cell):
+                self.traced.append(planned(step, self.bucketing))
+                return len(self.traced) - 1
+        raise CellError(
+            f"{self.model.name}: the graph of batch {cell.batch}, seq {cell.seq} and ranks "
+            f"{cell.ranks} is that of no trace with its sizes left open; try sizes next to them"
+        )
+
+    def _trace(self, cell: Cell) -> OpenStep:
+        hints = {name: getattr(cell, name) for name in self.model.open_sizes}
+        with fake_ranks(cell.ranks):
+            layout = self.layout(cell.ranks)
+            mesh = make_mesh(layout, self.parallel, "cpu")
+
+            def traced(depth: int) -> tuple[TracedStep, nn.Module]:
+                model = self.model.build(depth, mesh)
+                averaging(model, self.cluster.averages)
+                with open_sizes(hints) as size:
+                    model.to_empty(device="cpu")
+                    inputs = self.model.inputs(size["batch"], size.get("seq"))
+                    return trace(model, *inputs), model
+
+            step, _ = trace_deep(traced, self.model.layers, self.model.depth)
+            shards = frozenset(shards_of(step.forward.graph))
+            return open_step(step, hints, self._groups(mesh, layout), shards)
+
+    def layout(self, ranks: int) -> RankLayout:
+        """How so many ranks are laid out.
+
+        Raises:
+            ValueError: they cannot be.
+        """
+        return plan_layout(self.parallel, ranks, self.cluster.ranks_per_node)
+
+    def _groups(self, mesh: DeviceMesh, layout: RankLayout) -> list[RankGroup]:
+        """Only those of data parallelism grow: tensor parallelism's do not, and neither do groups
+        of shards that have copies."""
+        fixed = layout.tp * (layout.shard if self.parallel.mode == "hybrid_shard" else 1)
+        return [
+            RankGroup(mesh.get_group(dim).group_name, dim, fixed if dim in _GROWING else None)
+            for dim in mesh.mesh_dim_names or ()
+        ]
+
+    def _nodes_of(self, ranks: int) -> Mapping[str, int]:
+        """How many nodes a group of each dimension of the mesh spans."""
+        layout = self.layout(ranks)
+        strides = {"tp": 1, "shard": layout.tp, "dp": layout.tp}
+        strides["replicate"] = layout.tp * layout.shard
+        sizes = {"tp": layout.tp, "shard": layout.shard, "dp": layout.dp}
+        sizes["replicate"] = layout.replicate
+        return {
+            name: nodes_spanned(
+                range(0, sizes[name] * stride, stride), ranks, self.cluster.ranks_per_node
+            )
+            for name, stride in strides.items()
+        }
+
+
+def _holds(step: OpenStep, cell: Cell) -> bool:
+    try:
+        step.symbols.check(cell._asdict(), exactly=False)
+    except CellError:
+        return False
+    return True

@@ -1,0 +1,96 @@
+"""A run whose number of ranks changes, under torchrun's elastic launcher.
+
+torchrun starts all ranks anew when one is lost or comes back, as many as there are then, and each
+start resumes the last checkpoint. What one rank computes at once stays the same, so that it fits
+in memory on any number of ranks; the rest of the global batch is accumulated.
+
+torchrun (2.11 to 2.15) lets a machine join later only where ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``
+is 1: else the first machine tells newcomers no address, and all fail after a minute.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from simplefsdp.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How a global batch is divided.
+
+    Attributes:
+        sequences: of all ranks, in a step.
+        microbatches: that each rank cuts its part into.
+        notice: what a user is to be told of it, or None.
+    """
+
+    sequences: int
+    microbatches: int
+    notice: str | None = None
+
+
+def restarts() -> int:
+    """How often torchrun may start all ranks anew; 0 if they were started by something else."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def check_resumes(config: TrainConfig) -> None:
+    """Raise ValueError if ranks that are started anew would not go on from the last checkpoint."""
+    run = config.run
+    if restarts() and (run.resume is None or run.out is None or run.checkpoint_every == 0):
+        raise ValueError(
+            f"torchrun --max-restarts {restarts()}: expected --resume auto, --out and checkpoints, "
+            "for ranks that are started anew to go on from the last one; got --resume "
+            f"{run.resume} --out {run.out} --checkpoint-every {run.checkpoint_every}"
+        )
+
+
+def divide(config: TrainConfig, ranks: int) -> Batch:
+    """Divide the global batch of ``config`` among so many data-parallel ranks.
+
+    None computes more at once than ``microbatch_size``. A batch that does not divide is made
+    smaller, or, if it has fewer sequences than there are ranks, one of each.
+    """
+    sequences, at_once = config.data.global_batch_size, _microbatch_size(config, ranks)
+    own = sequences // ranks
+    if sequences % ranks == 0:
+        counts = (n for n in range(1, own + 1) if own % n == 0 and own // n <= at_once)
+        return Batch(sequences, next(counts))
+    at_once = max(1, min(own, at_once))
+    count = max(1, own // at_once)
+    notice = (
+        f"global batch of {at_once * count * ranks} sequences for now: {sequences} do not divide "
+        f"among {ranks} data-parallel ranks"
+    )
+    return Batch(at_once * count * ranks, count, notice)
+
+
+def for_any_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
+    """``config`` that says what a rank computes at once, to be saved for other numbers of ranks."""
+    size = _microbatch_size(config, ranks)
+    optim = replace(config.optim, gradient_accumulation_steps=None, microbatch_size=size)
+    return replace(config, optim=optim)
+
+
+def for_these_ranks(config: TrainConfig, batch: Batch) -> TrainConfig:
+    """``config`` with the batch that these ranks train on."""
+    return replace(
+        config,
+        data=replace(config.data, global_batch_size=batch.sequences),
+        optim=replace(config.optim, gradient_accumulation_steps=batch.microbatches),
+    )
+
+
+def at_once(config: TrainConfig, ranks: int) -> int:
+    """Sequences that each of so many data-parallel ranks computes at once."""
+    batch = divide(config, ranks)
+    return batch.sequences // ranks // batch.microbatches
+
+
+def _microbatch_size(config: TrainConfig, ranks: int) -> int:
+    count, size = config.optim.gradient_accumulation_steps, config.optim.microbatch_size
+    if count is None and isinstance(size, int):
+        return size
+    return max(1, config.data.global_batch_size // ranks // (count or 1))

@@ -1,0 +1,135 @@
+"""``--microbatch-size auto``: as many sequences at once as a rank has memory for, by prediction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from multiprocessing import get_context
+
+import torch
+
+from inductor_passes.cluster import Cluster
+from inductor_passes.cluster_file import as_cluster
+from inductor_passes.roofline import cluster_of
+from simplefsdp.launcher.follow import follow
+from simplefsdp.models.layout import RankLayout
+from simplefsdp.sweep.cells import Cell, CellStep
+from simplefsdp.sweep.fit import largest
+from simplefsdp.sweep.models import swept_llama
+from simplefsdp.sweep.plans import SWEEP_PLANS
+from simplefsdp.sweep.traces import CellSweep
+from simplefsdp.train.config import TrainConfig
+from simplefsdp.train.dry_run import plan_memory
+
+
+def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
+    """``config`` with a number of sequences where it says ``auto``.
+
+    The step is traced without memory, in a process of its own: this one may be a rank, and a
+    launcher must not occupy a device.
+
+    Args:
+        config: of a run.
+        layout: of its ranks.
+        device: what kind of device they run on, which says what ``--mixed-precision auto`` is.
+
+    Raises:
+        ValueError: not one sequence fits, nothing can be predicted of how the model is run, what
+            is to be found is also given, or the process ended without an answer.
+    """
+    if config.optim.microbatch_size != "auto":
+        return config
+    _check(config)
+    precision = config.parallel.mixed_precision
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "none"
+    shard = layout.shard if config.parallel.mode == "hybrid_shard" else None
+    parallel = replace(config.parallel, mixed_precision=precision, shard_size=shard)
+    print("--microbatch-size auto: predicting what fits ...", flush=True)
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn"), follow, (os.getpid(),)) as apart:
+            asked = replace(config, parallel=parallel)
+            size = apart.submit(_predicted, asked, layout, device).result()
+    except BrokenProcessPool as error:
+        raise ValueError(
+            "--microbatch-size auto: the process that predicts what fits ended without an answer, "
+            "killed for want of memory, it may be; what it printed is above; give a number"
+        ) from error
+    print(f"--microbatch-size auto: {size} sequences of {config.data.seq_len:,} tokens", flush=True)
+    return replace(config, optim=replace(config.optim, microbatch_size=size))
+
+
+def _check(config: TrainConfig) -> None:
+    given = {
+        "--no-compile": not config.compile.compile,
+        "--executor aot_eager": config.compile.executor == "aot_eager",
+        "--memory-budget-gb": config.compile.memory_budget_gb is not None,
+        "--gradient-accumulation-steps": config.optim.gradient_accumulation_steps is not None,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise ValueError(
+                f"--microbatch-size auto predicts what compiled kernels take under the plan's own "
+                f"memory, and decides how many micro-batches there are; got {option}: leave that "
+                "out, or give a number"
+            )
+
+
+def largest_microbatch(config: TrainConfig, layout: RankLayout, cluster: Cluster) -> int:
+    """The most sequences that fit in nine tenths of a device's memory, up to a rank's part.
+
+    If that part does not fit as a whole, the full gradients that wait for its last piece take
+    their room.
+
+    Raises:
+        ValueError: not one sequence fits; says how much it takes.
+    """
+    part = max(1, config.data.global_batch_size // layout.dp)
+    sweep = CellSweep(
+        swept_llama(config.model, config.parallel),
+        config.parallel,
+        cluster,
+        next(plan for plan in SWEEP_PLANS if plan == config.compile.bucketing),
+    )
+    cell = Cell(part, config.data.seq_len, layout.world_size)
+    (whole,) = sweep.steps([cell])
+    if whole.fits:
+        return part
+    pieces = replace(config, optim=replace(config.optim, microbatch_size=1))
+    waiting = plan_memory(pieces, layout).deferred_nbytes
+
+    def steps(sizes: Sequence[int]) -> list[CellStep]:
+        found = sweep.steps([cell._replace(batch=size) for size in sizes])
+        return [replace(step, room_nbytes=step.room_nbytes - waiting) for step in found]
+
+    fits, not_ = largest(steps, part)
+    if fits is not None:
+        return fits.cell.batch
+    recomputes = config.model.activation_checkpointing == "full"
+    need = whole if part == 1 else not_
+    assert need is not None  # part is at least 1, and it does not fit
+    raise ValueError(
+        f"--microbatch-size auto: one sequence of {cell.seq:,} tokens takes "
+        f"{need.peak_nbytes / 1e9:.1f} GB"
+        + (f" beside {waiting / 1e9:.1f} GB of full gradients that wait" if part > 1 else "")
+        + f", and a device of {cluster.name} has {whole.room_nbytes / 1e9:.1f} GB to use; give "
+        + ("" if recomputes else "--activation-checkpointing full, ")
+        + "a shorter --seq-len, or more ranks"
+    )
+
+
+def _predicted(config: TrainConfig, layout: RankLayout, device: str) -> int:
+    """On what the ranks run on: as given, or as the device of this machine says."""
+    if config.compile.cluster is not None:
+        return largest_microbatch(config, layout, as_cluster(config.compile.cluster))
+    try:
+        cluster = cluster_of(torch.device(device))
+    except ValueError as error:
+        raise ValueError(
+            f"--microbatch-size auto: there are no figures of this machine's {device} devices; "
+            "give --cluster, a preset or a file of `simplefsdp calibrate`, or a number"
+        ) from error
+    return largest_microbatch(config, layout, cluster)

@@ -1,0 +1,69 @@
+"""``simplefsdp verify``: whether a checkpoint's files are as they were written; needs no ranks."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from simplefsdp.checkpoints import checksums
+from simplefsdp.checkpoints.opened import open_files
+from simplefsdp.checkpoints.verifying import faults_in, unknown_in
+from simplefsdp.launcher.errors import EXIT_FAILED, UserError, user_errors
+from simplefsdp.train import runs
+
+_DESCRIPTION = """Compare a checkpoint's files with the checksums that were written with them.
+
+Prints a line per file that is damaged, missing or unknown. Exit status: 0 if all files are as they
+were written (unknown ones beside them or not), 1 if not, 2 if there is nothing to compare with.
+
+examples:
+  simplefsdp verify runs/halves
+  simplefsdp verify runs/halves/checkpoints/step-00000020
+"""
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What to verify."""
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint, or a run folder: then its latest one."""
+
+
+def run(args: list[str]) -> int:
+    """Run ``simplefsdp verify *args``; return the exit code."""
+    options = tyro.cli(VerifyOptions, prog="simplefsdp verify", description=_DESCRIPTION, args=args)
+    with user_errors():
+        return verify(options.checkpoint)
+
+
+def verify(path: Path) -> int:
+    """Print what is wrong with a checkpoint; return the exit code.
+
+    Raises:
+        ValueError: it is no checkpoint, or has no (readable) checksums.
+    """
+    # A checkpoint that has lost its .metadata is one still.
+    folder = path if (path / checksums.NAME).is_file() else runs.checkpoint_at(path)
+    sums = checksums.read(folder)
+    if sums is None:
+        open_files(folder)
+        raise UserError(
+            f"{folder} has no {checksums.NAME}, as an older program wrote it: its files are there "
+            "and long enough; whether they are as they were written cannot be told"
+        )
+    faults = faults_in(folder, sums, sorted(sums), _say_progress)
+    for fault in [*faults, *unknown_in(folder, sums)]:
+        print(f"{fault.kind}: {fault}")
+    nbytes = sum(of.nbytes for of in sums.values())
+    if faults:
+        print(f"{folder}: {len(faults)} of {len(sums)} files are damaged or missing")
+        return EXIT_FAILED
+    print(f"{folder}: {len(sums)} files, {nbytes / 1e9:.3f} GB, are as they were written")
+    return 0
+
+
+def _say_progress(nbytes: int, of: int) -> None:
+    print(f"{nbytes / 1e9:.1f} of {of / 1e9:.1f} GB ...", file=sys.stderr)

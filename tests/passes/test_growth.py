@@ -1,0 +1,57 @@
+"""Work grows as the program does, however many members a bucket has; counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from layered import layered
+
+from inductor_passes.merge import merge
+from inductor_passes.plan import evaluate
+from inductor_passes.program import Bucket, Program
+
+
+def steps(work: Callable[[], object]) -> int:
+    """How many of Python's own instructions ``work`` takes."""
+    count = 0
+
+    def note(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return note
+
+    sys.settrace(note)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def one_bucket(program: Program) -> list[Bucket]:
+    """All gathers in one bucket, all reduces in another."""
+    kinds: dict[str, list[str]] = {}
+    for _, op in program.starts():
+        kinds.setdefault(op.sends, []).append(op.name)
+    return [Bucket(kind, tuple(names)) for kind, names in kinds.items()]
+
+
+def planned(n: int) -> int:
+    program, cost, _ = layered(0, n, "backward")
+    return steps(lambda: evaluate(program, cost, one_bucket(program), 0.0))
+
+
+def test_a_bucket_of_many_members_costs_as_much_for_each():
+    """A quadratic part took four fifths of it: 5,000 parameters of one module are one bucket."""
+    few, many = planned(50), planned(400)
+    assert many < 9 * few
+
+
+def test_what_ops_touch_is_not_told_once_for_each_wait_of_a_bucket():
+    program, _, _ = layered(0, 300, "backward")
+    merged = merge(program, one_bucket(program))
+    assert sum(map(len, merged.touched)) < 8 * len(merged.ops)

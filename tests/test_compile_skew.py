@@ -1,0 +1,57 @@
+"""Ranks meet when they have compiled, so that none waits in a collective for one that has not."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from simplefsdp import compilation, simple_fsdp
+from simplefsdp.rank_guard import RankMismatchError
+
+GROUP_TIMEOUT_S, SLOW_S = 1.0, 3.0
+bucket_and_reorder = compilation.bucket_and_reorder
+
+
+def run_a_step(slow_calls, timeout_s, backward, executor="aot_eager"):
+    """A step of a model whose process group has little patience; rank 1 compiles slowly."""
+    # Gloo's groups connect while they are made: not within so short a time.
+    group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    model = simple_fsdp(nn.Linear(4, 4), DeviceMesh.from_group(group, "cpu"))
+    options = {"executor": executor, "rank_guard_timeout_s": timeout_s}
+    compiled = torch.compile(model, backend="simplefsdp", options=options)
+    calls = []
+
+    def slowly(*args):
+        calls.append(args)
+        if len(calls) in slow_calls:
+            time.sleep(SLOW_S)
+        return bucket_and_reorder(*args)
+
+    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(backward):
+        if dist.get_rank() == 1:
+            patch.setattr(compilation, "bucket_and_reorder", slowly)
+        try:
+            loss = compiled(torch.ones(2, 4)).sum()
+            if backward:
+                loss.backward()
+        except RankMismatchError as error:
+            return str(error)
+    return len(calls)
+
+
+@pytest.mark.parametrize(("slow_calls", "backward"), [([1], False), ([2], True)])
+def test_a_rank_that_compiles_slowly_is_waited_for(pools, slow_calls, backward):
+    assert pools(2).run(run_a_step, slow_calls, 60, backward) == [0, max(slow_calls)]
+
+
+def test_the_others_say_who_still_compiles(pools):
+    waited, late = pools(2).run(run_a_step, [2], 1, True)
+    assert "running the backward graph: after 1 s, ranks 1 have not got to" in waited
+    assert "still compile it" in waited and "rank_guard_timeout_s" in waited
+    assert "rank 0 gave up waiting for ranks 1" in late

@@ -1,0 +1,102 @@
+"""Eager ranks that take different branches: told by name, and within the rank guard's time."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from simplefsdp import eager_guard, simple_fsdp
+from simplefsdp.rank_guard import RankMismatchError, agree
+
+
+class Branching(nn.Module):
+    """Two layers alike; which of them it uses is set from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
+        self.order = [0, 1]
+
+    def forward(self, x):
+        for i in self.order:
+            x = self.layers[i](x)
+        return x
+
+
+def gather_in_another_order():
+    """What would mix up the parameters of two layers, of which no collective complains."""
+    model = simple_fsdp(Branching(), init_device_mesh("cpu", (2,)))
+    x = torch.ones(2, 4)
+    model.order = [0, 1] if dist.get_rank() == 0 else [1, 0]
+    with pytest.raises(RankMismatchError) as caught:
+        model(x)
+    model.order = [1, 0]
+    model(x)  # all together again
+    return str(caught.value)
+
+
+def leave_a_known_branch():
+    """Rank 1 does what is new to it, rank 0 what all have done before."""
+    model = simple_fsdp(Branching(), init_device_mesh("cpu", (2,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager_guard, "agree", lambda *args: agree(*args, timeout_s=1))
+        model(torch.ones(2, 4))
+        model.order = [0, 1] if dist.get_rank() == 0 else [1, 1]
+        try:
+            model(torch.ones(2, 4))
+        except RankMismatchError as error:
+            return str(error)
+    return ""
+
+
+def test_another_branch_is_told_by_name(pools):
+    for text in pools(2).run(gather_in_another_order):
+        assert "what a forward gathers eagerly is not the same on all ranks" in text
+        assert "rank 0 has 'layers.0.weight', rank 1 has 'layers.1.weight'" in text
+
+
+def test_a_rank_that_leaves_what_all_did_before_is_the_one_to_tell(own_ranks):
+    known, new = own_ranks.run(leave_a_known_branch)
+    own_ranks.stop()  # out of step: they have not asked each other equally often
+    assert known == ""
+    assert "after 1 s, ranks 0 have not got to what rank 1 is about to do" in new
+
+
+def gather_more_than_the_others():
+    """Rank 1 waits in a gather that rank 0 does without."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = simple_fsdp(Branching(), DeviceMesh.from_group(group, "cpu"))
+    model.order = [0] if dist.get_rank() == 0 else [0, 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager_guard, "agree", lambda *args: agree(*args, timeout_s=1))
+        try:
+            model(torch.ones(2, 4))
+        except RuntimeError as error:
+            return type(error).__name__, str(error), getattr(error, "__notes__", [])
+    return "", "", []
+
+
+def test_a_rank_that_waits_in_vain_is_named_and_says_where_it_is(own_ranks):
+    (kind, text, _), (_, _, notes) = own_ranks.run(gather_more_than_the_others)
+    own_ranks.stop()  # out of step again
+    assert kind == "RankMismatchError"
+    assert "after 1 s, ranks 1 have not got to what rank 0 is about to do" in text
+    assert any("layers.1.weight was being gathered" in note for note in notes)
+
+
+def test_what_was_gathered_before_is_not_asked_again(monkeypatch, solo_mesh):
+    asked = []
+    monkeypatch.setattr(eager_guard, "agree", lambda what, lines, ranks: asked.append(lines))
+    model = simple_fsdp(Branching(), solo_mesh)
+    model(torch.ones(2, 4))
+    assert asked == [["eager", "layers.0.weight", "layers.1.weight"]]
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    asked.clear()
+    model(torch.ones(2, 4))  # what a forward that failed has gathered is forgotten
+    assert asked == [["eager", "layers.0.weight", "layers.1.weight"]]

@@ -1,0 +1,119 @@
+"""What a launcher and its ranks do when nobody reads, when a disk is full, when a rank is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from simplefsdp.cli import main
+from simplefsdp.launcher import launch
+from simplefsdp.launcher.errors import in_one_line
+from simplefsdp.launcher.logs import logs_of
+from simplefsdp.launcher.output import unbroken_output
+
+
+def test_printing_to_nobody_is_no_error(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        with unbroken_output():
+            for _ in range(2):
+                print("a line", flush=True)
+        assert sys.stdout is nobody
+        nobody.write("what is written from here on goes nowhere")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_printing_to_a_full_disk_is_no_error(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with unbroken_output():
+            print("a line", file=sys.stderr, flush=True)
+
+
+def test_a_hangup_that_is_ignored_is_not_passed_on():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert "SIGHUP" in launch._signals_to_pass_on().split(",")
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        assert "SIGHUP" not in launch._signals_to_pass_on().split(",")
+        stop = launch.StopRequest()
+        stop.listen()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        stop.close()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_hangup_is_a_wish_to_stop():
+    stop = launch.StopRequest()
+    before = signal.signal(signal.SIGHUP, lambda *_: None)  # not to end the tests without it
+    try:
+        stop.listen()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.received == signal.SIGHUP
+    finally:
+        stop.close()
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_rank_that_lost_another_says_so_in_one_line(monkeypatch, capsys):
+    def fail(args):
+        raise RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+            "[127.0.0.1]:6067"
+        )
+
+    monkeypatch.setattr("simplefsdp.cli._dispatch", fail)
+    with pytest.raises(SystemExit) as ended:
+        main(["train"])
+    assert ended.value.code == 1
+    told = capsys.readouterr().err
+    assert told == (
+        "error: lost another rank in the middle of a collective (Connection closed by peer)\n"
+    )
+    assert in_one_line(ValueError("Connection closed by peer")) is None
+    assert in_one_line(RuntimeError("shape mismatch")) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(24, "Too many open files"),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_what_is_used_up_is_one_line(error):
+    assert in_one_line(error)
+    assert in_one_line(FileNotFoundError(2, "No such file")) is None
+
+
+def test_error_files_do_not_lie_in_the_run_folder(tmp_path):
+    envs = {rank: {"TORCHELASTIC_RUN_ID": "id"} for rank in (0, 1)}
+    with logs_of(tmp_path / "logs", 2) as logs:
+        files = logs.reify(envs).error_files
+        assert [envs[rank]["TORCHELASTIC_ERROR_FILE"] for rank in (0, 1)] == list(files.values())
+        folder = Path(files[0]).parent
+        assert folder.is_dir() and tmp_path not in folder.parents
+    assert not folder.exists()
+
+
+def test_an_error_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys):
+    """As it is where no disk has room for it."""
+
+    def damaged(config, entrypoint):
+        import json
+
+        return lambda *args: json.loads("")
+
+    monkeypatch.setattr(launch, "elastic_launch", damaged)
+    assert launch.start_local_ranks([], ranks=2, log_folder=tmp_path) == 1
+    assert capsys.readouterr().err.startswith("error: a rank failed, and cannot say why: ")

@@ -1,0 +1,132 @@
+"""A disk without room for checkpoints: refused at the start, warned of, and never written to."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from simplefsdp.launcher import launch
+from simplefsdp.train import room
+from simplefsdp.train.checkpoint import CheckpointWriter
+from simplefsdp.train.metrics import EvalRecord, MetricsWriter
+from simplefsdp.train.runs import TrainerState
+
+MB = 1_000_000
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk with so much free space, and so many inodes of 100 that are left."""
+
+    def has(free_mb: float, inodes: int = 50) -> None:
+        found = SimpleNamespace(
+            f_bavail=int(free_mb * 1000), f_frsize=1000, f_files=100, f_favail=inodes
+        )
+        monkeypatch.setattr(os, "statvfs", lambda path: found)
+
+    return has
+
+
+def test_less_than_one_checkpoint_is_refused(disk, tmp_path):
+    disk(12)
+    with pytest.raises(ValueError, match=r"has 12\.0 MB of free space, .* takes 37\.0 MB; free"):
+        room.check_room(tmp_path / "not" / "there", 37 * MB)
+    disk(37)
+    room.check_room(tmp_path, 37 * MB)
+
+
+def test_a_disk_without_inodes_is_full(disk, tmp_path):
+    disk(100, inodes=0)
+    assert "no inodes left" in str(room.shortage(tmp_path, MB))
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "keep", "there", "warned"),
+    [(100, 2, 0, True), (120, 2, 0, False), (50, 2, 2, False), (80, 1, 0, False), (70, 1, 0, True)],
+)
+def test_what_is_kept_and_one_more_must_fit(disk, tmp_path, free_mb, keep, there, warned):
+    disk(free_mb)
+    told = room.warning(tmp_path, 40 * MB, keep, there)
+    assert bool(told) == warned
+    if told:
+        assert f"room for {free_mb // 40} more checkpoints" in told and f"--keep {keep}" in told
+
+
+def test_bytes_of_a_checkpoint(fake_mesh):
+    model = nn.Linear(10, 10)
+    model.bias.requires_grad_(False)
+    assert room.nbytes_of_model(model) == 4 * (110 + 2 * 100)
+    shard = DTensor.from_local(torch.ones(5, 10), fake_mesh(2), [Shard(0)])
+    assert room.nbytes_of({"a": {"b": shard}, "c": [1], "d": torch.ones(3)}) == 4 * 100 + 12
+
+
+def test_a_save_without_room_writes_nothing_and_is_told(disk, solo_mesh, tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=1, device=torch.device("cpu"))
+    state = TrainerState(step=3, world_size=1, config={}, data={})
+    disk(1)
+    assert writer.save({"a": torch.ones(MB)}, state) is None
+    told = writer.poll()
+    assert told is not None and told.step == 3
+    assert "1.0 MB of free space, a checkpoint takes 4.0 MB" in str(told.error)
+    assert writer.poll() is None and list((tmp_path / "checkpoints").iterdir()) == []
+    disk(10)
+    assert writer.save({"a": torch.ones(MB)}, state) is None
+    told = writer.wait()
+    assert told is not None and told.error is None and told.path.is_dir()
+
+
+def test_what_is_left_of_a_checkpoint_does_not_stand_in_the_way(solo_mesh, tmp_path):
+    left = tmp_path / "checkpoints" / "step-00000003"
+    left.mkdir(parents=True)
+    (left / "a shard").touch()
+    writer = CheckpointWriter(tmp_path, keep=1, device=torch.device("cpu"))
+    writer.save({"a": torch.ones(3)}, TrainerState(step=3, world_size=1, config={}, data={}))
+    told = writer.wait()
+    assert told is not None and told.error is None
+    assert not (left / "a shard").exists() and (left / "trainer.json").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_metrics_on_a_full_disk(tmp_path):
+    hook = threading.excepthook
+    metrics = MetricsWriter(tmp_path, 0)
+    metrics._file.close()
+    metrics._file = Path("/dev/full").open("w")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"):
+        metrics.write(EvalRecord(1, 2.0, 3.0))
+    with pytest.raises(OSError, match="No space left"):
+        metrics.close()
+    assert threading.excepthook is hook
+
+
+def test_tensorboard_without_its_file_is_told_once(tmp_path):
+    metrics = MetricsWriter(tmp_path, 0)
+
+    def fail(*args):
+        raise FileNotFoundError("events")
+
+    metrics._tensorboard.add_scalar = fail
+    with pytest.raises(FileNotFoundError):
+        metrics.write(EvalRecord(1, 2.0, 3.0))
+    metrics.write(EvalRecord(2, 2.0, 3.0))
+    metrics.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("RunFailed: the disk is full", "error: the disk is full"),
+        ("KeyError: 'x'", "Traceback: 'x'\nerror: rank 1 failed; its output: logs"),
+    ],
+)
+def test_another_rank_than_the_first_says_in_a_line_what_is_one(said, told, tmp_path):
+    message = {"message": said, "extraInfo": {"py_callstack": "Traceback: 'x'\n"}}
+    assert launch._why(1, SimpleNamespace(message=message), "logs") == told

@@ -1,0 +1,297 @@
+"""A step that is traced once, its sizes left open, is what a fresh trace is at any of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+
+from inductor_passes.buckets import assign_by_module, plan_buckets
+from inductor_passes.cells import Formulas, SizedProgram
+from inductor_passes.cluster import ClusterCost
+from inductor_passes.plan import scheduled
+from inductor_passes.presets import preset
+from inductor_passes.program import Program
+from inductor_passes.simulate import memory, simulate
+from simplefsdp import simple_fsdp
+from simplefsdp.extrapolate_depth import trace_deep
+from simplefsdp.launcher.ranks import fake_ranks
+from simplefsdp.models.layout import make_mesh, plan_layout
+from simplefsdp.models.options import ModelOptions, ParallelOptions
+from simplefsdp.prediction import shards_of
+from simplefsdp.sweep.cells import Cell
+from simplefsdp.sweep.models import SweptModel, _are_alike, swept_llama, swept_target
+from simplefsdp.sweep.plans import plans_of
+from simplefsdp.sweep.traced import OpenGraph, OpenStep, open_step
+from simplefsdp.sweep.traces import CellSweep
+from simplefsdp.trace import TracedStep, averaging, trace
+
+H100 = preset("h100")
+
+
+def llama(recomputed: str = "none", layers: int = 1, **parallel) -> CellSweep:
+    spread = ParallelOptions(mixed_precision="bf16", **parallel)
+    return CellSweep(swept_llama(ModelOptions("debug", recomputed), spread, layers), spread, H100)
+
+
+def fresh(sweep: CellSweep, cell: Cell) -> OpenStep:
+    """The step as it is traced with the cell's own sizes."""
+    with fake_ranks(cell.ranks):
+        layout = plan_layout(sweep.parallel, cell.ranks, H100.ranks_per_node)
+        mesh = make_mesh(layout, sweep.parallel, "cpu")
+
+        def traced(depth: int) -> tuple[TracedStep, nn.Module]:
+            model = sweep.model.build(depth, mesh)
+            averaging(model, H100.averages)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                model.to_empty(device="cpu")
+                return trace(model, *sweep.model.inputs(cell.batch, cell.seq)), model
+
+        step, _ = trace_deep(traced, sweep.model.layers, sweep.model.depth)
+        return open_step(step, {}, (), frozenset(shards_of(step.forward.graph)))
+
+
+def told(program: Program) -> list[object]:
+    """What a program does, in order, without names, which differ, without symbols' own ops, and
+    without views of all of a tensor."""
+
+    def sizes(names: tuple[str, ...]) -> list[int]:
+        return [n for name in names if (n := program.buffers[name].nbytes)]
+
+    return [
+        (
+            op.kind,
+            sizes(op.reads),
+            sizes(op.writes),
+            op.collective and replace(op.collective, group=""),
+        )
+        for op in program.ops
+        if op.kind != "view" or sizes(op.writes) not in ([], sizes(op.reads))
+    ]
+
+
+def works(graph: OpenGraph, step: OpenStep, cell: Cell) -> list[object]:
+    numbers = [n for work in graph.work.values() for n in (work.flops, work.nbytes)]
+    if step.symbols.by_name.keys() >= {"seq"}:
+        numbers = Formulas(numbers, step.symbols).at(cell._asdict())
+    found = iter(numbers)
+    return [replace(w, flops=next(found), nbytes=next(found)) for w in graph.work.values()]
+
+
+def compare(sweep: CellSweep, base: Cell, *cells: Cell) -> OpenStep:
+    step = sweep._trace(base)
+    for cell in cells:
+        expected = fresh(sweep, cell)
+        for ours, theirs in zip(step.graphs, expected.graphs, strict=True):
+            for mine, its in ((ours.read, theirs.read), (ours.program, theirs.program)):
+                at = SizedProgram(mine, step.symbols).at(**cell._asdict())
+                assert told(at) == told(its)
+                assert len(at.resident) == len(its.resident)
+            assert works(ours, step, cell) == works(theirs, expected, cell)
+    return step
+
+
+@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
+def test_llama(recomputed):
+    step = compare(llama(recomputed), Cell(3, 56, 4), Cell(1, 64, 2), Cell(4, 100, 8))
+    assert step.parameters_nbytes.formula.free_symbols == {*step.symbols.by_name["ranks"]}
+
+
+@pytest.mark.parametrize(
+    ("base", "cell"), [(Cell(3, 56, 3), Cell(2, 100, 6)), (Cell(3, 56, 96), Cell(1, 48, 192))]
+)
+def test_rows_that_do_not_divide(base, cell):
+    compare(llama(), base, cell)
+
+
+def test_copies_of_shards():
+    compare(llama(mode="hybrid_shard", shard_size=2), Cell(3, 56, 4), Cell(2, 64, 8))
+
+
+def test_no_shards():
+    compare(llama(mode="replicate"), Cell(3, 56, 4), Cell(2, 64, 8))
+
+
+def test_tensor_parallel():
+    compare(llama(tp=2), Cell(3, 56, 8), Cell(5, 64, 16))
+
+
+def test_parameters_that_are_kept():
+    compare(llama(reshard_after_forward=False), Cell(3, 56, 4), Cell(2, 64, 2))
+
+
+def test_layers_that_are_not_traced():
+    compare(llama(layers=9), Cell(3, 56, 4), Cell(2, 64, 2))
+
+
+class _Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 16, 3, stride=2)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.second(torch.relu(self.first(pictures))))
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+def swept(build, inputs) -> CellSweep:
+    def wrapped(depth: int, mesh) -> nn.Module:
+        with torch.device("meta"):
+            model = build()
+        return simple_fsdp(model, mesh)
+
+    return CellSweep(SweptModel("model", wrapped, inputs, "layers", 1), ParallelOptions(), H100)
+
+
+def test_convolutions():
+    sweep = swept(_Pictures, lambda batch, seq: (torch.zeros(batch, 3, seq, seq),))
+    compare(sweep, Cell(3, 30, 2), Cell(4, 32, 2), Cell(2, 18, 2))
+
+
+def test_experts_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.MixtralForCausalLM(config)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.model(tokens, use_cache=False).logits.square().mean()
+
+    sweep = swept(Loss, lambda batch, seq: (torch.zeros(batch, seq, dtype=torch.long),))
+    compare(sweep, Cell(3, 20, 2), Cell(2, 24, 4), Cell(3, 16, 4))
+
+
+def test_time_and_memory_are_those_of_each_plan_by_itself():
+    sweep = llama("selective")
+    cells = [Cell(1, 64, 2), Cell(16, 2048, 64)]
+    many = sweep.steps(cells)
+    for cell, found in zip(cells, many, strict=True):
+        step = sweep.traced[0].step
+        nodes = {group: sweep._nodes_of(cell.ranks)[dim] for group, dim in step.dim_of.items()}
+        total = exposed = peak = 0.0
+        for graph, plans, chosen in zip(
+            step.graphs, sweep.traced[0].plans, found.plan, strict=True
+        ):
+            program = SizedProgram(plans[chosen].program, step.symbols).at(**cell._asdict())
+            work = dict(zip(graph.work, works(graph, step, cell), strict=True))
+            timeline = simulate(program, ClusterCost(H100, nodes, work))
+            taken = memory(program)
+            total, exposed = total + timeline.total_us, exposed + timeline.stalled_us
+            peak = max(peak, taken.peak_nbytes - taken.resident_nbytes)
+        (shards,) = Formulas([step.parameters_nbytes], step.symbols).at(cell._asdict())
+        assert found.exposed_us == pytest.approx(exposed)
+        assert found.step_us > total
+        assert found.peak_nbytes == peak + 3 * shards
+
+
+def test_the_plan_by_module_is_that_of_the_planner():
+    sweep = llama()
+    sweep.steps([Cell(2, 64, 4)])
+    step, plans = sweep.traced[0]
+    for graph, candidates in zip(step.graphs, plans, strict=True):
+        buckets = plan_buckets(graph.program, assign_by_module(list(step.fqns)))
+        assert candidates[0].program.ops == scheduled(graph.program, buckets).ops
+        assert len(candidates) > 1
+        assert len(plans_of(step, graph, "manual")) == 1
+        assert plans_of(step, graph, "none")[0].program.ops == graph.program.ops
+
+
+def test_a_trace_answers_for_all_cells_that_it_holds_for():
+    sweep = llama()
+    sweep.steps([Cell(b, s, r) for b in (1, 2, 8) for s in (64, 128) for r in (2, 4, 8, 64)])
+    assert len(sweep.traced) == 1
+    sweep.steps([Cell(1, 64, 3), Cell(1, 64, 6)])  # rows that do not divide by 3
+    assert len(sweep.traced) == 2
+
+
+def test_more_memory_is_taken_by_a_larger_batch_and_less_by_more_ranks():
+    sweep = llama()
+    cells = [Cell(1, 64, 2), Cell(2, 64, 2), Cell(1, 64, 4)]
+    peaks = {step.cell: step.peak_nbytes for step in sweep.steps(cells)}
+    assert peaks[Cell(2, 64, 2)] > peaks[Cell(1, 64, 2)] > peaks[Cell(1, 64, 4)]
+
+
+def test_code_that_decides_by_a_size_is_told():
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x * int(x.shape[0])).sum() * range(9)[x.shape[0]]
+
+    sweep = swept(Decides, lambda batch, seq: (torch.zeros(batch, seq, 4),))
+    with pytest.raises(ValueError, match="batch: the model's code decides by it"):
+        sweep._trace(Cell(3, 20, 2))
+
+
+def linear() -> CellSweep:
+    def build(mesh) -> nn.Module:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        return _Mean(simple_fsdp(model, mesh))
+
+    spread = ParallelOptions(mixed_precision="none")
+    return CellSweep(swept_target("linear", build, lambda: (torch.ones(2, 64),)), spread, H100)
+
+
+class _Mean(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).mean()
+
+
+def test_one_rank_does_not_answer_for_several():
+    """It sends nothing; so in whichever order they are asked for, they are traced apart."""
+    alone, several = Cell(4, 1, 1), Cell(4, 1, 8)
+    apart = [linear().steps([cell])[0] for cell in (alone, several)]
+    assert apart[0].wire_us == 0 < apart[1].wire_us
+    for cells in ((alone, several), (several, alone)):
+        sweep = linear()
+        found = dict(zip(cells, sweep.steps(cells), strict=True))
+        assert [found[alone], found[several]] == apart
+        assert len(sweep.traced) == 2
+
+
+def test_layers_of_transformers_that_differ_late_are_all_traced():
+    def config(**changes):
+        return Qwen2MoeConfig(
+            num_hidden_layers=9,
+            hidden_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            num_experts=2,
+            vocab_size=64,
+            **changes,
+        )
+
+    with torch.device("meta"):
+        even, odd = (
+            AutoModelForCausalLM.from_config(config(**changes))
+            for changes in ({}, {"mlp_only_layers": [8]})
+        )
+    assert _are_alike(even, None, 9) and _are_alike(odd, None, 8)
+    assert not _are_alike(odd, None, 9)
+    assert not _are_alike(even, ["full"] * 8 + ["sliding"], 9)

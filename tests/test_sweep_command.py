@@ -1,0 +1,203 @@
+"""``simplefsdp inspect --fit`` and ``--sweep``: what is asked for, refused, and told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from simplefsdp.cli import main
+from simplefsdp.inspection.options import DESCRIPTION
+from simplefsdp.inspection.sweep_document import pareto
+from simplefsdp.sweep.axes import cells_of, parse_axes
+from simplefsdp.sweep.cells import Cell, CellStep
+from simplefsdp.sweep.fit import largest
+
+DEFAULT = Cell(1, 8192, 64)
+SMALL = ["--model", "debug", "--layers", "1"]
+
+
+@pytest.mark.parametrize(
+    ("written", "axes"),
+    [
+        ([], {"batch": (1,), "seq": (8192,), "ranks": (64,)}),
+        (["batch=1..16"], {"batch": (1, 2, 4, 8, 16)}),
+        (["seq=2k..16k"], {"seq": (2048, 4096, 8192, 16384)}),
+        (["batch=2..10:4"], {"batch": (2, 6, 10)}),
+        (["batch=3,1,1"], {"batch": (1, 3)}),
+        (["batch=3..20", "ranks=8,16..64"], {"batch": (3, 6, 12), "ranks": (8, 16, 32, 64)}),
+    ],
+)
+def test_axes(written, axes):
+    found = parse_axes(written, DEFAULT)
+    assert found == {name: (size,) for name, size in DEFAULT._asdict().items()} | axes
+    cells = cells_of(found)
+    assert len(cells) == len(found["batch"]) * len(found["seq"]) * len(found["ranks"])
+    assert all(isinstance(cell, Cell) for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (["width=3"], "expected batch=..., seq=..., ranks=..., as in batch=1..16"),
+        (["batch"], "expected batch=..."),
+        (["batch=1", "batch=2"], "batch is given twice"),
+        (["batch=0..4"], "expected a whole number of at least 1, such as 8 or 4k, got '0'"),
+        (["seq=2m"], "got '2m'"),
+        (["batch=8..2"], "2 is less than 8"),
+        (["batch=4:2"], "4:2 counts by 2, from where to where?"),
+        (["batch=1..999999999:1"], "more than 100,000 values"),
+        (["batch=1..1k:1", "ranks=1..1k:1"], "more than 100,000 cells"),
+    ],
+)
+def test_axes_that_are_refused(written, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        parse_axes(written, DEFAULT)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 8, 100, 1000])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_the_largest_that_fits(limit, multiple):
+    asked = []
+
+    def steps(sizes):
+        asked.append(sizes)
+        assert all(size % multiple == 0 for size in sizes)
+        return [CellStep(Cell(n, 1, 1), 1, 0, 1, 0, n, limit * multiple, ()) for n in sizes]
+
+    fits, not_ = largest(steps, 1000 * multiple, multiple)
+    assert (fits.cell.batch if fits else 0) == limit * multiple
+    assert (not_.cell.batch if not_ else None) == (
+        None if limit == 1000 else (limit + 1) * multiple
+    )
+    assert len(asked) <= 4
+
+
+def test_the_front_is_of_what_fits_by_sequence():
+    def row(seq: int, each: float, ranks: int, fits: bool = True) -> dict[str, object]:
+        return {
+            "seq": seq,
+            "fits": fits,
+            "tokens_per_second_per_rank": each,
+            "tokens_per_second": each * ranks,
+        }
+
+    rows = [row(1, 10, 8), row(1, 9, 16), row(1, 8, 16), row(1, 99, 64, False), row(2, 3, 8)]
+    assert sorted(pareto(rows)) == [0, 1, 4]
+
+
+def test_ranks_that_cannot_be_laid_out_are_left_out(tmp_path, capsys):
+    """And spoil no other cell."""
+    written = tmp_path / "cells.json"
+    sweep = ["--sweep", "batch=2", "seq=64", "ranks=3,4", "--tp", "2", *SMALL]
+    with pytest.raises(SystemExit) as stopped:
+        main(["inspect", *sweep, "--json", str(written)])
+    assert stopped.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "left out: ranks 3: --tp 2 does not divide 3 ranks" in told
+    assert [cell["ranks"] for cell in json.loads(written.read_text())["cells"]] == [4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--sweep", "ranks=3,5", *SMALL, "--tp", "2"], "--tp 2 does not divide 3 ranks"),
+        (["--fit", "--sweep", "batch=1..2", *SMALL], "give one of --fit and --sweep"),
+        (["--fit", *SMALL, "--batch-size", "3"], "--batch-size does not go together with --fit"),
+        (["--fit", "seq", *SMALL, "--seq-len", "64"], "--seq-len does not go together with --fit"),
+        (["--sweep", "batch=x", *SMALL], "expected a whole number of at least 1"),
+        (["--sweep", "seq=4k", *SMALL], "seq 4096 is longer than debug takes (2048)"),
+        (["--sweep", "batch=1", *SMALL, "--perfetto", "x"], "--perfetto does not go together"),
+        (["--fit", *SMALL, "--bucketing", "greedy"], "plan by one of auto, manual, none"),
+        (["--hf", "config.json"], "--hf belongs to --fit or --sweep"),
+        (["--fit", "--hf", "nowhere"], "--hf nowhere: there is no such file or folder"),
+        (["--sweep", "seq=4", "--hf", "nowhere"], "selective: models of transformers recompute"),
+    ],
+)
+def test_what_is_refused(arguments, told, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["inspect", *arguments])
+    assert stopped.value.code == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_without_a_configuration_is_looked_for_on_no_server(monkeypatch, capsys, tmp_path):
+    asked: list[str] = []
+
+    def getaddrinfo(host, *_, **__):
+        asked.append(host)
+        raise OSError("no network")
+
+    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
+    with pytest.raises(SystemExit):
+        main(["inspect", "--fit", "--hf", str(tmp_path)])
+    assert "no configuration of a language model" in " ".join(capsys.readouterr().err.split())
+    assert asked == []
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments])
+    assert stopped.value.code == 0
+
+
+def test_the_largest_batch(capsys, tmp_path: Path):
+    """As the help shows it."""
+    path = tmp_path / "fit.json"
+    (example,) = re.findall(r"^  simplefsdp (inspect --fit .*)$", DESCRIPTION, re.MULTILINE)
+    run(*example.split(), "--json", str(path))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "largest batch" in out and "of which 72 GB are taken to be usable" in out
+    rows = json.loads(path.read_text())["fit"]
+    assert [row["activation_checkpointing"] for row in rows[::2]] == ["none", "selective", "full"]
+    for row in rows:
+        fits, more = row["largest"], row["next"]
+        assert fits["fits"] and not more["fits"]
+        assert more["batch"] == fits["batch"] + 1
+        assert fits["peak_bytes"] <= fits["room_bytes"] < more["peak_bytes"]
+
+
+def test_a_sweep(capsys, tmp_path: Path):
+    path = tmp_path / "sweep.json"
+    axes = ["batch=1..4", "seq=64..128", "ranks=4,8"]
+    run("inspect", "--sweep", *axes, *SMALL, "--json", str(path))
+    assert "12 of 12 cells fit; 1 trace." in " ".join(capsys.readouterr().out.split())
+    found = json.loads(path.read_text())
+    assert found["axes"] == {"batch": [1, 2, 4], "seq": [64, 128], "ranks": [4, 8]}
+    assert len(found["cells"]) == 12
+    assert any(cell["pareto"] for cell in found["cells"])
+    for cell in found["cells"]:
+        assert 0 < cell["mfu"] < 1
+        assert cell["binds"] in ("wire", "compute")
+        assert cell["reason"]
+
+
+def test_a_model_of_transformers(capsys, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=9,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "sweep.json"
+    arguments = ["--sweep", "batch=1..4", "seq=64,128", "--ranks", "4", "--hf", str(tmp_path)]
+    recomputed = ["--activation-checkpointing", "full"]
+    run("inspect", *arguments, *recomputed, "--json", str(path))
+    cells = json.loads(path.read_text())["cells"]
+    assert len(cells) == 6 and all(cell["fits"] for cell in cells)
+    assert capsys.readouterr().out
+
+
+def test_a_model_of_the_users(tmp_path: Path):
+    path = tmp_path / "fit.json"
+    example = "simplefsdp.inspection.example"
+    target = ["--target", f"{example}:build_model", "--input", f"{example}:example_batch"]
+    run("inspect", "--fit", *target, "--ranks", "4", "--json", str(path))
+    (row,) = json.loads(path.read_text())["fit"]
+    assert row["largest"]["batch"] > 1

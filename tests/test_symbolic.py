@@ -1,0 +1,76 @@
+"""What is left open in a trace: torch's symbolic shapes, behind ``simplefsdp._torch.symbolic``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from inductor_passes.cells import CellError, Symbols
+from simplefsdp._torch.symbolic import open_sizes, opened
+
+HINTS = {"batch": 3, "seq": 10}
+
+
+def traced(function, *shape) -> Graph:
+    """The graph of a function of a tensor ``[batch, seq]``, as a backend of Dynamo gets it."""
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm.graph)
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            node.meta["val"] = value
+        return gm
+
+    torch._dynamo.reset()
+    with open_sizes(HINTS) as size:
+        x = torch.ones([size.get(n, n) for n in shape])
+        torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(x)
+    return graphs[0]
+
+
+def test_sizes_stay_open():
+    graph = traced(lambda x: x + x.shape[0], "batch", "seq", 4)
+    symbols, holds = opened(graph, HINTS)
+    assert symbols["batch"] and symbols["seq"] and not {*symbols["batch"]} & {*symbols["seq"]}, (
+        "Dynamo no longer keeps sizes open that are symbols of a FakeTensorMode's ShapeEnv"
+    )
+    assert not holds
+
+
+def test_a_size_that_stands_in_several_places_has_as_many_symbols():
+    symbols, _ = opened(traced(lambda x: x + 1, "batch", "seq", "seq"), HINTS)
+    assert len(symbols["seq"]) >= 1
+
+
+def test_what_code_asks_of_a_size_must_hold():
+    def function(x):
+        return x + 1 if x.shape[1] < 32 else x
+
+    symbols, holds = opened(traced(function, "batch", "seq"), HINTS)
+    assert holds, "ShapeEnv.guards moved"
+    found = Symbols({"seq": symbols["seq"]}, holds)
+    found.check({"seq": 31})
+    with pytest.raises(CellError, match=r"seq 32: the graph was traced where seq (< 32|<= 31)"):
+        found.check({"seq": 32})
+
+
+def test_a_size_that_became_a_number_is_told():
+    with pytest.raises(ValueError, match="batch: the model's code decides by it"):
+        opened(traced(lambda x: x * range(9)[x.shape[0]], "batch", "seq"), HINTS)
+
+
+def test_a_size_may_be_what_is_made_of_it():
+    """``sym_max(size, 1)``, of which DTensor makes sizes, is the size; see ``open_sizes``."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    def function(x):
+        return torch.ones(torch.sym_max(torch.sym_max(x.shape[0], 1), 1)) + x.sum()
+
+    def backend(gm, inputs):
+        return aot_module_simplified(gm, inputs, fw_compiler=lambda graph, _: graph.forward)
+
+    torch._dynamo.reset()
+    with open_sizes(HINTS) as size:
+        x = torch.ones(size["batch"], 2)
+        assert torch.compile(function, backend=backend, fullgraph=True)(x).shape[0] == size["batch"]
