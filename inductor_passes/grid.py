@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import sympy
 import torch
 from torch import Tensor
 
@@ -138,19 +137,14 @@ def _memory(opened: OpenProgram, cells: Sequence[Sizes]) -> tuple[Tensor, Tensor
     Storages of one size are counted together. The counts of all sizes are the digits of one number,
     so that what is alive during each op is found once, in whole numbers, for all cells.
     """
-    formulas: dict[str, set[sympy.Expr]] = {}
-    for buffer in opened.program.buffers.values():
-        formulas.setdefault(buffer.storage, set()).add(formula_of(buffer.nbytes))
-    kinds = {kind: at for at, kind in enumerate(dict.fromkeys(map(frozenset, formulas.values())))}
-    size = {s: 1 << (_DIGIT * kinds[frozenset(found)]) for s, found in formulas.items()}
+    formulas = {
+        storage: formula_of(nbytes) for storage, nbytes in opened.program.storage_nbytes.items()
+    }
+    kinds = {formula: at for at, formula in enumerate(dict.fromkeys(formulas.values()))}
+    size = {storage: 1 << (_DIGIT * kinds[formula]) for storage, formula in formulas.items()}
     live, at_rest = live_nbytes(opened.program, size)
     counts = _digits([*live, at_rest], len(kinds))
-    members = [formula for kind in kinds for formula in kind]
-    of_members = iter(Formulas(members, opened.symbols).many(cells))
-    nbytes = torch.zeros(len(kinds), len(cells), dtype=torch.float64)
-    for row, kind in zip(nbytes, kinds, strict=True):
-        for _ in kind:
-            torch.maximum(row, next(of_members), out=row)
+    nbytes = Formulas(list(kinds), opened.symbols).many(cells)
     peak = torch.zeros(len(cells), dtype=torch.float64)
     for some in counts[:-1].split(1024):
         peak = torch.maximum(peak, (some @ nbytes).amax(0))

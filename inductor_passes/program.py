@@ -206,11 +206,9 @@ class Program:
 
     @cached_property
     def storage_nbytes(self) -> dict[str, int]:
-        """Bytes of each storage."""
-        size: dict[str, int] = {}
-        for buffer in self.buffers.values():
-            size[buffer.storage] = max(size.get(buffer.storage, 0), buffer.nbytes)
-        return size
+        """Bytes of each storage; a view that repeats elements may have more."""
+        own = {buffer.storage: None for buffer in self.buffers.values()}
+        return {storage: self.buffers[storage].nbytes for storage in own}
 
     @cached_property
     def _overwritten(self) -> list[list[str]]:
