@@ -2,7 +2,8 @@
 
 Each session ends by a fault drawn by chance, or outlives it, and the next one resumes it. The
 resident memory of every process is sampled. At the end the losses are compared, step by step, with
-those of a run that nothing happened to, whose memory is sampled too: it is the longest.
+those of a run that nothing happened to and that saves as often. Its memory is sampled, too: it is
+the longest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _COMPARED_STEPS = 2000
 _CALM_S = 1800.0  # at most, for so many steps
 _LONG = ("--steps", "1000000", "--warmup-steps", "100")  # no session comes to its end
 _SAMPLE_S = 1.0
-_WARM_S = 10.0  # until then a process still loads and allocates for the first time
+_WARM_S = 20.0  # after its first step; until then a process still allocates for the first time
+_SAVES = ("--checkpoint-every", "10")
 _FLAT = 0.03  # of a process's memory, from the first half of a session to the second
 
 
@@ -64,12 +66,16 @@ _FAULTS = (_terminate, _hang_up, _interrupt_all, _kill_launcher, _kill_rank, _st
 
 @dataclass
 class Session:
-    """From a start to the end that a fault made of it: ``[seconds, bytes]`` of each process."""
+    """From a start to the end that a fault made of it.
+
+    ``memory`` is that of each process: ``[seconds after the first step, bytes]``.
+    """
 
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     lost_steps: int = 0
     problems: list[str] = field(default_factory=list)
+    began: float = 0.0
 
 
 def soak(minutes: float, folder: Path, every_s: float) -> Iterator[dict[str, Any]]:
@@ -97,7 +103,7 @@ def soak(minutes: float, folder: Path, every_s: float) -> Iterator[dict[str, Any
 def _session(scene: Scene, every_s: float) -> Session:
     session = Session()
     before = max(scene.checkpoints(), default=0)
-    run = scene.train("--checkpoint-every", "10", "--resume", "auto", *_LONG)
+    run = scene.train(*_SAVES, "--resume", "auto", *_LONG)
     try:
         run.says("step ")
     except Exception as error:
@@ -127,13 +133,13 @@ def _session(scene: Scene, every_s: float) -> Session:
 
 def _sample(run: Run, session: Session, seconds: float) -> None:
     """Note the memory of every process for so long."""
-    began = run.process_started
+    session.began = session.began or time.monotonic()
     until = time.monotonic() + seconds
     while time.monotonic() < until and run.process.poll() is None:
         pids = {"launcher": run.process.pid}
         pids |= {f"rank {i}": pid for i, pid in enumerate(run.ranks())}
         for name, pid in pids.items():
-            sample = (round(time.monotonic() - began, 1), memory_nbytes(pid))
+            sample = (round(time.monotonic() - session.began, 1), memory_nbytes(pid))
             session.memory.setdefault(name, []).append(sample)
         time.sleep(_SAMPLE_S)
 
@@ -144,7 +150,8 @@ def _compared(scene: Scene, folder: Path) -> dict[str, Any]:
     steps = min(max(losses, default=0), _COMPARED_STEPS)
     calm, session = Scene(folder / "calm"), Session()
     try:
-        run = calm.train("--stop-after", str(steps), *_LONG, options=EAGER)
+        run = calm.train(*_SAVES, "--stop-after", str(steps), *_LONG, options=EAGER)
+        run.says("step ")
         _sample(run, session, _CALM_S)
         end = run.end(60)
         expected = calm.losses()
