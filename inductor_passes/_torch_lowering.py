@@ -76,10 +76,7 @@ def reuse_at_once() -> Iterator[None]:
     from torch._inductor import config
 
     _ask_before_reuse()
-    metadata = {
-        **config.aot_inductor.metadata,
-        "simplefsdp": "reuse at once" + __import__("os").environ.get("VETO", ""),
-    }
+    metadata = {**config.aot_inductor.metadata, "simplefsdp": "reuse at once"}
     token = _at_once.set(True)
     try:
         with config.patch({"aot_inductor.metadata": metadata}):
