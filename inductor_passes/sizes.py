@@ -26,6 +26,9 @@ _notes: list[set[sympy.Basic]] = []
 class Size(int):
     """A whole number and the formula that it comes from.
 
+    What other operators than ``+``, ``-``, ``*`` and ``//`` make is a plain number, what it is
+    here, and nothing notes that: good for choosing a plan, which is valid elsewhere, too.
+
     Attributes:
         formula: a sympy expression of the symbols that were left open.
     """

@@ -108,10 +108,12 @@ class _Spread:
                 names += self.program.ops[at].reads if at is not None else ()
 
     def _shard(self, names: Iterable[str], rows: _Rows) -> None:
+        """Give those that are whole rows a shard's rows; a scale, say, is the same on any rank."""
         for name in names:
-            if self.program.buffers[name].nbytes:
+            buffer = self.program.buffers[name]
+            if buffer.nbytes and buffer.nbytes % (int(rows.shard) * buffer.itemsize) == 0:
                 self.shards[name] = rows
-                self._resize(name, rows.of_shard(self.program.buffers[name].nbytes))
+                self._resize(name, rows.of_shard(buffer.nbytes))
 
     def _pad(self, names: Sequence[str], rows: _Rows) -> None:
         """Full parameters or gradients with their padding; what has another size is a slice."""

@@ -57,6 +57,17 @@ def test_padding_that_comes_or_goes_is_another_graph(rows, here, there):
         opened(rows, here).at(ranks=there)
 
 
+def test_what_is_beside_a_shard_keeps_its_size():
+    scaled = step(24, 4).replace("cast(p)", "cast(p, scale)")
+    scaled = scaled.replace("input x: 40", "input x: 40\ninput scale: 4/4")
+    formulas = RankFormulas({"dp": RANKS}, {"w": 24})
+    program, holds = with_ranks(parse(scaled), formulas)
+    sized = SizedProgram(program, Symbols({"ranks": (RANKS,)}, frozenset(holds)))
+    found = sized.at(ranks=12)
+    assert found.buffers["scale"].nbytes == 4
+    assert found.buffers["p"].nbytes == 8
+
+
 def test_copies_are_reduced_at_the_size_of_shards():
     text = """
 resident p: {shard}

@@ -12,7 +12,6 @@ from torch.fx import Graph, GraphModule
 
 from inductor_passes._torch_lowering import reuse_at_once
 from simplefsdp._torch.padding import padding_without_benchmarks
-from simplefsdp._torch.symbolic import without_whole_slices
 
 CompiledFunction = Callable[..., Any]
 
@@ -248,6 +247,8 @@ def compile_with_aot_eager(
     decompositions: dict[Any, Any] = {}
     if decompose:
         from torch._inductor.decomposition import select_decomp_table
+
+        from simplefsdp._torch.symbolic import without_whole_slices  # imports Dynamo
 
         decompositions = without_whole_slices(select_decomp_table())
     backend = aot_autograd(
