@@ -104,6 +104,11 @@ def metadata_of(data: bytes) -> Metadata:
     return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
 
 
+def files_of(metadata: Metadata) -> set[str]:
+    """The files that a checkpoint is made of: those that its metadata names, and itself."""
+    return {NAME, *(place.relative_path for place in metadata.storage_data.values())}
+
+
 def _columns(found: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
     return list(found.keys()), list(found.values())
 
