@@ -79,7 +79,13 @@ def first_of_two_hosts_with_four_ranks_dies(scene: Scene) -> End:
     return _first_host_dies(scene, 2)
 
 
-@fault("the link goes down in silence", "ends within the timeout of 15 s", codes={1}, says=_LOST)
+@fault(
+    "the link goes down in silence",
+    "ends within the timeout of 15 s",
+    codes={1},
+    says="error: no answer from another rank",
+    tells_where=True,
+)
 def link_goes_down(scene: Scene) -> End:
     with hosts() as names:
         runs = _train(scene, names, 1, "--checkpoint-every", "2", timeout_s=15)

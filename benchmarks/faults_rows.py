@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from faults_run import EAGER, End, EndedEarly, Scene
 
@@ -42,6 +43,7 @@ class Fault:
         resumes: whether to go on afterwards, and compare with a run that nothing happened to.
         bound_s: the longest that it may take to end.
         quick: whether the test suite has it, too.
+        tells_where: whether a traceback is right.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Fault:
     resumes: bool = False
     bound_s: float = 60.0
     quick: bool = False
+    tells_where: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,32 +83,13 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    where: str,
-    expected: str,
-    *,
-    codes: set[int],
-    says: str = "",
-    loses: int | None = None,
-    resumes: bool = False,
-    bound_s: float = 60.0,
-    quick: bool = False,
+    where: str, expected: str, *, codes: set[int], **more: Any
 ) -> Callable[[Callable[[Scene], End]], Callable[[Scene], End]]:
     """Make a function a row of the table; see :class:`Fault`."""
 
     def register(inject: Callable[[Scene], End]) -> Callable[[Scene], End]:
         name = inject.__name__.replace("_", " ")
-        FAULTS[inject.__name__] = Fault(
-            name,
-            where,
-            expected,
-            inject,
-            frozenset(codes),
-            says,
-            loses,
-            resumes,
-            bound_s,
-            quick,
-        )
+        FAULTS[inject.__name__] = Fault(name, where, expected, inject, frozenset(codes), **more)
         return inject
 
     return register
@@ -176,7 +160,7 @@ class Table:
 
 def _judge(this: Fault, end: End, lost: int | None, wrong: list[str]) -> Outcome:
     problems = ["hangs"] if end.hung or end.seconds > this.bound_s else []
-    traceback = "Traceback (most recent call last)" in end.text
+    traceback = "Traceback (most recent call last)" in end.text and not this.tells_where
     problems += ["traceback"] if traceback else []
     if not end.hung and end.code not in this.codes:
         problems.append(f"exit code {end.code}")

@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         RunFailed,
         UserError,
         in_one_line,
+        is_timeout,
         leave_at_once,
     )
 
@@ -48,12 +49,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = 130
     except Exception as error:
         _record(error)
-        if (line := in_one_line(error)) is not None:
-            print(f"error: {line}", file=sys.stderr)
-        elif not _is_rank():
+        line = in_one_line(error)
+        if line is None and not _is_rank():
             raise
-        else:
+        if line is None or is_timeout(error):
             sys.excepthook(type(error), error, error.__traceback__)
+        if line is not None:
+            print(f"error: {line}", file=sys.stderr)
         code = EXIT_FAILED
     if code and _is_rank():
         leave_at_once(code)

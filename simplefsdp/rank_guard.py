@@ -15,6 +15,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -30,6 +31,7 @@ from simplefsdp import _torch
 
 log = logging.getLogger("simplefsdp")
 TIMEOUT_S = 300.0
+_VARIABLE = "SIMPLEFSDP_TIMEOUT_S"
 _PATIENCE_S = 10.0  # then say who is missing
 # What was agreed on, in the default process group that it was agreed in.
 _agreed: WeakKeyDictionary[Any, set[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
@@ -61,11 +63,27 @@ def ranks_of_model(model: nn.Module) -> tuple[int, ...]:
     return ranks_of([p.device_mesh for p in model.parameters() if isinstance(p, DTensor)])
 
 
+def waiting_s(default: float = TIMEOUT_S) -> float:
+    """Seconds to wait for other ranks where no option says it: as SIMPLEFSDP_TIMEOUT_S does.
+
+    Raises:
+        ValueError: the environment has no number of seconds for it.
+    """
+    written = os.environ.get(_VARIABLE, str(default))
+    try:
+        seconds = float(written)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e7:  # nor NaN
+        raise ValueError(f"{_VARIABLE}: expected seconds, more than 0, got {written!r}")
+    return seconds
+
+
 def agree(
     what: str,
     lines: Sequence[str],
     ranks: Sequence[int],
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float | None = None,
     *,
     remember: bool = True,
     late: str = "",
@@ -79,7 +97,7 @@ def agree(
         what: is compared, for messages: "the compiled graph".
         lines: that must be equal on all ranks, so no group names, local shapes or paths.
         ranks: global ranks, this one among them; nothing happens if it is alone.
-        timeout_s: how long to wait for the slowest rank.
+        timeout_s: how long to wait for the slowest rank; by default as :func:`waiting_s` says.
         remember: False to compare each time: another rank may differ though this one does not.
         late: why ranks may not come in time, and what to do, for the message.
 
@@ -93,6 +111,7 @@ def agree(
     agreed, key = _agreed.setdefault(dist.group.WORLD, set()), (tuple(ranks), digest)
     if remember and key in agreed:
         return
+    timeout_s = waiting_s() if timeout_s is None else timeout_s
     store, me = _store_of(ranks), dist.get_rank()
     # The n-th call on one rank meets the n-th call on the others. The count lives in the store, so
     # that it starts afresh with a new process group.
@@ -231,7 +250,7 @@ def _verdict(
 
 _LATE = (
     "They failed, are slower than that, or took another branch of the program; see their logs, or "
-    "raise options['rank_guard_timeout_s']"
+    f"raise options['rank_guard_timeout_s'], or of what is not compiled {_VARIABLE}, on all of them"
 )
 
 

@@ -125,7 +125,7 @@ def test_verify_finds_a_flipped_bit(
     assert verify(str(checkpoint)) == 1
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"damaged: {name} has other bytes")
-    assert "1 of 4 files are damaged or missing" in last
+    assert "1 of 4 files are damaged, missing or unverified" in last
 
 
 def test_verify_has_a_line_for_each_file(
@@ -149,6 +149,57 @@ def _nbytes(checkpoint: Path) -> int:
     sums = checksums.read(checkpoint)
     assert sums is not None
     return sums["__1_0.distcp"].nbytes
+
+
+def remove_checksums(checkpoint: Path, *names: str) -> None:
+    sums = checksums.read(checkpoint)
+    assert sums is not None
+    checksums.write(checkpoint, {n: of for n, of in sums.items() if n not in (names or sums)})
+
+
+def test_a_file_without_a_checksum_ends_all_ranks(checkpoint: Path, pool: RankPool) -> None:
+    """It was trained on, whatever was in it."""
+    remove_checksums(checkpoint, "__1_0.distcp")
+    first, second = pool.run(resume, str(Path.cwd()))
+    assert "is damaged: __1_0.distcp has no checksum; remove that folder" in first
+    assert second == "2"
+
+
+@pytest.mark.parametrize(
+    ("names", "lines"),
+    [
+        (["__0_0.distcp"], ["unverified: __0_0.distcp has no checksum"]),
+        ([".metadata"], ["interrupted: .metadata has no checksum, as the save was interrupted"]),
+        (
+            [],
+            [
+                "unverified: .metadata has no checksum",
+                "unverified: __0_0.distcp has no checksum",
+                "unverified: __1_0.distcp has no checksum",
+                "unknown: trainer.json was not written with the checkpoint",
+            ],
+        ),
+    ],
+)
+def test_a_file_without_a_checksum_is_not_as_it_was_written(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], names: list[str], lines: list[str]
+) -> None:
+    """The file was called unknown, and the checkpoint as it was written."""
+    remove_checksums(checkpoint, *names)
+    assert verify("r") == 1
+    assert capsys.readouterr().out.splitlines()[:-1] == lines
+    first = lines[0].partition(": ")[2]
+    with pytest.raises(ValueError, match=f"is damaged: {first}.*; remove that folder"):
+        load_plain(checkpoint, Llama(CONFIGS["micro"]))
+
+
+def test_metadata_that_nobody_can_read_is_told(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remove_checksums(checkpoint, ".metadata")
+    (checkpoint / ".metadata").write_bytes(b"x")
+    assert verify("r") == 2
+    assert "is damaged: .metadata: " in capsys.readouterr().err
 
 
 def test_verify_says_what_it_cannot_compare(

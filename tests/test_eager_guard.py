@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from simplefsdp import eager_guard, simple_fsdp
-from simplefsdp.rank_guard import RankMismatchError, agree
+from simplefsdp.rank_guard import RankMismatchError, agree, waiting_s
 
 
 class Branching(nn.Module):
@@ -87,6 +87,32 @@ def test_a_rank_that_waits_in_vain_is_named_and_says_where_it_is(own_ranks):
     assert kind == "RankMismatchError"
     assert "after 1 s, ranks 1 have not got to what rank 0 is about to do" in text
     assert any("layers.1.weight was being gathered" in note for note in notes)
+
+
+def wait_as_the_environment_says():
+    """Rank 0 comes to the end of a forward that rank 1 does not begin."""
+    model = simple_fsdp(Branching(), init_device_mesh("cpu", (2,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIMPLEFSDP_TIMEOUT_S", "1")
+        if dist.get_rank() == 0:
+            with pytest.raises(RankMismatchError) as caught, eager_guard.eager_forward():
+                eager_guard.note_gather(next(model.parameters()).device_mesh, "layers.0.weight")
+            return str(caught.value)
+    return ""
+
+
+def test_what_a_late_rank_is_told_to_raise_is_what_was_waited_for(own_ranks):
+    text, _ = own_ranks.run(wait_as_the_environment_says)
+    own_ranks.stop()  # out of step again
+    assert "after 1 s, ranks 1 have not got to what rank 0 is about to do" in text
+    assert "of what is not compiled SIMPLEFSDP_TIMEOUT_S, on all of them" in text
+
+
+@pytest.mark.parametrize("written", ["soon", "0", "-1", "nan"])
+def test_what_is_no_time_is_refused(written, monkeypatch):
+    monkeypatch.setenv("SIMPLEFSDP_TIMEOUT_S", written)
+    with pytest.raises(ValueError, match=f"expected seconds, more than 0, got '{written}'"):
+        waiting_s()
 
 
 def test_what_was_gathered_before_is_not_asked_again(monkeypatch, solo_mesh):

@@ -44,8 +44,9 @@ def config_of(sequences: int, **optim: int) -> TrainConfig:
         ({"microbatch_size": 4}, 2, 16, 2),
         ({"microbatch_size": 4}, 1, 16, 4),
         ({"microbatch_size": 3}, 2, 16, 4),  # of two each: three do not divide eight
-        ({"microbatch_size": 4}, 3, 12, 1),
-        ({"microbatch_size": 2}, 3, 12, 2),
+        ({"microbatch_size": 4}, 3, 15, 5),  # five have no other divisor
+        ({"microbatch_size": 2}, 3, 15, 5),
+        ({"microbatch_size": 4}, 5, 15, 1),
         ({"microbatch_size": 4}, 32, 32, 1),
         ({"microbatch_size": 4}, 20, 20, 1),
     ],
@@ -58,6 +59,17 @@ def test_a_rank_computes_no_more_at_once_however_many_there_are(
     assert (batch.notice is None) == (sequences == 16)
     if batch.notice:
         assert f"{sequences} sequences for now: 16 do not divide among {ranks}" in batch.notice
+
+
+@pytest.mark.parametrize(
+    ("sequences", "ranks", "at_once", "taken", "microbatches"),
+    [(30, 2, 8, 30, 3), (31, 2, 8, 30, 3), (7, 2, 2, 6, 3), (1023, 8, 100, 1016, 127)],
+)
+def test_a_batch_that_does_not_divide_loses_only_the_rest(
+    sequences: int, ranks: int, at_once: int, taken: int, microbatches: int
+) -> None:
+    batch = elastic.divide(config_of(sequences, microbatch_size=at_once), ranks)
+    assert (batch.sequences, batch.microbatches) == (taken, microbatches)
 
 
 def test_what_is_saved_fits_any_number_of_ranks() -> None:
@@ -87,7 +99,15 @@ def test_ranks_that_would_start_from_nothing_are_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    for args in ("", f"--out {tmp_path}", f"--out {tmp_path} --resume auto --checkpoint-every 0"):
+    out = f"--out {tmp_path}"
+    one = f"{out} --resume {tmp_path}/checkpoints/step-00000004"
+    for args in (
+        "",
+        out,
+        one,
+        f"{out} --resume latest",
+        f"{out} --resume auto --checkpoint-every 0",
+    ):
         with pytest.raises(UserError, match="--max-restarts 3: expected --resume auto, --out"):
             parse(args.split())
     assert parse(f"--out {tmp_path} --resume auto".split()).run.resume is None

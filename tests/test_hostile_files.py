@@ -145,6 +145,30 @@ def spoil_offsets(metadata: Any) -> Any:
     return metadata
 
 
+def spoil_overlap(metadata: Any) -> Any:
+    """Two halves, of which both are the first: the other one was not loaded."""
+    entry = metadata.state_dict_metadata["model.norm.weight"]
+    entry.chunks[0].sizes = torch.Size([entry.size[0] // 2])
+    entry.chunks *= 2
+    return metadata
+
+
+def spoil_transforms(metadata: Any) -> Any:
+    """One long list for all places, of which each had a copy."""
+    shared = ["zstd"] * 1000
+    for place in metadata.storage_data.values():
+        place.transform_descriptors = shared
+    return metadata
+
+
+def spoil_names(metadata: Any) -> Any:
+    """One long name for all places, which was taken apart for each."""
+    shared = "a/" * 5000 + "b"
+    for place in metadata.storage_data.values():
+        place.relative_path = shared
+    return metadata
+
+
 def spoil_types(metadata: Any) -> Any:
     next(iter(metadata.storage_data.values())).offset = "0"
     return metadata
@@ -155,8 +179,12 @@ def spoil_keys(metadata: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "spoil", [spoil_chunks, spoil_sizes, spoil_places, spoil_offsets, spoil_types, spoil_keys]
-)
+    "spoil",
+    [
+        spoil_chunks, spoil_sizes, spoil_places, spoil_offsets, spoil_overlap, spoil_transforms,
+        spoil_names, spoil_types, spoil_keys,
+    ],
+)  # fmt: skip
 def test_metadata_that_does_not_fit_together(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], spoil: Any
 ) -> None:

@@ -6,9 +6,13 @@ import pytest
 import torch
 from tiny import assert_equal, values_of
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp
+from simplefsdp.checkpoints import checksums
+from simplefsdp.cli import main
 from simplefsdp.integrations import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -152,3 +156,61 @@ def test_another_optimizer_is_refused(tmp_path):
 def test_what_was_not_written_to_its_end_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is not complete: it has no \.metadata"):
         checkpoint.load(tmp_path, [nn.Linear(4, 4)])
+
+
+class Ended(Exception):
+    """As if the process had ended."""
+
+
+def ending(function, at, *, after):
+    """``function``, which ends the process in its call number ``at``: before it, or after it."""
+    calls = []
+
+    def ends(*args):
+        calls.append(args)
+        if len(calls) < at or after:
+            found = function(*args)
+        if len(calls) == at:
+            raise Ended
+        return found
+
+    return ends
+
+
+# Each moment of a save, by what was done last or is next.
+MOMENTS = {
+    "nothing is written": (FileSystemWriter, "write_data", 1, False),
+    "a shard is": (FileSystemWriter, "write_data", 1, True),
+    "and hashed": (checksums, "write", 1, False),
+    "and has its checksum": (checksums, "write", 1, True),
+    "and the metadata is": (FileSystemWriter, "finish", 1, True),
+    "and hashed, too": (checksums, "write", 2, False),
+}
+
+
+@pytest.mark.parametrize("there", ["nothing", "a checkpoint", "one without checksums"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_what_a_save_leaves_that_ended_is_refused(tmp_path, monkeypatch, capsys, there, moment):
+    """It was loaded without a word of its checksums, or what was complete was called damaged."""
+    if there != "nothing":
+        checkpoint.save(tmp_path, [nn.Linear(4, 4)])
+    if there == "one without checksums":
+        (tmp_path / checksums.NAME).unlink()
+    model = nn.Linear(4, 4)
+    owner, name, at, after = MOMENTS[moment]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, ending(getattr(owner, name), at, after=after))
+        with pytest.raises(CheckpointException):
+            checkpoint.save(tmp_path, [model])
+    with pytest.raises(ValueError, match=r"(has no \.metadata|the save was interrupted); remove"):
+        checkpoint.load(tmp_path, [nn.Linear(4, 4)])
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify", str(tmp_path)])
+    assert exit_.value.code != 0
+    checkpoint.save(tmp_path, [model])
+    checkpoint.load(tmp_path, [other := nn.Linear(4, 4)])
+    assert_equal(values_of(other), values_of(model))
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify", str(tmp_path)])
+    assert exit_.value.code == 0
+    assert "2 files, " in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -79,6 +80,62 @@ def test_a_rank_that_lost_another_says_so_in_one_line(monkeypatch, capsys):
     )
     assert in_one_line(ValueError("Connection closed by peer")) is None
     assert in_one_line(RuntimeError("shape mismatch")) is None
+
+
+def test_a_rank_that_gets_no_answer_says_where_it_was(monkeypatch, capsys):
+    """It may be that two ranks are in different collectives: nobody is lost."""
+
+    def fail_in_a_collective(args):
+        raise RuntimeError(
+            "[../gloo/transport/tcp/unbound_buffer.cc:86] Timed out waiting 15000ms for recv "
+            "operation to complete\nmore"
+        )
+
+    monkeypatch.setattr("simplefsdp.cli._dispatch", fail_in_a_collective)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(SystemExit) as ended:
+        main(["train"])
+    assert ended.value.code == 1
+    told = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in told and "in fail_in_a_collective" in told
+    last = told.strip().split("\n")[-1]
+    assert last.startswith("error: no answer from another rank in a collective (Timed out waiting")
+    assert "15000ms for recv operation to complete): it hangs" in last
+
+
+_FOLLOWS = "from simplefsdp.launcher.follow import follow_launcher as f; f(); print('follows')"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "code", "out", "error"),
+    [
+        ("another-run 1", 0, "follows\n", ""),  # inherited
+        ("this-run {parent}", 0, "follows\n", ""),
+        ("this-run 1", 1, "", "error: process 1, which started this one, is gone\n"),
+    ],
+)
+def test_a_rank_follows_the_launcher_of_its_own_run(launcher, code, out, error):
+    launcher = launcher.format(parent=os.getpid())
+    told = {"SIMPLEFSDP_LAUNCHER": launcher, "TORCHELASTIC_RUN_ID": "this-run"}
+    ended = subprocess.run(
+        [sys.executable, "-c", _FOLLOWS],
+        env=os.environ | told,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, out, error)
+
+
+def test_a_launcher_tells_its_own_ranks_of_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMPLEFSDP_LAUNCHER", "another-run 1")
+    started = []
+    monkeypatch.setattr(
+        launch, "elastic_launch", lambda config, _: lambda *args: started.append(config.run_id)
+    )
+    monkeypatch.setattr(launch, "_set_environment", lambda ranks: None)
+    launch.start_local_ranks([], ranks=2, log_folder=tmp_path)
+    assert os.environ["SIMPLEFSDP_LAUNCHER"] == f"{started[0]} {os.getpid()}"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp.launcher import launch
-from simplefsdp.train import room
+from simplefsdp.launcher.ranks import Rank
+from simplefsdp.train import room, session
 from simplefsdp.train.checkpoint import CheckpointWriter
+from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.metrics import EvalRecord, MetricsWriter
 from simplefsdp.train.runs import TrainerState
 
@@ -57,6 +60,27 @@ def test_what_is_kept_and_one_more_must_fit(disk, tmp_path, free_mb, keep, there
     assert bool(told) == warned
     if told:
         assert f"room for {free_mb // 40} more checkpoints" in told and f"--keep {keep}" in told
+
+
+def test_a_disk_that_cannot_be_looked_at_is_told_and_ends_nothing(monkeypatch, tmp_path):
+    said: list[str] = []
+    plan = SimpleNamespace(
+        config=TrainConfig(),
+        layout=SimpleNamespace(replicate=1, shard=2, tp=1),
+        out=tmp_path,
+        checkpoint_nbytes=MB,
+        notice=None,
+    )
+    rank = Rank(0, 2, torch.device("cpu"))
+
+    def is_stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "statvfs", is_stale)
+    session._describe(plan, rank, SimpleNamespace(say=said.append))
+    assert (
+        f"room for checkpoints cannot be seen: [Errno {errno.ESTALE}] Stale file handle" in said[-1]
+    )
 
 
 def test_bytes_of_a_checkpoint(fake_mesh):

@@ -78,20 +78,32 @@ def test_all_of_it_if_that_fits_else_as_much_as_does_beside_gradients_that_wait(
         chosen(BASE + EACH)
 
 
-def test_it_is_settled_once_and_saved_as_a_number(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(fit, "ProcessPoolExecutor", lambda *args: _Done(5))
+@pytest.fixture
+def run(tmp_path: Path) -> TrainConfig:
     (tmp_path / "text").write_bytes(bytes(range(128)) * 400)
-    config = replace(
-        config_of(),
-        data=DataOptions(data=tmp_path / "text", seq_len=64, global_batch_size=RANKS * PART),
-        run=RunOptions(out=tmp_path / "out"),
-    )
-    plan = plan_run(config, RANKS, RANKS)
-    assert plan.notice is None
-    assert plan.config.optim.gradient_accumulation_steps == 4  # of four: five do not divide sixteen
-    assert plan.saved.optim.microbatch_size == 5
-    loaded = TrainConfig.from_json(json.loads(json.dumps(plan.saved.to_json())))
-    assert elastic.divide(loaded, 1).microbatches == 8
+    data = DataOptions(data=tmp_path / "text", seq_len=64, global_batch_size=RANKS * PART)
+    return replace(config_of(), data=data, run=RunOptions(out=tmp_path / "out"))
+
+
+def test_each_start_takes_what_fits_its_ranks(run: TrainConfig, monkeypatch, capsys) -> None:
+    """And never more than the first."""
+    fits, at_once = {2: 5, 1: 3, 4: 7}, {2: 4, 1: 2, 4: 4}  # five do not divide sixteen
+    for ranks in (2, 1, 4, 2):
+        monkeypatch.setattr(fit, "ProcessPoolExecutor", lambda *args, n=fits[ranks]: _Done(n))
+        plan = plan_run(run, ranks, ranks)
+        assert plan.notice is None and plan.config.data.global_batch_size == RANKS * PART
+        assert elastic.at_once(plan.config, ranks) == at_once[ranks]
+        run = TrainConfig.from_json(json.loads(json.dumps(plan.saved.to_json())))
+        assert (run.optim.microbatch_size, run.optim.microbatch_limit) == ("auto", 5)
+    first, fewer, more, _ = [line for line in capsys.readouterr().out.split("\n") if "64" in line]
+    assert "5 sequences of 64 tokens at once: what each of 2 data-parallel ranks has" in first
+    assert "3 sequences of 64 tokens at once: what each of 1 data-parallel ranks has" in fewer
+    assert "5 sequences of 64 tokens at once: --microbatch-limit" in more and "7 would fit" in more
+
+
+def test_a_launcher_leaves_it_to_rank_zero(run: TrainConfig, monkeypatch) -> None:
+    monkeypatch.setattr(fit, "ProcessPoolExecutor", None)
+    assert plan_run(run, RANKS, RANKS, fits=False).saved.optim.microbatch_size == "auto"
 
 
 class _Done:
@@ -161,13 +173,26 @@ def test_what_is_predicted_is_what_runs(monkeypatch) -> None:
         assert plan_layout(asked, 16, 8) == layout
 
 
-def test_a_run_that_is_resumed_keeps_what_was_found(tmp_path: Path, monkeypatch) -> None:
-    saved = replace(config_of(microbatch_size=3), run=RunOptions(out=tmp_path))
+@pytest.mark.parametrize(
+    ("before", "given", "now"),
+    [
+        ({"microbatch_size": 32}, "--microbatch-size auto", ("auto", None)),  # as all are saved
+        ({"microbatch_limit": 3}, "", ("auto", 3)),
+        ({"microbatch_limit": 3}, "--microbatch-limit 9", ("auto", 9)),
+        ({"microbatch_limit": 3}, "--microbatch-size 4", (4, None)),
+    ],
+)
+def test_what_a_resumed_run_asks_for(
+    before: dict[str, int], given: str, now: tuple[object, object], run: TrainConfig, monkeypatch
+) -> None:
+    saved = replace(run, optim=replace(run.optim, **before))
     state = SimpleNamespace(config=saved.to_json())
-    monkeypatch.setattr(runs, "find_checkpoint", lambda *args: tmp_path / "checkpoints" / "step-1")
+    checkpoint = run.run.out / "checkpoints" / "step-00000001"
+    monkeypatch.setattr(runs, "find_checkpoint", lambda *args: checkpoint)
     monkeypatch.setattr(runs, "read_trainer_state", lambda path: state)
-    config = command.parse(["--resume", str(tmp_path), "--microbatch-size", "auto"])
-    assert config.optim.microbatch_size == 3
+    config = command.parse(["--resume", str(run.run.out), *given.split()])
+    kept = elastic.for_any_ranks(config, RANKS).optim
+    assert (kept.microbatch_size, kept.microbatch_limit) == now
 
 
 def test_another_word_is_refused() -> None:

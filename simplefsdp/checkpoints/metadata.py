@@ -6,7 +6,9 @@ there, do not leave the folder, and cover the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import product
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -50,6 +52,9 @@ _PATHS = [
 ]
 _KNOWN = {*_OURS.values(), *_PATHS, *_DTYPES, _STORAGE_INFO, _SIZE, _LAYOUT}
 _MOST_DIMS = 64
+# All places of a small file may have one list, or one name, which is gone through for each.
+_MOST_TRANSFORMS = 8
+_MOST_CHARACTERS = 4096
 
 T = TypeVar("T")
 
@@ -80,18 +85,28 @@ def metadata_of(data: bytes) -> Metadata:
     state = _state(read_pickle(data, _KNOWN), "Metadata")
     entries = _get(state, "state_dict_metadata", dict)
     places = dict(map(_place, *_columns(_get(state, "storage_data", dict))))
-    budget = len(data)  # a chunk takes more than a byte: more are the same ones again and again
+    # A corner takes more than a byte: more of them are of the same chunks again and again.
+    budget = len(data)
     tensors: dict[str, Any] = {}
     for key, entry in entries.items():
         tensors[_is(key, str, "a key")] = found = _entry(key, entry)
         if isinstance(found, TensorStorageMetadata):
-            budget -= len(found.chunks)
+            _check_parts(key, found, places)
+            split = _split_dims(found)
+            budget -= len(found.chunks) << len(split)
             if budget < 0:
                 raise ValueError("it has more parts of tensors than it has bytes")
-            _check_tensor(key, found, places)
+            if not _is_covered(found, split):
+                which = f"{_short(key)}, which is {list(found.size)}"
+                raise ValueError(f"the parts of {which}, overlap or leave gaps")
         elif MetadataIndex(key) not in places:
             raise ValueError(f"it does not say where {_short(key)} is")
     return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+
+
+def files_of(metadata: Metadata) -> set[str]:
+    """The files that a checkpoint is made of: those that its metadata names, and itself."""
+    return {NAME, *(place.relative_path for place in metadata.storage_data.values())}
 
 
 def _columns(found: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
@@ -133,7 +148,12 @@ def _place(index: Any, info: Any) -> tuple[MetadataIndex, Any]:
     offset, length = (_is_size(where.get(of)) for of in ("offset", "length"))
     transforms = where.get("transform_descriptors")
     if transforms is not None:
-        transforms = [_is(t, str, "a transform") for t in _is(transforms, list, "transforms")]
+        if len(_is(transforms, list, "transforms")) > _MOST_TRANSFORMS:
+            raise ValueError(
+                f"a part of a file was transformed {len(transforms)} times, {_MOST_TRANSFORMS} are "
+                "the most"
+            )
+        transforms = [_is(t, str, "a transform") for t in transforms]
     fqn, first, hint = _get(at, "fqn", str), at.get("offset"), at.get("index")
     found = MetadataIndex(
         fqn,
@@ -144,15 +164,14 @@ def _place(index: Any, info: Any) -> tuple[MetadataIndex, Any]:
 
 
 def _check_path(name: str) -> None:
-    path = PurePosixPath(name)
-    is_name = name and name.isprintable() and "\\" not in name
-    if not is_name or path.is_absolute() or ".." in path.parts:
+    is_name = 0 < len(name) <= _MOST_CHARACTERS and name.isprintable() and "\\" not in name
+    if not is_name or (path := PurePosixPath(name)).is_absolute() or ".." in path.parts:
         raise ValueError(f"it says that data is in {_short(name)}, which is not in its folder")
 
 
-def _check_tensor(key: str, found: TensorStorageMetadata, places: Mapping[Any, Any]) -> None:
-    """See that the chunks cover the tensor, and that there is as much data as it has values."""
-    covered, nbytes, size = 0, 0, found.size
+def _check_parts(key: str, found: TensorStorageMetadata, places: Mapping[Any, Any]) -> None:
+    """See that the chunks are inside of the tensor, and that there are data for its values."""
+    nbytes, size, itemsize = 0, found.size, found.properties.dtype.itemsize
     for chunk in found.chunks:
         inside = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
             offset + length <= whole
@@ -162,13 +181,39 @@ def _check_tensor(key: str, found: TensorStorageMetadata, places: Mapping[Any, A
         if not inside or place is None:
             what = "is not inside of it" if not inside else "is in no file"
             raise ValueError(f"a part of {_short(key)} {what}")
-        covered += prod(chunk.sizes)
-        compressed = bool(place.transform_descriptors)
-        nbytes += (
-            prod(chunk.sizes) * found.properties.dtype.itemsize if compressed else place.length
-        )
-    if covered != prod(size) or nbytes < covered * found.properties.dtype.itemsize:
-        raise ValueError(f"{_short(key)} is {list(size)}, its parts together are of another size")
+        nbytes += prod(chunk.sizes) * itemsize if place.transform_descriptors else place.length
+    if nbytes < prod(size) * itemsize:
+        raise ValueError(f"{_short(key)} is {list(size)}, its parts together are of {nbytes} bytes")
+
+
+def _split_dims(found: TensorStorageMetadata) -> list[int]:
+    """The dimensions in which not all chunks are as long as the tensor."""
+    return [
+        dim
+        for dim, whole in enumerate(found.size)
+        if any(chunk.sizes[dim] != whole for chunk in found.chunks)
+    ]
+
+
+def _is_covered(found: TensorStorageMetadata, split: Sequence[int]) -> bool:
+    """Whether each element of the tensor is in one chunk, and none in two.
+
+    Corners are added up: 1 for a corner, or -1 if an odd number of its coordinates are ends of the
+    chunk. Where chunks meet they cancel. What is left says how often each element is covered, so it
+    is the tensor's own corners if all are once. It looks at each chunk once, however they lie.
+    """
+    if prod(found.size) == 0:
+        return True
+    signs = [prod(of) for of in product((1, -1), repeat=len(split))]
+    left: dict[tuple[int, ...], int] = defaultdict(int)
+    for corner, sign in zip(product(*((0, found.size[d]) for d in split)), signs, strict=True):
+        left[corner] -= sign
+    for chunk in found.chunks:
+        begins, lengths = chunk.offsets, chunk.sizes
+        ends = product(*((begins[d], begins[d] + lengths[d]) for d in split))
+        for corner, sign in zip(ends, signs, strict=True):
+            left[corner] += sign
+    return not any(left.values())
 
 
 def _size(value: Any) -> torch.Size:

@@ -12,8 +12,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from simplefsdp._torch.checkpoints import load_by
 from simplefsdp.checkpoints import checksums
 from simplefsdp.checkpoints.checksums import Checksum
-from simplefsdp.checkpoints.metadata import read_metadata
-from simplefsdp.checkpoints.verifying import Tell, faults_in, faults_on_all_ranks
+from simplefsdp.checkpoints.metadata import files_of, read_metadata
+from simplefsdp.checkpoints.verifying import (
+    Tell,
+    faults_in,
+    faults_on_all_ranks,
+    without_checksum,
+)
 
 REMEDY = "remove that folder to resume from an earlier checkpoint"
 
@@ -81,14 +86,15 @@ def verify(files: CheckpointFiles, tell: Tell | None = None, *, alone: bool = Fa
         A line to be told, if the checkpoint has no checksums.
 
     Raises:
-        ValueError: a file is damaged or missing; on all ranks, with its name.
+        ValueError: a file is damaged, missing or has no checksum; on all ranks, with its name.
     """
-    if files.checksums is None:
+    sums, needed = files.checksums, files_of(files.metadata)
+    if sums is None:
         return f"{files.path} has no checksums, as an older program wrote it: it is not verified"
     if alone:
-        faults = faults_in(files.path, files.checksums, sorted(files.checksums), tell)
+        faults = [*faults_in(files.path, sums, sorted(sums), tell), *without_checksum(sums, needed)]
     else:
-        faults = faults_on_all_ranks(files.path, files.checksums, tell)
+        faults = faults_on_all_ranks(files.path, sums, needed, tell)
     if faults:
         more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
         raise ValueError(f"checkpoint {files.path} is damaged: {faults[0]}{more}; {REMEDY}")

@@ -30,10 +30,20 @@ class _Written(WriteResult):
 
 
 class ChecksumWriter(FileSystemWriter):
-    """Writes a checkpoint's files, ``.metadata``, and then ``checksums.json``."""
+    """Writes a checkpoint's files, ``checksums.json``, ``.metadata``, and the checksum of that.
+
+    A folder is a checkpoint once it has ``.metadata``. So an older one in the folder is none before
+    a file is written over, and the new one is none before its checksums are there: whenever a save
+    ends, what it leaves is refused, or complete.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         super().__init__(folder)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # One rank is here, and the others wait for its plan: none has begun to write.
+        Path(self.path, METADATA).unlink(missing_ok=True)
+        return super().prepare_global_plan(plans)  # type: ignore[no-any-return]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written: Sequence[WriteResult] = super().write_data(plan, planner).wait()
@@ -48,8 +58,9 @@ class ChecksumWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        super().finish(metadata, results)
         written = (result for of_rank in results for result in of_rank)
         sums = {result.storage_data.relative_path: result.checksum for result in written}
         folder = Path(self.path)
+        checksums.write(folder, sums)
+        super().finish(metadata, results)
         checksums.write(folder, sums | {METADATA: checksums.checksum_of(folder / METADATA)})

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from simplefsdp.checkpoints import checksums
 from simplefsdp.checkpoints.checksums import Checksum
+from simplefsdp.checkpoints.metadata import NAME as METADATA
 
 Tell = Callable[[int, int], object]
 _THREADS = 4
@@ -24,7 +25,10 @@ _PATIENCE_S = 5.0  # between two lines that say how far it is
 
 
 class Fault(NamedTuple):
-    """What is wrong with a file: it is ``missing``, ``damaged`` or ``unknown``."""
+    """What is wrong with a file: it is ``missing``, ``damaged``, ``unverified`` or ``unknown``.
+
+    ``.metadata`` is ``interrupted`` if all else was written.
+    """
 
     kind: str
     file: str
@@ -45,15 +49,24 @@ def faults_in(
 
 
 def faults_on_all_ranks(
-    folder: Path, sums: Mapping[str, Checksum], tell: Tell | None = None
+    folder: Path, sums: Mapping[str, Checksum], needed: Collection[str], tell: Tell | None = None
 ) -> list[Fault]:
     """What is wrong, the same on every rank; each reads a part. Every rank must call it."""
     if not dist.is_initialized() or "fake" in dist.get_backend_config():
-        return faults_in(folder, sums, sorted(sums), tell)
+        return [*faults_in(folder, sums, sorted(sums), tell), *without_checksum(sums, needed)]
     shares = shared_out(sums, dist.get_world_size())
     found: list[list[Fault]] = [[] for _ in shares]
-    dist.all_gather_object(found, faults_in(folder, sums, shares[dist.get_rank()], tell))
-    return sorted(fault for faults in found for fault in faults)
+    mine = faults_in(folder, sums, shares[dist.get_rank()], tell)
+    dist.all_gather_object(found, [*mine, *without_checksum(sums, needed)])
+    return sorted({fault for faults in found for fault in faults})
+
+
+def without_checksum(sums: Collection[str], needed: Collection[str]) -> list[Fault]:
+    """Of the files that are ``needed``, those that nobody wrote a checksum of."""
+    left = sorted(set(needed) - set(sums))
+    if left == [METADATA]:  # a save adds it last
+        return [Fault("interrupted", METADATA, "has no checksum, as the save was interrupted")]
+    return [Fault("unverified", name, "has no checksum") for name in left]
 
 
 def shared_out(sums: Mapping[str, Checksum], parts: int) -> list[list[str]]:
@@ -67,10 +80,10 @@ def shared_out(sums: Mapping[str, Checksum], parts: int) -> list[list[str]]:
     return shares
 
 
-def unknown_in(folder: Path, sums: Collection[str]) -> list[Fault]:
-    """Files in ``folder`` that nobody wrote a checksum of."""
+def unknown_in(folder: Path, known: Collection[str]) -> list[Fault]:
+    """Files in ``folder`` that are no part of the checkpoint."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    left = sorted(set(names) - {*sums, checksums.NAME})
+    left = sorted(set(names) - {*known, checksums.NAME})
     told = (name if name.isprintable() else repr(name) for name in left)
     return [Fault("unknown", name, "was not written with the checkpoint") for name in told]
 

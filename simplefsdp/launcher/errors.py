@@ -42,8 +42,9 @@ _GONE = (
     "Connection was likely closed",
     "remote process exited",
     "Software caused connection abort",
-    "Timed out waiting",
 )
+# What gloo says where nothing has ended, and yet no answer comes.
+_NO_ANSWER = "Timed out waiting"
 # What Python and torch say of a machine that has no more of something.
 _USED_UP = (
     "can't start new thread",
@@ -56,8 +57,13 @@ _USED_UP = (
 _USED_UP_ERRNOS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
+def is_timeout(error: BaseException) -> bool:
+    """Whether a collective took too long: its traceback says which one."""
+    return isinstance(error, RuntimeError) and _NO_ANSWER in str(error)
+
+
 def in_one_line(error: BaseException) -> str | None:
-    """One line on an error that a traceback would not explain; None for any other.
+    """One line on an error that a traceback alone would not explain; None for any other.
 
     Of a rank that is gone only that is known here: why is told by itself, or by the launcher that
     saw it end. Of memory, or open files, that are used up, any line of the program may be the last.
@@ -71,6 +77,12 @@ def in_one_line(error: BaseException) -> str | None:
         return None
     if sign := next((words for words in _GONE if words in text), None):
         return f"lost another rank in the middle of a collective ({sign})"
+    if is_timeout(error):
+        waited = text[text.index(_NO_ANSWER) :].splitlines()[0]
+        return (
+            f"no answer from another rank in a collective ({waited}): it hangs, cannot be reached, "
+            "or is in another collective; the traceback says in which this one was"
+        )
     lines = [line for line in text.splitlines() if any(words in line for words in _USED_UP)]
     return f"out of memory, or near it: {lines[0].strip()}" if lines else None
 

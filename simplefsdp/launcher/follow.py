@@ -7,8 +7,18 @@ import sys
 import threading
 import time
 
-LAUNCHER_PID = "SIMPLEFSDP_LAUNCHER_PID"
+from simplefsdp.launcher.errors import EXIT_FAILED, leave_at_once
+
+_LAUNCHER, _RUN = "SIMPLEFSDP_LAUNCHER", "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
+
+
+def be_launcher(run_id: str) -> None:
+    """Tell the ranks of a run, by the environment, to follow this process.
+
+    Other launchers, which this process or a rank may start, inherit that: it holds for one run.
+    """
+    os.environ[_LAUNCHER] = f"{run_id} {os.getpid()}"
 
 
 def follow_launcher() -> None:
@@ -26,19 +36,21 @@ def follow(parent: int) -> None:
     """End this process when its parent, of that process id, does; see :func:`follow_launcher`."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it had gone before the kernel was told
+        print(f"error: process {parent}, which started this one, is gone", file=sys.stderr)
+        leave_at_once(EXIT_FAILED)
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
         os._exit(1)
 
-    # From the first moment: it may have gone before the kernel was told.
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
 
 
 def _launcher() -> int | None:
     """The process that started this rank; None if no launcher did."""
-    ours = os.environ.get(LAUNCHER_PID)
-    if ours is not None:
-        return int(ours)
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if _RUN not in os.environ:
+        return None
+    run_id, _, ours = os.environ.get(_LAUNCHER, "").partition(" ")
+    return int(ours) if run_id == os.environ[_RUN] else os.getppid()

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simplefsdp.launcher.errors import EXIT_FAILED, RunFailed, UserError
-from simplefsdp.launcher.follow import LAUNCHER_PID
+from simplefsdp.launcher.follow import be_launcher
 from simplefsdp.launcher.logs import logs_of
 from simplefsdp.launcher.ranks import cpu_count, device_type
 
@@ -47,6 +47,8 @@ def start_local_ranks(args: Sequence[str], *, ranks: int, log_folder: Path) -> i
     Rank 0 owns the terminal; what the others print goes to files under ``log_folder``. The exit
     code is that of the rank that failed first, or 128 + the signal that ended the run.
     """
+    run_id = uuid.uuid4().hex[:8]
+    be_launcher(run_id)
     _set_environment(ranks)
     _silence_elastic()
     with logs_of(log_folder, ranks) as logs:
@@ -54,7 +56,7 @@ def start_local_ranks(args: Sequence[str], *, ranks: int, log_folder: Path) -> i
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex[:8],
+            run_id=run_id,
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
@@ -86,7 +88,7 @@ def _hangs_on() -> bool:
 
 
 def _set_environment(ranks: int) -> None:
-    defaults = {LAUNCHER_PID: str(os.getpid())}
+    defaults = {}
     if device_type() == "cpu":
         defaults["OMP_NUM_THREADS"] = str(max(1, cpu_count() // ranks))
     # Local ranks talk over loopback: a laptop's host name often resolves to nothing.

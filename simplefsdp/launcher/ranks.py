@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from simplefsdp._torch import high_priority
 from simplefsdp.launcher.errors import EXIT_BAD_INPUT, UserError
+from simplefsdp.rank_guard import waiting_s
 
 T = TypeVar("T")
-_TIMEOUT_S = "SIMPLEFSDP_TIMEOUT_S"
+_TIMEOUT_S = 1800.0
 _RANK_ZERO_SPEAKS_S = 2.0
 
 
@@ -44,19 +45,8 @@ def default_ranks() -> int:
 
 
 def _timeout() -> timedelta:
-    """How long a rank waits in a collective for the others.
-
-    Raises:
-        ValueError: the environment has no number of seconds for it.
-    """
-    written = os.environ.get(_TIMEOUT_S, "1800")
-    try:
-        seconds = float(written)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e7:  # nor NaN
-        raise ValueError(f"{_TIMEOUT_S}: expected seconds, more than 0, got {written!r}")
-    return timedelta(seconds=seconds)
+    """How long a rank waits in a collective for the others."""
+    return timedelta(seconds=waiting_s(_TIMEOUT_S))
 
 
 @contextmanager

@@ -28,6 +28,6 @@ def together(what: str, ranks: Sequence[int]) -> Iterator[list[str]]:
         first = str(error).split("\n", maxsplit=1)[0]
         with suppress(rank_guard.RankMismatchError):
             told = [f"failed: {type(error).__name__}: {first}"]
-            rank_guard.agree(what, told, ranks, TIMEOUT_S, remember=False)
+            rank_guard.agree(what, told, ranks, rank_guard.waiting_s(TIMEOUT_S), remember=False)
         raise
-    rank_guard.agree(what, lines, ranks, TIMEOUT_S, remember=False)
+    rank_guard.agree(what, lines, ranks, rank_guard.waiting_s(TIMEOUT_S), remember=False)

@@ -43,19 +43,16 @@ def run(args: list[str]) -> int:
     ranks = config.parallel.ranks or default_ranks()
     with user_errors():
         check_devices(ranks)
-    plan = plan_run(config, ranks, node_ranks=ranks)
+    plan = plan_run(config, ranks, node_ranks=ranks, fits=False)
     if plan.finished:
         return _say_finished(plan)
     try:
         (plan.out / runs.LOGS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {plan.out}: cannot make the folder: {error.strerror}") from error
-    # The ranks are told what was settled here: by then a clock would name another folder, and a
-    # second prediction takes as long as the first.
+    # The ranks are told what was settled here: by then a clock would name another folder.
     settled = ["--out", str(plan.out)]
     settled += ["--resume", str(plan.checkpoint.path) if plan.checkpoint else "None"]
-    if config.optim.microbatch_size == "auto":
-        settled += ["--microbatch-size", str(plan.saved.optim.microbatch_size)]
     return launch.start_local_ranks(
         ["train", *args, *settled],
         ranks=ranks,
@@ -82,9 +79,6 @@ def parse(args: list[str]) -> TrainConfig:
         saved = TrainConfig.from_json(trainer.config)
         default = replace(saved, run=replace(saved.run, out=runs.run_of(checkpoint)))
         config = _read(args, default)
-        if config.optim.microbatch_size == "auto" and saved.optim.microbatch_size is not None:
-            optim = replace(config.optim, microbatch_size=saved.optim.microbatch_size)
-            config = replace(config, optim=optim)  # a run keeps what was found for it
     resume = str(checkpoint) if checkpoint else None
     return replace(config, run=replace(config.run, resume=resume))
 

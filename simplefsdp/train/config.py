@@ -48,8 +48,12 @@ class OptimOptions:
     Default: as many as --microbatch-size makes."""
     microbatch_size: int | Literal["auto"] | None = None
     """Sequences that a rank computes at once, at most. auto: as many as a device of --cluster has
-    memory for, by prediction. Default: its part of the global batch, cut by
-    --gradient-accumulation-steps. Resumed on fewer ranks, a run keeps it and accumulates more."""
+    memory for, by prediction, again at each start. Default: its part of the global batch, cut by
+    --gradient-accumulation-steps. Resumed on fewer ranks, a run keeps a number, and accumulates
+    more."""
+    microbatch_limit: int | None = None
+    """With --microbatch-size auto: at most so many. Default: what the first start of the run took.
+    """
     seed: int = 0
     """Seed of the weights, the data order and the sampled text."""
 
@@ -200,6 +204,7 @@ def check_options(config: TrainConfig) -> None:
         "--steps": (config.optim.steps, 1),
         "--gradient-accumulation-steps": (config.optim.gradient_accumulation_steps, 1),
         "--microbatch-size": (_number(config.optim.microbatch_size), 1),
+        "--microbatch-limit": (config.optim.microbatch_limit, 1),
         "--stop-after": (config.optim.stop_after, 1),
         "--warmup-steps": (config.optim.warmup_steps, 0),
         "--ranks": (config.parallel.ranks, 1),

@@ -1,8 +1,10 @@
 """A run whose number of ranks changes, under torchrun's elastic launcher.
 
 torchrun starts all ranks anew when one is lost or comes back, as many as there are then, and each
-start resumes the last checkpoint. What one rank computes at once stays the same, so that it fits
-in memory on any number of ranks; the rest of the global batch is accumulated.
+start resumes the last checkpoint. The global batch stays the same: a rank computes no more of it at
+once than it did before, and accumulates the rest. Fewer ranks hold more of the parameters and the
+optimizer's state each, so what fits beside them is predicted anew at each start (where
+``--microbatch-size auto`` asks for it: a number stays what it is).
 
 torchrun (2.11 to 2.15) lets a machine join later only where ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``
 is 1: else the first machine tells newcomers no address, and all fail after a minute.
@@ -39,7 +41,8 @@ def restarts() -> int:
 def check_resumes(config: TrainConfig) -> None:
     """Raise ValueError if ranks that are started anew would not go on from the last checkpoint."""
     run = config.run
-    if restarts() and (run.resume is None or run.out is None or run.checkpoint_every == 0):
+    # One checkpoint, given by name, is not the last one any more when ranks are started anew.
+    if restarts() and (run.resume != "auto" or run.out is None or run.checkpoint_every == 0):
         raise ValueError(
             f"torchrun --max-restarts {restarts()}: expected --resume auto, --out and checkpoints, "
             "for ranks that are started anew to go on from the last one; got --resume "
@@ -54,23 +57,30 @@ def divide(config: TrainConfig, ranks: int) -> Batch:
     smaller, or, if it has fewer sequences than there are ranks, one of each.
     """
     sequences, at_once = config.data.global_batch_size, _microbatch_size(config, ranks)
-    own = sequences // ranks
-    if sequences % ranks == 0:
-        counts = (n for n in range(1, own + 1) if own % n == 0 and own // n <= at_once)
-        return Batch(sequences, next(counts))
-    at_once = max(1, min(own, at_once))
-    count = max(1, own // at_once)
+    own = max(1, sequences // ranks)
+    count = next(n for n in range(1, own + 1) if own % n == 0 and own // n <= at_once)
+    if own * ranks == sequences:
+        return Batch(sequences, count)
     notice = (
-        f"global batch of {at_once * count * ranks} sequences for now: {sequences} do not divide "
-        f"among {ranks} data-parallel ranks"
+        f"global batch of {own * ranks} sequences for now: {sequences} do not divide among {ranks} "
+        "data-parallel ranks"
     )
-    return Batch(at_once * count * ranks, count, notice)
+    return Batch(own * ranks, count, notice)
 
 
 def for_any_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
-    """``config`` that says what a rank computes at once, to be saved for other numbers of ranks."""
-    size = _microbatch_size(config, ranks)
-    optim = replace(config.optim, gradient_accumulation_steps=None, microbatch_size=size)
+    """``config`` that says what a rank computes at once, to be saved for other numbers of ranks.
+
+    ``auto`` stays: on other ranks something else fits.
+    """
+    if config.optim.microbatch_size == "auto":
+        return config
+    optim = replace(
+        config.optim,
+        gradient_accumulation_steps=None,
+        microbatch_size=_microbatch_size(config, ranks),
+        microbatch_limit=None,
+    )
     return replace(config, optim=optim)
 
 

@@ -26,7 +26,7 @@ from simplefsdp.train.dry_run import plan_memory
 
 
 def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
-    """``config`` with a number of sequences where it says ``auto``.
+    """``config`` with a number of sequences where it says ``auto``, and a limit for later starts.
 
     The step is traced without memory, in a process of its own: this one may be a rank, and a
     launcher must not occupy a device.
@@ -58,8 +58,16 @@ def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
             "--microbatch-size auto: the process that predicts what fits ended without an answer, "
             "killed for want of memory, it may be; what it printed is above; give a number"
         ) from error
-    print(f"--microbatch-size auto: {size} sequences of {config.data.seq_len:,} tokens", flush=True)
-    return replace(config, optim=replace(config.optim, microbatch_size=size))
+    limit = config.optim.microbatch_limit or size
+    why = (
+        f"what each of {layout.dp} data-parallel ranks has memory and work for"
+        if size <= limit
+        else f"--microbatch-limit, by default what the run began with; {size} would fit"
+    )
+    taken = f"{min(size, limit)} sequences of {config.data.seq_len:,} tokens at once"
+    print(f"--microbatch-size auto: {taken}: {why}", flush=True)
+    optim = replace(config.optim, microbatch_size=min(size, limit), microbatch_limit=limit)
+    return replace(config, optim=optim)
 
 
 def _check(config: TrainConfig) -> None:

@@ -73,8 +73,12 @@ def make_layout(config: TrainConfig, world_size: int, node_ranks: int) -> RankLa
         return layout
 
 
-def plan_run(config: TrainConfig, world_size: int, node_ranks: int) -> RunPlan:
+def plan_run(
+    config: TrainConfig, world_size: int, node_ranks: int, *, fits: bool = True
+) -> RunPlan:
     """Check a run against its model, its data and its run folder, and settle what was left open.
+
+    ``fits=False`` leaves ``--microbatch-size auto`` open, for rank 0 to settle: that takes seconds.
 
     Raises:
         UserError: something is wrong; nothing has been written or started.
@@ -113,10 +117,12 @@ def plan_run(config: TrainConfig, world_size: int, node_ranks: int) -> RunPlan:
         )
         if nbytes and not plan.finished:
             check_room(out, nbytes)
-        if config.optim.microbatch_size == "auto" and not plan.finished:
+        if fits and config.optim.microbatch_size == "auto" and not plan.finished:
             # It takes seconds: after all that is refused at once.
-            divided = _divided(fitted(config, layout, device_type()), layout)
-            plan = replace(plan, **divided._asdict())
+            fitting = fitted(config, layout, device_type())
+            limit = fitting.optim.microbatch_limit
+            saved = replace(config, optim=replace(config.optim, microbatch_limit=limit))
+            plan = replace(plan, **_divided(fitting, layout)._replace(saved=saved)._asdict())
     return plan
 
 

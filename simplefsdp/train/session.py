@@ -114,8 +114,11 @@ def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
     )
     display.say(f"run folder: {plan.out}")
     if plan.checkpoint_nbytes and rank.rank == 0:
-        there = len(runs.complete_checkpoints(plan.out))
-        short = room.warning(plan.out, plan.checkpoint_nbytes, config.run.keep, there)
+        try:
+            there = len(runs.complete_checkpoints(plan.out))
+            short = room.warning(plan.out, plan.checkpoint_nbytes, config.run.keep, there)
+        except OSError as error:  # this rank alone looks: the others would wait for it
+            short = f"warning: whether the disk has room for checkpoints cannot be seen: {error}"
         if short:
             display.say(short)
     if plan.notice:

@@ -8,15 +8,18 @@ from typing import Annotated
 import tyro
 
 from simplefsdp.checkpoints import checksums
+from simplefsdp.checkpoints.metadata import NAME as METADATA
+from simplefsdp.checkpoints.metadata import files_of, read_metadata
 from simplefsdp.checkpoints.opened import open_files
-from simplefsdp.checkpoints.verifying import faults_in, unknown_in
+from simplefsdp.checkpoints.verifying import Fault, faults_in, unknown_in, without_checksum
 from simplefsdp.launcher.errors import EXIT_FAILED, UserError, user_errors
 from simplefsdp.train import runs
 
 _DESCRIPTION = """Compare a checkpoint's files with the checksums that were written with them.
 
-Prints a line per file that is damaged, missing or unknown. Exit status: 0 if all files are as they
-were written (unknown ones beside them or not), 1 if not, 2 if there is nothing to compare with.
+Prints a line per file that is damaged, missing, unverified (it has no checksum) or unknown (it is
+no part of the checkpoint). Exit status: 0 if all files are as they were written (unknown ones
+beside them or not), 1 if not, 2 if there is nothing to compare with.
 
 examples:
   simplefsdp verify runs/halves
@@ -55,14 +58,33 @@ def verify(path: Path) -> int:
             "and long enough; whether they are as they were written cannot be told"
         )
     faults = faults_in(folder, sums, sorted(sums), _say_progress)
-    for fault in [*faults, *unknown_in(folder, sums)]:
+    needed = _needed(folder, faults)
+    faults += without_checksum(sums, needed)
+    known = needed | sums.keys()
+    for fault in [*faults, *unknown_in(folder, known)]:
         print(f"{fault.kind}: {fault}")
     nbytes = sum(of.nbytes for of in sums.values())
     if faults:
-        print(f"{folder}: {len(faults)} of {len(sums)} files are damaged or missing")
+        print(f"{folder}: {len(faults)} of {len(known)} files are damaged, missing or unverified")
         return EXIT_FAILED
     print(f"{folder}: {len(sums)} files, {nbytes / 1e9:.3f} GB, are as they were written")
     return 0
+
+
+def _needed(folder: Path, faults: list[Fault]) -> set[str]:
+    """The files that must have a checksum; those that ``.metadata`` names, if it is good.
+
+    Raises:
+        ValueError: it cannot be read, though it is as it was written, or has no checksum.
+    """
+    if any(fault.file == METADATA for fault in faults):
+        return {METADATA}
+    try:
+        return files_of(read_metadata(folder))
+    except FileNotFoundError:
+        return {METADATA}
+    except ValueError as error:
+        raise ValueError(f"checkpoint {folder} is damaged: {error}") from error
 
 
 def _say_progress(nbytes: int, of: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections import Counter
+from pathlib import Path
 
 import faults  # noqa: F401  (its rows)
 import pytest
@@ -63,5 +66,18 @@ def test_a_run_that_ends_before_its_fault_is_told(tmp_path):
 
 
 def test_the_table_has_every_kind_of_fault():
-    assert len(FAULTS) >= 40
-    assert len(QUICK) >= 4
+    found = Counter(this.inject.__module__ for this in FAULTS.values())
+    kinds = ("disk", "hosts", "limits", "ranks", "saves", "signals")
+    assert set(found) == {f"faults_{kind}" for kind in kinds}
+    for kind, rows in found.items():  # and all of a kind
+        assert Path(sys.modules[kind].__file__).read_text().count("\n@fault(") == rows
+    quick = {FAULTS[name].inject.__module__ for name in QUICK}
+    assert quick == {"faults_disk", "faults_signals"} and len(QUICK) >= 4
+
+
+@pytest.mark.parametrize("tells_where", [False, True])
+def test_a_traceback_is_right_where_it_tells_where_a_rank_hangs(tells_where, tmp_path):
+    def made_up(scene):
+        return End(0, "Traceback (most recent call last):\ndone", 1.0)
+
+    assert row_of(made_up, tmp_path, tells_where=tells_where).traceback != tells_where
