@@ -19,7 +19,7 @@ from inductor_passes.unrounded import write_sums_unrounded
 from simplefsdp import _torch
 from simplefsdp.control import change_specs
 from simplefsdp.dedupe import dedupe_gathers
-from simplefsdp.recompute import tag_gather_chains
+from simplefsdp.recompute import tag_for_recompute, tag_gather_chains
 
 
 class TracedStep(NamedTuple):
@@ -59,7 +59,7 @@ def _stop(*_: object) -> NoReturn:
     raise _TracedError
 
 
-def trace(model: nn.Module, *inputs: object) -> TracedStep:
+def trace(model: nn.Module, *inputs: object, on_cpu: bool = False) -> TracedStep:
     """Trace forward and backward of a wrapped model.
 
     Args:
@@ -67,6 +67,8 @@ def trace(model: nn.Module, *inputs: object) -> TracedStep:
             is differentiated. If its parameters are fake tensors, nothing is computed; call this
             inside their mode.
         inputs: of the model, fake likewise.
+        on_cpu: the planned machine computes on CPUs, where the outputs of attention are kept
+            instead of recomputed (:func:`simplefsdp.recompute.save_cpu_random_ops`).
 
     Raises:
         ValueError: nothing of the model is sharded, or nothing is differentiable, or
@@ -80,9 +82,8 @@ def trace(model: nn.Module, *inputs: object) -> TracedStep:
         specs = dedupe_gathers(gm)
         rows.update((spec.fqn, spec.rows) for spec in specs)
         undecided.extend(s.fqn for s in specs if s.reshard_after_forward == "auto")
-        # On a CPU attention's output would be kept from recomputation; on the GPUs that are
-        # planned for, it is not.
-        graphs.update(_torch.graphs_of(gm, example_inputs, tag_gather_chains))
+        tag = tag_for_recompute if on_cpu else tag_gather_chains
+        graphs.update(_torch.graphs_of(gm, example_inputs, tag))
         for graph in graphs.values():
             write_sums_unrounded(graph.graph)
         return _stop

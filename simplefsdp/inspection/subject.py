@@ -91,7 +91,7 @@ def trace_llama(
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
-            return trace(model, tokens, tokens), model.model
+            return trace(model, tokens, tokens, on_cpu=not averages), model.model
 
     step, nbytes = trace_deep(traced, "layers", config.n_layers)
     tokens = seq_len * batch_size / parallel.tp  # those that split a layer share them
@@ -128,7 +128,7 @@ def trace_target(target: str, example: str, ranks: int, *, averages: bool) -> Su
             model.to_empty(device="cpu")
         inputs = as_inputs(called("--input", example, make_input))
         try:
-            return _subject(target, model, inputs, _tokens(inputs))
+            return _subject(target, model, inputs, _tokens(inputs), on_cpu=not averages)
         except Unsupported as error:
             raise UserError(f"--target {target}: {_graph_break(error)}") from error
         except TorchDynamoException as error:
@@ -220,8 +220,8 @@ def _tokens(inputs: Sequence[object]) -> int | None:
 
 
 def _subject(
-    name: str, model: nn.Module, inputs: Sequence[object], tokens: float | None
+    name: str, model: nn.Module, inputs: Sequence[object], tokens: float | None, *, on_cpu: bool
 ) -> Subject:
     nbytes = local_nbytes(model.parameters())
-    step = trace(model, *inputs)
+    step = trace(model, *inputs, on_cpu=on_cpu)
     return Subject(name, step, nbytes, tokens, None, modules_of_step(step))

@@ -102,7 +102,7 @@ class CellSweep:
                 with open_sizes(hints) as size:
                     model.to_empty(device="cpu")
                     inputs = self.model.inputs(size["batch"], size.get("seq"))
-                    return trace(model, *inputs), model
+                    return trace(model, *inputs, on_cpu=not self.cluster.averages), model
 
             step, _ = trace_deep(traced, self.model.layers, self.model.depth)
             shards = frozenset(shards_of(step.forward.graph))
