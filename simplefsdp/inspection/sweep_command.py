@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -94,9 +94,11 @@ def _steps(options: InspectOptions, sweep: CellSweep, cells: Sequence[Cell]) -> 
         UserError: the model cannot be traced with its sizes left open, or the cluster's figures
             are not enough for it.
     """
-    target = options.target is not None and options.input is not None
+    told: AbstractContextManager[None] = nullcontext()
+    if options.target is not None and options.input is not None:
+        told = tracing_target(options.target, options.input)
     try:
-        with tracing_target(options.target, options.input) if target else nullcontext():
+        with told:
             return sweep.steps(cells)
     except (CellError, UntraceableError, UnknownLinkError) as error:
         raise UserError(str(error)) from error
