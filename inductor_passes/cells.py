@@ -1,7 +1,9 @@
 """A program for other sizes than it was traced with: each combination of them is a cell.
 
 What a program counts (:class:`~inductor_passes.sizes.Size`) is computed anew from its formulas; the
-ops and their order stay. Whether they would be the same there is checked, not assumed.
+ops and their order stay. Whether they would be the same there is checked, not assumed: exactly for
+the program of one cell (:class:`SizedProgram`), which is what a fresh trace gives; where many cells
+are priced at once (:class:`Formulas`), but for what is equal by chance, which changes little.
 """
 
 from __future__ import annotations

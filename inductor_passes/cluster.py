@@ -100,6 +100,10 @@ class Wire:
             raise ValueError(f"ranks: {self.ranks} ranks cannot communicate on {self.nodes} nodes")
 
 
+class UnknownLinkError(ValueError):
+    """A cluster does not tell what a collective of such a group costs."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Nodes of equal devices, one per rank.
@@ -185,7 +189,7 @@ class Cluster:
         """The link of a collective whose group spans ``nodes``: the fewest, if that is not known.
 
         Raises:
-            ValueError: as for :meth:`link`.
+            UnknownLinkError: as for :meth:`link`.
         """
         fewest = -(-collective.ranks // self.ranks_per_node)
         return self.link(collective.kind, collective.ranks, fewest if nodes is None else nodes)
@@ -200,10 +204,12 @@ class Cluster:
         of one rank only copies.
 
         Raises:
-            ValueError: nothing is known of such a group; names what is.
+            UnknownLinkError: nothing is known of such a group; names what is.
         """
         if ranks < 1:
-            raise ValueError(f"a {kind} among {ranks} ranks: its process group is unknown here")
+            raise UnknownLinkError(
+                f"a {kind} among {ranks} ranks: its process group is unknown here"
+            )
         if ranks == 1:
             return Link(self.launch_us, self.memory_gb_s * self.memory_fraction / 2)
         kind = kind if kind in LINK_KINDS else "all_reduce"
@@ -213,7 +219,7 @@ class Cluster:
         if size in points:
             return points[size]
         if len(points) < 2:
-            raise ValueError(self._unknown(kind, ranks, nodes))
+            raise UnknownLinkError(self._unknown(kind, ranks, nodes))
         if size > 2 * max(points):
             where = f"{size} {'nodes' if nodes > 1 else 'ranks'}"
             _warn(f"cluster {self.name!r}: {kind} on {where} is extrapolated from {max(points)}")

@@ -46,8 +46,7 @@ class Taken(NamedTuple):
         exposed_us: of it, in which the compute lane stands still.
         compute_us: its compute, if nothing were in transfer.
         wire_us: sum over its collectives.
-        peak_nbytes: most live bytes, without what is resident.
-        resident_nbytes: of inputs that the caller keeps.
+        peak_nbytes: most live bytes, without inputs that the caller keeps.
     """
 
     total_us: Tensor
@@ -55,7 +54,6 @@ class Taken(NamedTuple):
     compute_us: Tensor
     wire_us: Tensor
     peak_nbytes: Tensor
-    resident_nbytes: Tensor
 
 
 def taken(
@@ -73,7 +71,7 @@ def taken(
             the same part of its speed beside transfers in all of them.
 
     Raises:
-        ValueError: a cluster cannot price a collective.
+        UnknownLinkError: a cluster cannot price a collective.
     """
     us, price_of = _prices(opened, cells, costs)
     zero = torch.zeros(len(cells), dtype=torch.float64)
@@ -96,8 +94,7 @@ def taken(
         else:
             compute += alone[i]
         total = end
-    peak, resident = _memory(opened, cells)
-    return Taken(total, exposed, compute, wire, peak, resident)
+    return Taken(total, exposed, compute, wire, _peak_nbytes(opened, cells))
 
 
 def _stretches(
@@ -131,8 +128,8 @@ def _stretches(
 _DIGIT = 32
 
 
-def _memory(opened: OpenProgram, cells: Sequence[Sizes]) -> tuple[Tensor, Tensor]:
-    """Most live bytes and resident bytes, in each cell.
+def _peak_nbytes(opened: OpenProgram, cells: Sequence[Sizes]) -> Tensor:
+    """Most live bytes, in each cell.
 
     Storages of one size are counted together. The counts of all sizes are the digits of one number,
     so that what is alive during each op is found once, in whole numbers, for all cells.
@@ -142,13 +139,13 @@ def _memory(opened: OpenProgram, cells: Sequence[Sizes]) -> tuple[Tensor, Tensor
     }
     kinds = {formula: at for at, formula in enumerate(dict.fromkeys(formulas.values()))}
     size = {storage: 1 << (_DIGIT * kinds[formula]) for storage, formula in formulas.items()}
-    live, at_rest = live_nbytes(opened.program, size)
-    counts = _digits([*live, at_rest], len(kinds))
+    live, _ = live_nbytes(opened.program, size)
+    counts = _digits(live, len(kinds))
     nbytes = Formulas(list(kinds), opened.symbols).many(cells)
     peak = torch.zeros(len(cells), dtype=torch.float64)
-    for some in counts[:-1].split(1024):
+    for some in counts.split(1024):
         peak = torch.maximum(peak, (some @ nbytes).amax(0))
-    return peak, counts[-1] @ nbytes
+    return peak
 
 
 def _digits(numbers: Sequence[int], n: int) -> Tensor:

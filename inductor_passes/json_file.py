@@ -1,8 +1,8 @@
 """JSON that may come from anybody: read within bounds, or refused by a ValueError of one line.
 
-Every file of JSON that this program reads is read here. Python's reader knows no bounds: a few
-bytes that are packed become gigabytes, deep nesting ends in a RecursionError wherever somebody
-looks at it, and a number of a thousand digits is no float.
+Every file of JSON that this program reads is read here; if a library reads it again, first here.
+Python's reader knows no bounds: a few bytes that are packed become gigabytes, deep nesting ends in
+a RecursionError wherever somebody looks at it, and a number of a thousand digits is no float.
 """
 
 from __future__ import annotations

@@ -50,6 +50,10 @@ def averaging(model: nn.Module, averages: bool) -> None:
     change_specs(model, {"averages": averages})
 
 
+class UntraceableError(ValueError):
+    """A model has no graphs to plan, as it was wrapped."""
+
+
 class _TracedError(Exception):
     """Ends a call whose graphs are all that is wanted: to run them, even fake, takes as long as to
     trace them."""
@@ -71,7 +75,7 @@ def trace(model: nn.Module, *inputs: object, on_cpu: bool = False) -> TracedStep
             instead of recomputed (:func:`simplefsdp.recompute.save_cpu_random_ops`).
 
     Raises:
-        ValueError: nothing of the model is sharded, or nothing is differentiable, or
+        UntraceableError: nothing of the model is sharded, or nothing is differentiable, or
             ``reshard_after_forward`` is left open.
     """
     graphs: dict[bool, GraphModule] = {}
@@ -95,15 +99,15 @@ def trace(model: nn.Module, *inputs: object, on_cpu: bool = False) -> TracedStep
     with no_garbage_collection(), unlimited, contextlib.suppress(_TracedError):
         torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs)
     if not rows:
-        raise ValueError(
+        raise UntraceableError(
             f"model: no parameter of this {type(model).__name__} is sharded; wrap it by "
             "simplefsdp.simple_fsdp(model, mesh) first"
         )
     if undecided:
-        raise ValueError(
+        raise UntraceableError(
             f"{undecided[0]}: wrapped with reshard_after_forward='auto', which is decided when the "
             "model is compiled for a cluster; to trace it, wrap with True or False"
         )
     if True not in graphs:
-        raise ValueError("model: its output needs no gradient; there is no backward to trace")
+        raise UntraceableError("model: its output needs no gradient; there is no backward to trace")
     return TracedStep(graphs[False], graphs[True], tuple(rows), rows)

@@ -5,25 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.cells import Formulas, SizedProgram
+from inductor_passes.cells import CellError, Formulas, SizedProgram, Symbols
 from inductor_passes.cluster import ClusterCost
 from inductor_passes.plan import scheduled
 from inductor_passes.presets import preset
 from inductor_passes.program import Program
 from inductor_passes.simulate import memory, simulate
+from inductor_passes.text import parse
 from simplefsdp import simple_fsdp
 from simplefsdp.extrapolate_depth import trace_deep
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.layout import make_mesh, plan_layout
 from simplefsdp.models.options import ModelOptions, ParallelOptions
 from simplefsdp.prediction import shards_of
-from simplefsdp.sweep.cells import Cell
+from simplefsdp.sweep.cells import Cell, cell_steps, planned
 from simplefsdp.sweep.models import SweptModel, _are_alike, swept_llama, swept_target
 from simplefsdp.sweep.plans import plans_of
 from simplefsdp.sweep.traced import OpenGraph, OpenStep, open_step
@@ -238,8 +240,52 @@ def test_code_that_decides_by_a_size_is_told():
             return self.layer(x * int(x.shape[0])).sum() * range(9)[x.shape[0]]
 
     sweep = swept(Decides, lambda batch, seq: (torch.zeros(batch, seq, 4),))
-    with pytest.raises(ValueError, match="batch: the model's code decides by it"):
+    with pytest.raises(CellError, match="batch: the model's code decides by it"):
         sweep._trace(Cell(3, 20, 2))
+    with pytest.raises(CellError, match=r"decides by it.*`simplefsdp inspect` of a --model with"):
+        sweep.steps([Cell(3, 20, 2)])
+
+
+def test_one_batch_that_becomes_a_number_keeps_no_other_from_being_traced(monkeypatch):
+    sweep = linear()
+    trace_of = sweep._trace
+
+    def traced(cell: Cell) -> OpenStep:
+        if cell.batch == 3:
+            raise CellError("batch: the model's code decides by it")
+        return trace_of(cell)
+
+    monkeypatch.setattr(sweep, "_trace", traced)
+    (found,) = sweep.steps([Cell(4, 1, 2)])
+    assert found.cell == Cell(4, 1, 2) and len(sweep.traced) == 1
+
+
+# The second gather of the module needs what the first brought.
+DEPENDING = """
+input x: 64
+resident p: 16
+start g(p) -> full_p: 64 | gather group=dp ranks=4 nbytes=64 dtype=f32 fqns=fc.weight
+wait w(full_p) -> weight: 64 @full_p
+compute half(weight) -> q: 8
+start h(q) -> full_q: 32 | gather group=dp ranks=4 nbytes=32 dtype=f32 fqns=fc.bias
+wait u(full_q) -> bias: 32 @full_q
+compute mm(x, weight, bias) -> y: 64
+output y
+"""
+
+
+@pytest.mark.parametrize("bucketing", ["manual", "auto"])
+def test_where_no_plan_by_module_can_be_had_the_program_itself_is_first(bucketing):
+    program = parse(DEPENDING)
+    graph = OpenGraph("forward", program, program, {})
+    names = {name: (sympy.Symbol(name, positive=True, integer=True),) for name in Cell._fields}
+    fqns = ("fc.weight", "fc.bias")
+    step = OpenStep((graph,), Symbols(names), fqns, 16, {"dp": "dp"})
+    candidates = planned(step, bucketing)
+    assert candidates.plans[0][0].program == program
+    assert bucketing == "auto" or len(candidates.plans[0]) == 1
+    (found,) = cell_steps(candidates, [Cell(1, 64, 4)], H100, lambda ranks: {"dp": 1})
+    assert found.wire_us > 0 and found.fits
 
 
 def linear() -> CellSweep:

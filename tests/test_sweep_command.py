@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from inductor_passes.cells import CellError
+from inductor_passes.cluster import UnknownLinkError
 from simplefsdp.cli import main
-from simplefsdp.inspection.options import DESCRIPTION
+from simplefsdp.inspection.options import DESCRIPTION, InspectOptions
+from simplefsdp.inspection.sweep_command import _largest, _told_options
 from simplefsdp.inspection.sweep_document import pareto
+from simplefsdp.launcher.errors import UserError
 from simplefsdp.sweep.axes import cells_of, parse_axes
 from simplefsdp.sweep.cells import Cell, CellStep
 from simplefsdp.sweep.fit import largest
+from simplefsdp.sweep.traces import CellSweep
+from simplefsdp.trace import UntraceableError
 
 DEFAULT = Cell(1, 8192, 64)
 SMALL = ["--model", "debug", "--layers", "1"]
@@ -27,6 +34,7 @@ SMALL = ["--model", "debug", "--layers", "1"]
         (["seq=2k..16k"], {"seq": (2048, 4096, 8192, 16384)}),
         (["batch=2..10:4"], {"batch": (2, 6, 10)}),
         (["batch=3,1,1"], {"batch": (1, 3)}),
+        (["seq=2..8:1"], {"seq": (2, 3, 4, 5, 6, 7, 8)}),
         (["batch=3..20", "ranks=8,16..64"], {"batch": (3, 6, 12), "ranks": (8, 16, 32, 64)}),
     ],
 )
@@ -50,6 +58,8 @@ def test_axes(written, axes):
         (["batch=4:2"], "4:2 counts by 2, from where to where?"),
         (["batch=1..999999999:1"], "more than 100,000 values"),
         (["batch=1..1k:1", "ranks=1..1k:1"], "more than 100,000 cells"),
+        (["seq=1,64"], "--sweep seq=1,64: expected a whole number of at least 2"),
+        (["seq=1..64"], "at least 2, such as 8 or 4k, got '1'"),
     ],
 )
 def test_axes_that_are_refused(written, told):
@@ -137,6 +147,12 @@ def test_a_folder_without_a_configuration_is_looked_for_on_no_server(monkeypatch
     assert asked == []
 
 
+def refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+
+
 def run(*arguments: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*arguments])
@@ -194,10 +210,87 @@ def test_a_model_of_transformers(capsys, tmp_path: Path):
     assert capsys.readouterr().out
 
 
-def test_a_model_of_the_users(tmp_path: Path):
+def test_a_model_of_the_users(capsys, tmp_path: Path):
+    """Its function decides what is recomputed and kept: nobody here knows."""
     path = tmp_path / "fit.json"
     example = "simplefsdp.inspection.example"
     target = ["--target", f"{example}:build_model", "--input", f"{example}:example_batch"]
     run("inspect", "--fit", *target, "--ranks", "4", "--json", str(path))
     (row,) = json.loads(path.read_text())["fit"]
     assert row["largest"]["batch"] > 1
+    assert row["activation_checkpointing"] is row["reshard_after_forward"] is None
+    out = capsys.readouterr().out
+    assert not re.search("selective|fully_shard|bf16|yes|no |none", out.replace("nothing", ""))
+
+
+def test_a_sweep_of_the_users_model_claims_none_of_our_options():
+    assert not any(_told_options(InspectOptions(target="a:b", input="a:c")).values())
+    assert _told_options(InspectOptions(model="debug"))["mode"] == "fully_shard"
+
+
+def test_a_model_of_sequences_below_128_has_a_longest_one():
+    def steps(cells):
+        return [CellStep(cell, 1, 0, 1, 0, 1, 1, ()) for cell in cells]
+
+    sweep = SimpleNamespace(model=SimpleNamespace(longest=64), steps=steps)
+    fits, more = _largest(InspectOptions(fit="seq"), sweep, Cell(1, 64, 8))
+    assert fits.cell == Cell(1, 64, 8) and more is None
+
+
+@pytest.mark.parametrize("asked", [["--fit"], ["--sweep", "batch=1"]])
+def test_a_defect_keeps_its_traceback(monkeypatch, asked):
+    def steps(*_):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(CellSweep, "steps", steps)
+    with pytest.raises(ValueError, match="a defect") as raised:
+        main(["inspect", *asked, *SMALL])
+    assert not isinstance(raised.value, UserError)
+
+
+@pytest.mark.parametrize("asked", [["--fit"], ["--sweep", "batch=1"]])
+@pytest.mark.parametrize("error", [CellError, UntraceableError, UnknownLinkError])
+def test_what_a_model_or_a_cluster_lacks_is_one_line(monkeypatch, capsys, asked, error):
+    def steps(*_):
+        raise error("what it lacks")
+
+    monkeypatch.setattr(CellSweep, "steps", steps)
+    refused(["inspect", *asked, *SMALL])
+    assert capsys.readouterr().err == "error: what it lacks\n"
+
+
+def test_a_model_that_cannot_be_split_so_is_one_line(capsys):
+    refused(["inspect", "--fit", *SMALL, "--ranks", "10", "--tp", "5"])
+    assert "does not divide among 5 tensor-parallel ranks" in capsys.readouterr().err
+
+
+MODELS = """
+import torch
+from torch import nn
+from simplefsdp import simple_fsdp
+
+class Breaks(nn.Linear):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+def breaks(mesh): return simple_fsdp(Breaks(4, 1), mesh)
+def narrow(mesh): return simple_fsdp(nn.Linear(3, 1), mesh)
+def unwrapped(): return nn.Linear(4, 1)
+def inputs(): return torch.ones(2, 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        ("breaks", "breaks: graph break at"),
+        ("narrow", "narrow: forward failed with what --input of_users:inputs returned"),
+        ("unwrapped", "unwrapped: model: no parameter of this Linear is sharded"),
+    ],
+)
+def test_a_model_of_the_users_that_cannot_be_traced(monkeypatch, capsys, tmp_path, build, told):
+    (tmp_path / "of_users.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    refused(["inspect", "--fit", "--target", f"of_users:{build}", "--input", "of_users:inputs"])
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: --target of_users:{told}")

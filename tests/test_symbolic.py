@@ -38,9 +38,14 @@ def test_sizes_stay_open():
     assert not holds
 
 
-def test_a_size_that_stands_in_several_places_has_as_many_symbols():
-    symbols, _ = opened(traced(lambda x: x + 1, "batch", "seq", "seq"), HINTS)
-    assert len(symbols["seq"]) >= 1
+def test_all_symbols_of_a_size_are_found():
+    graph = traced(lambda x: x + 1, "batch", "seq", "seq")
+    symbols, _ = opened(graph, HINTS)
+    *sizes, x = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    batch, *seq = [size.node.expr for size in x.shape]
+    assert batch in symbols["batch"] and {*seq} <= {*symbols["seq"]}
+    there = {batch, *seq, *(size.node.expr for size in sizes)}
+    assert sorted(there, key=str) == sorted(sum(symbols.values(), ()), key=str)
 
 
 def test_what_code_asks_of_a_size_must_hold():

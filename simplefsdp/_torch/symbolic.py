@@ -16,6 +16,8 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 
+from inductor_passes.cells import CellError
+
 
 @contextmanager
 def open_sizes(hints: Mapping[str, int]) -> Iterator[dict[str, Any]]:
@@ -99,11 +101,11 @@ def opened(
 ) -> tuple[dict[str, tuple[sympy.Symbol, ...]], frozenset[sympy.Basic]]:
     """The symbols of a traced graph, by the names of ``hints``, and what was taken to hold of them.
 
-    Dynamo traces with symbols of its own for those of :func:`open_sizes`: one for each place where
-    an input has the size.
+    Dynamo traces with symbols of its own for those of :func:`open_sizes`, several for a size that
+    several inputs have.
 
     Raises:
-        ValueError: a size became a number while it was traced; names it.
+        CellError: a size became a number while it was traced; names it.
     """
     symbols: dict[int, dict[sympy.Symbol, None]] = {}
     holds: set[sympy.Basic] = set()
@@ -112,9 +114,9 @@ def opened(
         holds.update(guard.expr for guard in size.node.shape_env.guards)
     for name, hint in hints.items():
         if hint not in symbols:
-            raise ValueError(
+            raise CellError(
                 f"{name}: the model's code decides by it, so that the trace is of {name} {hint} "
-                "alone; trace each size by itself"
+                "alone"
             )
     return {name: tuple(symbols[hint]) for name, hint in hints.items()}, frozenset(holds)
 

@@ -62,7 +62,8 @@ class InspectOptions:
     target: str | None = None
     """A model of yours: module:function."""
     input: str | None = None
-    """What --target's model is called with, on one rank: module:function."""
+    """What --target's model is called with, on one rank: module:function. With --fit or --sweep, of
+    a batch and a sequence as long as no other size: what is as long is taken for them."""
     hf: Path | None = None
     """With --fit or --sweep: a model of transformers, its config.json or the folder it is in."""
     trace: tuple[Path, ...] = ()

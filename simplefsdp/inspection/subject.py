@@ -9,7 +9,8 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from simplefsdp.models import flops_per_token
 from simplefsdp.models.build import llama_with_loss, model_config
 from simplefsdp.models.options import ModelOptions, ParallelOptions
 from simplefsdp.placement import local_nbytes
-from simplefsdp.trace import TracedStep, averaging, trace
+from simplefsdp.trace import TracedStep, UntraceableError, averaging, trace
 
 
 @dataclass(frozen=True)
@@ -127,18 +128,28 @@ def trace_target(target: str, example: str, ranks: int, *, averages: bool) -> Su
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device="cpu")
         inputs = as_inputs(called("--input", example, make_input))
-        try:
+        with tracing_target(target, example):
             return _subject(target, model, inputs, _tokens(inputs), on_cpu=not averages)
-        except Unsupported as error:
-            raise UserError(f"--target {target}: {_graph_break(error)}") from error
-        except TorchDynamoException as error:
-            text = " ".join(str(error).split("\n\n", maxsplit=1)[0].split())
-            raise UserError(
-                f"--target {target}: forward failed with what --input {example} returned: "
-                f"{text[:1000]}"
-            ) from error
-        except ValueError as error:
-            raise UserError(f"--target {target}: {error}") from error
+
+
+@contextmanager
+def tracing_target(target: str, example: str) -> Iterator[None]:
+    """Tell in one line why the user's model cannot be traced.
+
+    Raises:
+        UserError: its forward fails or is not one graph, or there is nothing to plan in it.
+    """
+    try:
+        yield
+    except Unsupported as error:
+        raise UserError(f"--target {target}: {_graph_break(error)}") from error
+    except TorchDynamoException as error:
+        text = " ".join(str(error).split("\n\n", maxsplit=1)[0].split())
+        raise UserError(
+            f"--target {target}: forward failed with what --input {example} returned: {text[:1000]}"
+        ) from error
+    except UntraceableError as error:
+        raise UserError(f"--target {target}: {error}") from error
 
 
 def load(option: str, path: str) -> Callable[..., Any]:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from inductor_passes.cluster import Cluster
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from inductor_passes.cells import CellError
+from inductor_passes.cluster import Cluster, UnknownLinkError
 from inductor_passes.rehearsal import USABLE
 from simplefsdp.inspection.names import nbytes_text, time_text
 from simplefsdp.inspection.options import InspectOptions, parallel_options
-from simplefsdp.inspection.subject import as_inputs, called, load, wants_mesh
+from simplefsdp.inspection.subject import as_inputs, called, load, tracing_target, wants_mesh
 from simplefsdp.inspection.sweep_document import cell_row, sweep_document
 from simplefsdp.inspection.tables import console
 from simplefsdp.inspection.working import working
-from simplefsdp.launcher.errors import user_errors
+from simplefsdp.launcher.errors import UserError, user_errors
 from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
 from simplefsdp.models.options import ModelOptions
 from simplefsdp.sweep.axes import cells_of, parse_axes
@@ -30,6 +35,7 @@ from simplefsdp.sweep.models import (
 )
 from simplefsdp.sweep.plans import SWEEP_PLANS, SweepPlan
 from simplefsdp.sweep.traces import CellSweep
+from simplefsdp.trace import UntraceableError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,13 +43,12 @@ if TYPE_CHECKING:
 
 def run(options: InspectOptions, cluster: Cluster) -> int:
     """Run what is asked for; return the exit code."""
-    with user_errors():
-        if options.bucketing not in SWEEP_PLANS:
-            raise ValueError(
-                f"--bucketing {options.bucketing}: --fit and --sweep plan by one of "
-                f"{', '.join(SWEEP_PLANS)}"
-            )
-        return _sweep(options, cluster) if options.sweep else _fit(options, cluster)
+    if options.bucketing not in SWEEP_PLANS:
+        raise UserError(
+            f"--bucketing {options.bucketing}: --fit and --sweep plan by one of "
+            f"{', '.join(SWEEP_PLANS)}"
+        )
+    return _sweep(options, cluster) if options.sweep else _fit(options, cluster)
 
 
 def _sweep_of(options: InspectOptions, cluster: Cluster) -> CellSweep:
@@ -57,6 +62,7 @@ def _sweep_of(options: InspectOptions, cluster: Cluster) -> CellSweep:
     else:
         name = ModelOptions(options.model or "", recomputed)
         swept = swept_llama(name, parallel, options.layers)
+    swept = replace(swept, build=_checked(swept.build))
     bucketing: SweepPlan = options.bucketing  # type: ignore[assignment]  # refused if it is another
     return CellSweep(swept, parallel, cluster, bucketing)
 
@@ -69,6 +75,33 @@ def _swept_target(target: str, example: str) -> SweptModel:
         lambda mesh: called("--target", target, build, *([mesh] if takes_mesh else [])),
         lambda: as_inputs(called("--input", example, make_input)),
     )
+
+
+def _checked(build: Callable[[int, DeviceMesh], nn.Module]) -> Callable[..., nn.Module]:
+    """``build``; what cannot be built so was asked for."""
+
+    def checked(depth: int, mesh: DeviceMesh) -> nn.Module:
+        with user_errors():
+            return build(depth, mesh)
+
+    return checked
+
+
+def _steps(options: InspectOptions, sweep: CellSweep, cells: Sequence[Cell]) -> list[CellStep]:
+    """The step in each cell.
+
+    Raises:
+        UserError: the model cannot be traced with its sizes left open, or the cluster's figures
+            are not enough for it.
+    """
+    told: AbstractContextManager[None] = nullcontext()
+    if options.target is not None and options.input is not None:
+        told = tracing_target(options.target, options.input)
+    try:
+        with told:
+            return sweep.steps(cells)
+    except (CellError, UntraceableError, UnknownLinkError) as error:
+        raise UserError(str(error)) from error
 
 
 def _cell(options: InspectOptions, sweep: CellSweep) -> Cell:
@@ -86,13 +119,14 @@ def _cell(options: InspectOptions, sweep: CellSweep) -> Cell:
 
 
 def _sweep(options: InspectOptions, cluster: Cluster) -> int:
-    sweep = _sweep_of(options, cluster)
-    axes = parse_axes(options.sweep, _cell(options, sweep))
-    _check_longest(sweep, axes["seq"])
-    axes["ranks"], left_out = _laid_out(sweep, axes["ranks"])
+    with user_errors():
+        sweep = _sweep_of(options, cluster)
+        axes = parse_axes(options.sweep, _cell(options, sweep))
+        _check_longest(sweep, axes["seq"])
+        axes["ranks"], left_out = _laid_out(sweep, axes["ranks"])
     cells = cells_of(axes)
     with working(f"{sweep.model.name} on {cluster.name} in {len(cells):,} cells"):
-        steps = sweep.steps(cells)
+        steps = _steps(options, sweep, cells)
     document = sweep_document(sweep, axes, steps, _told_options(options))
     out = console()
     out.print(_front(document))
@@ -141,9 +175,14 @@ def _check_longest(sweep: CellSweep, lengths: Sequence[int]) -> None:
         raise ValueError(f"seq {max(lengths)} is longer than {sweep.model.name} takes ({longest})")
 
 
-def _told_options(options: InspectOptions) -> dict[str, object]:
+def _told_options(options: InspectOptions) -> dict[str, Any]:
+    """How the model is made; of a target's all None, as its function decides."""
     names = ("activation_checkpointing", "mode", "shard_size", "tp", "mixed_precision")
-    return {name: getattr(options, name) for name in (*names, "reshard_after_forward", "layers")}
+    decided = options.target is None
+    return {
+        name: getattr(options, name) if decided else None
+        for name in (*names, "reshard_after_forward", "layers")
+    }
 
 
 def _front(document: dict[str, Any]) -> Table:
@@ -185,19 +224,35 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 _WORDS = ("activations recomputed", "parameters kept", "binds")
 
 
+class _Fitted(NamedTuple):
+    """A row of what fits.
+
+    Attributes:
+        options: of this row.
+        sweep: of these.
+        fits: the largest step that does, if any.
+        more: the next one, which does not, if any.
+    """
+
+    options: InspectOptions
+    sweep: CellSweep
+    fits: CellStep | None
+    more: CellStep | None
+
+
 def _fit(options: InspectOptions, cluster: Cluster) -> int:
     """The largest batch or the longest sequence, by what is recomputed and what is kept."""
-    what = options.fit
-    rows: list[tuple[str, str, CellStep | None, CellStep | None, CellSweep]] = []
+    rows = []
     for recomputed, reshard in _variants(options):
         its = replace(options, activation_checkpointing=recomputed, reshard_after_forward=reshard)
-        sweep = _sweep_of(its, cluster)
-        cell = _cell(its, sweep)
-        _check_longest(sweep, [cell.seq])
-        kept = "no" if reshard else "yes"
-        with working(f"recomputing {recomputed}, parameters kept: {kept}"):
-            fits, not_ = _largest(sweep, cell, what)
-        rows.append((recomputed, kept, fits, not_, sweep))
+        with user_errors():
+            sweep = _sweep_of(its, cluster)
+            cell = _cell(its, sweep)
+            _check_longest(sweep, [cell.seq])
+            sweep.layout(cell.ranks)
+        variant = f"recomputing {recomputed}, parameters kept: {'no' if reshard else 'yes'}"
+        with working(variant if options.target is None else sweep.model.name):
+            rows.append(_Fitted(its, sweep, *_largest(its, sweep, cell)))
     _print_fit(options, cluster, rows)
     return 0
 
@@ -212,50 +267,66 @@ def _variants(options: InspectOptions) -> Iterator[tuple[ActivationCheckpointing
     return itertools.product(recomputed, (True, False))
 
 
-def _largest(sweep: CellSweep, cell: Cell, what: str) -> tuple[CellStep | None, CellStep | None]:
-    most = MOST[what]
+def _largest(
+    options: InspectOptions, sweep: CellSweep, cell: Cell
+) -> tuple[CellStep | None, CellStep | None]:
+    what = options.fit or "batch"
+    most, multiple = MOST[what], 1
     if what == "seq":
         most = min(most, sweep.model.longest or most)
-        return largest(
-            lambda sizes: sweep.steps([cell._replace(seq=size) for size in sizes]), most, 128
-        )
-    return largest(lambda sizes: sweep.steps([cell._replace(batch=n) for n in sizes]), most)
+        multiple = _multiple(sweep)
+    return largest(
+        lambda sizes: _steps(options, sweep, [cell._replace(**{what: n}) for n in sizes]),
+        most,
+        multiple,
+    )
 
 
-def _print_fit(
-    options: InspectOptions,
-    cluster: Cluster,
-    rows: Sequence[tuple[str, str, CellStep | None, CellStep | None, CellSweep]],
-) -> None:
+def _multiple(sweep: CellSweep) -> int:
+    """Of which sequences are looked at."""
+    return min(128, sweep.model.longest or 128)
+
+
+def _print_fit(options: InspectOptions, cluster: Cluster, rows: Sequence[_Fitted]) -> None:
     what = {"batch": "batch", "seq": "sequence"}[options.fit]
-    cell = _cell(options, rows[0][-1])
+    sweep = rows[0].sweep
+    cell = _cell(options, sweep)
     given = f"{cell.seq:,} tokens" if options.fit == "batch" else f"batch {cell.batch}"
     columns = ("activations recomputed", "parameters kept", f"largest {what}", *_COLUMNS)
-    title = f"{rows[0][-1].model.name} on {options.ranks} ranks of {cluster.name}, {given}"
-    spread = f"{options.mode}, {options.mixed_precision}"
-    table = _table(f"{title}, {spread}", (*columns, f"one more {what}"))
-    for recomputed, kept, fits, not_, sweep in rows:
-        size = "none" if fits is None else f"{getattr(fits.cell, options.fit):,}"
-        found = ["-"] * len(_COLUMNS) if fits is None else _columns(cell_row(sweep, fits))
-        more = "-" if not_ is None else nbytes_text(not_.peak_nbytes)
-        table.add_row(recomputed, kept, size, *found, more)
-    out = console()
-    out.print(table)
-    room = USABLE * cluster.memory_gb * 1e9
-    out.print(
-        f"a device has {cluster.memory_gb:g} GB, of which {nbytes_text(round(room))} are taken to "
-        "be usable; nothing was measured"
-        + ("" if options.fit == "batch" else "; of sequences, multiples of 128 were looked at")
-    )
-    if options.json is not None:
-        found_json = [
+    title = f"{sweep.model.name} on {options.ranks} ranks of {cluster.name}, {given}"
+    if options.target is None:
+        title += f", {options.mode}, {options.mixed_precision}"
+    table = _table(title, (*columns, f"one more {what}"))
+    found_json = []
+    for row in rows:
+        told = _told_options(row.options)
+        recomputed = told["activation_checkpointing"]
+        reshard = told["reshard_after_forward"]
+        fits = None if row.fits is None else cell_row(row.sweep, row.fits)
+        more = None if row.more is None else cell_row(row.sweep, row.more)
+        table.add_row(
+            recomputed or "-",
+            {True: "no", False: "yes", None: "-"}[reshard],
+            "none" if fits is None else f"{fits[options.fit]:,}",
+            *(["-"] * len(_COLUMNS) if fits is None else _columns(fits)),
+            "-" if more is None else nbytes_text(more["peak_bytes"]),
+        )
+        found_json.append(
             {
                 "activation_checkpointing": recomputed,
-                "reshard_after_forward": kept == "no",
-                "largest": None if fits is None else cell_row(sweep, fits),
-                "next": None if not_ is None else cell_row(sweep, not_),
+                "reshard_after_forward": reshard,
+                "largest": fits,
+                "next": more,
             }
-            for recomputed, kept, fits, not_, sweep in rows
-        ]
+        )
+    out = console()
+    out.print(table)
+    room = nbytes_text(round(USABLE * cluster.memory_gb * 1e9))
+    looked_at = f"; of sequences, multiples of {_multiple(sweep)} were looked at"
+    out.print(
+        f"a device has {cluster.memory_gb:g} GB, of which {room} are taken to be usable; nothing "
+        f"was measured{looked_at if options.fit == 'seq' else ''}"
+    )
+    if options.json is not None:
         options.json.write_text(json.dumps({"version": 1, "fit": found_json}, indent=1) + "\n")
         out.print(f"wrote {options.json}", soft_wrap=True)

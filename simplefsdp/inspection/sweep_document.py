@@ -1,8 +1,9 @@
 """A sweep as JSON.
 
 Keys: ``version`` 1; ``name`` of the model; ``cluster``; ``bucketing``; ``options`` (how the model
-is spread, what is recomputed); ``axes``, the values of ``batch``, ``seq`` and ``ranks``;
-``traces``, how many graphs the cells needed; ``cells``, a list of:
+is spread, what is recomputed; null where a target decides by itself); ``axes``, the values of
+``batch``, ``seq`` and ``ranks``; ``traces``, how many graphs the cells needed; ``cells``, a list
+of:
 
 - ``batch`` (sequences per rank), ``seq`` (tokens per sequence), ``ranks`` (in all);
 - ``fits``, ``binds`` (``memory``, ``wire`` or ``compute``) and ``reason``, a sentence;

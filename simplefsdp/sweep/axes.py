@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from simplefsdp.sweep.cells import Cell
 
 NAMES = Cell._fields
+LEAST = {"seq": 2}  # torch takes a size of 1 for one that never changes
 MOST_CELLS = 100_000
 _NUMBER = re.compile(r"(\d{1,9})(k?)")
 
@@ -33,7 +34,7 @@ def parse_axes(written: Sequence[str], default: Cell) -> dict[str, tuple[int, ..
             )
         if name in found:
             raise ValueError(f"--sweep {text}: {name} is given twice")
-        found[name] = _values(text, values)
+        found[name] = _values(text, values, LEAST.get(name, 1))
     axes = {name: found.get(name, (size,)) for name, size in default._asdict().items()}
     if math.prod(map(len, axes.values())) > MOST_CELLS:
         raise ValueError(f"--sweep: more than {MOST_CELLS:,} cells; take fewer values")
@@ -45,7 +46,7 @@ def cells_of(axes: dict[str, tuple[int, ...]]) -> list[Cell]:
     return [Cell(*sizes) for sizes in itertools.product(*(axes[name] for name in NAMES))]
 
 
-def _values(text: str, values: str) -> tuple[int, ...]:
+def _values(text: str, values: str, least: int) -> tuple[int, ...]:
     found: set[int] = set()
     for part in values.split(","):
         span, counts, step = part.partition(":")
@@ -53,12 +54,12 @@ def _values(text: str, values: str) -> tuple[int, ...]:
         if not is_span:
             if counts:
                 raise ValueError(f"--sweep {text}: {part} counts by {step}, from where to where?")
-            found.add(_number(text, first))
+            found.add(_number(text, first, least))
             continue
-        begin, end = _number(text, first), _number(text, last)
+        begin, end = _number(text, first, least), _number(text, last, least)
         if end < begin:
             raise ValueError(f"--sweep {text}: {end} is less than {begin}")
-        by = _number(text, step) if counts else 0
+        by = _number(text, step, 1) if counts else 0
         if by and (end - begin) // by > MOST_CELLS:
             raise ValueError(f"--sweep {text}: more than {MOST_CELLS:,} values")
         found.update(range(begin, end + 1, by) if by else _doubling(begin, end))
@@ -72,12 +73,12 @@ def _doubling(begin: int, end: int) -> list[int]:
     return found
 
 
-def _number(text: str, written: str) -> int:
+def _number(text: str, written: str, least: int) -> int:
     matched = _NUMBER.fullmatch(written.strip())
     value = int(matched[1]) * (1024 if matched[2] else 1) if matched else 0
-    if value < 1:
+    if value < least:
         raise ValueError(
-            f"--sweep {text}: expected a whole number of at least 1, such as 8 or 4k, got "
+            f"--sweep {text}: expected a whole number of at least {least}, such as 8 or 4k, got "
             f"{written!r}"
         )
     return value

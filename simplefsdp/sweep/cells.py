@@ -46,7 +46,8 @@ class CellStep:
         wire_us: of all collectives.
         peak_nbytes: most bytes on a rank, shards and optimizer state included.
         room_nbytes: that a device has.
-        plan: which of the candidates it is, by graph: 0 is that by module.
+        plan: which of the candidates it is, by graph, see
+            :func:`simplefsdp.sweep.plans.plans_of`.
     """
 
     cell: Cell
@@ -107,7 +108,7 @@ def cell_steps(
             ranks.
 
     Raises:
-        ValueError: the cluster cannot price a collective.
+        UnknownLinkError: the cluster cannot price a collective.
     """
     step = planned.step
     sizes = [cell._asdict() for cell in cells]
@@ -155,8 +156,8 @@ def _chosen(column: Sequence[Tensor], best: Tensor) -> Tensor:
 
 def _best(found: Sequence[Taken], room: Tensor) -> Tensor:
     """Which to choose in each cell, as the automatic planner does: the fastest of those that take
-    no more memory than that by module, or than the device has, if that is less; where none does,
-    the smallest."""
+    no more memory than the first, that by module, or than the device has, if that is less; where
+    none does, the smallest."""
     peaks = torch.stack([one.peak_nbytes for one in found])
     times = torch.stack([one.total_us for one in found])
     fits = peaks <= torch.minimum(peaks[0], room)

@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from inductor_passes.json_file import MIB, read_json, shown, typed
 from simplefsdp.extrapolate_depth import SHALLOW
 from simplefsdp.models.build import WithLoss, llama_with_loss, model_config, wrap
 from simplefsdp.models.configs import flops_per_token
 from simplefsdp.models.options import ModelOptions, ParallelOptions
+
+_MAX_NBYTES = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -82,23 +85,40 @@ def swept_target(
 ) -> SweptModel:
     """A user's model.
 
-    Dimension 0 of its inputs is the batch. If one of them is tokens, integers ``[batch, seq]``, so
-    is dimension 1 of all inputs that are as long.
+    The first of its inputs that is tokens, integers ``[batch, seq]``, tells both; if there is none,
+    dimension 0 of the first tensor is the batch, and there is no sequence. Of every input,
+    dimension 0 is the batch if it is as long as that, and any other dimension is the sequence if it
+    is as long as that; all else stays. So position ids ``[seq]`` and masks ``[batch, 1, seq, seq]``
+    grow along, class weights ``[classes]`` do not. What is as long by chance is taken for it: the
+    example should be of a batch and a sequence that are unlike other sizes.
 
     Args:
         name: for messages.
         build: the wrapped model, over a mesh of all ranks.
         example: what it is called with on a rank: tensors, and other things as they are.
+
+    Raises:
+        ValueError: the example has no batch, or a sequence as long as it.
     """
     made = example()
     tokens = next((x for x in made if _is_tokens(x)), None)
+    batched = tokens if tokens is not None else next(filter(_has_dimensions, made), None)
+    if batched is None:
+        raise ValueError("--input: it returned no tensor with dimensions, so there is no batch")
+    its_batch = batched.shape[0]
+    its_seq = None if tokens is None else tokens.shape[1]
+    if its_seq in (its_batch, 1):
+        raise ValueError(
+            f"--input: tokens of batch {its_batch} and sequence {its_seq} do not tell which other "
+            "dimensions are the sequence; return longer ones, and a batch that is not as long"
+        )
 
     def opened(x: Any, batch: Any, seq: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.ndim:
+        if not isinstance(x, torch.Tensor):
             return x
-        shape = [batch, *x.shape[1:]]
-        if tokens is not None and x.ndim > 1 and x.shape[:2] == tokens.shape:
-            shape[1] = seq
+        shape = [seq if n == its_seq else n for n in x.shape]
+        if x.ndim and x.shape[0] == its_batch:
+            shape[0] = batch
         return torch.zeros(shape, dtype=x.dtype, requires_grad=x.requires_grad)
 
     return SweptModel(
@@ -109,6 +129,10 @@ def swept_target(
         depth=1,
         open_sizes=("batch",) if tokens is None else ("batch", "seq"),
     )
+
+
+def _has_dimensions(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 0
 
 
 def _is_tokens(x: object) -> bool:
@@ -127,10 +151,10 @@ def swept_transformers(
         layers: so many, instead of all.
 
     Raises:
-        ValueError: there is no such file, it is of no causal language model, or what is asked for
-            cannot be had.
+        ValueError: there is no such file, it is of no causal language model that transformers has,
+            or what is asked for cannot be had.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if options.activation_checkpointing == "selective":
         raise ValueError(
@@ -143,11 +167,13 @@ def swept_transformers(
         )
     if not path.exists():
         raise ValueError(f"--hf {path}: there is no such file or folder")
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        all_layers = int(config.num_hidden_layers)
-    except (OSError, ValueError, AttributeError, KeyError) as error:
-        raise ValueError(f"--hf {path}: no configuration of a language model: {error}") from error
+    config, whole = _configured(path)
+    depth = layers or config.num_hidden_layers
+    if depth > config.num_hidden_layers:
+        raise ValueError(
+            f"--layers {layers}: --hf {path} has {config.num_hidden_layers}, and what kind further "
+            "ones would be it does not tell; give as many at most"
+        )
 
     def build(depth: int, mesh: DeviceMesh) -> nn.Module:
         its = copy.deepcopy(config)
@@ -155,14 +181,11 @@ def swept_transformers(
         if getattr(its, "layer_types", None):
             its.layer_types = its.layer_types[:depth]
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(its)
+            model = AutoModelForCausalLM.from_config(its, trust_remote_code=False)
         if options.activation_checkpointing == "full":
             _checkpoint_layers(model)
         return WithLoss(wrap(_Logits(model), parallel, mesh))
 
-    depth = layers or all_layers
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config)
     alike = _are_alike(whole, getattr(config, "layer_types", None), depth)
     return SweptModel(
         str(getattr(config, "name_or_path", "") or path),
@@ -172,6 +195,39 @@ def swept_transformers(
         depth if alike else 1,
         getattr(config, "max_position_embeddings", None),
     )
+
+
+def _configured(path: Path) -> tuple[Any, nn.Module]:
+    """The configuration in a file or folder, and its model on meta.
+
+    Raises:
+        ValueError: it is no file of JSON within bounds, transformers itself has no such model, or
+            a count that is read from it is none.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        read_json(path / "config.json" if path.is_dir() else path, _MAX_NBYTES)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        _check_count(config, "num_hidden_layers", 1)
+        if getattr(config, "max_position_embeddings", None) is not None:
+            _check_count(config, "max_position_embeddings", 2)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # of a bad configuration transformers raises what comes up
+        text = " ".join(str(error).split())
+        raise ValueError(
+            f"--hf {path}: no configuration of a language model that transformers has by itself: "
+            f"{type(error).__name__}: {text[:500]}. Mend the file; for a model with code of its "
+            "own, use --target"
+        ) from error
+    return config, model
+
+
+def _check_count(config: Any, name: str, least: int) -> None:
+    value = getattr(config, name, None)
+    if typed(value, int, name) < least:
+        raise ValueError(f"{name}: expected at least {least}, got {shown(value)}")
 
 
 def _are_alike(model: nn.Module, types: Sequence[str] | None, depth: int) -> bool:

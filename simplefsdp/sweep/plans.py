@@ -21,7 +21,9 @@ SWEEP_PLANS: tuple[SweepPlan, ...] = get_args(SweepPlan)
 
 
 def plans_of(step: OpenStep, graph: OpenGraph, bucketing: SweepPlan) -> list[OpenProgram]:
-    """The candidates of a graph; that by module, with which the others are compared, is first.
+    """The candidates of a graph. That with which the others are compared is first: that by module;
+    or, where a module's collectives depend on each other, so that it cannot be had, all of them
+    one by one.
 
     Args:
         step: the graph's.
@@ -38,6 +40,7 @@ def plans_of(step: OpenStep, graph: OpenGraph, bucketing: SweepPlan) -> list[Ope
         shapes += joined(by_module, program, step.fqns)
         shapes += in_parts(by_module, program)
     found = [_scheduled(program, buckets) for buckets in shapes]
+    found[0] = found[0] or program
     return [OpenProgram(p, graph.work, step.symbols) for p in found if p is not None]
 
 

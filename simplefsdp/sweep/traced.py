@@ -91,7 +91,7 @@ def open_step(
         shards: names of inputs that are parameters, though a graph may not gather them.
 
     Raises:
-        ValueError: a size became a number while it was traced.
+        CellError: a size became a number while it was traced.
     """
     by_name, holds = opened(step.forward.graph, hints)
     ranks = sympy.Symbol(RANKS, positive=True, integer=True)

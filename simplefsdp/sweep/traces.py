@@ -53,8 +53,9 @@ class CellSweep:
 
         Raises:
             CellError: no trace holds for a cell.
-            ValueError: the model cannot be traced, the ranks cannot be laid out so, or the
-                cluster cannot price a collective.
+            UntraceableError: the model cannot be traced.
+            UnknownLinkError: the cluster cannot price a collective.
+            ValueError: the ranks cannot be laid out so, or the model cannot be built over them.
         """
         of: dict[int, list[Cell]] = {}
         found: dict[Cell, CellStep] = {}
@@ -78,16 +79,23 @@ class CellSweep:
         for at, planned_step in enumerate(self.traced):
             if _holds(planned_step.step, cell):
                 return at
+        why = ""
         for batch in dict.fromkeys((*_BATCHES, max(2, cell.batch))):
             if batch == cell.seq:  # they could not be told apart in the graph
                 continue
-            step = self._trace(cell._replace(batch=batch))
+            try:
+                step = self._trace(cell._replace(batch=batch))
+            except CellError as error:  # another batch may not become a number
+                why = f" ({error})"
+                continue
             if _holds(step, cell):
                 self.traced.append(planned(step, self.bucketing))
                 return len(self.traced) - 1
         raise CellError(
             f"{self.model.name}: the graph of batch {cell.batch}, seq {cell.seq} and ranks "
-            f"{cell.ranks} is that of no trace with its sizes left open; try sizes next to them"
+            f"{cell.ranks} is that of no trace with its sizes left open{why}; have it traced "
+            "by itself, without --fit and --sweep: `simplefsdp inspect` of a --model with "
+            "--batch-size and --seq-len, or of a --target whose --input has these sizes"
         )
 
     def _trace(self, cell: Cell) -> OpenStep:
