@@ -136,7 +136,8 @@ def _pads(node: Node) -> bool:
     arguments: tuple[Any, ...] = node.args
     tensor, (*others, last), *value = arguments
     by_rows = len(others) + 1 == 2 * tensor.meta["val"].dim()
-    return bool(by_rows and not any(others) and last >= 0 and not any(value))
+    rows_known = isinstance(last, int) and last >= 0  # a symbol's node might stand for a cut
+    return bool(by_rows and not any(others) and rows_known and not any(value))
 
 
 def erase_unused(graph: Graph, nodes: Sequence[Node]) -> list[str]:

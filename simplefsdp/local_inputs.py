@@ -77,8 +77,11 @@ def _take_local(gm: GraphModule, placeholder: Node, last: Node, param: DTensor) 
     with gm.graph.inserting_after(last):
         whole = gm.graph.call_function(as_dtensor, (placeholder,))
     whole.meta = placeholder.meta.copy()
+    # The fake one: AOTAutograd would take the sizes of a real tensor, of which Dynamo has not told
+    # it, for open ones.
+    fake: DTensor = placeholder.meta["example_value"]
     placeholder.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
-    local = param.to_local().detach().requires_grad_(param.requires_grad)
+    local = fake.to_local().detach().requires_grad_(param.requires_grad)
     placeholder.meta["example_value"] = local
     return local
 

@@ -238,6 +238,14 @@ def test_where_a_member_comes_from(name: str):
     assert source_of(node) is (x if found else node)
 
 
+def test_a_pad_by_a_symbol_may_be_a_cut():
+    graph = make_fx(lambda x, y: gather(pad(x, (0, 0, 0, y.shape[0]))), tracing_mode="symbolic")(
+        torch.ones(4, 6), torch.ones(3)
+    ).graph
+    (node,) = sent(graph)
+    assert source_of(node) is node
+
+
 def test_what_is_needed_elsewhere_or_rounded_twice_is_where_a_member_comes_from():
     for function in (
         lambda x: (gather(y := cast(x, BF16)), y * 2),

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import simplefsdp
+from simplefsdp import backend
 
 RANKS = 2
 
@@ -113,7 +114,8 @@ def check(case: Case, device: torch.device, executor: str) -> dict[str, Any]:
     model = _wrapped(Net(case).to(device), case, device)
     if case.options is not None:
         options = {"executor": executor, **case.options}
-        model.compile(backend="simplefsdp", options=options, fullgraph=True)
+        # By itself, not by its name, which only an installed package has.
+        model.compile(backend=backend.simplefsdp, options=options, fullgraph=True)
     rank = dist.get_rank()
     loss = model(*batch(case, rank, device))
     loss.backward()
