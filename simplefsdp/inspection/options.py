@@ -93,7 +93,7 @@ class InspectOptions:
     batch_size: int = 1
     """With --model: sequences per rank."""
     activation_checkpointing: ActivationCheckpointing = "selective"
-    """With --model: recompute in no block, in part of each block, or whole blocks."""
+    """Recompute in no block, in part of each block (not with --hf), or whole blocks."""
     mode: Mode = "fully_shard"
     """With --model: shard over all ranks, shard in groups and replicate across, or replicate."""
     shard_size: int | None = None
