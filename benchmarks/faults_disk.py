@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from faults_rows import Skip, fault
-from faults_run import End, Run, Scene
+from faults_run import End, Run, Scene, until
 
 # A checkpoint of the debug model has about 37 MB.
 _LESS_THAN_ONE, _ONE, _MANY = "10m", "60m", "250m"
@@ -43,8 +43,10 @@ def fill(folder: Path, leave_nbytes: int = 0) -> Path:
 
 
 def _begin(scene: Scene, *args: str) -> Run:
+    """A run that has a checkpoint."""
     run = scene.train("--checkpoint-every", "2", *args)
     run.says("step 3/")
+    until(scene.checkpoints, "the checkpoint of step 2")
     return run
 
 

@@ -8,6 +8,7 @@ that hangs is killed.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import sys
@@ -81,6 +82,7 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], pipe: Connec
     os.environ["OMP_NUM_THREADS"] = "1"
     words = os.open(Path(store).with_name(f"{rank}.txt"), os.O_WRONLY | os.O_CREAT)
     os.dup2(words, 2)  # what C++ says before it aborts
+    faulthandler.enable()  # and where Python was
     import torch
     import torch.distributed as dist
 

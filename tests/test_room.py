@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from simplefsdp.checkpoints.saving import ChecksumWriter
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.ranks import Rank
 from simplefsdp.train import room, session
@@ -39,9 +40,9 @@ def disk(monkeypatch):
 
 def test_less_than_one_checkpoint_is_refused(disk, tmp_path):
     disk(12)
-    with pytest.raises(ValueError, match=r"has 12\.0 MB of free space, .* takes 37\.0 MB; free"):
+    with pytest.raises(ValueError, match=r"has 12\.0 MB of free space, .* takes 38\.4 MB; free"):
         room.check_room(tmp_path / "not" / "there", 37 * MB)
-    disk(37)
+    disk(38.4)
     room.check_room(tmp_path, 37 * MB)
 
 
@@ -52,14 +53,15 @@ def test_a_disk_without_inodes_is_full(disk, tmp_path):
 
 @pytest.mark.parametrize(
     ("free_mb", "keep", "there", "warned"),
-    [(100, 2, 0, True), (120, 2, 0, False), (50, 2, 2, False), (80, 1, 0, False), (70, 1, 0, True)],
+    [(100, 2, 0, True), (125, 2, 0, False), (50, 2, 2, False), (83, 1, 0, False), (70, 1, 0, True)],
 )
 def test_what_is_kept_and_one_more_must_fit(disk, tmp_path, free_mb, keep, there, warned):
     disk(free_mb)
     told = room.warning(tmp_path, 40 * MB, keep, there)
     assert bool(told) == warned
     if told:
-        assert f"room for {free_mb // 40} more checkpoints" in told and f"--keep {keep}" in told
+        assert f"room for {int(free_mb / 41.4)} more checkpoints of 41.4 MB" in told
+        assert f"--keep {keep}" in told
 
 
 def test_a_disk_that_cannot_be_looked_at_is_told_and_ends_nothing(monkeypatch, tmp_path):
@@ -98,12 +100,45 @@ def test_a_save_without_room_writes_nothing_and_is_told(disk, solo_mesh, tmp_pat
     assert writer.save({"a": torch.ones(MB)}, state) is None
     told = writer.poll()
     assert told is not None and told.step == 3
-    assert "1.0 MB of free space, a checkpoint takes 4.0 MB" in str(told.error)
+    assert "1.0 MB of free space, a checkpoint takes 5.0 MB" in str(told.error)
     assert writer.poll() is None and list((tmp_path / "checkpoints").iterdir()) == []
     disk(10)
     assert writer.save({"a": torch.ones(MB)}, state) is None
     told = writer.wait()
     assert told is not None and told.error is None and told.path.is_dir()
+
+
+def test_a_checkpoint_takes_no_more_than_is_asked_for(solo_mesh, tmp_path):
+    tensors = {f"layers.{i}.weight": torch.ones(i) for i in range(200)}  # headers outweigh them
+    writer = CheckpointWriter(tmp_path, keep=1, device=torch.device("cpu"))
+    writer.save(tensors, TrainerState(step=3, world_size=1, config={}, data={}))
+    saved = writer.wait()
+    taken = sum(path.stat().st_size for path in saved.path.iterdir())
+    nbytes = room.nbytes_of(tensors)
+    assert 2 * nbytes < taken <= room.on_disk(nbytes)
+
+
+@pytest.mark.parametrize(
+    ("error", "free_mb"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 20),  # what fits a smaller part
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 10**6),
+        (RuntimeError("[enforce fail] unexpected pos 704 vs 598"), 0),  # torch, of a full disk
+    ],
+)
+def test_a_disk_that_fills_during_a_save_is_named(
+    error, free_mb, disk, monkeypatch, solo_mesh, tmp_path
+):
+    def fails(*args):
+        disk(free_mb)
+        raise error
+
+    monkeypatch.setattr(ChecksumWriter, "write_data", fails)
+    writer = CheckpointWriter(tmp_path, keep=1, device=torch.device("cpu"))
+    writer.save({"a": torch.ones(1)}, TrainerState(step=3, world_size=1, config={}, data={}))
+    told = str(writer.wait().error)
+    assert f"rank 0: the disk of {tmp_path} had no free space left while it was written" == told
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_what_is_left_of_a_checkpoint_does_not_stand_in_the_way(solo_mesh, tmp_path):

@@ -143,9 +143,9 @@ class CheckpointWriter:
                 self._publish(folder, pending.state)
         except CheckpointException as failure:
             rank, (cause, _) = next(iter(failure.failures.items()))
-            error = f"rank {rank}: {type(cause).__name__}: {cause}"
+            error = f"rank {rank}: {room.why_unsaved(self._run, cause)}"
         except (OSError, ValueError) as failure:
-            error = f"rank 0: {type(failure).__name__}: {failure}"
+            error = f"rank 0: {room.why_unsaved(self._run, failure)}"
         if error and self._leads:  # all ranks have ended their part of it
             shutil.rmtree(runs.temporary(folder), ignore_errors=True)
         return SaveResult(folder, pending.state.step, time.monotonic() - pending.started, error)
