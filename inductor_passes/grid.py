@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import sympy
 import torch
 from torch import Tensor
 
 from inductor_passes.cells import Formulas, Symbols
 from inductor_passes.cluster import ClusterCost, Work
 from inductor_passes.program import Collective, Op, Program
-from inductor_passes.simulate import live_nbytes, run
+from inductor_passes.simulate import lifetimes, run
 from inductor_passes.sizes import formula_of
 
 Sizes = Mapping[str, int]
@@ -125,36 +126,27 @@ def _stretches(
     return Program(tuple(ops), program.buffers), alone
 
 
-_DIGIT = 32
-
-
 def _peak_nbytes(opened: OpenProgram, cells: Sequence[Sizes]) -> Tensor:
-    """Most live bytes, in each cell.
-
-    Storages of one size are counted together. The counts of all sizes are the digits of one number,
-    so that what is alive during each op is found once, in whole numbers, for all cells.
-    """
-    formulas = {
-        storage: formula_of(nbytes) for storage, nbytes in opened.program.storage_nbytes.items()
-    }
-    kinds = {formula: at for at, formula in enumerate(dict.fromkeys(formulas.values()))}
-    size = {storage: 1 << (_DIGIT * kinds[formula]) for storage, formula in formulas.items()}
-    live, _ = live_nbytes(opened.program, size)
-    counts = _digits(live, len(kinds))
-    nbytes = Formulas(list(kinds), opened.symbols).many(cells)
+    """Most live bytes, in each cell. Storages of one size are counted, once for all cells."""
+    program, alive = opened.program, lifetimes(opened.program)
     peak = torch.zeros(len(cells), dtype=torch.float64)
-    for some in counts.split(1024):
+    if not alive:
+        return peak
+    kind_of: dict[sympy.Expr, int] = {}
+    changes: list[tuple[int, int, int]] = []  # when, of which size, and by how many
+    for storage, (first, last) in alive.items():
+        kind = kind_of.setdefault(formula_of(program.storage_nbytes[storage]), len(kind_of))
+        changes += [(first, kind, 1), (last + 1, kind, -1)]
+    when, which, by_how_many = torch.tensor(changes).unbind(1)
+    counts = torch.zeros(len(program.ops) + 2, len(kind_of), dtype=torch.float64)
+    counts.index_put_((when, which), by_how_many.double(), accumulate=True)
+    # They are most where something is freed next; layers that are alike repeat many.
+    ends = sorted({last for _, last in alive.values()})
+    most = counts.cumsum(0)[ends].unique(dim=0)
+    nbytes = Formulas(list(kind_of), opened.symbols).many(cells)
+    for some in most.split(1024):
         peak = torch.maximum(peak, (some @ nbytes).amax(0))
     return peak
-
-
-def _digits(numbers: Sequence[int], n: int) -> Tensor:
-    """The ``n`` digits of each number, float64."""
-    width = n * _DIGIT // 8
-    data = bytearray(b"".join(number.to_bytes(width, "little") for number in numbers))
-    if not data:
-        return torch.zeros(len(numbers), 0, dtype=torch.float64)
-    return torch.frombuffer(data, dtype=torch.int32).reshape(len(numbers), n).double()
 
 
 def _prices(

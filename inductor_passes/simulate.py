@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -165,41 +166,32 @@ class Memory:
     peak_op: str
 
 
-def live_nbytes(program: Program, size: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Live bytes during each op of ``program``, and of the inputs that the caller keeps, which are
-    not among them, if a storage is freed after the last op that touches it.
+def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
+    """The ops from and to which each storage is alive, by their positions, if one is freed after
+    the last op that touches it. Inputs that the caller keeps are not among them.
 
     The output of a gather lives from its start to the last use of any view of it; the input of a
-    collective lives until the wait.
-
-    Args:
-        program: it.
-        size: of each storage: a number, or a tensor with one for each of many sizes.
+    collective lives until the wait; an input that nothing touches is never freed.
     """
-    resident = program.storages(program.resident)
-    last: dict[str, int] = {}
-    for i, storages in enumerate(program.touched):
-        last.update(dict.fromkeys(storages, i))
-    kept = program.storages(program.outputs) | resident
-    alive = program.storages(program.inputs) - resident
-    total = sum(size[s] for s in alive)
-    seen = alive | resident
-    live = []
+    resident, end = program.storages(program.resident), max(0, len(program.ops) - 1)
+    found = dict.fromkeys(program.storages(program.inputs) - resident, (0, end))
     for i, storages in enumerate(program.touched):
         for storage in storages:
-            if storage not in seen:
-                seen.add(storage)
-                total = total + size[storage]
-        live.append(total)
-        for storage in storages:
-            if last[storage] == i and storage not in kept:
-                total = total - size[storage]
-    return live or [total], sum(size[s] for s in resident)
+            found[storage] = (found[storage][0] if storage in found else i, i)
+    for storage in program.storages(program.outputs) & found.keys():
+        found[storage] = (found[storage][0], end)
+    return {storage: found[storage] for storage in found.keys() - resident}
 
 
 def memory(program: Program) -> Memory:
-    """Live bytes over ``program``, see :func:`live_nbytes`."""
-    live, at_rest = live_nbytes(program, program.storage_nbytes)
+    """Live bytes over ``program``, see :func:`lifetimes`."""
+    size = program.storage_nbytes
+    changes = [0] * (max(1, len(program.ops)) + 1)
+    for storage, (first, last) in lifetimes(program).items():
+        changes[first] += size[storage]
+        changes[last + 1] -= size[storage]
+    live = list(itertools.accumulate(changes[:-1]))
+    at_rest = sum(size[storage] for storage in program.storages(program.resident))
     peak = max(range(len(live)), key=live.__getitem__)
     if not program.ops:
         return Memory((), at_rest, at_rest + live[peak], "")
@@ -208,19 +200,10 @@ def memory(program: Program) -> Memory:
 
 def live_at_peak(program: Program) -> dict[str, int]:
     """Bytes by storage during the op at the peak, without what is resident."""
-    found = memory(program)
-    at = program.index.get(found.peak_op, 0)
+    at = program.index.get(memory(program).peak_op, 0)
+    alive = lifetimes(program).items()
     size = program.storage_nbytes
-    touched = program.touched
-    before, after = (
-        {s for storages in part for s in storages} for part in (touched[: at + 1], touched[at:])
-    )
-    before |= program.storages(program.inputs)
-    after |= program.storages(program.outputs)
-    # An input that nothing touches is never freed.
-    untouched = before - {s for storages in touched for s in storages}
-    resident = program.storages(program.resident)
-    return {s: size[s] for s in sorted((before & after | untouched) - resident)}
+    return {s: size[s] for s, (first, last) in sorted(alive) if first <= at <= last}
 
 
 def live_by_use(program: Program) -> dict[str, int]:
