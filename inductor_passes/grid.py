@@ -94,7 +94,7 @@ def taken(
         else:
             compute += alone[i]
         total = end
-    return Taken(total, exposed, compute, wire, _peak_nbytes(opened, cells))
+    return Taken(total, exposed, compute, wire, Peaks(opened).many(cells))
 
 
 def _stretches(
@@ -128,24 +128,33 @@ def _stretches(
 _DIGIT = 32
 
 
-def _peak_nbytes(opened: OpenProgram, cells: Sequence[Sizes]) -> Tensor:
-    """Most live bytes, in each cell.
+class Peaks:
+    """Most live bytes of a program, without inputs that the caller keeps, in many cells.
 
     Storages of one size are counted together. The counts of all sizes are the digits of one number,
     so that what is alive during each op is found once, in whole numbers, for all cells.
+
+    Args:
+        opened: the program.
     """
-    formulas = {
-        storage: formula_of(nbytes) for storage, nbytes in opened.program.storage_nbytes.items()
-    }
-    kinds = {formula: at for at, formula in enumerate(dict.fromkeys(formulas.values()))}
-    size = {storage: 1 << (_DIGIT * kinds[formula]) for storage, formula in formulas.items()}
-    live, _ = live_nbytes(opened.program, size)
-    counts = _digits(live, len(kinds))
-    nbytes = Formulas(list(kinds), opened.symbols).many(cells)
-    peak = torch.zeros(len(cells), dtype=torch.float64)
-    for some in counts.split(1024):
-        peak = torch.maximum(peak, (some @ nbytes).amax(0))
-    return peak
+
+    def __init__(self, opened: OpenProgram) -> None:
+        formulas = {
+            storage: formula_of(nbytes) for storage, nbytes in opened.program.storage_nbytes.items()
+        }
+        kinds = {formula: at for at, formula in enumerate(dict.fromkeys(formulas.values()))}
+        size = {storage: 1 << (_DIGIT * kinds[formula]) for storage, formula in formulas.items()}
+        live, _ = live_nbytes(opened.program, size)
+        self._counts = _digits(live, len(kinds))
+        self._nbytes = Formulas(list(kinds), opened.symbols)
+
+    def many(self, cells: Sequence[Sizes]) -> Tensor:
+        """The peak in each cell, float64."""
+        nbytes = self._nbytes.many(cells)
+        peak = torch.zeros(len(cells), dtype=torch.float64)
+        for some in self._counts.split(1024):
+            peak = torch.maximum(peak, (some @ nbytes).amax(0))
+        return peak
 
 
 def _digits(numbers: Sequence[int], n: int) -> Tensor:

@@ -12,11 +12,13 @@ import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 
 from inductor_passes.cells import CellError
+from inductor_passes.size_range import ENDLESS, OpenSize
+from simplefsdp._torch.dynamo import input_name
 
 
 @contextmanager
@@ -129,3 +131,26 @@ def _sizes_of_inputs(graph: Graph) -> Iterator[Any]:
             for size in sizes:
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                     yield size
+
+
+def open_inputs(gm: GraphModule) -> dict[int, OpenSize]:
+    """The sizes that a Dynamo graph was traced without, by their places among its inputs."""
+    found = {}
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+            symbol = value.node.expr
+            hint = getattr(value.node, "hint", None)
+            if hint is not None:
+                bounds = value.node.shape_env.bound_sympy(symbol)
+                least, most = max(1, int(bounds.lower)), int(min(bounds.upper, ENDLESS))
+                name = input_name(node) or str(symbol)
+                found[place] = OpenSize(symbol, name, int(hint), least, most)
+    return found
+
+
+def guards_of(graph: Graph) -> frozenset[sympy.Basic]:
+    """What torch found to hold of the open sizes of a graph: where it does not, it traces anew."""
+    for size in _sizes_of_inputs(graph):
+        return frozenset(guard.expr for guard in size.node.shape_env.guards)
+    return frozenset()
