@@ -149,7 +149,6 @@ def open_plan(
     settings: Settings | None,
     cluster: Cluster,
     sizes: Sequence[OpenSize],
-    guards: frozenset[sympy.Basic] = frozenset(),
 ) -> OpenPlan:
     """What was planned of a graph, with its sizes open.
 
@@ -158,13 +157,12 @@ def open_plan(
         settings: of the passes.
         cluster: what it runs on.
         sizes: all that its formulas are of.
-        guards: what holds of them where the graph is run.
     """
     with noted() as notes:
         program, cost = fused_program(rehearsal.reading), cost_of(rehearsal.reading, cluster)
         program, shared = rank_invariant(program, cost)
     # That two sizes differ, they do everywhere but at a few sizes, where little changes.
-    holds = {note for note in notes | guards if not isinstance(note, sympy.Ne)}
+    holds = {note for note in notes if not isinstance(note, sympy.Ne)}
     work = {n: w if shared.op_us.get(n) else _FREE for n, w in cost.work.items()}
     ordered = merge(program, in_program(program, rehearsal.planned))
     if settings is not None and settings.reorder:

@@ -287,7 +287,7 @@ def _tell(
 
     if isinstance(found, Rehearsal):
         _harmless(part, functools.partial(_trace, part, found))
-        look = functools.partial(compilation.limits.ranges, part, gm.graph, found, settings)
+        look = functools.partial(compilation.limits.ranges, part, found, settings)
         ranges = _harmless(part, functools.partial(look, timed=timed)) or ()
     if not timed:  # a prediction takes as long as the passes themselves
         return ranges

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from inductor_passes.rehearsal import Rehearsal, Settings, room_nbytes
 from inductor_passes.roofline import cluster_of, device_of
@@ -39,7 +39,6 @@ class SizeLimits:
     def ranges(
         self,
         part: str,
-        graph: Graph,
         rehearsal: Rehearsal,
         settings: Settings | None,
         *,
@@ -53,7 +52,6 @@ class SizeLimits:
 
         Args:
             part: ``"forward"`` or ``"backward"``.
-            graph: it.
             rehearsal: of it.
             settings: of the passes.
             timed: tell also where its predicted time is near its lower bound.
@@ -63,14 +61,12 @@ class SizeLimits:
         if not self._sizes:
             _tell_if_static(part, rehearsal, budget)
             return ()
-        from simplefsdp._torch.symbolic import guards_of
-
         sizes = tuple(self._sizes.values())
         try:
             cluster = auto.cluster if auto else cluster_of(device_of(rehearsal.reading))
         except ValueError:
             return ()
-        opened = open_plan(rehearsal, settings, cluster, sizes, guards_of(graph))
+        opened = open_plan(rehearsal, settings, cluster, sizes)
         room = room_nbytes(rehearsal.reading.program, cluster) if budget is None else budget
         timed = timed and auto is not None
         found = tuple(range_of(opened, size, room, timed=timed) for size in opened.open)

@@ -134,7 +134,10 @@ def _sizes_of_inputs(graph: Graph) -> Iterator[Any]:
 
 
 def open_inputs(gm: GraphModule) -> dict[int, OpenSize]:
-    """The sizes that a Dynamo graph was traced without, by their places among its inputs."""
+    """The sizes that a Dynamo graph was traced without, by their places among its inputs.
+
+    Within their bounds torch may still trace anew, where something else is asked of them.
+    """
     found = {}
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
@@ -147,10 +150,3 @@ def open_inputs(gm: GraphModule) -> dict[int, OpenSize]:
                 name = input_name(node) or str(symbol)
                 found[place] = OpenSize(symbol, name, int(hint), least, most)
     return found
-
-
-def guards_of(graph: Graph) -> frozenset[sympy.Basic]:
-    """What torch found to hold of the open sizes of a graph: where it does not, it traces anew."""
-    for size in _sizes_of_inputs(graph):
-        return frozenset(guard.expr for guard in size.node.shape_env.guards)
-    return frozenset()
