@@ -141,12 +141,12 @@ def open_inputs(gm: GraphModule) -> dict[int, OpenSize]:
     found = {}
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
-        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
-            symbol = value.node.expr
-            hint = getattr(value.node, "hint", None)
-            if hint is not None:
-                bounds = value.node.shape_env.bound_sympy(symbol)
-                least, most = max(1, int(bounds.lower)), int(min(bounds.upper, ENDLESS))
-                name = input_name(node) or str(symbol)
-                found[place] = OpenSize(symbol, name, int(hint), least, most)
+        if not isinstance(value, torch.SymInt) or not isinstance(value.node.expr, sympy.Symbol):
+            continue
+        symbol, env, hint = value.node.expr, value.node.shape_env, getattr(value.node, "hint", None)
+        if env is not None and hint is not None:  # else nobody knows what it was
+            bounds = env.bound_sympy(symbol)
+            least, most = max(1, int(bounds.lower)), int(min(bounds.upper, ENDLESS))
+            name = input_name(node) or str(symbol)
+            found[place] = OpenSize(symbol, name, int(hint), least, most)
     return found
