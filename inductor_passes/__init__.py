@@ -16,7 +16,8 @@ in this order:
    ``unrounded`` and ``in_place`` change a graph before it is planned.
 6. ``rehearsal`` says what the passes will do to a graph, ``passes`` is what the compiler calls,
    ``verify`` what a pass must leave alone. ``regional``, ``regions``, ``straight_line`` and
-   ``units`` compile layers that are alike once.
+   ``units`` compile layers that are alike once. ``sizes``, ``cells`` and ``grid`` have a program
+   for many sizes, ``size_range`` where a plan holds.
 
 ``_torch`` holds every private part of PyTorch; ``tests/test_passes_contract.py`` is its contract.
 This package knows nothing of ``simplefsdp``, which imports it.

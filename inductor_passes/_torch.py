@@ -6,8 +6,8 @@ Each has a contract test in ``tests/test_passes_contract.py`` that says what mov
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -165,6 +165,16 @@ def fake_mode_of(value: Any) -> Any:
     """The mode of a traced (fake) tensor, or list of them; operators run in it cost nothing."""
     tensor = value[0] if isinstance(value, (list, tuple)) else value
     return tensor.fake_mode
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Tensors made inside are real and on the CPU, though a compiler traces with fake ones, and
+    whatever the default device is."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.device("cpu"):
+        yield
 
 
 def ranks_of_group(name: str) -> list[int] | None:

@@ -95,7 +95,7 @@ def taken(
         else:
             compute += alone[i]
         total = end
-    return Taken(total, exposed, compute, wire, _peak_nbytes(opened, cells))
+    return Taken(total, exposed, compute, wire, Peaks(opened).many(cells))
 
 
 def _stretches(
@@ -126,27 +126,40 @@ def _stretches(
     return Program(tuple(ops), program.buffers), alone
 
 
-def _peak_nbytes(opened: OpenProgram, cells: Sequence[Sizes]) -> Tensor:
-    """Most live bytes, in each cell. Storages of one size are counted, once for all cells."""
-    program, alive = opened.program, lifetimes(opened.program)
-    peak = torch.zeros(len(cells), dtype=torch.float64)
-    if not alive:
+class Peaks:
+    """Most live bytes of a program, without inputs that the caller keeps, in many cells.
+
+    Storages of one size are counted, once for all cells.
+
+    Args:
+        opened: the program.
+    """
+
+    def __init__(self, opened: OpenProgram) -> None:
+        program, alive = opened.program, lifetimes(opened.program)
+        kind_of: dict[sympy.Expr, int] = {}
+        changes: list[tuple[int, int, int]] = []  # when, of which size, and by how many
+        for storage, (first, last) in alive.items():
+            kind = kind_of.setdefault(formula_of(program.storage_nbytes[storage]), len(kind_of))
+            changes += [(first, kind, 1), (last + 1, kind, -1)]
+        self._nbytes = Formulas(list(kind_of), opened.symbols)
+        self._counts = torch.zeros(0, len(kind_of), dtype=torch.float64)
+        if alive:
+            when, which, by_how_many = torch.tensor(changes).unbind(1)
+            counts = torch.zeros(len(program.ops) + 2, len(kind_of), dtype=torch.float64)
+            counts.index_put_((when, which), by_how_many.double(), accumulate=True)
+            # They are most where something is freed next; layers that are alike repeat many.
+            ends = sorted({last for _, last in alive.values()})
+            self._counts = counts.cumsum(0)[ends].unique(dim=0)
+
+    def many(self, cells: Sequence[Sizes]) -> Tensor:
+        """The peak in each cell, float64."""
+        nbytes = self._nbytes.many(cells)
+        peak = torch.zeros(len(cells), dtype=torch.float64)
+        for some in self._counts.split(1024):
+            if len(some):
+                peak = torch.maximum(peak, (some @ nbytes).amax(0))
         return peak
-    kind_of: dict[sympy.Expr, int] = {}
-    changes: list[tuple[int, int, int]] = []  # when, of which size, and by how many
-    for storage, (first, last) in alive.items():
-        kind = kind_of.setdefault(formula_of(program.storage_nbytes[storage]), len(kind_of))
-        changes += [(first, kind, 1), (last + 1, kind, -1)]
-    when, which, by_how_many = torch.tensor(changes).unbind(1)
-    counts = torch.zeros(len(program.ops) + 2, len(kind_of), dtype=torch.float64)
-    counts.index_put_((when, which), by_how_many.double(), accumulate=True)
-    # They are most where something is freed next; layers that are alike repeat many.
-    ends = sorted({last for _, last in alive.values()})
-    most = counts.cumsum(0)[ends].unique(dim=0)
-    nbytes = Formulas(list(kind_of), opened.symbols).many(cells)
-    for some in most.split(1024):
-        peak = torch.maximum(peak, (some @ nbytes).amax(0))
-    return peak
 
 
 def _prices(

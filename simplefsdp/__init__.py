@@ -15,8 +15,8 @@ Read the code in this order:
 2. The compiler's backend. ``options`` are the user's; ``backend`` checks a Dynamo graph and asks
    the ranks to agree on it (``rank_guard``); ``dedupe`` leaves one gather per parameter,
    ``recompute`` and ``reshard`` say which are made again in backward; ``compilation`` plans each
-   graph (``plans``: one rank for all), logs it (``census``), and calls the passes of
-   ``inductor_passes``.
+   graph (``plans``: one rank for all), logs it (``census``; ``size_limits``, if sizes are open),
+   and calls the passes of ``inductor_passes``.
 3. Steps that are not run. ``trace`` makes the graphs of a step without memory,
    ``repeated_layers`` and ``extrapolate_depth`` those of a deep model from a shallow one's, and
    ``prediction`` prices them.

@@ -28,6 +28,7 @@ from inductor_passes.in_place import write_inputs_early
 from inductor_passes.passes import REMEDY, ImposeOrder, PassError, bucket_and_reorder, rehearse
 from inductor_passes.portable import PortableBucket
 from inductor_passes.rehearsal import Rehearsal, Settings, launches
+from inductor_passes.size_range import SizeRange
 from inductor_passes.text import to_text
 from inductor_passes.unrounded import write_sums_unrounded
 from simplefsdp import _torch, rank_guard
@@ -39,6 +40,7 @@ from simplefsdp.plans import Chosen, is_users, plan_for_all
 from simplefsdp.provenance import carried_fqn, reduced_fqn
 from simplefsdp.rank_guard import RankMismatchError
 from simplefsdp.recompute import tag_for_recompute
+from simplefsdp.size_limits import SizeLimits, describe_range
 
 log = logging.getLogger("simplefsdp")
 _numbers = itertools.count()
@@ -53,6 +55,7 @@ class Compilation(NamedTuple):
         timeout_s: how long to wait for the others.
         grad: whether gradients are wanted.
         number: the same for no others.
+        limits: of the sizes that were left open.
     """
 
     settings: Settings | None
@@ -60,6 +63,7 @@ class Compilation(NamedTuple):
     timeout_s: float
     grad: bool
     number: int
+    limits: SizeLimits
 
 
 def compile_with_passes(
@@ -90,6 +94,7 @@ def compile_with_passes(
         options.rank_guard_timeout_s,
         torch.is_grad_enabled(),
         next(_numbers),
+        SizeLimits(gm),
     )
 
     def uuid() -> str:
@@ -116,7 +121,7 @@ def compile_with_passes(
         return regional.compile_by_regions(graph, codes, is_backward=is_backward)
 
     if options.executor == "aot_eager":
-        return _torch.compile_with_aot_eager(
+        eager = _torch.compile_with_aot_eager(
             gm,
             example_inputs,
             observe=note,
@@ -124,7 +129,8 @@ def compile_with_passes(
             joint_pass=tag_for_recompute,
             graph_pass=passes,
         )
-    return _torch.compile_with_inductor(
+        return compilation.limits.watching(eager)
+    code = _torch.compile_with_inductor(
         gm,
         example_inputs,
         _torch.Passes(
@@ -138,6 +144,7 @@ def compile_with_passes(
         lowering=fusions_as_planned if _as_planned(settings) else nullcontext,
         cudagraphs=options.cudagraphs,
     )
+    return compilation.limits.watching(code)
 
 
 def _as_planned(settings: Settings | None) -> bool:
@@ -182,7 +189,7 @@ def observe(gm: GraphModule, is_backward: bool, compilation: Compilation) -> Obs
     found, number = _planned(gm, part, compilation)
     seconds = time.perf_counter() - begin
     lines = _agree_on_launches(part, found, number, compilation)
-    _tell(gm, part, found, compilation.settings)
+    ranges = _tell(gm, part, found, compilation)
     if isinstance(found, Exception):
         if compilation.settings is None:
             log.warning("%s graph: compiled as it is: it cannot be read: %s", part, found)
@@ -190,7 +197,8 @@ def observe(gm: GraphModule, is_backward: bool, compilation: Compilation) -> Obs
         if is_users(found):
             raise ValueError(f"{part} graph: {found}") from found
         raise PassError(f"{part} graph: {found}; {REMEDY}") from found
-    notify(CompiledGraph(part, found, compilation.settings, seconds, compilation.number))
+    settings, same = compilation.settings, compilation.number
+    notify(CompiledGraph(part, found, settings, seconds, same, ranges=ranges))
     return Observed(found.planned, lines)
 
 
@@ -268,24 +276,29 @@ def _cannot(error: Exception) -> str:
 
 
 def _tell(
-    gm: GraphModule, part: str, found: Rehearsal | Exception, settings: Settings | None
-) -> None:
-    """Log what a graph communicates and what the passes make of it."""
+    gm: GraphModule, part: str, found: Rehearsal | Exception, compilation: Compilation
+) -> tuple[SizeRange, ...]:
+    """Log what a graph communicates, what the passes make of it, and within which sizes."""
+    settings, timed = compilation.settings, log.isEnabledFor(_level())
+    ranges: tuple[SizeRange, ...] = ()
 
     def communicates() -> str:
         return describe(take_census(gm.graph), is_backward=part == "backward")
 
     if isinstance(found, Rehearsal):
-        _warn_of_memory(part, found, settings)
         _harmless(part, functools.partial(_trace, part, found))
-    if not log.isEnabledFor(_level()):  # a prediction takes as long as the passes themselves
-        return
+        look = functools.partial(compilation.limits.ranges, part, found, settings)
+        ranges = _harmless(part, functools.partial(look, timed=timed)) or ()
+    if not timed:  # a prediction takes as long as the passes themselves
+        return ranges
     line = _harmless(part, communicates) or f"{part}:"
     if isinstance(found, Rehearsal):
         line += _harmless(part, lambda: describe_passes(found, settings)) or ""
+        line += "".join(f"; {describe_range(one)}" for one in ranges)
     else:
         line += f"; {_cannot(found)}"
     say("%s", line)
+    return ranges
 
 
 def _trace(part: str, found: Rehearsal) -> None:
@@ -323,21 +336,3 @@ def say(message: str, *args: object) -> None:
 def _level() -> int:
     speaks = not dist.is_initialized() or dist.get_rank() == 0
     return logging.INFO if speaks else logging.DEBUG
-
-
-def _warn_of_memory(part: str, rehearsal: Rehearsal, settings: Settings | None) -> None:
-    """Say so if a plan that was made for another graph takes more than the user allows.
-
-    It cannot be made anew: the other ranks go on with it.
-    """
-    allowed = settings.auto.budget_nbytes if settings is not None and settings.auto else None
-    plan = rehearsal.plan
-    if plan is not None and allowed is not None and plan.peak_nbytes > allowed:
-        log.warning(
-            "%s graph: planned for another batch or on another rank, and here %.4g GB of "
-            "activations, full parameters and gradients are predicted, where "
-            "memory_budget_gb=%.4g; compile the largest batch first",
-            part,
-            plan.peak_nbytes / 1e9,
-            allowed / 1e9,
-        )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from inductor_passes.cluster import Cluster
     from inductor_passes.rehearsal import Rehearsal, Settings
+    from inductor_passes.size_range import SizeRange
 
 log = logging.getLogger("simplefsdp")
 
@@ -24,6 +25,7 @@ class CompiledGraph(NamedTuple):
         pass_seconds: that reading, planning and ordering took, and waiting for the plan.
         compilation: the same for a forward graph and its backward, and for no others.
         call: the same for all graphs that a call of the model runs: several if Dynamo breaks it.
+        ranges: where what was planned holds, of each size that was left open.
     """
 
     part: str
@@ -32,6 +34,7 @@ class CompiledGraph(NamedTuple):
     pass_seconds: float
     compilation: int
     call: int = 0
+    ranges: tuple[SizeRange, ...] = ()
 
 
 Observer = Callable[[CompiledGraph], None]

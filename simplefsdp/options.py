@@ -1,4 +1,19 @@
-"""The options of ``torch.compile(model, backend="simplefsdp", options={...})``."""
+"""The options of ``torch.compile(model, backend="simplefsdp", options={...})``.
+
+Batches of several sizes: ``torch.compile`` takes the sizes of the first batch for numbers. At the
+first batch that differs it compiles once more, with that size left open, for all that come;
+``torch._dynamo.mark_dynamic(tokens, 1)`` before the first call leaves it open at once, which saves
+a compilation. The plan that was made first stands for both, so begin with the largest batch. The
+log says within which sizes it fits its memory and stays as near its lower bound, to 5 %
+("L['tokens'].size()[1] is open (512 here): fits 71.9 GB from 2 to 1306"), and a call with another
+size is warned of before it runs; ``torch.compiler.reset()``, on all ranks, lets the next batch be
+planned for. With ``torch.compile(..., dynamic=False)`` each new size is compiled by itself, up to
+``torch._dynamo.config.recompile_limit`` (8) of them, from where on the model runs uncompiled, or
+raises with ``fullgraph=True``. A rank that compiles alone keeps the others waiting in a collective,
+until the process group's timeout: let all ranks meet a new size in the same step. Or pad batches to
+a few lengths: padding costs as much compute as what it stands for, a size that is new a
+compilation, and ``cudagraphs`` take one shape alone.
+"""
 
 from __future__ import annotations
 

@@ -155,6 +155,15 @@ def test_size_hint():
     assert _torch.size_hint(shapes["unknown"]) == 0, "SymInt.node.hint of an unknown size moved"
 
 
+def test_plain_tensors():
+    with torch._subclasses.FakeTensorMode(), torch.device("meta"):
+        with _torch.plain_tensors():
+            real = torch.ones(2)
+        assert type(torch.ones(2)) is not type(real), "unset_fake_temporarily leaves it unset"
+    assert type(real) is torch.Tensor and real.device.type == "cpu"
+    assert real.tolist() == [1, 1], "unset_fake_temporarily no longer leaves fake tensors alone"
+
+
 def test_fake_mode_of():
     graph = of_every_sort()
     gather = node_of(graph, _ops.all_gather_into_tensor.default)

@@ -7,7 +7,8 @@ import torch
 from torch.fx import Graph
 
 from inductor_passes.cells import CellError, Symbols
-from simplefsdp._torch.symbolic import open_sizes, opened
+from inductor_passes.size_range import ENDLESS
+from simplefsdp._torch.symbolic import open_inputs, open_sizes, opened
 
 HINTS = {"batch": 3, "seq": 10}
 
@@ -79,3 +80,47 @@ def test_a_size_may_be_what_is_made_of_it():
     with open_sizes(HINTS) as size:
         x = torch.ones(size["batch"], 2)
         assert torch.compile(function, backend=backend, fullgraph=True)(x).shape[0] == size["batch"]
+
+
+def dynamic_graph(function, x: torch.Tensor):
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True)(x)
+    return graphs[0]
+
+
+def test_open_inputs_of_a_dynamo_graph():
+    x = torch.ones(6, 4)
+    torch._dynamo.mark_dynamic(x, 0, min=3, max=64)
+    gm = dynamic_graph(lambda x: x.sin(), x)
+    ((place, size),) = open_inputs(gm).items()
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    assert placeholders[place].meta["example_value"].node.expr == size.symbol, (
+        "sizes are no longer inputs of a Dynamo graph"
+    )
+    assert size.name == "L['x'].size()[0]", "a size's _dynamo_source has another name"
+    assert size.hint == 6, "SymInt.node.hint moved"
+    assert (size.least, size.most) == (3, 64), "ShapeEnv.bound_sympy moved"
+
+
+def test_what_code_asks_of_an_open_input_bounds_it():
+    x = torch.ones(6, 4)
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    (size,) = open_inputs(dynamic_graph(lambda x: x.sin() if x.shape[0] < 9 else x, x)).values()
+    assert size.most == 8, "ShapeEnv.bound_sympy no longer knows of guards"
+
+
+def test_a_size_without_an_end_has_ours():
+    x = torch.ones(6, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    (size,) = open_inputs(dynamic_graph(lambda x: x.sin(), x)).values()
+    assert size.most == ENDLESS and 1 <= size.least <= 2
+
+
+def test_a_graph_of_numbers_has_no_open_inputs():
+    assert open_inputs(dynamic_graph(lambda x: x.sin(), torch.ones(6, 4))) == {}

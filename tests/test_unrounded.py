@@ -18,6 +18,7 @@ from inductor_passes.roofline import work_of
 from inductor_passes.unrounded import write_sums_unrounded
 from simplefsdp import simple_fsdp
 from simplefsdp.compilation import Compilation, observe
+from simplefsdp.size_limits import SizeLimits
 from simplefsdp.trace import trace
 
 _aten, _ops, _prims = torch.ops.aten, torch.ops._c10d_functional, torch.ops.prims
@@ -204,8 +205,9 @@ def test_it_is_counted_as_the_matmul_that_it_is():
 
 def test_graphs_are_written_so_before_they_are_planned():
     graph = traced(lambda a, b: reduce(to_fp32(a @ b)))
-    compilation = Compilation(None, (), 0.0, grad=True, number=0)
-    observe(GraphModule(nn.Module(), graph), is_backward=True, compilation=compilation)
+    gm = GraphModule(nn.Module(), graph)
+    compilation = Compilation(None, (), 0.0, grad=True, number=0, limits=SizeLimits(gm))
+    observe(gm, is_backward=True, compilation=compilation)
     assert targets(graph) == [_aten.mm.dtype, *START]
 
 

@@ -12,11 +12,13 @@ import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 
 from inductor_passes.cells import CellError
+from inductor_passes.size_range import ENDLESS, OpenSize
+from simplefsdp._torch.dynamo import input_name
 
 
 @contextmanager
@@ -129,3 +131,22 @@ def _sizes_of_inputs(graph: Graph) -> Iterator[Any]:
             for size in sizes:
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                     yield size
+
+
+def open_inputs(gm: GraphModule) -> dict[int, OpenSize]:
+    """The sizes that a Dynamo graph was traced without, by their places among its inputs.
+
+    Within their bounds torch may still trace anew, where something else is asked of them.
+    """
+    found = {}
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.SymInt) or not isinstance(value.node.expr, sympy.Symbol):
+            continue
+        symbol, env, hint = value.node.expr, value.node.shape_env, getattr(value.node, "hint", None)
+        if env is not None and hint is not None:  # else nobody knows what it was
+            bounds = env.bound_sympy(symbol)
+            least, most = max(1, int(bounds.lower)), int(min(bounds.upper, ENDLESS))
+            name = input_name(node) or str(symbol)
+            found[place] = OpenSize(symbol, name, int(hint), least, most)
+    return found

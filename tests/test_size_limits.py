@@ -1,0 +1,235 @@
+"""Graphs whose sizes are open: where a plan holds, and what is said outside of there."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import sympy
+import torch
+from torch import nn
+
+from inductor_passes.cells import SizedProgram, Symbols
+from inductor_passes.cluster import ClusterCost, Work
+from inductor_passes.presets import preset
+from inductor_passes.program import Program
+from inductor_passes.size_range import ENDLESS, OpenPlan, OpenSize, SizeSpan, edge, range_of
+from inductor_passes.sizes import Size
+from inductor_passes.text import parse
+from simplefsdp import simple_fsdp
+from simplefsdp.observers import observing
+from simplefsdp.size_limits import SizeLimits, describe_range
+
+ROWS, OTHER = sympy.symbols("rows other", positive=True, integer=True)
+H100 = preset("h100")
+KB = 1000
+FLOPS = 10**10
+TEXT = """
+input x: 8000
+resident w: 6250
+start full(w) -> gathered: 50000 | gather group=dp ranks=8 nbytes=50000 dtype=float32 fqns=w
+compute y(x) -> y: 8000
+wait w_full(gathered) -> whole: 50000 @gathered
+compute z(y, whole) -> z: 8000
+output z
+"""
+OPTIONS = {"executor": "aot_eager", "cluster": "h100", "memory_budget_gb": 200e-6}
+
+
+def sized(program: Program, **formulas: sympy.Expr) -> Program:
+    """``program``, whose numbers of these buffers are Sizes."""
+    buffers = {
+        name: replace(buffer, nbytes=Size(buffer.nbytes, formulas[name]))
+        if name in formulas
+        else buffer
+        for name, buffer in program.buffers.items()
+    }
+    return replace(program, buffers=buffers)
+
+
+def open_plan_of(*holds: sympy.Basic) -> tuple[OpenPlan, OpenSize]:
+    """A gather beside a compute whose time and memory are of 8 rows, or another number."""
+    program = sized(parse(TEXT), x=KB * ROWS, y=KB * ROWS, z=KB * ROWS)
+    opened = SizedProgram(program, Symbols({"rows": (ROWS,)}))
+    work = {"y": Work(Size(8 * FLOPS, FLOPS * ROWS), Size(8 * KB, KB * ROWS), "matmul", "bfloat16")}
+    size = OpenSize(ROWS, "L['x'].size()[0]", 8, 2, ENDLESS)
+    return OpenPlan(opened, opened, work, ClusterCost(H100), (size,), frozenset(holds)), size
+
+
+def test_the_last_size_that_fits():
+    plan, size = open_plan_of()
+    room = 100 * KB + 99
+    found = range_of(plan, size, room, timed=False)
+    # During the last compute x has been freed; y, z and what was gathered are alive.
+    assert found.fits == SizeSpan(2, (room - 50 * KB) // (2 * KB)) == SizeSpan(2, 25)
+    assert found.peak_nbytes == plan.peak_nbytes(rows=25) == 100 * KB <= room
+    assert plan.peak_nbytes(rows=26) > room
+    assert found.near is None and found.known == SizeSpan(2, ENDLESS)
+
+
+def test_what_does_not_fit_where_it_was_planned():
+    plan, size = open_plan_of()
+    found = range_of(plan, size, 60 * KB, timed=True)
+    assert found.fits is None and found.near is None and found.peak_nbytes == 66 * KB
+    assert describe_range(found) == (
+        "L['x'].size()[0] is open (8 here): it takes 6.6e-05 GB, where 6e-05 GB are allowed"
+    )
+
+
+def test_near_the_bound_with_many_rows():
+    """A wait before the compute costs much of few rows, and little of many."""
+    plan, size = open_plan_of()
+    late = plan.after.program.reorder(["full", "w_full", "y", "z"])
+    plan = replace(plan, after=replace(plan.after, program=late))
+    found = range_of(plan, size, 1 << 62, timed=True)
+    times = plan.times_bound()
+    assert times > 1.05 and found.factor == pytest.approx(1.05 * times)
+    assert found.near is not None and found.near.most == ENDLESS
+    assert all(plan.times_bound(rows=n) <= found.factor for n in (found.near.least, 8, 4096))
+    assert plan.times_bound(rows=2) > found.factor and 2 < found.near.least < 8
+
+
+def test_the_range_ends_where_the_formulas_do():
+    plan, size = open_plan_of(sympy.Lt(ROWS, 20), sympy.Gt(3 * ROWS, 9))
+    found = range_of(plan, size, 10**9, timed=False)
+    assert found.known == found.fits == SizeSpan(4, 19)
+    assert describe_range(found) == (
+        "L['x'].size()[0] is open (8 here): fits 1 GB from 4 to 19 (8.8e-05 GB at 19); nothing is "
+        "predicted of it but from 4 to 19"
+    )
+
+
+LASTS = {1: (1, 3, 7, 8), 7: (1, 7, 8), 8: (8,), 9: (8, 9, 99), 100: (8, 9, 15, 16, 17, 99, 100)}
+
+
+@pytest.mark.parametrize(("end", "last"), [(end, n) for end, lasts in LASTS.items() for n in lasts])
+def test_edge(end, last):
+    """Something holds at 8, and from there to the last one on the way to the end."""
+    asked = []
+
+    def holds(n: int) -> bool:
+        asked.append(n)
+        return n <= last if end > 8 else n >= last
+
+    assert edge(holds, 8, end) == (min(last, end) if end > 8 else max(last, end))
+    assert len(asked) <= 12 and all(min(8, end) <= n <= max(8, end) for n in asked)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def steps(run, *rows: int, seq: int | None = None):
+    """What each graph is that steps of so many rows compile."""
+    found = []
+    with observing(found.append):
+        for n in rows:
+            run(batch(n, seq)).square().mean().backward()
+    return found
+
+
+def batch(rows: int, seq: int | None = None, *dynamic: int) -> torch.Tensor:
+    x = torch.randn(rows, 64) if seq is None else torch.randn(rows, seq, 64)
+    for dim in dynamic:
+        torch._dynamo.mark_dynamic(x, dim)
+    return x
+
+
+def compiled(model, **keywords):
+    return torch.compile(model, backend="simplefsdp", fullgraph=True, options=OPTIONS, **keywords)
+
+
+def warnings(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_a_range_is_what_fresh_traces_find(fake_mesh, caplog):
+    """At its end the same plan fits, one further it does not; and calls are warned from there."""
+    model = simple_fsdp(Layers(), fake_mesh(8))
+    run = compiled(model)
+    found = []
+    with caplog.at_level(logging.INFO, "simplefsdp"), observing(found.append):
+        run(batch(6, None, 0)).square().mean().backward()
+    ends = {seen.part: seen.ranges[0].fits.most for seen in found}
+    assert ends["backward"] < ends["forward"]
+    for seen in found:
+        assert seen.ranges[0].size.name in caplog.text and seen.ranges[0].size.hint == 6
+    caplog.clear()
+    most = ends["backward"]
+    assert steps(run, 2, most) == [] and warnings(caplog) == []
+    assert steps(run, most + 1, most + 2, most) == []
+    (told,) = warnings(caplog)
+    assert told.startswith("backward graph: compiled at ") and f" = 6, now {most + 1}: " in told
+    assert "where 0.0002 GB are allowed" in told
+    static = compiled(model, dynamic=False)
+    for n in sorted({n for end in ends.values() for n in (end, end + 1)}):
+        for seen in steps(static, n):
+            plan, within = seen.rehearsal.plan, ends[seen.part]
+            assert seen.ranges == () and (plan.peak_nbytes <= 200 * KB) == (n <= within)
+            if n == within:
+                (peak,) = (s.ranges[0].peak_nbytes for s in found if s.part == seen.part)
+                assert plan.peak_nbytes == peak
+
+
+def test_a_static_graph_is_told_of_when_it_is_compiled(fake_mesh, caplog):
+    run = compiled(simple_fsdp(Layers(), fake_mesh(8)), dynamic=False)
+    steps(run, 6, 20)
+    assert warnings(caplog) == []
+    steps(run, 300)
+    told = warnings(caplog)
+    assert [text.split(":")[0] for text in told] == ["forward graph", "backward graph"]
+    steps(run, 300)
+    assert warnings(caplog) == told
+
+
+def test_sizes_that_are_large_together(fake_mesh, caplog):
+    """Each is within its range, of which the other is as it was."""
+    run = compiled(simple_fsdp(Layers(), fake_mesh(8)))
+    found = []
+    with observing(found.append):
+        run(batch(4, 6, 0, 1)).square().mean().backward()
+    of_rows, of_seq = min(found, key=lambda seen: seen.ranges[0].fits.most).ranges
+    rows, seq = of_rows.fits.most, of_seq.fits.most
+    steps(run, rows, seq=6)
+    steps(run, 4, seq=seq)
+    assert warnings(caplog) == []
+    steps(run, rows, seq=seq)
+    assert f"now {rows}, " in warnings(caplog)[0] and f"now {seq}: " in warnings(caplog)[0]
+
+
+def test_a_second_batch_makes_a_graph_dynamic(fake_mesh, caplog):
+    """Its plan was made for the first batch; the range is of it, and it is told of at once."""
+    run = compiled(simple_fsdp(Layers(), fake_mesh(8)))
+    (first, *_), (second, *_) = steps(run, 6), steps(run, 300)
+    assert first.ranges == () and second.ranges[0].fits is None
+    assert second.rehearsal.planned == first.rehearsal.planned
+    told = warnings(caplog)
+    assert [text.split(":")[0] for text in told] == ["forward graph", "backward graph"]
+    assert all("= 300, now 300: " in text for text in told)
+
+
+def test_without_a_plan_memory_is_told(fake_mesh):
+    """Of what a device has, for nobody allowed less."""
+    options = {"executor": "aot_eager", "bucketing": "manual"}
+    model = simple_fsdp(Layers(), fake_mesh(8))
+    run = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
+    found = []
+    with observing(found.append):
+        run(batch(6, None, 0)).square().mean().backward()
+    for seen in found:
+        (one,) = seen.ranges
+        assert one.fits is not None and 0.9 < one.peak_nbytes / one.room_nbytes <= 1
+        assert one.near is None
+
+
+def test_a_static_graph_is_called_as_it_is(fake_mesh):
+    gm = torch.fx.symbolic_trace(nn.Tanh())
+    assert SizeLimits(gm).watching(gm) is gm
