@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from inductor_passes.cluster import Cluster
-from simplefsdp.inspection.options import FILES, InspectOptions, check, parallel_options, parse
+from simplefsdp.inspection.options import (
+    FILES,
+    InspectOptions,
+    check,
+    parallel_options,
+    parse,
+    recomputed,
+)
 from simplefsdp.inspection.working import working
 from simplefsdp.launcher.errors import UserError, user_errors
 from simplefsdp.models.options import ModelOptions
@@ -76,7 +83,7 @@ def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
             return trace_target(
                 options.target, options.input, options.ranks, averages=cluster.averages
             )
-        model = ModelOptions(options.model or "", options.activation_checkpointing)
+        model = ModelOptions(options.model or "", recomputed(options))
         parallel = parallel_options(options)
         layout = plan_layout(parallel, options.ranks, cluster.ranks_per_node)
         mesh = make_mesh(layout, parallel, "cpu")

@@ -119,11 +119,13 @@ def largest_microbatch(config: TrainConfig, layout: RankLayout, cluster: Cluster
     recomputes = config.model.activation_checkpointing == "full"
     need = whole if part == 1 else not_
     assert need is not None  # part is at least 1, and it does not fit
+    short = need.peak_nbytes - need.room_nbytes
     raise ValueError(
         f"--microbatch-size auto: one sequence of {cell.seq:,} tokens takes "
         f"{need.peak_nbytes / 1e9:.1f} GB"
         + (f" beside {waiting / 1e9:.1f} GB of full gradients that wait" if part > 1 else "")
-        + f", and a device of {cluster.name} has {whole.room_nbytes / 1e9:.1f} GB to use; give "
+        + f", and a device of {cluster.name} has {whole.room_nbytes / 1e9:.1f} GB to use, "
+        f"{short / 1e6:,.0f} MB too little; give "
         + ("" if recomputes else "--activation-checkpointing full, ")
         + "a shorter --seq-len, or more ranks"
     )
