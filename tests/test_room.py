@@ -183,9 +183,9 @@ def test_tensorboard_without_its_file_is_told_once(tmp_path):
     ("said", "told"),
     [
         ("RunFailed: the disk is full", "error: the disk is full"),
-        ("KeyError: 'x'", "Traceback: 'x'\nerror: rank 1 failed; its output: logs"),
+        ("KeyError: 'x'", "Traceback: 'x'\nerror: rank 1 failed; what it printed: its.log"),
     ],
 )
 def test_another_rank_than_the_first_says_in_a_line_what_is_one(said, told, tmp_path):
     message = {"message": said, "extraInfo": {"py_callstack": "Traceback: 'x'\n"}}
-    assert launch._why(1, SimpleNamespace(message=message), "logs") == told
+    assert launch._why(1, SimpleNamespace(message=message), {1: "its.log"}) == told

@@ -202,9 +202,7 @@ def _saves_alone(folder):
     checkpoint.agree = functools.partial(checkpoint.agree, timeout_s=0.5)
     try:
         if trainer.is_world_process_zero():
-            with pytest.raises(
-                RankMismatchError, match=r"what is gathered .* rank 1 did not get"
-            ):
+            with pytest.raises(RankMismatchError, match=r"what is gathered .* rank 1 did not get"):
                 trainer.save_model()
         dist.barrier()
         if not trainer.is_world_process_zero():

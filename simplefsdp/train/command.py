@@ -57,6 +57,7 @@ def run(args: list[str]) -> int:
         ["train", *args, *settled],
         ranks=ranks,
         log_folder=plan.out / runs.LOGS,
+        go_on=lambda: runs.how_to_go_on(plan.out),
     )
 
 

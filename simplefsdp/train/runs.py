@@ -11,6 +11,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,6 +144,12 @@ def checkpoint_at(path: Path) -> Path:
             f"(one with a {_DCP_METADATA} file)"
         )
     return latest
+
+
+def how_to_go_on(run: Path) -> str | None:
+    """What to type to continue a run from its last checkpoint; None if it has none."""
+    again = f"continue with: simplefsdp train --resume {shlex.quote(str(run))}"
+    return again if complete_checkpoints(run) else None
 
 
 def _latest(run: Path) -> Path | None:
