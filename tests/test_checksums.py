@@ -27,10 +27,12 @@ from simplefsdp.checkpoints.saving import ChecksumWriter
 from simplefsdp.cli import main
 from simplefsdp.integrations import checkpoint as integration
 from simplefsdp.launcher.errors import UserError
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS
 from simplefsdp.models.build import plain_model
+from simplefsdp.models.llama3 import Llama
 from simplefsdp.models.options import ModelOptions
-from simplefsdp.train import load_plain, runs
+from simplefsdp.train import runs
+from simplefsdp.train.restore import load_plain
 
 
 @pytest.fixture(scope="module")

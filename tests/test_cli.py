@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from simplefsdp.cli import main
+from simplefsdp.cli import COMMANDS, main
 from simplefsdp.launcher import launch
 from simplefsdp.models import num_parameters
 from simplefsdp.models.build import model_config
@@ -20,6 +20,7 @@ from simplefsdp.models.options import ModelOptions
 from simplefsdp.train import command, runs
 from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.dry_run import plan_memory
+from simplefsdp.train.preflight import make_layout
 from simplefsdp.train.runs import TrainerState
 
 
@@ -195,7 +196,7 @@ def test_help_teaches_with_examples_that_parse(capsys: pytest.CaptureFixture[str
 )
 def test_dry_run_adds_up_to_the_formula(args: str, replicate: int, shard: int, tp: int) -> None:
     config = command.parse(["--dry-run", *args.split()])
-    layout = command.make_layout(config, int(config.plan.world_size or 0), node_ranks=8)
+    layout = make_layout(config, int(config.plan.world_size or 0), node_ranks=8)
     assert (layout.replicate, layout.shard, layout.tp) == (replicate, shard, tp)
     plan = plan_memory(config, layout)
     model = model_config(ModelOptions(config=config.model.config))
@@ -235,3 +236,31 @@ def test_import_stays_light() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("--help", "--version", "nonsense", "train --bogus", "inspect --fit nothing"),
+        *(f"{name} --help" for name in COMMANDS),
+    ],
+)
+def test_help_and_a_wrong_option_need_no_torch(asked: str) -> None:
+    """It takes seconds to import."""
+    code = (
+        "import sys, simplefsdp.cli\n"
+        f"try: simplefsdp.cli.main({asked.split()})\n"
+        "except SystemExit as end: assert end.code in (0, 2), end.code\n"
+        "sys.exit('imported torch' if 'torch' in sys.modules else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_all_public_names_are_there_when_asked_for() -> None:
+    import simplefsdp
+    import simplefsdp.full_parameters
+
+    assert {name for name in simplefsdp.__all__ if not hasattr(simplefsdp, name)} == set()
+    assert simplefsdp.unsharded is simplefsdp.full_parameters.unsharded
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = simplefsdp.nothing

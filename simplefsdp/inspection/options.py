@@ -10,9 +10,8 @@ from typing import Literal
 
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
-from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
-from simplefsdp.models.options import ParallelOptions
-from simplefsdp.placement import Mode
+from simplefsdp.choices import Mode
+from simplefsdp.models.options import ActivationCheckpointing, ParallelOptions
 
 DESCRIPTION = """See what the compiler does with a model's collectives: per bucket when it runs, what
 hides it, what is exposed, and why; and memory over time. No GPU and no cluster needed: the step is

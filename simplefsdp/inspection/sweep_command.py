@@ -22,8 +22,7 @@ from simplefsdp.inspection.sweep_document import cell_row, sweep_document
 from simplefsdp.inspection.tables import console
 from simplefsdp.inspection.working import working
 from simplefsdp.launcher.errors import UserError, user_errors
-from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
-from simplefsdp.models.options import ModelOptions
+from simplefsdp.models.options import ActivationCheckpointing, ModelOptions
 from simplefsdp.sweep.axes import cells_of, parse_axes
 from simplefsdp.sweep.cells import Cell, CellStep
 from simplefsdp.sweep.fit import MOST, largest

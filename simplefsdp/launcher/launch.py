@@ -15,11 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-    get_error_handler,
-)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simplefsdp.launcher.errors import EXIT_FAILED, RunFailed, UserError
@@ -34,11 +30,6 @@ _AS_RANK = (
     "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
     "from simplefsdp.cli import main; main()"
 )
-
-
-def under_torchrun() -> bool:
-    """Whether this process is a rank that a launcher, ours or torchrun, has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def start_local_ranks(
@@ -156,12 +147,6 @@ def _why(rank: int, failure: ProcessFailure, stderr_of: Mapping[int, str]) -> st
             return f"error: {line}"
         message = message["extraInfo"]["py_callstack"].strip()
     return f"{message}\nerror: rank {rank} failed; what it printed: {stderr_of[rank]}"
-
-
-def record_failure(error: BaseException) -> None:
-    """Leave this rank's error where the launcher looks for it (torchrun's error file)."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        get_error_handler().record_exception(error)
 
 
 class StopRequest:

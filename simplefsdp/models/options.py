@@ -6,9 +6,9 @@ The field docstrings are the text of ``--help``.
 from dataclasses import dataclass
 from typing import Literal
 
-from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
-from simplefsdp.placement import Mode
+from simplefsdp.choices import Mode
 
+ActivationCheckpointing = Literal["none", "selective", "full"]
 MixedPrecision = Literal["auto", "none", "bf16"]
 
 
