@@ -39,7 +39,7 @@ CONFIGS["micro"] = LlamaConfig(  # 34 rows: uneven on 4 ranks, and on 2 once tp 
     bos_token_id=255, eos_token_id=255, max_seq_len=128,
 )  # fmt: skip
 MICRO = (
-    "--config micro --data text --seq-len 16 --global-batch-size 4 --eval-batches 1 "
+    "--model micro --data text --seq-len 16 --global-batch-size 4 --eval-batches 1 "
     "--sample-tokens 3 --steps 6 --checkpoint-every 2 --no-compile --log-every 1"
 )
 

@@ -16,7 +16,7 @@ from simplefsdp.inspection.options import (
     recomputed,
 )
 from simplefsdp.inspection.working import working
-from simplefsdp.launcher.errors import UserError, user_errors
+from simplefsdp.launcher.errors import user_errors
 from simplefsdp.models.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -101,10 +101,7 @@ def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
 def _default_seq_len(model: ModelOptions) -> int:
     from simplefsdp.models.build import model_config
 
-    try:
-        return min(8192, model_config(model).max_seq_len)
-    except ValueError as error:
-        raise UserError(str(error).replace("--config", "--model")) from error
+    return min(8192, model_config(model).max_seq_len)
 
 
 def _plans(options: InspectOptions, cluster: Cluster, subject: Subject) -> list[PlanReport]:

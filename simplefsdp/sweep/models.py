@@ -62,7 +62,7 @@ def swept_llama(
         return llama_with_loss(options, parallel, mesh, depth)
 
     return SweptModel(
-        options.config,
+        options.model,
         build,
         tokens_and_targets,
         "layers",

@@ -27,12 +27,12 @@ examples:
   simplefsdp train --steps 40 --stop-after 20 --out runs/halves
   simplefsdp train --resume runs/halves
   simplefsdp train --ranks 4 --mode hybrid_shard --shard-size 2
-  simplefsdp train --config 8b --dry-run --world-size 64
-  torchrun --nproc-per-node 8 -m simplefsdp train --config 8b --seq-len 8192 \\
+  simplefsdp train --model 8b --dry-run --world-size 64
+  torchrun --nproc-per-node 8 -m simplefsdp train --model 8b --seq-len 8192 \\
       --activation-checkpointing selective --lr 3e-4 --steps 1000 --out runs/8b --resume auto
   TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 --max-restarts 100 \\
       --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id 8b \\
-      -m simplefsdp train --config 8b --out runs/8b --resume auto
+      -m simplefsdp train --model 8b --out runs/8b --resume auto
 """
 
 

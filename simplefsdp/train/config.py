@@ -115,7 +115,7 @@ class RunOptions:
     """Where the run lives, and how often it reports."""
 
     out: Path | None = None
-    """Run folder for checkpoints and metrics. Default: runs/<config>-<date>-<time>."""
+    """Run folder for checkpoints and metrics. Default: runs/<model>-<date>-<time>."""
     resume: str | None = None
     """Continue exactly where a run stopped, on CPU bit for bit: a run folder, a checkpoint,
     "latest" (the default when --resume stands alone; in --out, or the newest under runs/), or

@@ -36,12 +36,12 @@ def export(path: Path, out: Path, dtype: str = "saved", name: str | None = None)
     """
     checkpoint = open_checkpoint(runs.checkpoint_at(path))
     if checkpoint.trainer:
-        name = name or checkpoint.trainer.config["model"]["config"]
+        name = name or checkpoint.trainer.config["model"]["model"]
     if name is None:
         raise UserError(
-            f"{checkpoint.path} does not say which model it is of; name it with --config"
+            f"{checkpoint.path} does not say which model it is of; name it with --model"
         )
-    model = ModelOptions(config=name)
+    model = ModelOptions(name)
     check_model(checkpoint, plain_model(model), name)
     note = verify(checkpoint.files, _say_progress, alone=True)
     if note:

@@ -25,8 +25,8 @@ class ExportOptions:
     """Folder to write; must not exist."""
     dtype: Literal["saved", "float32", "bfloat16"] = "saved"
     """What to cast the weights to."""
-    config: str | None = None
-    """The Llama 3 configuration, for a checkpoint that no simplefsdp trainer wrote."""
+    model: str | None = None
+    """Which Llama 3 of ours it is of, for a checkpoint that no simplefsdp trainer wrote."""
 
 
 def run(args: list[str]) -> int:
@@ -37,6 +37,6 @@ def run(args: list[str]) -> int:
     from simplefsdp.train.export import export
 
     with user_errors():
-        export(options.checkpoint, options.out, options.dtype, options.config)
+        export(options.checkpoint, options.out, options.dtype, options.model)
     print(f"wrote {options.out}; load it with AutoModelForCausalLM.from_pretrained")
     return 0

@@ -23,6 +23,11 @@ def verify(path: Path) -> int:
     sums = checksums.read(folder)
     if sums is None:
         open_files(folder)
+        trainer = runs.read_trainer_state(folder)
+        if trainer is not None and trainer.checksums:
+            print(f"missing: {checksums.NAME} is missing")
+            print(f"{folder}: whether its other files are as they were written cannot be told")
+            return EXIT_FAILED
         raise UserError(
             f"{folder} has no {checksums.NAME}, as an older program wrote it: its files are there "
             "and long enough; whether they are as they were written cannot be told"
