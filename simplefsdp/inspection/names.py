@@ -78,7 +78,7 @@ def _three(number: float) -> str:
 
 def plural(n: int, word: str) -> str:
     """A number and its word: ``1 bucket``, ``2 buckets``."""
-    return f"{n} {word}{'s'[: n != 1]}"
+    return f"{n:,} {word}{'s'[: n != 1]}"
 
 
 def counted(counts: Iterable[tuple[str, int]]) -> str:

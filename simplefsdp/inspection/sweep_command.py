@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from inductor_passes.cells import CellError
 from inductor_passes.cluster import Cluster, UnknownLinkError
 from inductor_passes.rehearsal import USABLE
-from simplefsdp.inspection.names import nbytes_text, over_text, time_text
+from simplefsdp.inspection.names import nbytes_text, over_text, plural, time_text
 from simplefsdp.inspection.options import InspectOptions, parallel_options, recomputed
 from simplefsdp.inspection.subject import as_inputs, called, load, tracing_target, wants_mesh
 from simplefsdp.inspection.sweep_document import cell_row, sweep_document
@@ -123,7 +123,7 @@ def _sweep(options: InspectOptions, cluster: Cluster) -> int:
         _check_longest(sweep, axes["seq"])
         axes["ranks"], left_out = _laid_out(sweep, axes["ranks"])
     cells = cells_of(axes)
-    with working(f"{sweep.model.name} on {cluster.name} in {len(cells):,} cells"):
+    with working(f"{sweep.model.name} on {cluster.name} in {plural(len(cells), 'cell')}"):
         steps = _steps(options, sweep, cells)
     document = sweep_document(sweep, axes, steps, _told_options(options))
     out = console()
@@ -132,11 +132,11 @@ def _sweep(options: InspectOptions, cluster: Cluster) -> int:
         out.print(f"left out: {why}")
     fitting = [step for step in steps if step.fits]
     out.print(
-        f"{len(fitting):,} of {len(steps):,} cells fit; {len(sweep.traced)} "
-        f"trace{'s'[: len(sweep.traced) > 1]}. Plans are auto's without its searches, and nothing "
+        f"{len(fitting):,} of {plural(len(steps), 'cell')} fit; "
+        f"{plural(len(sweep.traced), 'trace')}. Plans are auto's without its searches, and nothing "
         "was measured."
         if sweep.bucketing == "auto"
-        else f"{len(fitting):,} of {len(steps):,} cells fit; nothing was measured."
+        else f"{len(fitting):,} of {plural(len(steps), 'cell')} fit; nothing was measured."
     )
     if options.json is not None:
         options.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -64,7 +64,8 @@ def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
         if size <= limit
         else f"--microbatch-limit, by default what the run began with; {size} would fit"
     )
-    taken = f"{min(size, limit)} sequences of {config.data.seq_len:,} tokens at once"
+    taken = f"{min(size, limit)} sequence{'s'[: min(size, limit) > 1]} of "
+    taken += f"{config.data.seq_len:,} tokens at once"
     print(f"--microbatch-size auto: {taken}: {why}", flush=True)
     optim = replace(config.optim, microbatch_size=min(size, limit), microbatch_limit=limit)
     return replace(config, optim=optim)
