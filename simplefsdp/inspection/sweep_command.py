@@ -284,10 +284,11 @@ def _multiple(sweep: CellSweep) -> int:
 
 
 def _print_fit(options: InspectOptions, cluster: Cluster, rows: Sequence[_Fitted]) -> None:
-    what = {"batch": "batch", "seq": "sequence"}[options.fit]
+    fit = options.fit or "batch"
+    what = {"batch": "batch", "seq": "sequence"}[fit]
     sweep = rows[0].sweep
     cell = _cell(options, sweep)
-    given = f"{cell.seq:,} tokens" if options.fit == "batch" else f"batch {cell.batch}"
+    given = f"{cell.seq:,} tokens" if fit == "batch" else f"batch {cell.batch}"
     columns = ("activations recomputed", "parameters kept", f"largest {what}", *_COLUMNS)
     title = f"{sweep.model.name} on {options.ranks} ranks of {cluster.name}, {given}"
     if options.target is None:
@@ -303,7 +304,7 @@ def _print_fit(options: InspectOptions, cluster: Cluster, rows: Sequence[_Fitted
         table.add_row(
             recomputes or "-",
             {True: "no", False: "yes", None: "-"}[reshard],
-            "none" if fits is None else f"{fits[options.fit]:,}",
+            "none" if fits is None else f"{fits[fit]:,}",
             *(["-"] * len(_COLUMNS) if fits is None else _columns(fits)),
             "-" if more is None else over_text(more["peak_bytes"], more["room_bytes"]),
         )
@@ -321,7 +322,7 @@ def _print_fit(options: InspectOptions, cluster: Cluster, rows: Sequence[_Fitted
     looked_at = f"; of sequences, multiples of {_multiple(sweep)} were looked at"
     out.print(
         f"a device has {cluster.memory_gb:g} GB, of which {room} are taken to be usable; nothing "
-        f"was measured{looked_at if options.fit == 'seq' else ''}"
+        f"was measured{looked_at if fit == 'seq' else ''}"
     )
     if options.json is not None:
         options.json.write_text(json.dumps({"version": 1, "fit": found_json}, indent=1) + "\n")
