@@ -89,7 +89,7 @@ def one_rank_never_compiles(scene: Scene) -> End:
     runs[0].now()
     runs[0].process.wait(90)
     runs[1].process.kill()
-    return end_together(runs).expect_words("ranks 1 have not got to")
+    return end_together(runs).expect_words("rank 1 did not get to")
 
 
 @fault("rank 1 killed as it compiles, guard of 4 s", "rank 0 says who", codes={3})
@@ -99,4 +99,4 @@ def one_rank_dies_as_it_compiles(scene: Scene) -> End:
     time.sleep(0.5)
     runs[1].kill(signal.SIGKILL)
     runs[0].now()
-    return end_together(runs).expect_words("ranks 1 have not got to")
+    return end_together(runs).expect_words("rank 1 did not get to")

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
-from simplefsdp.models.options import MixedPrecision
+from simplefsdp.models.options import ActivationCheckpointing, MixedPrecision
 
 RESULTS = Path(__file__).parent / "results" / "fit.json"
 RANKS = 2

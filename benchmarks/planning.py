@@ -34,7 +34,8 @@ from simplefsdp import _torch, simple_fsdp
 from simplefsdp.backend import pass_settings
 from simplefsdp.census import describe_passes
 from simplefsdp.dedupe import dedupe_gathers
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS
+from simplefsdp.models.llama3 import Llama
 from simplefsdp.options import Options
 from simplefsdp.provenance import carried_fqn as fqn_of
 from simplefsdp.recompute import tag_for_recompute

@@ -22,8 +22,7 @@ from rich.table import Table
 
 from inductor_passes.presets import preset
 from simplefsdp.inspection.sweep_document import cell_row
-from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
-from simplefsdp.models.options import ModelOptions, ParallelOptions
+from simplefsdp.models.options import ActivationCheckpointing, ModelOptions, ParallelOptions
 from simplefsdp.sweep.cells import Cell
 from simplefsdp.sweep.models import swept_llama
 from simplefsdp.sweep.traces import CellSweep

@@ -20,7 +20,7 @@ from torch_passes import auto_backend, manual_backend
 from inductor_passes.rehearsal import Settings
 from simplefsdp import simple_fsdp
 from simplefsdp.backend import simplefsdp
-from simplefsdp.models import Llama
+from simplefsdp.models.llama3 import Llama
 
 
 class LlamaLoss(Llama):

@@ -9,9 +9,9 @@ Read the code in this order:
 
 1. The wrap. ``wrap`` and ``placement`` make parameters shards; ``parametrization`` makes reading
    one a gather, and ``gather`` is that gather with its backward, the reduce. ``init_flow``,
-   ``unsharded``, ``slots``, ``outside``, ``after_wrap`` and ``refused`` make FSDP2's habits work
-   outside of forward, or refuse them by name. ``accumulation`` defers reduces, ``kept`` keeps full
-   parameters, and ``control`` is FSDP2's methods for both.
+   ``full_parameters``, ``slots``, ``outside``, ``after_wrap`` and ``refused`` make FSDP2's habits
+   work outside of forward, or refuse them by name. ``accumulation`` defers reduces, ``kept`` keeps
+   full parameters, and ``control`` is FSDP2's methods for both.
 2. The compiler's backend. ``options`` are the user's; ``backend`` checks a Dynamo graph and asks
    the ranks to agree on it (``rank_guard``); ``dedupe`` leaves one gather per parameter,
    ``recompute`` and ``reshard`` say which are made again in backward; ``compilation`` plans each
@@ -25,24 +25,26 @@ Read the code in this order:
 5. ``inspection``, ``models``, ``train``, ``calibrate``, ``integrations`` and ``cli``, which nothing
    above imports.
 
+What is named here is imported when it is asked for, as the command line needs no torch to be read.
+
 ``_torch`` holds every private part of PyTorch; ``tests/test_torch_contract.py`` is its contract.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from simplefsdp import _torch
-from simplefsdp.accumulation import microbatch
-from simplefsdp.grad_norm import clip_grad_norm_
-from simplefsdp.initialize import init_weights
-from simplefsdp.parametrization import register_forward_method
-from simplefsdp.pretrained.load import load_pretrained
-from simplefsdp.pretrained.save import full_state_dict, save_pretrained
-from simplefsdp.unsharded import raw_parameters, unsharded
 from simplefsdp.version import __version__
-from simplefsdp.wrap import simple_fsdp
 
 if TYPE_CHECKING:
+    from simplefsdp.accumulation import microbatch
+    from simplefsdp.full_parameters import raw_parameters, unsharded
+    from simplefsdp.grad_norm import clip_grad_norm_
+    from simplefsdp.initialize import init_weights
     from simplefsdp.inspection.capture import inspect
+    from simplefsdp.parametrization import register_forward_method
+    from simplefsdp.pretrained.load import load_pretrained
+    from simplefsdp.pretrained.save import full_state_dict, save_pretrained
+    from simplefsdp.wrap import simple_fsdp
 
 __all__ = [
     "__version__",
@@ -59,20 +61,30 @@ __all__ = [
     "unsharded",
 ]
 
+_MODULE_OF = {
+    "clip_grad_norm_": "grad_norm",
+    "full_state_dict": "pretrained.save",
+    "init_weights": "initialize",
+    "inspect": "inspection.capture",
+    "load_pretrained": "pretrained.load",
+    "microbatch": "accumulation",
+    "raw_parameters": "full_parameters",
+    "register_forward_method": "parametrization",
+    "save_pretrained": "pretrained.save",
+    "simple_fsdp": "wrap",
+    "unsharded": "full_parameters",
+}
+
 
 if not TYPE_CHECKING:  # a type checker would believe that there is every name
 
     def __getattr__(name: str) -> Any:
-        """``inspect``, when somebody asks for it: a training run need not import reports."""
-        if name == "inspect":
-            from simplefsdp.inspection.capture import inspect
-
-            return inspect
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        """A public name, when somebody asks for it, and from then on a global one."""
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-_torch.compile_modules_of_torch_too("simplefsdp", "simplefsdp.backend.simplefsdp")

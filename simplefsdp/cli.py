@@ -1,21 +1,35 @@
 """The ``simplefsdp`` command: one subcommand per job.
 
 A subcommand is a module with ``run(args) -> exit code``; it is imported only when it is called for,
-and reads its own options.
+and reads its own options. To import it takes no torch, which takes seconds: so its help and what it
+refuses of its options come at once.
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from simplefsdp.launcher.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    RunFailed,
+    UserError,
+    in_one_line,
+    is_timeout,
+    leave_at_once,
+    record_failure,
+)
+from simplefsdp.launcher.follow import under_torchrun
 from simplefsdp.launcher.output import unbroken_output
 
 COMMANDS = {
     "train": ("simplefsdp.train.command", "train a Llama 3 on text"),
-    "export": ("simplefsdp.train.export", "write a checkpoint as safetensors, for transformers"),
-    "verify": ("simplefsdp.train.verify", "see whether a checkpoint is as it was written"),
+    "export": (
+        "simplefsdp.train.export_command",
+        "write a checkpoint as safetensors, for transformers",
+    ),
+    "verify": ("simplefsdp.train.verify_command", "see whether a checkpoint is as it was written"),
     "calibrate": ("simplefsdp.calibrate.command", "measure this machine, for the planner"),
     "inspect": (
         "simplefsdp.inspection.command",
@@ -27,37 +41,27 @@ COMMANDS = {
 @unbroken_output()
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 bad input, 128 + n ended by signal n."""
-    from simplefsdp.launcher.errors import (
-        EXIT_BAD_INPUT,
-        EXIT_FAILED,
-        RunFailed,
-        UserError,
-        in_one_line,
-        is_timeout,
-        leave_at_once,
-    )
-
     args = list(sys.argv[1:] if argv is None else argv)
     code = 0
     try:
         code = _dispatch(args)
     except (UserError, RunFailed) as error:
         print(f"error: {error}", file=sys.stderr)
-        _record(error)
+        record_failure(error)
         code = EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
-        _record(error)
+        record_failure(error)
         line = in_one_line(error)
-        if line is None and not _is_rank():
+        if line is None and not under_torchrun():
             raise
         if line is None or is_timeout(error):
             sys.excepthook(type(error), error, error.__traceback__)
         if line is not None:
             print(f"error: {line}", file=sys.stderr)
         code = EXIT_FAILED
-    if code and _is_rank():
+    if code and under_torchrun():
         leave_at_once(code)
     sys.exit(code)
 
@@ -72,8 +76,6 @@ def _dispatch(args: list[str]) -> int:
         print(f"simplefsdp {__version__}")
         return 0
     if args[0] not in COMMANDS:
-        from simplefsdp.launcher.errors import UserError
-
         raise UserError(f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}")
     return int(importlib.import_module(COMMANDS[args[0]][0]).run(args[1:]))
 
@@ -83,13 +85,3 @@ def _usage() -> str:
     lines += [f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items()]
     lines += ["", "simplefsdp COMMAND --help describes the options of a command."]
     return "\n".join(lines)
-
-
-def _is_rank() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _record(error: Exception) -> None:
-    from simplefsdp.launcher.launch import record_failure
-
-    record_failure(error)

@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simplefsdp import uninitialised
 from simplefsdp._torch import has_hooks, has_no_data, storage_use_count
+from simplefsdp.full_parameters import full_of, write_back
 from simplefsdp.placement import highest_of_ranks, on_the_wire, rank_0s
 from simplefsdp.rank_guard import agree, ranks_of
 from simplefsdp.reading import in_forward
-from simplefsdp.unsharded import full_of, write_back
 from simplefsdp.wrapped import shards_of
 
 INITIALISERS = (

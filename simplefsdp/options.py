@@ -22,15 +22,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import isfinite
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from inductor_passes.buckets import check_patterns
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
+from simplefsdp.choices import Bucketing, Executor
 from simplefsdp.rank_guard import TIMEOUT_S
-
-Bucketing = Literal["none", "manual", "auto"]
-Executor = Literal["inductor", "regions", "aot_eager"]
 
 # Says what it expected of a value, or None if the value is fine.
 Check = Callable[[object], str | None]

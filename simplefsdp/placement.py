@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,9 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from simplefsdp._torch import grad_dtype_override, has_no_data
-
-Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+from simplefsdp.choices import MODES
 
 _MESH_OF_MODE = {
     "fully_shard": "a 1-D mesh: the ranks that share the shards",

@@ -239,7 +239,7 @@ def _verdict(
     except RankMismatchError:
         # The last one may come this very moment: what stands in the store holds for both.
         late = _few(_missing(store, came))
-        mine = f"rank {dist.get_rank()} gave up waiting for ranks {late}"
+        mine = f"rank {dist.get_rank()} gave up waiting for {late}"
         if _decide(store, turn, mine) == mine:
             raise
     verdict = str(store.get(f"{turn}/verdict").decode())
@@ -295,11 +295,11 @@ def _wait(
             missing = _missing(store, keys)
             if left <= _PATIENCE_S and not store.check(awaited):
                 raise RankMismatchError(
-                    f"{what}: after {timeout_s:g} s, ranks {_few(missing)} have not got to what "
+                    f"{what}: after {timeout_s:g} s, {_few(missing)} did not get to what "
                     f"rank {dist.get_rank()} is about to do. {remedy}"
                 ) from error
             if missing:
-                log.warning("%s: waiting for ranks %s", what, _few(missing))
+                log.warning("%s: waiting for %s", what, _few(missing))
 
 
 def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
@@ -307,8 +307,13 @@ def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
 
 
 def _few(ranks: Sequence[int]) -> str:
-    few = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return few or "(all have just come)"
+    """``rank 2``, ``ranks 2 and 5``, ``ranks 0, 1, 2 and 7 more``."""
+    if not ranks:
+        return "ranks that have just come"
+    few = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > 8:
+        few[7:] = [f"{len(ranks) - 7} more"]
+    return f"rank {few[0]}" if len(few) == 1 else f"ranks {', '.join(few[:-1])} and {few[-1]}"
 
 
 def _difference(what: str, pair: Sequence[int], texts: Sequence[Sequence[str]]) -> str:

@@ -27,10 +27,12 @@ from simplefsdp.checkpoints.saving import ChecksumWriter
 from simplefsdp.cli import main
 from simplefsdp.integrations import checkpoint as integration
 from simplefsdp.launcher.errors import UserError
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS
 from simplefsdp.models.build import plain_model
+from simplefsdp.models.llama3 import Llama
 from simplefsdp.models.options import ModelOptions
-from simplefsdp.train import load_plain, runs
+from simplefsdp.train import runs
+from simplefsdp.train.restore import load_plain
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +100,41 @@ def test_a_flipped_bit_in_a_shard_ends_all_ranks(checkpoint: Path, pool: RankPoo
     assert second == "2"
 
 
+def make_older(checkpoint: Path) -> None:
+    """As it was written before there were checksums."""
+    (checkpoint / "checksums.json").unlink()
+    state = json.loads((checkpoint / "trainer.json").read_text())
+    assert state.pop("checksums") is True
+    state["format"], model = 1, state["config"]["model"]
+    model["config"] = model.pop("model")
+    (checkpoint / "trainer.json").write_text(json.dumps(state))
+
+
+def test_checksums_that_are_lost_are_damage(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer knows that it wrote them."""
+    (checkpoint / "checksums.json").unlink()
+    line = "is damaged: checksums.json is missing; remove that folder to resume from an earlier"
+    with pytest.raises(ValueError, match=line):
+        load_plain(checkpoint, Llama(CONFIGS["micro"]))
+    for command in (["train", "--resume", "r"], ["export", "--checkpoint", "r", "--out", "x"]):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == 2
+        assert line in capsys.readouterr().err
+    assert verify("r") == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "missing: checksums.json is missing"
+
+
 def test_an_older_checkpoint_resumes_with_a_line_that_says_so(
     checkpoint: Path,
     pool: RankPool,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (checkpoint / "checksums.json").unlink()
+    make_older(checkpoint)
     line = "has no checksums, as an older program wrote it"
     load_plain(checkpoint, Llama(CONFIGS["micro"]))
     assert caplog.text.count(line) == 1
@@ -205,7 +235,7 @@ def test_metadata_that_nobody_can_read_is_told(
 def test_verify_says_what_it_cannot_compare(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (checkpoint / "checksums.json").unlink()
+    make_older(checkpoint)
     assert verify("r") == 2
     assert "has no checksums.json, as an older program wrote it" in capsys.readouterr().err
     assert verify("nowhere") == 2

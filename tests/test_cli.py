@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from simplefsdp.cli import main
+from simplefsdp.cli import COMMANDS, main
 from simplefsdp.launcher import launch
 from simplefsdp.models import num_parameters
 from simplefsdp.models.build import model_config
@@ -20,6 +20,7 @@ from simplefsdp.models.options import ModelOptions
 from simplefsdp.train import command, runs
 from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.dry_run import plan_memory
+from simplefsdp.train.preflight import make_layout
 from simplefsdp.train.runs import TrainerState
 
 
@@ -54,7 +55,7 @@ def fake_checkpoint(run_folder: Path, step: int, config: TrainConfig | None = No
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ("--config nope", "debug, 160m, 1b, 8b, 70b, 405b"),
+        ("--model nope", "debug, 160m, 1b, 8b, 70b, 405b"),
         ("--data missing", "missing does not exist"),
         ("--data empty", "an empty file"),
         ("--data text --global-batch-size 5", "2 data-parallel ranks"),
@@ -98,7 +99,7 @@ def test_too_many_ranks_for_the_devices(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert run("train", "--data", "text", "--ranks", "2") == 2
-    assert "1 CUDA devices" in capsys.readouterr().err
+    assert "this machine has 1 CUDA device; start" in capsys.readouterr().err
 
 
 def test_a_run_folder_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,8 +118,8 @@ def test_checkpoints_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> 
     train = ("train", "--data", "text", "--resume", "here")
     assert run(*train) == 2
     assert "is of another model: it has no embed_tokens.weight" in capsys.readouterr().err
-    assert run(*train, "--config", "160m") == 2
-    assert "is of --config debug, not --config 160m" in capsys.readouterr().err
+    assert run(*train, "--model", "160m") == 2
+    assert "is of --model debug, not --model 160m" in capsys.readouterr().err
 
     data = next(here.glob("*.distcp"))
     whole = data.read_bytes()
@@ -188,17 +189,17 @@ def test_help_teaches_with_examples_that_parse(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("args", "replicate", "shard", "tp"),
     [
-        ("--config 8b --world-size 64", 1, 64, 1),
-        ("--config debug --world-size 64 --mode replicate", 64, 1, 1),
-        ("--config debug --world-size 12 --mode hybrid_shard --shard-size 3 --tp 2", 2, 3, 2),
+        ("--model 8b --world-size 64", 1, 64, 1),
+        ("--model debug --world-size 64 --mode replicate", 64, 1, 1),
+        ("--model debug --world-size 12 --mode hybrid_shard --shard-size 3 --tp 2", 2, 3, 2),
     ],
 )
 def test_dry_run_adds_up_to_the_formula(args: str, replicate: int, shard: int, tp: int) -> None:
     config = command.parse(["--dry-run", *args.split()])
-    layout = command.make_layout(config, int(config.plan.world_size or 0), node_ranks=8)
+    layout = make_layout(config, int(config.plan.world_size or 0), node_ranks=8)
     assert (layout.replicate, layout.shard, layout.tp) == (replicate, shard, tp)
     plan = plan_memory(config, layout)
-    model = model_config(ModelOptions(config=config.model.config))
+    model = model_config(ModelOptions(config.model.model))
     n = num_parameters(model)
     assert plan.n_parameters == n
     if tp == 1:  # every row count divides
@@ -235,3 +236,31 @@ def test_import_stays_light() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("--help", "--version", "nonsense", "train --bogus", "inspect --fit nothing"),
+        *(f"{name} --help" for name in COMMANDS),
+    ],
+)
+def test_help_and_a_wrong_option_need_no_torch(asked: str) -> None:
+    """It takes seconds to import."""
+    code = (
+        "import sys, simplefsdp.cli\n"
+        f"try: simplefsdp.cli.main({asked.split()})\n"
+        "except SystemExit as end: assert end.code in (0, 2), end.code\n"
+        "sys.exit('imported torch' if 'torch' in sys.modules else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_all_public_names_are_there_when_asked_for() -> None:
+    import simplefsdp
+    import simplefsdp.full_parameters
+
+    assert {name for name in simplefsdp.__all__ if not hasattr(simplefsdp, name)} == set()
+    assert simplefsdp.unsharded is simplefsdp.full_parameters.unsharded
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = simplefsdp.nothing

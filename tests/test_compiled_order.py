@@ -28,7 +28,8 @@ from inductor_passes.order import OverlapPolicy
 from inductor_passes.program import Program
 from inductor_passes.rehearsal import Settings
 from simplefsdp import simple_fsdp
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS
+from simplefsdp.models.llama3 import Llama
 
 LAYERS = [f"layers.{i}" for i in range(2)]
 FORWARD = [("gather", label) for label in ["embed_tokens", *LAYERS, "norm+lm_head"]]

@@ -99,7 +99,7 @@ def written_by_one_rank():
         return
     with torch.no_grad():
         model[0].row.mul_(2)
-    with pytest.raises(RankMismatchError, match="what to gather again: after 2 s, ranks 1 "):
+    with pytest.raises(RankMismatchError, match="what to gather again: after 2 s, rank 1 "):
         run(*mine(rows(0)))
 
 

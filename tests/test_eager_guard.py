@@ -64,7 +64,7 @@ def test_a_rank_that_leaves_what_all_did_before_is_the_one_to_tell(own_ranks):
     known, new = own_ranks.run(leave_a_known_branch)
     own_ranks.stop()  # out of step: they have not asked each other equally often
     assert known == ""
-    assert "after 1 s, ranks 0 have not got to what rank 1 is about to do" in new
+    assert "after 1 s, rank 0 did not get to what rank 1 is about to do" in new
 
 
 def gather_more_than_the_others():
@@ -85,7 +85,7 @@ def test_a_rank_that_waits_in_vain_is_named_and_says_where_it_is(own_ranks):
     (kind, text, _), (_, _, notes) = own_ranks.run(gather_more_than_the_others)
     own_ranks.stop()  # out of step again
     assert kind == "RankMismatchError"
-    assert "after 1 s, ranks 1 have not got to what rank 0 is about to do" in text
+    assert "after 1 s, rank 1 did not get to what rank 0 is about to do" in text
     assert any("layers.1.weight was being gathered" in note for note in notes)
 
 
@@ -104,7 +104,7 @@ def wait_as_the_environment_says():
 def test_what_a_late_rank_is_told_to_raise_is_what_was_waited_for(own_ranks):
     text, _ = own_ranks.run(wait_as_the_environment_says)
     own_ranks.stop()  # out of step again
-    assert "after 1 s, ranks 1 have not got to what rank 0 is about to do" in text
+    assert "after 1 s, rank 1 did not get to what rank 0 is about to do" in text
     assert "of what is not compiled SIMPLEFSDP_TIMEOUT_S, on all of them" in text
 
 

@@ -26,7 +26,8 @@ from torch.utils.checkpoint import (
 from zoo import Small, Zoo, batch, loss_of
 
 from simplefsdp import init_weights, provenance, simple_fsdp
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS
+from simplefsdp.models.llama3 import Llama
 
 _ops = torch.ops._c10d_functional
 NONE = {"bucketing": "none"}  # the graphs are captured before the passes

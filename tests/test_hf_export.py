@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Replicate
 
-from simplefsdp.models import CONFIGS, Llama, LlamaConfig, RopeScaling
+from simplefsdp.models import CONFIGS, LlamaConfig, RopeScaling
 from simplefsdp.models.hf import to_hf_config, to_hf_name, write_hf_folder
+from simplefsdp.models.llama3 import Llama
 
 # The original context is short, so that all three branches of the scaling matter.
 SCALED = LlamaConfig(

@@ -211,7 +211,7 @@ def test_indexes_stay_in_their_folder(tmp_path: Path, weight_map: Any) -> None:
 
 def saved(**changes: Any) -> str:
     state = TrainerState(3, 2, TrainConfig().to_json(), {"epoch": 0})
-    return json.dumps({"format": 1, **asdict(state), **changes})
+    return json.dumps({"format": 2, **asdict(state), **changes})
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,10 @@ def saved(**changes: Any) -> str:
     [
         *BOMBS.values(), "[]", "3", '{"format": 1}', saved(step="3"), saved(step=-1),
         saved(world_size=None), saved(config=[]), saved(config={"model": []}), saved(data=3),
-        saved(config={"model": {"config": ["8b"]}}), saved(config={"optim": {"steps": "many"}}),
+        saved(config={"model": {"model": ["8b"]}}), saved(config={"optim": {"steps": "many"}}),
         saved(config={"optim": {"lr": True}}), saved(config={"compile": {"executor": {}}}),
-        saved(more=1), saved(format="1"),
+        saved(more=1), saved(format="1"), saved(checksums=1), saved(format=1, config=3),
+        saved(format=1, config={"model": 3}),
     ],
 )  # fmt: skip
 def test_trainers_of_somebody_else(tmp_path: Path, text: str) -> None:
@@ -239,7 +240,7 @@ def test_trainers_of_ours_are_read_as_they_were_written(tmp_path: Path) -> None:
     state = TrainerState(3, 2, config.to_json(), {"epoch": 0})
     runs.write_trainer_state(tmp_path, state)
     assert runs.read_trainer_state(tmp_path) == state
-    write(tmp_path / "trainer.json", saved(format=2))
+    write(tmp_path / "trainer.json", saved(format=3))
     with pytest.raises(ValueError, match="later simplefsdp"):
         runs.read_trainer_state(tmp_path)
 

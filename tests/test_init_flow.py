@@ -319,7 +319,7 @@ def initialise_alone() -> str:
 
 def test_a_rank_that_initialises_alone_is_told(pools):
     said = pools(2).run(initialise_alone)[0]
-    assert "Linear.apply(), which reads parameters: after 0.2 s, ranks 1 have not got" in said
+    assert "Linear.apply(), which reads parameters: after 0.2 s, rank 1 did not get" in said
     pools(2).stop()  # the turns of the two ranks are out of step now
 
 

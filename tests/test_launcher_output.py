@@ -156,7 +156,10 @@ def test_what_is_used_up_is_one_line(error):
 def test_error_files_do_not_lie_in_the_run_folder(tmp_path):
     envs = {rank: {"TORCHELASTIC_RUN_ID": "id"} for rank in (0, 1)}
     with logs_of(tmp_path / "logs", 2) as logs:
-        files = logs.reify(envs).error_files
+        made = logs.reify(envs)
+        files = made.error_files
+        assert logs.stderr_of == {1: made.stderrs[1]}
+        assert (tmp_path / "logs") in Path(made.stderrs[1]).parents
         assert [envs[rank]["TORCHELASTIC_ERROR_FILE"] for rank in (0, 1)] == list(files.values())
         folder = Path(files[0]).parent
         assert folder.is_dir() and tmp_path not in folder.parents
@@ -173,4 +176,4 @@ def test_an_error_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(launch, "elastic_launch", damaged)
     assert launch.start_local_ranks([], ranks=2, log_folder=tmp_path) == 1
-    assert capsys.readouterr().err.startswith("error: a rank failed, and cannot say why: ")
+    assert capsys.readouterr().err.startswith("error: a rank failed, and cannot say why; ")

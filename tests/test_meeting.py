@@ -110,10 +110,10 @@ def test_a_rank_that_comes_while_another_gives_up(world, end):
 
 
 def test_one_outcome_for_those_who_came_and_those_who_come_later(world):
-    assert "ranks 1, 2 have not got to" in arrive(world, 0, ranks=(0, 1, 2))
+    assert "ranks 1 and 2 did not get to" in arrive(world, 0, ranks=(0, 1, 2))
     for late in (1, 2):
         told = arrive(world, late, ranks=(0, 1, 2))
-        assert told == "the graph: rank 0 gave up waiting for ranks 1, 2"
+        assert told == "the graph: rank 0 gave up waiting for ranks 1 and 2"
 
 
 def test_what_was_agreed_on_is_not_asked_again(world):
@@ -199,9 +199,9 @@ def test_only_two_ranks_write_how_they_differ(counting):
 
 def test_of_many_who_wait_one_asks_who_is_missing(counting, caplog):
     told = meet(counting, lambda rank: ["equal"], absent=(3, 5))
-    assert all("ranks 3, 5" in text for text in told.values()), told
+    assert all("ranks 3 and 5" in text for text in told.values()), told
     assert any("gave up waiting" in text for text in told.values())
-    assert "the graph: waiting for ranks 3, 5" in caplog.text
+    assert "the graph: waiting for ranks 3 and 5" in caplog.text
     # The lowest one says it, too, in the log that everybody reads.
     assert len(counting.store.ranks_that("check", "/digest/") - {0}) <= 1
 
@@ -229,6 +229,14 @@ def test_a_rank_that_alone_forgot_is_told(agreed):
     asks(agreed, 0, lambda: "first")
     assert asks(agreed, 1) == "first"
     told = asks(agreed, 1)
-    assert "the plan: after 0.1 s, ranks 0 have not got to what rank 1 is about to do" in told
+    assert "the plan: after 0.1 s, rank 0 did not get to what rank 1 is about to do" in told
     assert "call torch.compiler.reset() on all ranks or on none" in told
     assert asks(agreed, 0, lambda: "second") == asks(agreed, 1) == "second"
+
+
+def test_ranks_are_named_as_one_would_say_them():
+    assert rank_guard._few([2]) == "rank 2"
+    assert rank_guard._few([2, 5]) == "ranks 2 and 5"
+    assert rank_guard._few(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 7"
+    assert rank_guard._few(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 13 more"
+    assert rank_guard._few([]) == "ranks that have just come"

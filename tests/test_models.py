@@ -13,15 +13,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from simplefsdp.models import (
-    CONFIGS,
-    Llama,
-    LlamaConfig,
-    apply_tensor_parallel,
-    flops_per_token,
-    num_parameters,
-)
-from simplefsdp.models.llama3 import RMSNorm, RotaryEmbedding, apply_rope, rope_frequencies
+from simplefsdp.models import CONFIGS, LlamaConfig, flops_per_token, num_parameters
+from simplefsdp.models.llama3 import Llama, RMSNorm, RotaryEmbedding, apply_rope, rope_frequencies
+from simplefsdp.models.tensor_parallel import apply_tensor_parallel
 
 TINY = LlamaConfig(
     vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, max_seq_len=64

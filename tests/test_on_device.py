@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from simplefsdp import clip_grad_norm_, init_weights, microbatch, simple_fsdp, unsharded
-from simplefsdp.models import Llama, LlamaConfig
+from simplefsdp.models import LlamaConfig
+from simplefsdp.models.llama3 import Llama
 
 DEVICE = os.environ.get("SIMPLEFSDP_TEST_DEVICE", "cpu")
 # Inductor's code for CPU is tested elsewhere, and takes a compiler seconds.

@@ -156,10 +156,10 @@ def one_rank_resets(rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_resets_alone_is_told_and_a_reset_of_all_mends_it(pools, rank):
     answers = pools(2).run(one_rank_resets, rank)
-    late = f"ranks {1 - rank} have not got to what rank {rank} is about to do"
+    late = f"rank {1 - rank} did not get to what rank {rank} is about to do"
     assert late in answers[rank][0]
     if rank == 0:  # it planned anew, and would have launched something else
-        assert "rank 0 gave up waiting for ranks 1" in answers[1][0]
+        assert "rank 0 gave up waiting for rank 1" in answers[1][0]
     else:
         assert "call torch.compiler.reset() on all ranks or on none" in answers[1][0]
         assert answers[0][0] == ""

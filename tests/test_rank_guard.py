@@ -143,8 +143,8 @@ def test_ranks_that_differ_raise(pools, body, says):
 
 def test_a_rank_that_waits_in_vain_says_for_whom_and_nobody_goes_on_alone(pools):
     waited, late = pools(2).run(one_rank_comes_late)
-    assert "after 1 s, ranks 1 have not got to what rank 0 is about to do" in waited
-    assert "rank 0 gave up waiting for ranks 1" in late
+    assert "after 1 s, rank 1 did not get to what rank 0 is about to do" in waited
+    assert "rank 0 gave up waiting for rank 1" in late
 
 
 @pytest.mark.parametrize(("executor", "bucketing"), [("inductor", "manual"), ("aot_eager", "auto")])

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from inductor_passes import _torch_lowering, regional, straight_line
 from inductor_passes.regions import Region, cut, graph_of, structure_of
 from simplefsdp import simple_fsdp
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS
+from simplefsdp.models.llama3 import Llama
 from simplefsdp.observers import observing
 
 DIM = 16

@@ -21,7 +21,8 @@ from inductor_passes.rehearsal import predict
 from inductor_passes.roofline import cluster_of, device_of, nodes_of, work_of
 from inductor_passes.simulate import simulate
 from simplefsdp import simple_fsdp
-from simplefsdp.models import Llama, LlamaConfig
+from simplefsdp.models import LlamaConfig
+from simplefsdp.models.llama3 import Llama
 from simplefsdp.provenance import carried_fqn as fqn_of
 
 _aten, _ops = torch.ops.aten, torch.ops._c10d_functional

@@ -60,7 +60,8 @@ def test_what_is_kept_and_one_more_must_fit(disk, tmp_path, free_mb, keep, there
     told = room.warning(tmp_path, 40 * MB, keep, there)
     assert bool(told) == warned
     if told:
-        assert f"room for {int(free_mb / 41.4)} more checkpoints of 41.4 MB" in told
+        more = "1 more checkpoint" if free_mb == 70 else "2 more checkpoints"
+        assert f"room for {more} of 41.4 MB" in told
         assert f"--keep {keep}" in told
 
 
@@ -183,9 +184,9 @@ def test_tensorboard_without_its_file_is_told_once(tmp_path):
     ("said", "told"),
     [
         ("RunFailed: the disk is full", "error: the disk is full"),
-        ("KeyError: 'x'", "Traceback: 'x'\nerror: rank 1 failed; its output: logs"),
+        ("KeyError: 'x'", "Traceback: 'x'\nerror: rank 1 failed; what it printed: its.log"),
     ],
 )
 def test_another_rank_than_the_first_says_in_a_line_what_is_one(said, told, tmp_path):
     message = {"message": said, "extraInfo": {"py_callstack": "Traceback: 'x'\n"}}
-    assert launch._why(1, SimpleNamespace(message=message), "logs") == told
+    assert launch._why(1, SimpleNamespace(message=message), {1: "its.log"}) == told

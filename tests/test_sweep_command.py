@@ -12,9 +12,10 @@ import pytest
 from inductor_passes.cells import CellError
 from inductor_passes.cluster import UnknownLinkError
 from simplefsdp.cli import main
+from simplefsdp.inspection.names import nbytes_text, over_text, time_text
 from simplefsdp.inspection.options import DESCRIPTION, InspectOptions
 from simplefsdp.inspection.sweep_command import _largest, _told_options
-from simplefsdp.inspection.sweep_document import pareto
+from simplefsdp.inspection.sweep_document import pareto, reason
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.sweep.axes import cells_of, parse_axes
 from simplefsdp.sweep.cells import Cell, CellStep
@@ -56,8 +57,9 @@ def test_axes(written, axes):
         (["seq=2m"], "got '2m'"),
         (["batch=8..2"], "2 is less than 8"),
         (["batch=4:2"], "4:2 counts by 2, from where to where?"),
-        (["batch=1..999999999:1"], "more than 100,000 values"),
-        (["batch=1..1k:1", "ranks=1..1k:1"], "more than 100,000 cells"),
+        (["batch=1..1000000000:1"], "is 1,000,000,000 cells, and a sweep has at most 100,000"),
+        (["batch=1..1k:1", "ranks=1..1k:1"], "ranks=1..1k:1: that is 1,048,576 cells"),
+        (["batch=1,2000000k"], "batch=1,2000000k: expected at most 1,073,741,824, got 2,048,000,0"),
         (["seq=1,64"], "--sweep seq=1,64: expected a whole number of at least 2"),
         (["seq=1..64"], "at least 2, such as 8 or 4k, got '1'"),
     ],
@@ -123,7 +125,19 @@ def test_ranks_that_cannot_be_laid_out_are_left_out(tmp_path, capsys):
         (["--fit", *SMALL, "--bucketing", "greedy"], "plan by one of auto, manual, none"),
         (["--hf", "config.json"], "--hf belongs to --fit or --sweep"),
         (["--fit", "--hf", "nowhere"], "--hf nowhere: there is no such file or folder"),
-        (["--sweep", "seq=4", "--hf", "nowhere"], "selective: models of transformers recompute"),
+        (["--sweep", "seq=4", "--hf", "nowhere"], "--hf nowhere: there is no such file or folder"),
+        (
+            ["--sweep", "seq=4", "--hf", "x", "--activation-checkpointing", "selective"],
+            "selective: models of transformers recompute",
+        ),
+        (
+            ["--fit", "--target", "a:b", "--input", "a:c", "--activation-checkpointing", "none"],
+            "--activation-checkpointing belongs to --model",
+        ),
+        (
+            ["--target", "a:b", "--input", "a:c", "--activation-checkpointing", "selective"],
+            "--activation-checkpointing belongs to --model",
+        ),
     ],
 )
 def test_what_is_refused(arguments, told, capsys):
@@ -159,8 +173,9 @@ def run(*arguments: str) -> None:
     assert stopped.value.code == 0
 
 
-def test_the_largest_batch(capsys, tmp_path: Path):
+def test_the_largest_batch(capsys, tmp_path: Path, monkeypatch):
     """As the help shows it."""
+    monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "fit.json"
     (example,) = re.findall(r"^  simplefsdp (inspect --fit .*)$", DESCRIPTION, re.MULTILINE)
     run(*example.split(), "--json", str(path))
@@ -168,6 +183,7 @@ def test_the_largest_batch(capsys, tmp_path: Path):
     assert "largest batch" in out and "of which 72 GB are taken to be usable" in out
     rows = json.loads(path.read_text())["fit"]
     assert [row["activation_checkpointing"] for row in rows[::2]] == ["none", "selective", "full"]
+    assert len(re.findall(r"\d [kMG]?B over", out)) == len(rows)
     for row in rows:
         fits, more = row["largest"], row["next"]
         assert fits["fits"] and not more["fits"]
@@ -208,6 +224,32 @@ def test_a_model_of_transformers(capsys, tmp_path: Path):
     cells = json.loads(path.read_text())["cells"]
     assert len(cells) == 6 and all(cell["fits"] for cell in cells)
     assert capsys.readouterr().out
+
+
+def test_what_a_model_recomputes_by_default():
+    """Ours a part of each block; those of transformers have no such thing."""
+    assert _told_options(InspectOptions(model="debug"))["activation_checkpointing"] == "selective"
+    assert _told_options(InspectOptions(hf=Path("x")))["activation_checkpointing"] == "none"
+    given = InspectOptions(hf=Path("x"), activation_checkpointing="full")
+    assert _told_options(given)["activation_checkpointing"] == "full"
+
+
+def test_help_names_only_choices_that_can_be_given(capsys):
+    with pytest.raises(SystemExit):
+        main(["inspect", "--help"])
+    assert "''" not in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_told_with_by_how_much():
+    """Both sizes round to 72 GB."""
+    assert over_text(72_010_000_000, 72_000_000_000) == "72 GB, 10 MB over"
+    step = CellStep(DEFAULT, 1, 0, 1, 0, 72_010_000_000, 72_000_000_000, ())
+    assert reason(step) == "does not fit: it takes 72 GB, 10 MB over what a device has"
+
+
+def test_sizes_just_below_a_unit_have_no_exponent():
+    assert (nbytes_text(999_600_000), time_text(999.7)) == ("1,000 MB", "1,000 us")
+    assert (nbytes_text(999_400_000), time_text(2.5e9)) == ("999 MB", "2,500 s")
 
 
 def test_a_model_of_the_users(capsys, tmp_path: Path):

@@ -14,7 +14,8 @@ from inductor_passes import fx
 from inductor_passes.program import Program
 from simplefsdp import simple_fsdp
 from simplefsdp.inspection.torch_passes import torch_manual, units_of
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS
+from simplefsdp.models.llama3 import Llama
 from simplefsdp.provenance import carried_fqn
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="inspect says what they lack")

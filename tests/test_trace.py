@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_passes import fx
 from simplefsdp import simple_fsdp
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS
+from simplefsdp.models.llama3 import Llama
 from simplefsdp.placement import data_parallel, shard
 from simplefsdp.provenance import carried_fqn as fqn_of
 from simplefsdp.trace import trace

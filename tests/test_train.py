@@ -87,19 +87,23 @@ def test_train_ctrl_c_resume(tmp_path: Path) -> None:
 
 def test_a_killed_rank_ends_the_run_with_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(Path(__file__).read_bytes() * 3)
-    process = start(tmp_path, *OPTIONS.split(), "--steps", "1000", "--out", "killed")
+    every = ("--checkpoint-every", "1", "--out", "killed")
+    process = start(tmp_path, *OPTIONS.split(), "--steps", "1000", *every)
     assert process.stdout
     printed = []
     for line in process.stdout:
         printed.append(line)
-        if line.startswith("step 1/1000"):
+        if line.startswith("step 3/1000"):
             break
     ranks = children(process.pid)
     assert ranks, "".join(printed)
     os.kill(max(ranks), signal.SIGKILL)  # the one started last
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
-    assert text.splitlines()[-1] == "error: rank 1 was killed by SIGKILL (out of memory?)"
+    assert text.splitlines()[-1] == (
+        "error: rank 1 was killed by SIGKILL (out of memory?); "
+        "continue with: simplefsdp train --resume killed"
+    )
 
 
 def failure(rank: int, exitcode: int, message: str = "") -> ProcessFailure:
@@ -112,8 +116,12 @@ def failure(rank: int, exitcode: int, message: str = "") -> ProcessFailure:
 @pytest.mark.parametrize(
     ("failures", "exit_code", "says"),
     [
-        ({0: failure(0, 1), 1: failure(1, -9)}, 137, "rank 1 was killed by SIGKILL"),
-        ({0: failure(0, -15), 1: failure(1, 2, "boom")}, 2, "boom\nerror: rank 1 failed"),
+        ({0: failure(0, 1), 1: failure(1, -9)}, 137, "killed by SIGKILL (out of memory?); go on\n"),
+        (
+            {0: failure(0, -15), 1: failure(1, 2, "boom")},
+            2,
+            "boom\nerror: rank 1 failed; what it printed: logs/1/stderr.log\n",
+        ),
         ({0: failure(0, 2), 1: failure(1, -15)}, 2, ""),
     ],
 )
@@ -124,9 +132,9 @@ def test_the_failure_that_came_first_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = ChildFailedError("train", failures)
-    assert launch._report_failure(error, Path("logs")) == exit_code
+    assert launch._report_failure(error, {1: "logs/1/stderr.log"}, "go on") == exit_code
     message = capsys.readouterr().err
-    assert says in message
+    assert message.endswith(says)
     assert bool(message) == bool(says)
 
 

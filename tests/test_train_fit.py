@@ -73,7 +73,8 @@ def test_all_of_it_if_that_fits_else_as_much_as_does_beside_gradients_that_wait(
     whole = BASE + PART * EACH
     assert chosen(whole) == PART
     assert chosen(whole - 1) == (whole - 1 - waiting - BASE) // EACH < PART
-    words = r"takes 0\.1 GB beside 0\.0 GB of full gradients that wait.*give a shorter"
+    words = r"takes 0\.1 GB beside 0\.0 GB of full gradients that wait"
+    words += f".* {waiting / 1e6:.0f} MB too little; give a shorter"
     with pytest.raises(ValueError, match=f"one sequence of 64 tokens {words}"):
         chosen(BASE + EACH)
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from inductor_passes.passes import REMEDY, PassError
 from simplefsdp.launcher.errors import UserError
-from simplefsdp.launcher.ranks import check_devices
+from simplefsdp.launcher.ranks import Rank, check_devices
 from simplefsdp.models.layout import RankLayout, plan_layout
 from simplefsdp.models.options import ParallelOptions
-from simplefsdp.train import runs
+from simplefsdp.train import command, runs
 from simplefsdp.train.config import (
+    CompileOptions,
     DataOptions,
     OptimOptions,
     PlanOptions,
     RunOptions,
     TrainConfig,
+    as_flags,
     check_options,
 )
 from simplefsdp.train.dry_run import plan_memory
@@ -210,3 +215,50 @@ def test_allocating_optimizer_state_changes_no_parameter() -> None:
     assert all(set(s) == {"step", "exp_avg", "exp_avg_sq"} for s in optimizer.state.values())
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5]
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("told", "flags"),
+    [
+        (REMEDY, "--bucketing none compiles without the passes"),
+        ("pass options={'cluster': ...}, one of", "pass --cluster ..., one of"),
+        ("(memory_budget_gb=0.003155 or more)", "(--memory-budget-gb 0.003155 or more)"),
+        ("options['memory_budget_gb']: expected", "--memory-budget-gb: expected"),
+        ("or choose bucketing='auto'", "or choose --bucketing auto"),
+        ("the graph's bucketing is none", "the graph's bucketing is none"),
+    ],
+)
+def test_options_of_the_compiler_are_told_as_flags(told: str, flags: str) -> None:
+    assert as_flags(told) == flags
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "told"),
+    [
+        (PassError(f"a defect; {REMEDY}"), PassError, "a defect; --bucketing none compiles"),
+        (RuntimeError(f"PassError: a defect; {REMEDY}"), PassError, "a defect; --bucketing none"),
+        (ValueError("Allow memory_budget_gb=3"), UserError, "Allow --memory-budget-gb 3"),
+        (ValueError("another defect"), ValueError, "another defect"),
+        (KeyError("bucketing=none"), KeyError, "bucketing=none"),
+    ],
+)
+def test_what_the_compiler_says_of_a_run_names_flags(monkeypatch, raised, kind, told) -> None:
+    def fail(*_):
+        raise raised
+
+    one = Rank(0, 1, torch.device("cpu"))
+    monkeypatch.setattr("simplefsdp.train.loop.train", fail)
+    monkeypatch.setattr("simplefsdp.train.command.follow_launcher", lambda: None)
+    monkeypatch.setattr("simplefsdp.launcher.ranks.join_ranks", lambda: nullcontext(one))
+    monkeypatch.setattr(
+        "simplefsdp.launcher.ranks.on_rank_zero", lambda *_: SimpleNamespace(finished=False)
+    )
+    with pytest.raises(kind, match=told) as caught:
+        command._run_rank([])
+    assert type(caught.value) is kind
+
+
+def test_a_budget_that_is_none_is_refused_as_its_flag() -> None:
+    config = TrainConfig(compile=CompileOptions(memory_budget_gb=-1.0))
+    with pytest.raises(ValueError, match=r"^--memory-budget-gb: expected 1e9 bytes"):
+        check_options(config)

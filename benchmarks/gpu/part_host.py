@@ -21,8 +21,8 @@ from variants import BUILDERS
 from workloads import disconnect, rows, use_calibration
 
 from simplefsdp import clip_grad_norm_, simple_fsdp
-from simplefsdp.models import Llama
 from simplefsdp.models.configs import CONFIGS
+from simplefsdp.models.llama3 import Llama
 
 VARIANTS = ("floor", "fsdp2_eager", "fsdp2_compiled", "manual", "auto")
 SMALLEST = ("fsdp2_eager",)

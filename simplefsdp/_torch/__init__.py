@@ -133,3 +133,4 @@ __all__ = [
 ]
 
 leave_cache_folder_that_cannot_be_written()  # before anything imports the compiler
+compile_modules_of_torch_too("simplefsdp", "simplefsdp.backend.simplefsdp")

@@ -1,20 +1,21 @@
 """``simplefsdp calibrate``: from the command line to a cluster file."""
 
+from __future__ import annotations
+
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster, save
-from simplefsdp.launcher import launch
 from simplefsdp.launcher.errors import user_errors
-from simplefsdp.launcher.follow import follow_launcher
-from simplefsdp.launcher.ranks import Rank, check_devices, default_ranks, join_ranks, on_rank_zero
+from simplefsdp.launcher.follow import follow_launcher, under_torchrun
+
+if TYPE_CHECKING:
+    from simplefsdp.launcher.ranks import Rank
 
 _DESCRIPTION = """Measure collectives, matmuls, attention, memory, and, with two ranks or more, what
 compute keeps of its speed beside transfers, and write them as a cluster file, for
@@ -50,9 +51,12 @@ class CalibrateOptions:
 
 def run(args: list[str]) -> int:
     """Run ``simplefsdp calibrate *args``; return the exit code."""
-    if launch.under_torchrun():
+    if under_torchrun():
         return _run_rank(args)
     options = parse(args)
+    from simplefsdp.launcher import launch
+    from simplefsdp.launcher.ranks import check_devices, default_ranks
+
     ranks = default_ranks() if options.ranks is None else options.ranks
     with user_errors():
         check(options, ranks)
@@ -104,6 +108,8 @@ def check(options: CalibrateOptions, ranks: int) -> None:
 
 def _run_rank(args: list[str]) -> int:
     """Be one rank: measure with the others; rank 0 fits, tells and writes."""
+    from simplefsdp.launcher.ranks import join_ranks, on_rank_zero
+
     follow_launcher()
     with ExitStack() as stack:
         with user_errors():
@@ -155,6 +161,9 @@ def _local_size(rank: Rank) -> int:
     Raises:
         ValueError: other nodes have more or fewer; on all ranks.
     """
+    import torch
+    import torch.distributed as dist
+
     here = rank.local_size
     sizes = torch.tensor([here, -here], device=rank.device)
     dist.all_reduce(sizes, dist.ReduceOp.MAX)
@@ -168,6 +177,9 @@ def _local_size(rank: Rank) -> int:
 
 
 def _source(options: CalibrateOptions, rank: Rank) -> str:
+    import torch
+    import torch.distributed as dist
+
     device = torch.cuda.get_device_name() if rank.device.type == "cuda" else "CPU"
     links = f"; links of {options.links}" if options.links else ""
     how = " --quick" if options.quick else ""

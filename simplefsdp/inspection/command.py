@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from inductor_passes.cluster import Cluster
-from simplefsdp.inspection.options import FILES, InspectOptions, check, parallel_options, parse
+from simplefsdp.inspection.options import (
+    FILES,
+    InspectOptions,
+    check,
+    parallel_options,
+    parse,
+    recomputed,
+)
 from simplefsdp.inspection.working import working
-from simplefsdp.launcher.errors import UserError, user_errors
+from simplefsdp.launcher.errors import user_errors
 from simplefsdp.models.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -76,7 +83,7 @@ def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
             return trace_target(
                 options.target, options.input, options.ranks, averages=cluster.averages
             )
-        model = ModelOptions(options.model or "", options.activation_checkpointing)
+        model = ModelOptions(options.model or "", recomputed(options))
         parallel = parallel_options(options)
         layout = plan_layout(parallel, options.ranks, cluster.ranks_per_node)
         mesh = make_mesh(layout, parallel, "cpu")
@@ -94,10 +101,7 @@ def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
 def _default_seq_len(model: ModelOptions) -> int:
     from simplefsdp.models.build import model_config
 
-    try:
-        return min(8192, model_config(model).max_seq_len)
-    except ValueError as error:
-        raise UserError(str(error).replace("--config", "--model")) from error
+    return min(8192, model_config(model).max_seq_len)
 
 
 def _plans(options: InspectOptions, cluster: Cluster, subject: Subject) -> list[PlanReport]:

@@ -53,22 +53,32 @@ def nbytes_text(nbytes: float) -> str:
     """Bytes in 1e3s, three digits: ``436 MB``."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(nbytes) >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
+            return f"{_three(nbytes / factor)} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def over_text(nbytes: float, room_nbytes: float) -> str:
+    """Bytes that do not fit, and by how much, which their three digits may not show."""
+    return f"{nbytes_text(nbytes)}, {nbytes_text(nbytes - room_nbytes)} over"
 
 
 def time_text(us: float) -> str:
     """A time, three digits: ``1.21 ms``."""
     if abs(us) >= 1e6:
-        return f"{us / 1e6:.3g} s"
+        return f"{_three(us / 1e6)} s"
     if abs(us) >= 1e3:
-        return f"{us / 1e3:.3g} ms" if abs(us) < 1e5 else f"{us / 1e3:.0f} ms"
-    return f"{us:.3g} us"
+        return f"{_three(us / 1e3)} ms"
+    return f"{_three(us)} us"
+
+
+def _three(number: float) -> str:
+    """Three digits, or all before the point, where ``g`` would write ``1e+03``."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
 def plural(n: int, word: str) -> str:
     """A number and its word: ``1 bucket``, ``2 buckets``."""
-    return f"{n} {word}{'s'[: n != 1]}"
+    return f"{n:,} {word}{'s'[: n != 1]}"
 
 
 def counted(counts: Iterable[tuple[str, int]]) -> str:

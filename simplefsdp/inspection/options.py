@@ -10,9 +10,8 @@ from typing import Literal
 
 from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster
-from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
-from simplefsdp.models.options import ParallelOptions
-from simplefsdp.placement import Mode
+from simplefsdp.choices import Mode
+from simplefsdp.models.options import ActivationCheckpointing, ParallelOptions
 
 DESCRIPTION = """See what the compiler does with a model's collectives: per bucket when it runs, what
 hides it, what is exposed, and why; and memory over time. No GPU and no cluster needed: the step is
@@ -80,7 +79,7 @@ class InspectOptions:
     """Of auto and greedy: 1e9 bytes for activations, full parameters and gradients. Default: what
     manual takes, or, if that is less, nine tenths of the device beside
     parameter shards and AdamW's state."""
-    fit: Literal["", "batch", "seq"] = ""
+    fit: Literal["batch", "seq"] | None = None
     """Instead of a report, the largest batch that fits a device (`--fit`, or `--fit
     batch`), or the longest sequence (`--fit seq`), by what is recomputed and what is kept."""
     sweep: tuple[str, ...] = ()
@@ -92,8 +91,9 @@ class InspectOptions:
     """With --model: tokens per sequence. Default: 8192, or as many as the model takes."""
     batch_size: int = 1
     """With --model: sequences per rank."""
-    activation_checkpointing: ActivationCheckpointing = "selective"
-    """Recompute in no block, in part of each block (not with --hf), or whole blocks."""
+    activation_checkpointing: Literal["auto"] | ActivationCheckpointing = "auto"
+    """Recompute in no block, in part of each block (not with --hf), or whole blocks. auto: in part
+    of each with --model, in none with --hf."""
     mode: Mode = "fully_shard"
     """With --model: shard over all ranks, shard in groups and replicate across, or replicate."""
     shard_size: int | None = None
@@ -132,6 +132,13 @@ def _with_value(args: list[str]) -> Iterator[list[str]]:
     """``--fit`` by itself asks for the batch."""
     for arg, following in itertools.zip_longest(args, args[1:], fillvalue="--"):
         yield ["--fit", "batch"] if arg == "--fit" and following.startswith("--") else [arg]
+
+
+def recomputed(options: InspectOptions) -> ActivationCheckpointing:
+    """What the backward recomputes of a model that we build; auto is what such a model has."""
+    if options.activation_checkpointing != "auto":
+        return options.activation_checkpointing
+    return "none" if options.hf is not None else "selective"
 
 
 def parallel_options(options: InspectOptions) -> ParallelOptions:
@@ -216,7 +223,7 @@ def _refuse_with_sizes(options: InspectOptions, given: Sequence[str]) -> None:
     without = {"compare", "memory_budget_gb", "perfetto", "graph", "diff"}
     if options.fit:
         without |= {"html", "activation_checkpointing", "reshard_after_forward"}
-        without |= {"batch": {"batch_size"}, "seq": {"seq_len"}}[options.fit]
+        without |= {"batch_size"} if options.fit == "batch" else {"seq_len"}
     for name in given:
         if name in without:
             raise ValueError(f"--{name.replace('_', '-')} does not go together with --{what}")

@@ -82,7 +82,7 @@ def trace_llama(
         config = replace(config, n_layers=layers)
     if seq_len > config.max_seq_len:
         raise ValueError(
-            f"--seq-len {seq_len} is longer than --model {options.config} takes "
+            f"--seq-len {seq_len} is longer than --model {options.model} takes "
             f"({config.max_seq_len})"
         )
 
@@ -97,7 +97,7 @@ def trace_llama(
     step, nbytes = trace_deep(traced, "layers", config.n_layers)
     tokens = seq_len * batch_size / parallel.tp  # those that split a layer share them
     flops = tokens * flops_per_token(config, seq_len)
-    return Subject(options.config, step, nbytes, tokens, flops, modules_of_step(step))
+    return Subject(options.model, step, nbytes, tokens, flops, modules_of_step(step))
 
 
 def trace_target(target: str, example: str, ranks: int, *, averages: bool) -> Subject:

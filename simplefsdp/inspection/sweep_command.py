@@ -15,15 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from inductor_passes.cells import CellError
 from inductor_passes.cluster import Cluster, UnknownLinkError
 from inductor_passes.rehearsal import USABLE
-from simplefsdp.inspection.names import nbytes_text, time_text
-from simplefsdp.inspection.options import InspectOptions, parallel_options
+from simplefsdp.inspection.names import nbytes_text, over_text, plural, time_text
+from simplefsdp.inspection.options import InspectOptions, parallel_options, recomputed
 from simplefsdp.inspection.subject import as_inputs, called, load, tracing_target, wants_mesh
 from simplefsdp.inspection.sweep_document import cell_row, sweep_document
 from simplefsdp.inspection.tables import console
 from simplefsdp.inspection.working import working
 from simplefsdp.launcher.errors import UserError, user_errors
-from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
-from simplefsdp.models.options import ModelOptions
+from simplefsdp.models.options import ActivationCheckpointing, ModelOptions
 from simplefsdp.sweep.axes import cells_of, parse_axes
 from simplefsdp.sweep.cells import Cell, CellStep
 from simplefsdp.sweep.fit import MOST, largest
@@ -53,14 +52,13 @@ def run(options: InspectOptions, cluster: Cluster) -> int:
 
 def _sweep_of(options: InspectOptions, cluster: Cluster) -> CellSweep:
     parallel = parallel_options(options)
-    recomputed = options.activation_checkpointing
     if options.target is not None and options.input is not None:
         swept = _swept_target(options.target, options.input)
     elif options.hf is not None:
-        name = ModelOptions("", recomputed)
+        name = ModelOptions("", recomputed(options))
         swept = swept_transformers(options.hf, name, parallel, options.layers)
     else:
-        name = ModelOptions(options.model or "", recomputed)
+        name = ModelOptions(options.model or "", recomputed(options))
         swept = swept_llama(name, parallel, options.layers)
     swept = replace(swept, build=_checked(swept.build))
     bucketing: SweepPlan = options.bucketing  # type: ignore[assignment]  # refused if it is another
@@ -125,7 +123,7 @@ def _sweep(options: InspectOptions, cluster: Cluster) -> int:
         _check_longest(sweep, axes["seq"])
         axes["ranks"], left_out = _laid_out(sweep, axes["ranks"])
     cells = cells_of(axes)
-    with working(f"{sweep.model.name} on {cluster.name} in {len(cells):,} cells"):
+    with working(f"{sweep.model.name} on {cluster.name} in {plural(len(cells), 'cell')}"):
         steps = _steps(options, sweep, cells)
     document = sweep_document(sweep, axes, steps, _told_options(options))
     out = console()
@@ -134,11 +132,11 @@ def _sweep(options: InspectOptions, cluster: Cluster) -> int:
         out.print(f"left out: {why}")
     fitting = [step for step in steps if step.fits]
     out.print(
-        f"{len(fitting):,} of {len(steps):,} cells fit; {len(sweep.traced)} "
-        f"trace{'s'[: len(sweep.traced) > 1]}. Plans are auto's without its searches, and nothing "
+        f"{len(fitting):,} of {plural(len(steps), 'cell')} fit; "
+        f"{plural(len(sweep.traced), 'trace')}. Plans are auto's without its searches, and nothing "
         "was measured."
         if sweep.bucketing == "auto"
-        else f"{len(fitting):,} of {len(steps):,} cells fit; nothing was measured."
+        else f"{len(fitting):,} of {plural(len(steps), 'cell')} fit; nothing was measured."
     )
     if options.json is not None:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
@@ -177,12 +175,10 @@ def _check_longest(sweep: CellSweep, lengths: Sequence[int]) -> None:
 
 def _told_options(options: InspectOptions) -> dict[str, Any]:
     """How the model is made; of a target's all None, as its function decides."""
-    names = ("activation_checkpointing", "mode", "shard_size", "tp", "mixed_precision")
-    decided = options.target is None
-    return {
-        name: getattr(options, name) if decided else None
-        for name in (*names, "reshard_after_forward", "layers")
-    }
+    told = {"activation_checkpointing": recomputed(options)}
+    names = ("mode", "shard_size", "tp", "mixed_precision", "reshard_after_forward", "layers")
+    told |= {name: getattr(options, name) for name in names}
+    return told if options.target is None else dict.fromkeys(told)
 
 
 def _front(document: dict[str, Any]) -> Table:
@@ -243,14 +239,14 @@ class _Fitted(NamedTuple):
 def _fit(options: InspectOptions, cluster: Cluster) -> int:
     """The largest batch or the longest sequence, by what is recomputed and what is kept."""
     rows = []
-    for recomputed, reshard in _variants(options):
-        its = replace(options, activation_checkpointing=recomputed, reshard_after_forward=reshard)
+    for recomputes, reshard in _variants(options):
+        its = replace(options, activation_checkpointing=recomputes, reshard_after_forward=reshard)
         with user_errors():
             sweep = _sweep_of(its, cluster)
             cell = _cell(its, sweep)
             _check_longest(sweep, [cell.seq])
             sweep.layout(cell.ranks)
-        variant = f"recomputing {recomputed}, parameters kept: {'no' if reshard else 'yes'}"
+        variant = f"recomputing {recomputes}, parameters kept: {'no' if reshard else 'yes'}"
         with working(variant if options.target is None else sweep.model.name):
             rows.append(_Fitted(its, sweep, *_largest(its, sweep, cell)))
     _print_fit(options, cluster, rows)
@@ -260,11 +256,11 @@ def _fit(options: InspectOptions, cluster: Cluster) -> int:
 def _variants(options: InspectOptions) -> Iterator[tuple[ActivationCheckpointing, bool]]:
     """What is recomputed, and whether parameters are gathered again."""
     if options.target is not None:  # its function decides
-        return iter([(options.activation_checkpointing, options.reshard_after_forward)])
-    recomputed: list[ActivationCheckpointing] = [*get_args(ActivationCheckpointing)]
+        return iter([(recomputed(options), options.reshard_after_forward)])
+    ours: list[ActivationCheckpointing] = [*get_args(ActivationCheckpointing)]
     if options.hf is not None:
-        recomputed.remove("selective")
-    return itertools.product(recomputed, (True, False))
+        ours.remove("selective")
+    return itertools.product(ours, (True, False))
 
 
 def _largest(
@@ -288,10 +284,11 @@ def _multiple(sweep: CellSweep) -> int:
 
 
 def _print_fit(options: InspectOptions, cluster: Cluster, rows: Sequence[_Fitted]) -> None:
-    what = {"batch": "batch", "seq": "sequence"}[options.fit]
+    fit = options.fit or "batch"
+    what = {"batch": "batch", "seq": "sequence"}[fit]
     sweep = rows[0].sweep
     cell = _cell(options, sweep)
-    given = f"{cell.seq:,} tokens" if options.fit == "batch" else f"batch {cell.batch}"
+    given = f"{cell.seq:,} tokens" if fit == "batch" else f"batch {cell.batch}"
     columns = ("activations recomputed", "parameters kept", f"largest {what}", *_COLUMNS)
     title = f"{sweep.model.name} on {options.ranks} ranks of {cluster.name}, {given}"
     if options.target is None:
@@ -300,20 +297,20 @@ def _print_fit(options: InspectOptions, cluster: Cluster, rows: Sequence[_Fitted
     found_json = []
     for row in rows:
         told = _told_options(row.options)
-        recomputed = told["activation_checkpointing"]
+        recomputes = told["activation_checkpointing"]
         reshard = told["reshard_after_forward"]
         fits = None if row.fits is None else cell_row(row.sweep, row.fits)
         more = None if row.more is None else cell_row(row.sweep, row.more)
         table.add_row(
-            recomputed or "-",
+            recomputes or "-",
             {True: "no", False: "yes", None: "-"}[reshard],
-            "none" if fits is None else f"{fits[options.fit]:,}",
+            "none" if fits is None else f"{fits[fit]:,}",
             *(["-"] * len(_COLUMNS) if fits is None else _columns(fits)),
-            "-" if more is None else nbytes_text(more["peak_bytes"]),
+            "-" if more is None else over_text(more["peak_bytes"], more["room_bytes"]),
         )
         found_json.append(
             {
-                "activation_checkpointing": recomputed,
+                "activation_checkpointing": recomputes,
                 "reshard_after_forward": reshard,
                 "largest": fits,
                 "next": more,
@@ -325,7 +322,7 @@ def _print_fit(options: InspectOptions, cluster: Cluster, rows: Sequence[_Fitted
     looked_at = f"; of sequences, multiples of {_multiple(sweep)} were looked at"
     out.print(
         f"a device has {cluster.memory_gb:g} GB, of which {room} are taken to be usable; nothing "
-        f"was measured{looked_at if options.fit == 'seq' else ''}"
+        f"was measured{looked_at if fit == 'seq' else ''}"
     )
     if options.json is not None:
         options.json.write_text(json.dumps({"version": 1, "fit": found_json}, indent=1) + "\n")

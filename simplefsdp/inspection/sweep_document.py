@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from simplefsdp.inspection.names import nbytes_text, time_text
+from simplefsdp.inspection.names import over_text, time_text
 from simplefsdp.sweep.cells import CellStep
 from simplefsdp.sweep.traces import CellSweep
 
@@ -75,9 +75,9 @@ def cell_row(sweep: CellSweep, step: CellStep) -> dict[str, Any]:
 
 def reason(step: CellStep) -> str:
     """What binds a cell, in a sentence."""
-    room = nbytes_text(step.room_nbytes)
     if not step.fits:
-        return f"does not fit: it takes {nbytes_text(step.peak_nbytes)}, and a device has {room}"
+        over = over_text(step.peak_nbytes, step.room_nbytes)
+        return f"does not fit: it takes {over} what a device has"
     busy = f"compute {time_text(step.compute_us)}, wire {time_text(step.wire_us)}"
     if step.binds == "wire":
         return f"the wire is busy for longer than compute: {busy}"

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from simplefsdp.checkpoints.metadata import NAME as METADATA
 from simplefsdp.checkpoints.opened import CheckpointFiles, fill, open_files, verify
 from simplefsdp.checkpoints.saving import ChecksumWriter
+from simplefsdp.full_parameters import full_of
 from simplefsdp.rank_guard import agree, ranks_of
-from simplefsdp.unsharded import full_of
 from simplefsdp.wrapped import is_wrapped
 
 log = logging.getLogger("simplefsdp")

@@ -87,6 +87,14 @@ def in_one_line(error: BaseException) -> str | None:
     return f"out of memory, or near it: {lines[0].strip()}" if lines else None
 
 
+def record_failure(error: BaseException) -> None:
+    """Leave this rank's error where the launcher looks for it (torchrun's error file)."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
 def leave_at_once(code: int) -> NoReturn:
     """End a rank that failed without waiting for its threads.
 

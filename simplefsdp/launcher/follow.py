@@ -13,6 +13,11 @@ _LAUNCHER, _RUN = "SIMPLEFSDP_LAUNCHER", "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
 
 
+def under_torchrun() -> bool:
+    """Whether this process is a rank that a launcher, ours or torchrun, has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def be_launcher(run_id: str) -> None:
     """Tell the ranks of a run, by the environment, to follow this process.
 

@@ -10,16 +10,12 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-    get_error_handler,
-)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simplefsdp.launcher.errors import EXIT_FAILED, RunFailed, UserError
@@ -36,16 +32,18 @@ _AS_RANK = (
 )
 
 
-def under_torchrun() -> bool:
-    """Whether this process is a rank that a launcher, ours or torchrun, has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def start_local_ranks(args: Sequence[str], *, ranks: int, log_folder: Path) -> int:
+def start_local_ranks(
+    args: Sequence[str],
+    *,
+    ranks: int,
+    log_folder: Path,
+    go_on: Callable[[], str | None] = lambda: None,
+) -> int:
     """Run ``simplefsdp *args`` on ``ranks`` local ranks; return the exit code.
 
     Rank 0 owns the terminal; what the others print goes to files under ``log_folder``. The exit
-    code is that of the rank that failed first, or 128 + the signal that ended the run.
+    code is that of the rank that failed first, or 128 + the signal that ended the run. Where a rank
+    was killed, ``go_on`` says what its user can do next.
     """
     run_id = uuid.uuid4().hex[:8]
     be_launcher(run_id)
@@ -68,11 +66,14 @@ def start_local_ranks(args: Sequence[str], *, ranks: int, log_folder: Path) -> i
         try:
             elastic_launch(config, sys.executable)("-c", _AS_RANK, *args)
         except ChildFailedError as error:
-            return _report_failure(error, log_folder)
+            return _report_failure(error, logs.stderr_of, go_on())
         except SignalException as error:
             return 128 + error.sigval
         except json.JSONDecodeError:  # torch reads the error file of the rank that failed
-            print(f"error: a rank failed, and cannot say why: {log_folder}", file=sys.stderr)
+            print(
+                f"error: a rank failed, and cannot say why; what ranks printed: {log_folder}",
+                file=sys.stderr,
+            )
             return EXIT_FAILED
     return 0
 
@@ -122,19 +123,22 @@ def _root_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     return min(failures.items(), key=order)
 
 
-def _report_failure(error: ChildFailedError, log_folder: Path) -> int:
+def _report_failure(
+    error: ChildFailedError, stderr_of: Mapping[int, str], go_on: str | None
+) -> int:
     rank, failure = _root_cause(error)
     if failure.exitcode < 0:
         hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
-        print(f"error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr)
+        said = f"error: rank {rank} was killed by {failure.signal_name()}{hint}"
+        print("; ".join(filter(None, (said, go_on))), file=sys.stderr)
         return 128 - failure.exitcode
     # Rank 0 has already said why on this terminal.
     if rank != 0:
-        print(_why(rank, failure, log_folder), file=sys.stderr)
+        print(_why(rank, failure, stderr_of), file=sys.stderr)
     return int(failure.exitcode)
 
 
-def _why(rank: int, failure: ProcessFailure, log_folder: Path) -> str:
+def _why(rank: int, failure: ProcessFailure, stderr_of: Mapping[int, str]) -> str:
     """What another rank than the one on the terminal says of its failure."""
     message: Any = failure.message
     if isinstance(message, dict):
@@ -142,13 +146,7 @@ def _why(rank: int, failure: ProcessFailure, log_folder: Path) -> str:
         if kind in (RunFailed.__name__, UserError.__name__):  # the line says all
             return f"error: {line}"
         message = message["extraInfo"]["py_callstack"].strip()
-    return f"{message}\nerror: rank {rank} failed; its output: {log_folder}"
-
-
-def record_failure(error: BaseException) -> None:
-    """Leave this rank's error where the launcher looks for it (torchrun's error file)."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        get_error_handler().record_exception(error)
+    return f"{message}\nerror: rank {rank} failed; what it printed: {stderr_of[rank]}"
 
 
 class StopRequest:

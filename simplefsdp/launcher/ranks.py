@@ -127,9 +127,11 @@ def local_device() -> torch.device:
 def check_devices(local_ranks: int) -> None:
     """Raise ValueError if this machine has fewer CUDA devices than ranks to run on it."""
     if device_type() == "cuda" and local_ranks > torch.cuda.device_count():
+        devices = torch.cuda.device_count()
         raise ValueError(
-            f"{local_ranks} local ranks, but this machine has {torch.cuda.device_count()} CUDA "
-            "devices; start at most one rank per device (--ranks or torchrun --nproc-per-node)"
+            f"{local_ranks} local ranks, but this machine has {devices} CUDA "
+            f"device{'s'[: devices != 1]}; start at most one rank per device (--ranks or torchrun "
+            "--nproc-per-node)"
         )
 
 

@@ -1,4 +1,7 @@
-"""The Llama 3 family, for the trainer and as an example of a model to wrap."""
+"""The Llama 3 family, for the trainer and as an example of a model to wrap.
+
+What is here is data, and imports no torch; ``llama3.Llama`` is the model.
+"""
 
 from simplefsdp.models.configs import (
     CONFIGS,
@@ -8,17 +11,12 @@ from simplefsdp.models.configs import (
     flops_per_token,
     num_parameters,
 )
-from simplefsdp.models.llama3 import Llama
-from simplefsdp.models.tensor_parallel import apply_tensor_parallel, tensor_parallel_plan
 
 __all__ = [
     "CONFIGS",
     "DOCUMENT_SEPARATOR",
-    "Llama",
     "LlamaConfig",
     "RopeScaling",
-    "apply_tensor_parallel",
     "flops_per_token",
     "num_parameters",
-    "tensor_parallel_plan",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-ActivationCheckpointing = Literal["none", "selective", "full"]
+from simplefsdp.models.options import ActivationCheckpointing
 
 
 def layer_caller(mode: ActivationCheckpointing) -> Callable[..., Tensor]:

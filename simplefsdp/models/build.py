@@ -18,9 +18,9 @@ from simplefsdp.wrap import simple_fsdp
 
 def model_config(options: ModelOptions) -> LlamaConfig:
     """The hyper-parameters by name. Raises ValueError, listing the names, for an unknown one."""
-    if options.config not in CONFIGS:
-        raise ValueError(f"unknown --config {options.config!r}: choose one of {', '.join(CONFIGS)}")
-    return CONFIGS[options.config]
+    if options.model not in CONFIGS:
+        raise ValueError(f"unknown --model {options.model!r}: choose one of {', '.join(CONFIGS)}")
+    return CONFIGS[options.model]
 
 
 def plain_model(options: ModelOptions, layers: int | None = None) -> Llama:

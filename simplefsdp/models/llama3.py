@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from simplefsdp.models.activation_checkpointing import ActivationCheckpointing, layer_caller
+from simplefsdp.models.activation_checkpointing import layer_caller
 from simplefsdp.models.configs import LlamaConfig
+from simplefsdp.models.options import ActivationCheckpointing
 
 _INIT_STD = 0.02
 

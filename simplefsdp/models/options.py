@@ -6,9 +6,9 @@ The field docstrings are the text of ``--help``.
 from dataclasses import dataclass
 from typing import Literal
 
-from simplefsdp.models.activation_checkpointing import ActivationCheckpointing
-from simplefsdp.placement import Mode
+from simplefsdp.choices import Mode
 
+ActivationCheckpointing = Literal["none", "selective", "full"]
 MixedPrecision = Literal["auto", "none", "bf16"]
 
 
@@ -16,8 +16,8 @@ MixedPrecision = Literal["auto", "none", "bf16"]
 class ModelOptions:
     """What is trained."""
 
-    config: str = "debug"
-    """Llama 3 configuration: debug, 160m, 1b, 8b, 70b or 405b."""
+    model: str = "debug"
+    """A Llama 3 of ours: debug, 160m, 1b, 8b, 70b or 405b."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """Recompute activations in backward: in no block, in part of each block, or whole blocks."""
 

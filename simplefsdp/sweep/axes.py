@@ -12,7 +12,8 @@ from simplefsdp.sweep.cells import Cell
 NAMES = Cell._fields
 LEAST = {"seq": 2}  # torch takes a size of 1 for one that never changes
 MOST_CELLS = 100_000
-_NUMBER = re.compile(r"(\d{1,9})(k?)")
+MOST = 1 << 30  # of any size: the bytes of what has it are still 64-bit numbers
+_NUMBER = re.compile(r"(\d{1,18})(k?)")
 
 
 def parse_axes(written: Sequence[str], default: Cell) -> dict[str, tuple[int, ...]]:
@@ -36,8 +37,7 @@ def parse_axes(written: Sequence[str], default: Cell) -> dict[str, tuple[int, ..
             raise ValueError(f"--sweep {text}: {name} is given twice")
         found[name] = _values(text, values, LEAST.get(name, 1))
     axes = {name: found.get(name, (size,)) for name, size in default._asdict().items()}
-    if math.prod(map(len, axes.values())) > MOST_CELLS:
-        raise ValueError(f"--sweep: more than {MOST_CELLS:,} cells; take fewer values")
+    _check_count(" ".join(written), math.prod(map(len, axes.values())))
     return axes
 
 
@@ -60,10 +60,19 @@ def _values(text: str, values: str, least: int) -> tuple[int, ...]:
         if end < begin:
             raise ValueError(f"--sweep {text}: {end} is less than {begin}")
         by = _number(text, step, 1) if counts else 0
-        if by and (end - begin) // by > MOST_CELLS:
-            raise ValueError(f"--sweep {text}: more than {MOST_CELLS:,} values")
+        _check_count(text, (end - begin) // by + 1 if by else 0)
         found.update(range(begin, end + 1, by) if by else _doubling(begin, end))
+    if max(found) > MOST:
+        raise ValueError(f"--sweep {text}: expected at most {MOST:,}, got {max(found):,}")
     return tuple(sorted(found))
+
+
+def _check_count(text: str, cells: int) -> None:
+    if cells > MOST_CELLS:
+        raise ValueError(
+            f"--sweep {text}: that is {cells:,} cells, and a sweep has at most {MOST_CELLS:,}; "
+            "take fewer values, or a larger step"
+        )
 
 
 def _doubling(begin: int, end: int) -> list[int]:

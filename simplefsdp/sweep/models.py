@@ -62,7 +62,7 @@ def swept_llama(
         return llama_with_loss(options, parallel, mesh, depth)
 
     return SweptModel(
-        options.config,
+        options.model,
         build,
         tokens_and_targets,
         "layers",
@@ -159,7 +159,7 @@ def swept_transformers(
     if options.activation_checkpointing == "selective":
         raise ValueError(
             "--activation-checkpointing selective: models of transformers recompute whole layers "
-            "or nothing; give full or none (selective is the default)"
+            "or nothing; give full or none"
         )
     if parallel.tp > 1:
         raise ValueError(

@@ -1,12 +1,34 @@
 """What the training step calls: the model and its loss, compiled as one graph."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from inductor_passes.passes import PassError
+from simplefsdp.launcher.errors import UserError
 from simplefsdp.models.build import WithLoss
-from simplefsdp.train.config import CompileOptions, backend_options
+from simplefsdp.train.config import CompileOptions, as_flags, backend_options
+
+
+@contextmanager
+def telling_flags() -> Iterator[None]:
+    """Have what the compiler tells its user name options of the command line.
+
+    Raises:
+        UserError: such an option must have another value.
+        PassError: a pass failed, which is a defect; one may do without.
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        told = as_flags(str(error))
+        if told == str(error):
+            raise
+        kind = UserError if isinstance(error, ValueError) else PassError
+        raise kind(told).with_traceback(error.__traceback__) from error.__cause__
 
 
 def loss_of(model: nn.Module, options: CompileOptions) -> Any:

@@ -1,15 +1,18 @@
 """``simplefsdp train``: from the command line to ranks that train."""
 
+from __future__ import annotations
+
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from simplefsdp.launcher import launch
 from simplefsdp.launcher.errors import UserError, user_errors
-from simplefsdp.launcher.follow import follow_launcher
-from simplefsdp.launcher.ranks import check_devices, default_ranks, join_ranks, on_rank_zero
+from simplefsdp.launcher.follow import follow_launcher, under_torchrun
 from simplefsdp.train import elastic, runs
 from simplefsdp.train.config import TrainConfig
-from simplefsdp.train.preflight import RunPlan, make_layout, plan_run
+
+if TYPE_CHECKING:
+    from simplefsdp.train.preflight import RunPlan
 
 _DRY_RUN_NODE_RANKS = 8
 
@@ -24,22 +27,26 @@ examples:
   simplefsdp train --steps 40 --stop-after 20 --out runs/halves
   simplefsdp train --resume runs/halves
   simplefsdp train --ranks 4 --mode hybrid_shard --shard-size 2
-  simplefsdp train --config 8b --dry-run --world-size 64
-  torchrun --nproc-per-node 8 -m simplefsdp train --config 8b --seq-len 8192 \\
+  simplefsdp train --model 8b --dry-run --world-size 64
+  torchrun --nproc-per-node 8 -m simplefsdp train --model 8b --seq-len 8192 \\
       --activation-checkpointing selective --lr 3e-4 --steps 1000 --out runs/8b --resume auto
   TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 --max-restarts 100 \\
       --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id 8b \\
-      -m simplefsdp train --config 8b --out runs/8b --resume auto
+      -m simplefsdp train --model 8b --out runs/8b --resume auto
 """
 
 
 def run(args: list[str]) -> int:
     """Run ``simplefsdp train *args``; return the exit code."""
-    if launch.under_torchrun():
+    if under_torchrun():
         return _run_rank(args)
     config = parse(args)
     if config.plan.dry_run:
         return _dry_run(config)
+    from simplefsdp.launcher import launch
+    from simplefsdp.launcher.ranks import check_devices, default_ranks
+    from simplefsdp.train.preflight import plan_run
+
     ranks = config.parallel.ranks or default_ranks()
     with user_errors():
         check_devices(ranks)
@@ -57,6 +64,7 @@ def run(args: list[str]) -> int:
         ["train", *args, *settled],
         ranks=ranks,
         log_folder=plan.out / runs.LOGS,
+        go_on=lambda: runs.how_to_go_on(plan.out),
     )
 
 
@@ -108,7 +116,10 @@ def _read(args: list[str], default: TrainConfig) -> TrainConfig:
 
 def _run_rank(args: list[str]) -> int:
     """Be one rank of a run: agree on the plan, then train."""
+    from simplefsdp.launcher.ranks import join_ranks, on_rank_zero
+    from simplefsdp.train.build import telling_flags
     from simplefsdp.train.loop import train
+    from simplefsdp.train.preflight import plan_run
 
     follow_launcher()
     with user_errors(), ExitStack() as stack:
@@ -126,7 +137,7 @@ def _run_rank(args: list[str]) -> int:
 
         plan = on_rank_zero(rank, decide)
         leave = stack.pop_all()
-    with leave:
+    with leave, telling_flags():
         if plan.finished:
             return _say_finished(plan) if rank.rank == 0 else 0
         return train(plan, rank)
@@ -141,8 +152,10 @@ def _say_finished(plan: RunPlan) -> int:
 
 
 def _dry_run(config: TrainConfig) -> int:
+    from simplefsdp.launcher.ranks import default_ranks
     from simplefsdp.train.dry_run import plan_memory, print_plan
     from simplefsdp.train.fit import fitted
+    from simplefsdp.train.preflight import make_layout
 
     world_size = config.plan.world_size or config.parallel.ranks or default_ranks()
     layout = make_layout(config, world_size, min(world_size, _DRY_RUN_NODE_RANKS))

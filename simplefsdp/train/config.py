@@ -5,13 +5,14 @@ so a new option is one field here. Nothing in this file imports the command-line
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from inductor_passes.json_file import shown, typed
+from simplefsdp.choices import Bucketing, Executor
 from simplefsdp.models.options import ModelOptions, ParallelOptions
-from simplefsdp.options import Bucketing, Executor, parse_options
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,26 @@ def backend_options(options: CompileOptions) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def as_flags(told: str) -> str:
+    """What the compiler says to its user, with its options as those of the command line."""
+
+    def flag(match: re.Match[str]) -> str:
+        name, *value = match.groups()
+        return " ".join([f"--{name.replace('_', '-')}", *value])
+
+    name = "|".join(option.name for option in dataclasses.fields(CompileOptions))
+    value = r"['\"]?([\w.]+)['\"]?"
+    told = re.sub(rf"options=\{{['\"]({name})['\"]: {value}\}}", flag, told)
+    told = re.sub(rf"options\[['\"]({name})['\"]\]", flag, told)
+    return re.sub(rf"\b({name})={value}", flag, told)
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Where the run lives, and how often it reports."""
 
     out: Path | None = None
-    """Run folder for checkpoints and metrics. Default: runs/<config>-<date>-<time>."""
+    """Run folder for checkpoints and metrics. Default: runs/<model>-<date>-<time>."""
     resume: str | None = None
     """Continue exactly where a run stopped, on CPU bit for bit: a run folder, a checkpoint,
     "latest" (the default when --resume stands alone; in --out, or the newest under runs/), or
@@ -230,7 +245,7 @@ def check_options(config: TrainConfig) -> None:
             raise ValueError(f"{flag} must be a positive number, got {positive}")
     if abs(config.optim.seed) >= 2**40:
         raise ValueError(f"--seed must be below {2**40:,}, got {config.optim.seed}")
-    parse_options(backend_options(config.compile))
+    _check_compile(config.compile)
     _check_schedule(config.optim)
     if config.parallel.shard_size is not None and config.parallel.mode != "hybrid_shard":
         raise ValueError(
@@ -244,6 +259,15 @@ def check_options(config: TrainConfig) -> None:
 
 def _number(value: int | str | None) -> int | None:
     return None if isinstance(value, str) else value
+
+
+def _check_compile(options: CompileOptions) -> None:
+    from simplefsdp.options import parse_options  # with torch
+
+    try:
+        parse_options(backend_options(options))
+    except ValueError as error:
+        raise ValueError(as_flags(str(error))) from error
 
 
 def _check_schedule(optim: OptimOptions) -> None:

@@ -89,13 +89,16 @@ def print_plan(config: TrainConfig, layout: RankLayout, plan: MemoryPlan) -> Non
     """Print a :class:`MemoryPlan` as a table."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"--config {config.model.config}: {plan.n_parameters:,} parameters, "
-        f"--mode {config.parallel.mode} on {layout.world_size} ranks "
+        f"--model {config.model.model}: {plan.n_parameters:,} parameters, "
+        f"--mode {config.parallel.mode} on {layout.world_size} "
+        f"rank{'s'[: layout.world_size > 1]} "
         f"(replicate {layout.replicate} x shard {layout.shard} x tp {layout.tp})"
     )
+    at_once = elastic.at_once(config, layout.dp)
+    times = elastic.divide(config, layout.dp).microbatches
     console.print(
-        f"{elastic.at_once(config, layout.dp)} sequences at once on a rank, "
-        f"{elastic.divide(config, layout.dp).microbatches} times a step"
+        f"{at_once} sequence{'s'[: at_once > 1]} at once on a rank, "
+        f"{times} time{'s'[: times > 1]} a step"
     )
     table = Table("per rank", "bytes", "GiB")
     for column in table.columns[1:]:

@@ -1,16 +1,14 @@
-"""``simplefsdp export``: a checkpoint as a folder that ``transformers`` loads; needs no ranks."""
+"""A checkpoint as a folder that ``transformers`` loads; needs no ranks."""
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from simplefsdp.checkpoints.opened import verify
-from simplefsdp.launcher.errors import UserError, user_errors
+from simplefsdp.launcher.errors import UserError
 from simplefsdp.models.build import model_config, plain_model
 from simplefsdp.models.hf import write_hf_folder
 from simplefsdp.models.options import ModelOptions
@@ -23,61 +21,33 @@ from simplefsdp.train.restore import (
     open_checkpoint,
 )
 
-_DESCRIPTION = """Write a checkpoint's weights as safetensors with a config.json, the folder format
-of Hugging Face transformers. One tensor at a time is in memory, so any model fits.
 
-examples:
-  simplefsdp export --checkpoint runs/readme --out exported
-  simplefsdp export --checkpoint runs/halves/checkpoints/step-00000020 --out half --dtype bfloat16
-"""
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """What to export."""
-
-    checkpoint: Path
-    """A checkpoint, or a run folder: then its latest one."""
-    out: Path
-    """Folder to write; must not exist."""
-    dtype: Literal["saved", "float32", "bfloat16"] = "saved"
-    """What to cast the weights to."""
-    config: str | None = None
-    """The Llama 3 configuration, for a checkpoint that no simplefsdp trainer wrote."""
-
-
-def run(args: list[str]) -> int:
-    """Run ``simplefsdp export *args``; return the exit code."""
-    import tyro
-
-    options = tyro.cli(ExportOptions, prog="simplefsdp export", description=_DESCRIPTION, args=args)
-    with user_errors():
-        export(options)
-    print(f"wrote {options.out}; load it with AutoModelForCausalLM.from_pretrained")
-    return 0
-
-
-def export(options: ExportOptions) -> None:
+def export(path: Path, out: Path, dtype: str = "saved", name: str | None = None) -> None:
     """Write the folder, complete or not at all.
+
+    Args:
+        path: a checkpoint, or a run folder.
+        out: the folder to write.
+        dtype: ``"saved"``, or a name of one of torch's to cast the weights to.
+        name: of the model, for a checkpoint that does not say which it is of.
 
     Raises:
         ValueError: the checkpoint is not usable, or ``out`` exists.
     """
-    checkpoint = open_checkpoint(runs.checkpoint_at(options.checkpoint))
-    name = options.config
+    checkpoint = open_checkpoint(runs.checkpoint_at(path))
     if checkpoint.trainer:
-        name = name or checkpoint.trainer.config["model"]["config"]
+        name = name or checkpoint.trainer.config["model"]["model"]
     if name is None:
         raise UserError(
-            f"{checkpoint.path} does not say which model it is of; name it with --config"
+            f"{checkpoint.path} does not say which model it is of; name it with --model"
         )
-    model = ModelOptions(config=name)
+    model = ModelOptions(name)
     check_model(checkpoint, plain_model(model), name)
     note = verify(checkpoint.files, _say_progress, alone=True)
     if note:
         print(f"warning: {note}", file=sys.stderr)
-    dtype = None if options.dtype == "saved" else getattr(torch, options.dtype)
-    write_hf_folder(options.out, model_config(model), _tensors(checkpoint, model), dtype=dtype)
+    cast_to = None if dtype == "saved" else getattr(torch, dtype)
+    write_hf_folder(out, model_config(model), _tensors(checkpoint, model), dtype=cast_to)
 
 
 def _say_progress(nbytes: int, of: int) -> None:

@@ -64,7 +64,8 @@ def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
         if size <= limit
         else f"--microbatch-limit, by default what the run began with; {size} would fit"
     )
-    taken = f"{min(size, limit)} sequences of {config.data.seq_len:,} tokens at once"
+    taken = f"{min(size, limit)} sequence{'s'[: min(size, limit) > 1]} of "
+    taken += f"{config.data.seq_len:,} tokens at once"
     print(f"--microbatch-size auto: {taken}: {why}", flush=True)
     optim = replace(config.optim, microbatch_size=min(size, limit), microbatch_limit=limit)
     return replace(config, optim=optim)
@@ -119,11 +120,13 @@ def largest_microbatch(config: TrainConfig, layout: RankLayout, cluster: Cluster
     recomputes = config.model.activation_checkpointing == "full"
     need = whole if part == 1 else not_
     assert need is not None  # part is at least 1, and it does not fit
+    short = need.peak_nbytes - need.room_nbytes
     raise ValueError(
         f"--microbatch-size auto: one sequence of {cell.seq:,} tokens takes "
         f"{need.peak_nbytes / 1e9:.1f} GB"
         + (f" beside {waiting / 1e9:.1f} GB of full gradients that wait" if part > 1 else "")
-        + f", and a device of {cluster.name} has {whole.room_nbytes / 1e9:.1f} GB to use; give "
+        + f", and a device of {cluster.name} has {whole.room_nbytes / 1e9:.1f} GB to use, "
+        f"{short / 1e6:,.0f} MB too little; give "
         + ("" if recomputes else "--activation-checkpointing full, ")
         + "a shorter --seq-len, or more ranks"
     )

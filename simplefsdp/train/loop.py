@@ -268,9 +268,9 @@ def _summarise(
 
 
 def _how_to_go_on(session: Session) -> str:
-    saved = runs.complete_checkpoints(session.plan.out)
-    if not saved:
+    again = runs.how_to_go_on(session.plan.out)
+    if again is None:
         return "no checkpoint was saved (--checkpoint-every 0)"
     if session.step < session.plan.config.optim.steps:
-        return f"continue with: simplefsdp train --resume {session.plan.out}"
-    return f"checkpoint: {saved[-1]}"
+        return again
+    return f"checkpoint: {runs.complete_checkpoints(session.plan.out)[-1]}"

@@ -68,7 +68,7 @@ def make_layout(config: TrainConfig, world_size: int, node_ranks: int) -> RankLa
         if model.n_kv_heads % layout.tp:
             raise ValueError(
                 f"--tp {layout.tp} does not divide the {model.n_kv_heads} key/value heads of "
-                f"--config {config.model.config}"
+                f"--model {config.model.model}"
             )
         return layout
 
@@ -94,13 +94,13 @@ def plan_run(
             held_out_batches(divided.config, corpus, layout, dp_rank=0)
         except ValueError as error:
             raise ValueError(f"held-out split: {error}") from error
-        out = config.run.out or runs.new_run_folder(config.model.config)
+        out = config.run.out or runs.new_run_folder(config.model.model)
         resumed = Path(config.run.resume) if config.run.resume else None
         runs.check_out(out, resumed)
         checkpoint = open_checkpoint(resumed) if resumed else None
         model = plain_model(config.model)
         if checkpoint:
-            check_model(checkpoint, model, config.model.config)
+            check_model(checkpoint, model, config.model.model)
             if checkpoint.trainer:
                 data = checkpoint.trainer.data
                 batches(divided.config, corpus, layout, dp_rank=0).load_state_dict(data)
@@ -146,7 +146,7 @@ def _check_sequence(config: TrainConfig, model: LlamaConfig) -> None:
     if config.data.seq_len > model.max_seq_len:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is beyond the {model.max_seq_len} positions of "
-            f"--config {config.model.config}"
+            f"--model {config.model.model}"
         )
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from simplefsdp.checkpoints.opened import CheckpointFiles, fill, open_files, verify
+from simplefsdp.checkpoints import checksums
+from simplefsdp.checkpoints.opened import REMEDY, CheckpointFiles, fill, open_files, verify
 from simplefsdp.train import optim, runs
 from simplefsdp.train.runs import TrainerState
 from simplefsdp.train.state import MODEL, RNG, set_rng_state
@@ -53,21 +54,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ValueError: it is not a checkpoint, or it is truncated or damaged.
     """
-    return Checkpoint(open_files(path), runs.read_trainer_state(path))
+    found = Checkpoint(open_files(path), runs.read_trainer_state(path))
+    if found.files.checksums is None and found.trainer and found.trainer.checksums:
+        raise ValueError(f"checkpoint {path} is damaged: {checksums.NAME} is missing; {REMEDY}")
+    return found
 
 
-def check_model(checkpoint: Checkpoint, model: nn.Module, config_name: str) -> None:
+def check_model(checkpoint: Checkpoint, model: nn.Module, name: str) -> None:
     """Raise ValueError unless the checkpoint holds exactly this model's parameters.
 
     Args:
         checkpoint: what to check.
         model: may be on meta; only names and shapes are looked at.
-        config_name: how to call the model in messages.
+        name: of the model.
     """
-    trained = checkpoint.trainer.config["model"]["config"] if checkpoint.trainer else config_name
-    if trained != config_name:
+    trained = checkpoint.trainer.config["model"]["model"] if checkpoint.trainer else name
+    if trained != name:
         raise ValueError(
-            f"checkpoint {checkpoint.path} is of --config {trained}, not --config {config_name}"
+            f"checkpoint {checkpoint.path} is of --model {trained}, not --model {name}"
         )
     expected = {fqn: tensor.shape for fqn, tensor in model.state_dict().items()}
     keys = model_keys(checkpoint, expected)
@@ -77,7 +81,7 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, config_name: str) -> N
             has = "has no" if entry is None else f"has {list(entry.size)} for"
             raise ValueError(
                 f"checkpoint {checkpoint.path} is of another model: it {has} {fqn}, which is "
-                f"{list(shape)} in --config {config_name}"
+                f"{list(shape)} in --model {name}"
             )
     first_fqn, first_key = next(iter(keys.items()))
     prefix = first_key.removesuffix(first_fqn)
@@ -86,7 +90,7 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, config_name: str) -> N
     if beside:
         raise ValueError(
             f"checkpoint {checkpoint.path} is of a larger model: {min(beside)}, for one, is not "
-            f"in --config {config_name}"
+            f"in --model {name}"
         )
 
 
@@ -152,7 +156,7 @@ def load_plain(path: Path | str, model: nn.Module) -> nn.Module:
         ValueError: not a checkpoint, a truncated one, or one of another model.
     """
     checkpoint = open_checkpoint(Path(path))
-    trained = checkpoint.trainer.config["model"]["config"] if checkpoint.trainer else "this model"
+    trained = checkpoint.trainer.config["model"]["model"] if checkpoint.trainer else "this model"
     check_model(checkpoint, model, trained)
     note = verify(checkpoint.files, alone=True)
     if note:

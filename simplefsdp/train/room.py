@@ -93,10 +93,11 @@ def warning(out: Path, nbytes: int, keep: int, there: int) -> str | None:
     free, takes = disk.f_bavail * disk.f_frsize, on_disk(nbytes)
     if free >= wanted * takes:
         return None
+    fit = free // takes
     return (
-        f"warning: the disk of {out} has {_mb(free)} of free space, room for {free // takes} more "
-        f"checkpoints of {_mb(takes)}, where --keep {keep} needs {wanted}: later ones will not "
-        "be saved"
+        f"warning: the disk of {out} has {_mb(free)} of free space, room for {fit} more "
+        f"checkpoint{'s'[: fit != 1]} of {_mb(takes)}, where --keep {keep} needs {wanted}: later "
+        "ones will not be saved"
     )
 
 

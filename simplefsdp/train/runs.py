@@ -11,15 +11,17 @@
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from inductor_passes.json_file import MIB, read_json, typed
+from simplefsdp.checkpoints import checksums
 from simplefsdp.train.config import TrainConfig
 
 DEFAULT_ROOT = Path("runs")
@@ -31,7 +33,7 @@ LOGS = "logs"
 _LOCK = "run.lock"
 _DCP_METADATA = ".metadata"
 _TRAINER_STATE = "trainer.json"
-_FORMAT = 1
+_FORMAT = 2
 _MAX_NBYTES = 16 * MIB
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
@@ -45,17 +47,19 @@ class TrainerState:
         world_size: ranks that saved it; only as many can restore the random states.
         config: ``TrainConfig.to_json()`` of the run.
         data: position in the data, ``ShardedBatches.state_dict()``.
+        checksums: whether they lie beside it, as they do but for programs of format 1.
     """
 
     step: int
     world_size: int
     config: dict[str, dict[str, Any]]
     data: dict[str, Any]
+    checksums: bool = False
 
 
-def new_run_folder(config_name: str) -> Path:
-    """``runs/<config>-<date>-<time>``, not yet created."""
-    return DEFAULT_ROOT / f"{config_name}-{datetime.now():%Y%m%d-%H%M%S}"
+def new_run_folder(model: str) -> Path:
+    """``runs/<model>-<date>-<time>``, not yet created."""
+    return DEFAULT_ROOT / f"{model}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -145,6 +149,12 @@ def checkpoint_at(path: Path) -> Path:
     return latest
 
 
+def how_to_go_on(run: Path) -> str | None:
+    """What to type to continue a run from its last checkpoint; None if it has none."""
+    again = f"continue with: simplefsdp train --resume {shlex.quote(str(run))}"
+    return again if complete_checkpoints(run) else None
+
+
 def _latest(run: Path) -> Path | None:
     checkpoints = complete_checkpoints(run)
     return checkpoints[-1] if checkpoints else None
@@ -172,7 +182,11 @@ def check_out(out: Path, resumed: Path | None) -> None:
 
 
 def write_trainer_state(checkpoint: Path, state: TrainerState) -> str:
-    """Write what completes a checkpoint, and see it reach the disk; returns the file's name."""
+    """Write what completes a checkpoint, and see it reach the disk; returns the file's name.
+
+    It tells whether there are checksums, which are written before it: later they may be lost.
+    """
+    state = replace(state, checksums=(checkpoint / checksums.NAME).is_file())
     with (checkpoint / _TRAINER_STATE).open("w") as file:
         json.dump({"format": _FORMAT, **asdict(state)}, file, indent=1)
         file.flush()
@@ -192,6 +206,8 @@ def read_trainer_state(checkpoint: Path) -> TrainerState | None:
     try:
         saved = typed(read_json(path, _MAX_NBYTES), dict, "it")
         written_by = typed(saved.pop("format", None), int, "format")
+        if written_by == 1:
+            _from_first_format(saved)
         state = None if written_by > _FORMAT else _trainer_state(saved)
     except (ValueError, OSError) as error:
         raise ValueError(
@@ -202,8 +218,17 @@ def read_trainer_state(checkpoint: Path) -> TrainerState | None:
     return state
 
 
+def _from_first_format(saved: dict[str, Any]) -> None:
+    """Bring what was saved up to date, in place: the model's name was called its config."""
+    model = typed(typed(saved.get("config"), dict, "config").get("model", {}), dict, "model")
+    if "config" in model:
+        model["model"] = model.pop("config")
+    saved["checksums"] = False
+
+
 def _trainer_state(saved: dict[str, Any]) -> TrainerState:
     wanted: dict[str, type] = {"step": int, "world_size": int, "config": dict, "data": dict}
+    wanted["checksums"] = bool
     if saved.keys() != wanted.keys():
         raise ValueError(f"expected {', '.join(wanted)}, got {', '.join(saved):.200}")
     for name, cls in wanted.items():
@@ -212,7 +237,7 @@ def _trainer_state(saved: dict[str, Any]) -> TrainerState:
         if saved[name] < 0:
             raise ValueError(f"{name}: expected 0 or more, got {saved[name]}")
     config = TrainConfig.from_json(saved["config"])  # raises, if it is none
-    saved["config"].setdefault("model", {})["config"] = config.model.config
+    saved["config"].setdefault("model", {})["model"] = config.model.model
     return TrainerState(**saved)
 
 

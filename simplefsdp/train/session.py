@@ -108,8 +108,9 @@ def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
     config, layout = plan.config, plan.layout
     n_parameters = num_parameters(model_config(config.model))
     display.say(
-        f"{config.model.config}: {n_parameters / 1e6:,.1f} M parameters, "
-        f"{config.parallel.mode} on {rank.world_size} {rank.device.type} ranks "
+        f"{config.model.model}: {n_parameters / 1e6:,.1f} M parameters, "
+        f"{config.parallel.mode} on {rank.world_size} {rank.device.type} "
+        f"rank{'s'[: rank.world_size > 1]} "
         f"(replicate {layout.replicate} x shard {layout.shard} x tp {layout.tp})"
     )
     display.say(f"run folder: {plan.out}")

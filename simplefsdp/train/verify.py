@@ -1,45 +1,15 @@
-"""``simplefsdp verify``: whether a checkpoint's files are as they were written; needs no ranks."""
+"""Whether a checkpoint's files are as they were written; needs no ranks."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from simplefsdp.checkpoints import checksums
 from simplefsdp.checkpoints.metadata import NAME as METADATA
 from simplefsdp.checkpoints.metadata import files_of, read_metadata
 from simplefsdp.checkpoints.opened import open_files
 from simplefsdp.checkpoints.verifying import Fault, faults_in, unknown_in, without_checksum
-from simplefsdp.launcher.errors import EXIT_FAILED, UserError, user_errors
+from simplefsdp.launcher.errors import EXIT_FAILED, UserError
 from simplefsdp.train import runs
-
-_DESCRIPTION = """Compare a checkpoint's files with the checksums that were written with them.
-
-Prints a line per file that is damaged, missing, unverified (it has no checksum) or unknown (it is
-no part of the checkpoint). Exit status: 0 if all files are as they were written (unknown ones
-beside them or not), 1 if not, 2 if there is nothing to compare with.
-
-examples:
-  simplefsdp verify runs/halves
-  simplefsdp verify runs/halves/checkpoints/step-00000020
-"""
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """What to verify."""
-
-    checkpoint: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint, or a run folder: then its latest one."""
-
-
-def run(args: list[str]) -> int:
-    """Run ``simplefsdp verify *args``; return the exit code."""
-    options = tyro.cli(VerifyOptions, prog="simplefsdp verify", description=_DESCRIPTION, args=args)
-    with user_errors():
-        return verify(options.checkpoint)
 
 
 def verify(path: Path) -> int:
@@ -53,6 +23,11 @@ def verify(path: Path) -> int:
     sums = checksums.read(folder)
     if sums is None:
         open_files(folder)
+        trainer = runs.read_trainer_state(folder)
+        if trainer is not None and trainer.checksums:
+            print(f"missing: {checksums.NAME} is missing")
+            print(f"{folder}: whether its other files are as they were written cannot be told")
+            return EXIT_FAILED
         raise UserError(
             f"{folder} has no {checksums.NAME}, as an older program wrote it: its files are there "
             "and long enough; whether they are as they were written cannot be told"

@@ -38,8 +38,9 @@ from inductor_passes._torch_calls import call_of
 from inductor_passes.rehearsal import Rehearsal
 from simplefsdp import simple_fsdp
 from simplefsdp.launcher.ranks import fake_ranks
-from simplefsdp.models import Llama, LlamaConfig
+from simplefsdp.models import LlamaConfig
 from simplefsdp.models.build import cross_entropy
+from simplefsdp.models.llama3 import Llama
 from simplefsdp.models.tensor_parallel import apply_tensor_parallel
 from simplefsdp.observers import CompiledGraph, observing
 
