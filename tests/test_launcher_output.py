@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from simplefsdp.cli import main
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.errors import in_one_line
 from simplefsdp.launcher.logs import logs_of
 from simplefsdp.launcher.output import unbroken_output
+from simplefsdp.train import command, runs
 
 
 def test_printing_to_nobody_is_no_error(monkeypatch):
@@ -174,3 +177,44 @@ def test_an_error_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, ca
     monkeypatch.setattr(launch, "elastic_launch", damaged)
     assert launch.start_local_ranks([], ranks=2, log_folder=tmp_path) == 1
     assert capsys.readouterr().err.startswith("error: a rank failed, and cannot say why: ")
+
+
+@pytest.mark.parametrize(
+    ("there", "saved", "said"),
+    [
+        ([], [], "stopped by SIGTERM before a checkpoint was saved; start it again\n"),
+        (
+            [3],
+            [],
+            "stopped by SIGTERM before a checkpoint was saved; continue with: simplefsdp train "
+            "--resume run\n",
+        ),
+        ([3], [4], ""),  # rank 0 has said how to go on
+    ],
+)
+def test_a_signal_before_the_first_step_is_told(there, saved, said, tmp_path, monkeypatch, capsys):
+    """Ranks end at once then, without a word."""
+
+    def save(step):
+        checkpoint = runs.step_folder(Path("run"), step)
+        checkpoint.mkdir(parents=True)
+        for name in (".metadata", "trainer.json"):
+            (checkpoint / name).touch()
+        return checkpoint
+
+    def signalled(config, entrypoint):
+        def start(*args):
+            for step in saved:
+                save(step)
+            raise SignalException("SIGTERM came", signal.SIGTERM)
+
+        return start
+
+    monkeypatch.chdir(tmp_path)
+    found = [types.SimpleNamespace(path=save(step)) for step in there]
+    plan = types.SimpleNamespace(finished=False, out=Path("run"), checkpoint=(found or [None])[0])
+    monkeypatch.setattr(launch, "elastic_launch", signalled)
+    monkeypatch.setattr(launch, "_set_environment", lambda ranks: None)
+    monkeypatch.setattr(command, "plan_run", lambda *args, **_: plan)
+    assert command.run([]) == 143
+    assert capsys.readouterr().err == said

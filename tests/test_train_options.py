@@ -17,6 +17,7 @@ from simplefsdp.models.layout import RankLayout, plan_layout
 from simplefsdp.models.options import ParallelOptions
 from simplefsdp.train import runs
 from simplefsdp.train.config import (
+    CompileOptions,
     DataOptions,
     OptimOptions,
     PlanOptions,
@@ -88,6 +89,16 @@ def test_config_survives_json_but_for_what_belongs_to_one_session() -> None:
 def test_impossible_options_are_refused_by_name(config: TrainConfig, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         check_options(config)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [("h10", "cluster: there is no preset 'h10'"), ("x.json", "cluster file x.json: No such file")],
+)
+def test_a_bad_cluster_is_told_in_its_own_words(named: str, said: str) -> None:
+    """They were in brackets, between what was expected and what came."""
+    with pytest.raises(ValueError, match=f"^{said}"):
+        check_options(TrainConfig(compile=CompileOptions(cluster=named)))
 
 
 def test_layout_splits_ranks_by_mode() -> None:

@@ -110,4 +110,4 @@ def fill(files: CheckpointFiles, targets: dict[str, Any], *, no_dist: bool = Fal
     try:
         load_by(files.metadata, files.path, targets, no_dist=no_dist)
     except ValueError as error:
-        raise ValueError(f"checkpoint {files.path} cannot be loaded: {error}") from error
+        raise ValueError(f"checkpoint {files.path} cannot be loaded: {error}; {REMEDY}") from error

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,18 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_local_ranks(args: Sequence[str], *, ranks: int, log_folder: Path) -> int:
+def start_local_ranks(
+    args: Sequence[str],
+    *,
+    ranks: int,
+    log_folder: Path,
+    on_signal: Callable[[str], object] = lambda name: None,
+) -> int:
     """Run ``simplefsdp *args`` on ``ranks`` local ranks; return the exit code.
 
     Rank 0 owns the terminal; what the others print goes to files under ``log_folder``. The exit
-    code is that of the rank that failed first, or 128 + the signal that ended the run.
+    code is that of the rank that failed first, or 128 + the signal that ended the run. Of a signal
+    to this process ``on_signal`` is told the name, when the ranks have ended.
     """
     run_id = uuid.uuid4().hex[:8]
     be_launcher(run_id)
@@ -70,6 +77,7 @@ def start_local_ranks(args: Sequence[str], *, ranks: int, log_folder: Path) -> i
         except ChildFailedError as error:
             return _report_failure(error, log_folder)
         except SignalException as error:
+            on_signal(signal.Signals(error.sigval).name)
             return 128 + error.sigval
         except json.JSONDecodeError:  # torch reads the error file of the rank that failed
             print(f"error: a rank failed, and cannot say why: {log_folder}", file=sys.stderr)

@@ -1,7 +1,9 @@
 """``simplefsdp train``: from the command line to ranks that train."""
 
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.errors import UserError, user_errors
@@ -53,11 +55,20 @@ def run(args: list[str]) -> int:
     # The ranks are told what was settled here: by then a clock would name another folder.
     settled = ["--out", str(plan.out)]
     settled += ["--resume", str(plan.checkpoint.path) if plan.checkpoint else "None"]
+    there = runs.complete_checkpoints(plan.out)
     return launch.start_local_ranks(
         ["train", *args, *settled],
         ranks=ranks,
         log_folder=plan.out / runs.LOGS,
+        on_signal=lambda name: _say_unsaved(plan.out, there, name),
     )
+
+
+def _say_unsaved(out: Path, there: list[Path], signal: str) -> None:
+    """Say what a signal left, if the ranks could not: before the first step they just end."""
+    if runs.complete_checkpoints(out) == there:
+        go_on = f"continue with: simplefsdp train --resume {out}" if there else "start it again"
+        print(f"stopped by {signal} before a checkpoint was saved; {go_on}", file=sys.stderr)
 
 
 def parse(args: list[str]) -> TrainConfig:
