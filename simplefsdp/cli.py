@@ -90,6 +90,7 @@ def _is_rank() -> bool:
 
 
 def _record(error: Exception) -> None:
-    from simplefsdp.launcher.launch import record_failure
+    if _is_rank():  # no other has a launcher to tell, nor, it may be, memory to import more
+        from simplefsdp.launcher.launch import record_failure
 
-    record_failure(error)
+        record_failure(error)

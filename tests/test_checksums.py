@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from simplefsdp import simple_fsdp
 from simplefsdp.checkpoints import checksums, verifying
 from simplefsdp.checkpoints.checksums import Checksum
+from simplefsdp.checkpoints.opened import open_files
 from simplefsdp.checkpoints.saving import ChecksumWriter
 from simplefsdp.cli import main
 from simplefsdp.integrations import checkpoint as integration
@@ -96,6 +97,15 @@ def test_a_flipped_bit_in_a_shard_ends_all_ranks(checkpoint: Path, pool: RankPoo
     assert "is damaged: __1_0.distcp has other bytes than were written" in first
     assert "resume from an earlier checkpoint" in first and "\n" not in first
     assert second == "2"
+
+
+def test_metadata_is_compared_before_it_is_believed(checkpoint: Path) -> None:
+    """A tensor's name with a changed bit made it a checkpoint of another model."""
+    path = checkpoint / ".metadata"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"norm.weight", b"lorm.weight"))
+    with pytest.raises(ValueError, match=r"is damaged: \.metadata has other bytes .*; remove that"):
+        open_files(checkpoint)
 
 
 def test_an_older_checkpoint_resumes_with_a_line_that_says_so(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from simplefsdp import cli
 from simplefsdp.cli import main
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.errors import in_one_line
@@ -154,6 +155,23 @@ def test_a_launcher_tells_its_own_ranks_of_itself(tmp_path, monkeypatch):
 def test_what_is_used_up_is_one_line(error):
     assert in_one_line(error)
     assert in_one_line(FileNotFoundError(2, "No such file")) is None
+    inner = RuntimeError("backend failed\nMemoryError: \n\nmore")
+    assert in_one_line(inner) == "out of memory, or near it: MemoryError"
+
+
+def test_a_command_that_is_out_of_memory_imports_no_more_to_say_so(monkeypatch, capsys):
+    """What it imported failed, too, with a traceback."""
+
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    monkeypatch.setattr(launch, "record_failure", fail)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as exit_:
+        main(["inspect"])
+    assert exit_.value.code == 1
+    assert capsys.readouterr().err == "error: out of memory\n"
 
 
 def test_error_files_do_not_lie_in_the_run_folder(tmp_path):
