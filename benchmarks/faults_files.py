@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import faults_rows
 import torch
 from faults_ranks import end_together
-from faults_rows import Skip, fault
+from faults_rows import Skip
 from faults_run import COMPILED, EAGER, End, Scene
 
 from inductor_passes.cluster_file import as_json
@@ -30,6 +31,7 @@ from simplefsdp.checkpoints import checksums
 from simplefsdp.train import runs
 
 _STEP = 2
+fault = functools.partial(faults_rows.fault, bound_s=120.0)  # several commands start at once
 _RESUME = "train --resume run"
 _EXPORT = "export --checkpoint run --out exported"
 _VERIFY = "verify run"
