@@ -253,7 +253,7 @@ def cluster_of_wrong_types(scene: Scene) -> End:
 
 @fault("bytes that are no text", _IN_ONE_LINE, **_CLUSTER)
 def cluster_is_binary(scene: Scene) -> End:
-    return _cluster(scene, bytes(range(256)) * 16, "no text")
+    return _cluster(scene, bytes(range(256)) * 16, "this is no")
 
 
 @fault("100,000 brackets, and words for times", _IN_ONE_LINE, codes={2}, says="error: ")
