@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import faults_disk  # noqa: F401  (its rows, as those of the next)
+import faults_files  # noqa: F401
 import faults_hosts  # noqa: F401
 import faults_limits  # noqa: F401
 import faults_ranks  # noqa: F401

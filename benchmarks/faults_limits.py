@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 from faults_rows import Skip, fault
@@ -86,6 +88,33 @@ def _with_memory(scene: Scene, kilobytes: int, *, options: list[str]) -> End:
 @fault("ulimit -v 1.5 GB", "ends, nonzero", codes={1, 2, 134, 137, 139}, bound_s=120)
 def out_of_memory_at_the_start(scene: Scene) -> End:
     return _with_memory(scene, 1_500_000, options=COMPILED)
+
+
+# A command, and then the most address space that it has had.
+_TELLS_PEAK = """
+import atexit
+from simplefsdp.cli import main
+atexit.register(lambda: print(open("/proc/self/status").read(), flush=True))
+main()
+"""
+
+
+@fault(
+    "ulimit -v: 200 MB more than a small model takes",
+    "one line, exit 1",
+    codes={1},
+    says="error: out of memory",
+    bound_s=240,
+)
+def out_of_memory_while_planning(scene: Scene) -> End:
+    small = ["inspect", "--model", "debug", "--layers", "1", "--ranks", "2"]
+    told = scene.start([sys.executable, "-c", _TELLS_PEAK, *small]).end(240)
+    peak = re.search(r"VmPeak:\s+(\d+) kB", told.text)
+    assert peak, told.text
+    large = ["inspect", "--model", "405b", "--ranks", "512"]
+    limited = f'ulimit -v {int(peak[1]) + 200_000} && exec "$@"'
+    command = [sys.executable, "-m", "simplefsdp", *large]
+    return scene.start(["bash", "-c", limited, "bash", *command]).end(240)
 
 
 @fault("ulimit -n 24: too few open files", "ends, nonzero", codes={1, 2, 134, 137, 139})

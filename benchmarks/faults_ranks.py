@@ -29,13 +29,12 @@ def _start(
     *,
     group_s: float = 30,
     guard_s: float = 300,
-    branches: bool = False,
+    oddity: str = "nothing",
     caches: Sequence[str] = ("cache", "cache"),
 ) -> list[Run]:
     """The program on two ranks, each with a compiler cache of its own."""
     port = free_port()
-    command = [sys.executable, str(PROGRAM), executor, str(group_s), str(guard_s)]
-    command += ["yes" if branches else "no"]
+    command = [sys.executable, str(PROGRAM), executor, str(group_s), str(guard_s), oddity]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
         scene.start(
@@ -64,12 +63,12 @@ def end_together(runs: Sequence[Run], timeout_s: float = 120.0) -> End:
 
 @fault("rank 1 leaves out a layer, compiled", "all say how, exit 3", codes={3}, says="would hang")
 def another_branch_compiled(scene: Scene) -> End:
-    return end_together(_start(scene, "aot_eager", branches=True))
+    return end_together(_start(scene, "aot_eager", oddity="branches"))
 
 
 @fault("rank 1 leaves out a layer, eager", "ends within the group's 8 s", codes={3, 4})
 def another_branch_eager(scene: Scene) -> End:
-    runs = _start(scene, "eager", group_s=8, branches=True)
+    runs = _start(scene, "eager", group_s=8, oddity="branches")
     return end_together(runs, 60).expect_words("was being gathered")
 
 
@@ -100,3 +99,35 @@ def one_rank_dies_as_it_compiles(scene: Scene) -> End:
     runs[1].kill(signal.SIGKILL)
     runs[0].now()
     return end_together(runs).expect_words("rank 1 did not get to")
+
+
+def _refused(scene: Scene, oddity: str, parameter: str) -> End:
+    """Each rank says in one line what is wrong with which parameter."""
+    runs = _start(scene, "eager", oddity=oddity)
+    end = end_together(runs, 60)
+    for rank, run in enumerate(runs):
+        said = [line for line in run.lines if line.startswith(f"rank {rank}: ")]
+        told = len(said) == 1 and parameter in said[0]
+        end = end.expect(told, f"rank {rank} does not name the parameter in one line")
+    return end
+
+
+@fault(
+    "a trainable weight",
+    "refused at the wrap, exit 2",
+    codes={2},
+    says="layers.7.weight",
+    quick=True,
+)
+def float8_parameter(scene: Scene) -> End:
+    return _refused(scene, "float8", "layers.7.weight: is a trainable torch.float8_e4m3fn")
+
+
+@fault("a weight, compiled", "goes on, exit 0", codes={0}, says="done", bound_s=120)
+def complex_parameter(scene: Scene) -> End:
+    return end_together(_start(scene, "aot_eager", oddity="complex"))
+
+
+@fault("rank 1's last layer is narrower", "all say how, exit 3", codes={3}, says="layers.7.weight")
+def another_width(scene: Scene) -> End:
+    return _refused(scene, "width", "layers.7.weight: (64, 64)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -180,6 +181,11 @@ def two_runs_in_one_folder(scene: Scene) -> End:
     return end.expect(first.end().code == 143, "the first run did not end well")
 
 
-@fault("--lr 1e30", "names the last checkpoint, exit 1", codes={1}, says="last checkpoint: run/")
+@fault("--lr 1e30", "all name the last checkpoint, exit 1", codes={1}, says="last checkpoint: run/")
 def loss_is_lost(scene: Scene) -> End:
-    return scene.train("--lr", "1e30", "--warmup-steps", "0", "--checkpoint-every", "1").end()
+    options = ("--lr", "1e30", "--warmup-steps", "0", "--checkpoint-every", "1")
+    end = scene.train(*options).end()
+    logs = [path.read_text(errors="replace") for path in scene.run.glob("logs/**/*.log")]
+    named = set(re.findall(r"last checkpoint: (\S+)", "\n".join([end.text, *logs])))
+    newest = f"run/checkpoints/step-{max(scene.checkpoints()):08d}"
+    return end.expect(named == {newest}, f"ranks name {sorted(named)}, there is {newest}")

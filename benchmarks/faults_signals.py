@@ -188,7 +188,10 @@ def kill_torchrun(scene: Scene) -> End:
     return run.end()
 
 
-@fault("launcher, as the ranks start", "exit 143, no traceback", codes={143})
+_UNSAVED = "before a checkpoint was saved; start it again"
+
+
+@fault("launcher, as the ranks start", "one line, exit 143", codes={143}, says=_UNSAVED)
 def sigterm_early(scene: Scene) -> End:
     run = scene.train()
     run.has_ranks()
@@ -205,7 +208,7 @@ def ctrl_c_early(scene: Scene) -> End:
     return run.end()
 
 
-@fault("launcher, while ranks compile", "exit 143, no traceback", codes={143})
+@fault("launcher, while ranks compile", "one line, exit 143", codes={143}, says=_UNSAVED)
 def sigterm_in_compile(scene: Scene) -> End:
     run = scene.train(options=COMPILED)
     run.says("compiling")

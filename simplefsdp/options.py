@@ -63,9 +63,9 @@ def _check_gb(value: object) -> str | None:
 def _check_cluster(value: object) -> str | None:
     try:
         if value is not None:
-            as_cluster(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        return f"a preset, a Cluster, or a file that `simplefsdp calibrate` wrote ({error})"
+            as_cluster(value)  # type: ignore[arg-type]  # a ValueError names the file, or the presets
+    except TypeError:
+        return "a preset, a Cluster, the path of a file that `simplefsdp calibrate` wrote, or None"
     return None
 
 

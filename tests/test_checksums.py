@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from simplefsdp import simple_fsdp
 from simplefsdp.checkpoints import checksums, verifying
 from simplefsdp.checkpoints.checksums import Checksum
+from simplefsdp.checkpoints.opened import open_files
 from simplefsdp.checkpoints.saving import ChecksumWriter
 from simplefsdp.cli import main
 from simplefsdp.integrations import checkpoint as integration
@@ -126,6 +127,15 @@ def test_checksums_that_are_lost_are_damage(
     assert verify("r") == 1
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "missing: checksums.json is missing"
+
+
+def test_metadata_is_compared_before_it_is_believed(checkpoint: Path) -> None:
+    """A tensor's name with a changed bit made it a checkpoint of another model."""
+    path = checkpoint / ".metadata"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"norm.weight", b"lorm.weight"))
+    with pytest.raises(ValueError, match=r"is damaged: \.metadata has other bytes .*; remove that"):
+        open_files(checkpoint)
 
 
 def test_an_older_checkpoint_resumes_with_a_line_that_says_so(

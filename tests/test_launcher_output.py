@@ -6,15 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
+from simplefsdp import cli
 from simplefsdp.cli import main
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.errors import in_one_line
 from simplefsdp.launcher.logs import logs_of
 from simplefsdp.launcher.output import unbroken_output
+from simplefsdp.train import command, preflight, runs
 
 
 def test_printing_to_nobody_is_no_error(monkeypatch):
@@ -151,6 +155,23 @@ def test_a_launcher_tells_its_own_ranks_of_itself(tmp_path, monkeypatch):
 def test_what_is_used_up_is_one_line(error):
     assert in_one_line(error)
     assert in_one_line(FileNotFoundError(2, "No such file")) is None
+    inner = RuntimeError("backend failed\nMemoryError: \n\nmore")
+    assert in_one_line(inner) == "out of memory, or near it: MemoryError"
+
+
+def test_a_command_that_is_out_of_memory_imports_no_more_to_say_so(monkeypatch, capsys):
+    """What it imported failed, too, with a traceback."""
+
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    monkeypatch.setattr(launch, "record_failure", fail)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as exit_:
+        main(["inspect"])
+    assert exit_.value.code == 1
+    assert capsys.readouterr().err == "error: out of memory\n"
 
 
 def test_error_files_do_not_lie_in_the_run_folder(tmp_path):
@@ -177,3 +198,44 @@ def test_an_error_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, ca
     monkeypatch.setattr(launch, "elastic_launch", damaged)
     assert launch.start_local_ranks([], ranks=2, log_folder=tmp_path) == 1
     assert capsys.readouterr().err.startswith("error: a rank failed, and cannot say why; ")
+
+
+@pytest.mark.parametrize(
+    ("there", "saved", "said"),
+    [
+        ([], [], "stopped by SIGTERM before a checkpoint was saved; start it again\n"),
+        (
+            [3],
+            [],
+            "stopped by SIGTERM before a checkpoint was saved; continue with: simplefsdp train "
+            "--resume run\n",
+        ),
+        ([3], [4], ""),  # rank 0 has said how to go on
+    ],
+)
+def test_a_signal_before_the_first_step_is_told(there, saved, said, tmp_path, monkeypatch, capsys):
+    """Ranks end at once then, without a word."""
+
+    def save(step):
+        checkpoint = runs.step_folder(Path("run"), step)
+        checkpoint.mkdir(parents=True)
+        for name in (".metadata", "trainer.json"):
+            (checkpoint / name).touch()
+        return checkpoint
+
+    def signalled(config, entrypoint):
+        def start(*args):
+            for step in saved:
+                save(step)
+            raise SignalException("SIGTERM came", signal.SIGTERM)
+
+        return start
+
+    monkeypatch.chdir(tmp_path)
+    found = [types.SimpleNamespace(path=save(step)) for step in there]
+    plan = types.SimpleNamespace(finished=False, out=Path("run"), checkpoint=(found or [None])[0])
+    monkeypatch.setattr(launch, "elastic_launch", signalled)
+    monkeypatch.setattr(launch, "_set_environment", lambda ranks: None)
+    monkeypatch.setattr(preflight, "plan_run", lambda *args, **_: plan)
+    assert command.run([]) == 143
+    assert capsys.readouterr().err == said

@@ -95,6 +95,16 @@ def test_impossible_options_are_refused_by_name(config: TrainConfig, named: str)
         check_options(config)
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [("h10", "cluster: there is no preset 'h10'"), ("x.json", "cluster file x.json: No such file")],
+)
+def test_a_bad_cluster_is_told_in_its_own_words(named: str, said: str) -> None:
+    """They were in brackets, between what was expected and what came."""
+    with pytest.raises(ValueError, match=f"^{said}"):
+        check_options(TrainConfig(compile=CompileOptions(cluster=named)))
+
+
 def test_layout_splits_ranks_by_mode() -> None:
     assert plan_layout(ParallelOptions(tp=2), 8, 8) == RankLayout(1, 4, 2)
     assert plan_layout(ParallelOptions(mode="replicate"), 8, 8) == RankLayout(8, 1, 1)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from simplefsdp._torch.checkpoints import load_by
 from simplefsdp.checkpoints import checksums
 from simplefsdp.checkpoints.checksums import Checksum
+from simplefsdp.checkpoints.metadata import NAME as METADATA
 from simplefsdp.checkpoints.metadata import files_of, read_metadata
 from simplefsdp.checkpoints.verifying import (
     Tell,
@@ -47,6 +48,9 @@ def open_files(path: Path) -> CheckpointFiles:
     try:
         metadata = read_metadata(path)
         sums = checksums.read(path)
+        # Before anything is concluded from it: with a bit of a name changed it is of another model.
+        if sums and METADATA in sums and (damaged := faults_in(path, sums, [METADATA])):
+            raise ValueError(str(damaged[0]))
     except FileNotFoundError as error:
         raise ValueError(f"{path} is not a checkpoint: it has no .metadata file") from error
     except (ValueError, OSError) as error:
@@ -110,4 +114,4 @@ def fill(files: CheckpointFiles, targets: dict[str, Any], *, no_dist: bool = Fal
     try:
         load_by(files.metadata, files.path, targets, no_dist=no_dist)
     except ValueError as error:
-        raise ValueError(f"checkpoint {files.path} cannot be loaded: {error}") from error
+        raise ValueError(f"checkpoint {files.path} cannot be loaded: {error}; {REMEDY}") from error

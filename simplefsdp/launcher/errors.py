@@ -84,7 +84,7 @@ def in_one_line(error: BaseException) -> str | None:
             "or is in another collective; the traceback says in which this one was"
         )
     lines = [line for line in text.splitlines() if any(words in line for words in _USED_UP)]
-    return f"out of memory, or near it: {lines[0].strip()}" if lines else None
+    return f"out of memory, or near it: {lines[0].strip(' :')}" if lines else None
 
 
 def record_failure(error: BaseException) -> None:

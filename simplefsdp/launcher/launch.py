@@ -38,12 +38,14 @@ def start_local_ranks(
     ranks: int,
     log_folder: Path,
     go_on: Callable[[], str | None] = lambda: None,
+    on_signal: Callable[[str], object] = lambda name: None,
 ) -> int:
     """Run ``simplefsdp *args`` on ``ranks`` local ranks; return the exit code.
 
     Rank 0 owns the terminal; what the others print goes to files under ``log_folder``. The exit
     code is that of the rank that failed first, or 128 + the signal that ended the run. Where a rank
-    was killed, ``go_on`` says what its user can do next.
+    was killed, ``go_on`` says what its user can do next; of a signal to this process ``on_signal``
+    is told the name, when the ranks have ended.
     """
     run_id = uuid.uuid4().hex[:8]
     be_launcher(run_id)
@@ -68,6 +70,7 @@ def start_local_ranks(
         except ChildFailedError as error:
             return _report_failure(error, logs.stderr_of, go_on())
         except SignalException as error:
+            on_signal(signal.Signals(error.sigval).name)
             return 128 + error.sigval
         except json.JSONDecodeError:  # torch reads the error file of the rank that failed
             print(

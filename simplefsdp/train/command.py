@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simplefsdp.launcher.errors import UserError, user_errors
@@ -60,12 +62,21 @@ def run(args: list[str]) -> int:
     # The ranks are told what was settled here: by then a clock would name another folder.
     settled = ["--out", str(plan.out)]
     settled += ["--resume", str(plan.checkpoint.path) if plan.checkpoint else "None"]
+    there = runs.complete_checkpoints(plan.out)
     return launch.start_local_ranks(
         ["train", *args, *settled],
         ranks=ranks,
         log_folder=plan.out / runs.LOGS,
         go_on=lambda: runs.how_to_go_on(plan.out),
+        on_signal=lambda name: _say_unsaved(plan.out, there, name),
     )
+
+
+def _say_unsaved(out: Path, there: list[Path], signal: str) -> None:
+    """Say what a signal left, if the ranks could not: before the first step they just end."""
+    if runs.complete_checkpoints(out) == there:
+        go_on = runs.how_to_go_on(out) or "start it again"
+        print(f"stopped by {signal} before a checkpoint was saved; {go_on}", file=sys.stderr)
 
 
 def parse(args: list[str]) -> TrainConfig:

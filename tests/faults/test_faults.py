@@ -67,12 +67,13 @@ def test_a_run_that_ends_before_its_fault_is_told(tmp_path):
 
 def test_the_table_has_every_kind_of_fault():
     found = Counter(this.inject.__module__ for this in FAULTS.values())
-    kinds = ("disk", "hosts", "limits", "ranks", "saves", "signals")
+    kinds = ("disk", "files", "hosts", "limits", "ranks", "saves", "signals")
     assert set(found) == {f"faults_{kind}" for kind in kinds}
     for kind, rows in found.items():  # and all of a kind
         assert Path(sys.modules[kind].__file__).read_text().count("\n@fault(") == rows
     quick = {FAULTS[name].inject.__module__ for name in QUICK}
-    assert quick == {"faults_disk", "faults_signals"} and len(QUICK) >= 4
+    wanted = ("disk", "files", "ranks", "signals")
+    assert quick == {f"faults_{kind}" for kind in wanted} and len(QUICK) >= 6
 
 
 @pytest.mark.parametrize("tells_where", [False, True])
