@@ -14,6 +14,7 @@ from inductor_passes import _torch, fx
 from inductor_passes.auto import plan_auto
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import Assignment, plan_buckets
+from inductor_passes.cells import with_plain_sizes
 from inductor_passes.cluster import Cluster
 from inductor_passes.greedy import plan_greedy
 from inductor_passes.invariant import rank_invariant
@@ -102,7 +103,7 @@ def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]
         flat = settings.layout == "flat"
         cluster = settings.auto.cluster
         return plan(
-            fused_program(reading),
+            with_plain_sizes(fused_program(reading)),
             cost_of(reading, cluster.with_flat_buckets() if flat else cluster),
             list(settings.assignment.label_of),
             budget_nbytes=settings.auto.budget_nbytes,

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from simplefsdp import cli
 from simplefsdp.cli import main
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.errors import in_one_line
@@ -159,19 +158,22 @@ def test_what_is_used_up_is_one_line(error):
     assert in_one_line(inner) == "out of memory, or near it: MemoryError"
 
 
-def test_a_command_that_is_out_of_memory_imports_no_more_to_say_so(monkeypatch, capsys):
+def test_a_command_that_is_out_of_memory_imports_no_more_to_say_so():
     """What it imported failed, too, with a traceback."""
-
-    def fail(*args):
-        raise MemoryError
-
-    monkeypatch.setattr(cli, "_dispatch", fail)
-    monkeypatch.setattr(launch, "record_failure", fail)
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit) as exit_:
-        main(["inspect"])
-    assert exit_.value.code == 1
-    assert capsys.readouterr().err == "error: out of memory\n"
+    program = (
+        "import sys\n"
+        "from simplefsdp import cli\n"
+        "def fail(args): raise MemoryError\n"
+        "cli._dispatch, before = fail, {*sys.modules}\n"
+        "try: cli.main(['inspect'])\n"
+        "finally: print(sorted({*sys.modules} - before))\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "RANK"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (1, "[]\n")
+    assert ended.stderr == "error: out of memory\n"
 
 
 def test_error_files_do_not_lie_in_the_run_folder(tmp_path):

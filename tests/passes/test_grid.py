@@ -8,7 +8,7 @@ import pytest
 import sympy
 from programs import random_program
 
-from inductor_passes.cells import Formulas, SizedProgram, Symbols
+from inductor_passes.cells import Formulas, SizedProgram, Symbols, with_plain_sizes
 from inductor_passes.cluster import ClusterCost, Work
 from inductor_passes.grid import OpenProgram, taken
 from inductor_passes.presets import preset
@@ -65,3 +65,13 @@ def test_time_and_memory(seed):
 def test_a_program_without_ops_takes_no_time():
     nothing = OpenProgram(Program((), {}), {}, SYMBOLS)
     assert taken(nothing, CELLS, [ClusterCost(preset("h100"))] * 4).total_us.tolist() == [0.0] * 4
+
+
+def test_plain_sizes_are_those_of_the_trace_and_have_no_formula():
+    found = opened(0).program
+    plain = with_plain_sizes(found)
+    assert plain == SizedProgram(found, SYMBOLS).at(seq=3)
+    assert any(type(b.nbytes) is Size for b in found.buffers.values())
+    assert all(type(b.nbytes) is int for b in plain.buffers.values())
+    sent = [op.collective for _, op in plain.starts()]
+    assert sent and all(type(n) is int for c in sent for n in (c.nbytes, c.ranks))
