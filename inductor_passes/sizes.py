@@ -87,10 +87,12 @@ class Size(int):
 
 def formula_of(value: float) -> sympy.Expr:
     """What a number comes from; of one that is no Size, itself, and so of a formula."""
-    return value.formula if isinstance(value, Size) else _plain(value)
+    if isinstance(value, Size):
+        return value.formula
+    return value if isinstance(value, sympy.Basic) else _plain(value)
 
 
-@functools.lru_cache(maxsize=None, typed=True)
+@functools.lru_cache(1 << 16, typed=True)
 def _plain(value: Any) -> sympy.Expr:
     return sympy.sympify(value)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from inductor_passes.rehearsal import Rehearsal, Settings, room_nbytes
+from inductor_passes.presets import preset
+from inductor_passes.rehearsal import Rehearsal, Settings, no_garbage_collection, room_nbytes
 from inductor_passes.roofline import cluster_of, device_of
 from inductor_passes.size_range import ENDLESS, OpenPlan, SizeRange, SizeSpan, open_plan, range_of
 
@@ -25,6 +26,8 @@ _RESET = "call torch.compiler.reset() on all ranks"
 class SizeLimits:
     """The sizes that a Dynamo graph was traced without, and where its plans hold.
 
+    Only those are watched that memory depends on: another number may change with every call.
+
     Args:
         gm: the graph.
     """
@@ -34,8 +37,10 @@ class SizeLimits:
 
         self._sizes = open_inputs(gm)
         self._planned: list[_Planned] = []
+        self._watched: tuple[int, ...] = ()
         self._look = functools.lru_cache(1024)(self._tell)
 
+    @no_garbage_collection()
     def ranges(
         self,
         part: str,
@@ -46,9 +51,11 @@ class SizeLimits:
     ) -> tuple[SizeRange, ...]:
         """Where what was planned of the forward or the backward graph holds, size by size.
 
-        Calls outside of it are told from now on. There are none if nobody knows what memory the
-        device has, or if no size is open; then it is told now if the graph itself is outside, with
-        a plan that was made for another one.
+        Calls outside of it are told from now on. There are none if no size is open, or if nobody
+        knows what memory there is: without a budget it is what a device has beside fp32 shards of
+        all parameters and AdamW's two moments, which is wrong where the graph as it was traced
+        already takes more. Then it is told now if the graph takes more than the user allows, with a
+        plan that was made for another one.
 
         Args:
             part: ``"forward"`` or ``"backward"``.
@@ -58,19 +65,35 @@ class SizeLimits:
         """
         auto = settings.auto if settings is not None else None
         budget = auto.budget_nbytes if auto is not None else None
-        if not self._sizes:
-            _tell_if_static(part, rehearsal, budget)
-            return ()
-        sizes = tuple(self._sizes.values())
+        found: tuple[SizeRange, ...] = ()
+        try:
+            if self._sizes:
+                found = self._ranges(part, rehearsal, settings, timed=timed)
+        finally:
+            if not found:
+                _tell_if_static(part, rehearsal, budget)
+        return found
+
+    def _ranges(
+        self, part: str, rehearsal: Rehearsal, settings: Settings | None, *, timed: bool
+    ) -> tuple[SizeRange, ...]:
+        auto = settings.auto if settings is not None else None
         try:
             cluster = auto.cluster if auto else cluster_of(device_of(rehearsal.reading))
         except ValueError:
             return ()
-        opened = open_plan(rehearsal, settings, cluster, sizes)
-        room = room_nbytes(rehearsal.reading.program, cluster) if budget is None else budget
+        allowed = auto.budget_nbytes if auto is not None else None
+        if allowed is None and cluster == preset("cpu-gloo"):  # its memory is an example
+            return ()
+        opened = open_plan(rehearsal, settings, cluster, tuple(self._sizes.values()))
+        room = room_nbytes(rehearsal.reading.program, cluster) if allowed is None else allowed
+        if not opened.open or (allowed is None and opened.peak_nbytes() > room):
+            return ()
         timed = timed and auto is not None
         found = tuple(range_of(opened, size, room, timed=timed) for size in opened.open)
         self._planned.append(_Planned(part, opened, found, room))
+        depends = {size.symbol for planned in self._planned for size in planned.plan.open}
+        self._watched = tuple(p for p, size in self._sizes.items() if size.symbol in depends)
         self._look.cache_clear()
         return found
 
@@ -78,16 +101,20 @@ class SizeLimits:
         """``compiled``, that says so before it runs outside of a range: once per graph and side."""
         if not self._sizes:
             return compiled
-        places, look = tuple(self._sizes), self._look
 
         def call(*args: Any) -> Any:
-            look(*[args[place] for place in places])
+            if self._watched:
+                try:
+                    self._look(*[args[place] for place in self._watched])
+                except Exception as error:  # other ranks go on: it must not end this one's step
+                    self._watched = ()
+                    log.warning("sizes of calls are not compared with the plan: %r", error)
             return compiled(*args)
 
         return call
 
     def _tell(self, *sizes: int) -> None:
-        names = [str(size.symbol) for size in self._sizes.values()]
+        names = [str(self._sizes[place].symbol) for place in self._watched]
         for planned in self._planned:
             planned.tell(dict(zip(names, sizes, strict=True)))
 

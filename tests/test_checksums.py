@@ -116,7 +116,7 @@ def test_checksums_that_are_lost_are_damage(
 ) -> None:
     """The trainer knows that it wrote them."""
     (checkpoint / "checksums.json").unlink()
-    line = "is damaged: checksums.json is missing; remove that folder to resume from an earlier"
+    line = "is damaged: checksums.json is missing; copy it again, remove that folder to resume"
     with pytest.raises(ValueError, match=line):
         load_plain(checkpoint, Llama(CONFIGS["micro"]))
     for command in (["train", "--resume", "r"], ["export", "--checkpoint", "r", "--out", "x"]):

@@ -40,9 +40,9 @@ def disk(monkeypatch):
 
 def test_less_than_one_checkpoint_is_refused(disk, tmp_path):
     disk(12)
-    with pytest.raises(ValueError, match=r"has 12\.0 MB of free space, .* takes 38\.4 MB; free"):
+    with pytest.raises(ValueError, match=r"has 12\.0 MB of free space, .* takes 39\.1 MB; free"):
         room.check_room(tmp_path / "not" / "there", 37 * MB)
-    disk(38.4)
+    disk(39.2)
     room.check_room(tmp_path, 37 * MB)
 
 
@@ -53,7 +53,7 @@ def test_a_disk_without_inodes_is_full(disk, tmp_path):
 
 @pytest.mark.parametrize(
     ("free_mb", "keep", "there", "warned"),
-    [(100, 2, 0, True), (125, 2, 0, False), (50, 2, 2, False), (83, 1, 0, False), (70, 1, 0, True)],
+    [(100, 2, 0, True), (130, 2, 0, False), (50, 2, 2, False), (85, 1, 0, False), (70, 1, 0, True)],
 )
 def test_what_is_kept_and_one_more_must_fit(disk, tmp_path, free_mb, keep, there, warned):
     disk(free_mb)
@@ -61,7 +61,7 @@ def test_what_is_kept_and_one_more_must_fit(disk, tmp_path, free_mb, keep, there
     assert bool(told) == warned
     if told:
         more = "1 more checkpoint" if free_mb == 70 else "2 more checkpoints"
-        assert f"room for {more} of 41.4 MB" in told
+        assert f"room for {more} of 42.2 MB" in told
         assert f"--keep {keep}" in told
 
 
@@ -101,7 +101,7 @@ def test_a_save_without_room_writes_nothing_and_is_told(disk, solo_mesh, tmp_pat
     assert writer.save({"a": torch.ones(MB)}, state) is None
     told = writer.poll()
     assert told is not None and told.step == 3
-    assert "1.0 MB of free space, a checkpoint takes 5.0 MB" in str(told.error)
+    assert "1.0 MB of free space, a checkpoint takes 5.1 MB" in str(told.error)
     assert writer.poll() is None and list((tmp_path / "checkpoints").iterdir()) == []
     disk(10)
     assert writer.save({"a": torch.ones(MB)}, state) is None
@@ -138,7 +138,8 @@ def test_a_disk_that_fills_during_a_save_is_named(
     writer = CheckpointWriter(tmp_path, keep=1, device=torch.device("cpu"))
     writer.save({"a": torch.ones(1)}, TrainerState(step=3, world_size=1, config={}, data={}))
     told = str(writer.wait().error)
-    assert f"rank 0: the disk of {tmp_path} had no free space left while it was written" == told
+    assert told.startswith(f"rank 0: the disk of {tmp_path} had no free space left while it was")
+    assert told.endswith(f"({type(error).__name__}: {error})")
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
+DAMAGED = "it is damaged"
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -102,6 +103,6 @@ class _Planner(DefaultLoadPlanner):
 def _first_line(error: BaseException) -> str:
     """What is wrong: of a damaged file torch says in a hundred lines how to run what is in it."""
     if isinstance(error, UnpicklingError):
-        return "it is damaged"
+        return DAMAGED
     line = (str(error).splitlines() or [""])[0][:300]
     return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}"

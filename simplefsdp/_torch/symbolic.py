@@ -134,7 +134,8 @@ def _sizes_of_inputs(graph: Graph) -> Iterator[Any]:
 
 
 def open_inputs(gm: GraphModule) -> dict[int, OpenSize]:
-    """The sizes that a Dynamo graph was traced without, by their places among its inputs.
+    """The sizes that a Dynamo graph was traced without, by their places among its inputs; numbers
+    that a user passes are among them, as they may be sizes.
 
     Within their bounds torch may still trace anew, where something else is asked of them.
     """
@@ -144,9 +145,9 @@ def open_inputs(gm: GraphModule) -> dict[int, OpenSize]:
         if not isinstance(value, torch.SymInt) or not isinstance(value.node.expr, sympy.Symbol):
             continue
         symbol, env, hint = value.node.expr, value.node.shape_env, getattr(value.node, "hint", None)
-        if env is not None and hint is not None:  # else nobody knows what it was
-            bounds = env.bound_sympy(symbol)
-            least, most = max(1, int(bounds.lower)), int(min(bounds.upper, ENDLESS))
+        if env is not None and hint is not None and hint > 0:  # else it is no size
+            bounds = env.bound_sympy(symbol)  # of a number that is no size there may be none
+            least, most = (int(min(max(end, 1), ENDLESS)) for end in (bounds.lower, bounds.upper))
             name = input_name(node) or str(symbol)
             found[place] = OpenSize(symbol, name, int(hint), least, most)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from simplefsdp._torch.checkpoints import load_by
+from simplefsdp._torch.checkpoints import DAMAGED, load_by
 from simplefsdp.checkpoints import checksums
 from simplefsdp.checkpoints.checksums import Checksum
 from simplefsdp.checkpoints.metadata import NAME as METADATA
@@ -114,4 +114,6 @@ def fill(files: CheckpointFiles, targets: dict[str, Any], *, no_dist: bool = Fal
     try:
         load_by(files.metadata, files.path, targets, no_dist=no_dist)
     except ValueError as error:
-        raise ValueError(f"checkpoint {files.path} cannot be loaded: {error}; {REMEDY}") from error
+        # Only of damage: what is out of memory, or off the network, is not to be removed.
+        remedy = f"; {REMEDY}" if DAMAGED in str(error) else ""
+        raise ValueError(f"checkpoint {files.path} cannot be loaded: {error}{remedy}") from error

@@ -11,6 +11,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def start_local_ranks(
         try:
             elastic_launch(config, sys.executable)("-c", _AS_RANK, *args)
         except ChildFailedError as error:
-            return _report_failure(error, logs.stderr_of, go_on())
+            return _report_failure(error, logs.stderr_of, go_on)
         except SignalException as error:
             on_signal(signal.Signals(error.sigval).name)
             return 128 + error.sigval
@@ -127,13 +128,16 @@ def _root_cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 
 def _report_failure(
-    error: ChildFailedError, stderr_of: Mapping[int, str], go_on: str | None
+    error: ChildFailedError, stderr_of: Mapping[int, str], go_on: Callable[[], str | None]
 ) -> int:
     rank, failure = _root_cause(error)
     if failure.exitcode < 0:
         hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
         said = f"error: rank {rank} was killed by {failure.signal_name()}{hint}"
-        print("; ".join(filter(None, (said, go_on))), file=sys.stderr)
+        next_ = None
+        with suppress(OSError):  # it looks at a disk, which may be what failed
+            next_ = go_on()
+        print("; ".join(filter(None, (said, next_))), file=sys.stderr)
         return 128 - failure.exitcode
     # Rank 0 has already said why on this terminal.
     if rank != 0:

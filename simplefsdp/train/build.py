@@ -10,6 +10,7 @@ from torch import nn
 from inductor_passes.passes import PassError
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.models.build import WithLoss
+from simplefsdp.rank_guard import RankMismatchError
 from simplefsdp.train.config import CompileOptions, as_flags, backend_options
 
 
@@ -23,12 +24,14 @@ def telling_flags() -> Iterator[None]:
     """
     try:
         yield
+    except RankMismatchError:  # quotes what ranks have
+        raise
     except (ValueError, RuntimeError) as error:
         told = as_flags(str(error))
         if told == str(error):
             raise
         kind = UserError if isinstance(error, ValueError) else PassError
-        raise kind(told).with_traceback(error.__traceback__) from error.__cause__
+        raise kind(told) from error
 
 
 def loss_of(model: nn.Module, options: CompileOptions) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,18 +63,24 @@ def run(args: list[str]) -> int:
     settled = ["--out", str(plan.out)]
     settled += ["--resume", str(plan.checkpoint.path) if plan.checkpoint else "None"]
     there = runs.complete_checkpoints(plan.out)
+
+    def say_unsaved(name: str) -> None:
+        _say_unsaved(plan.out, there, name)
+
     return launch.start_local_ranks(
         ["train", *args, *settled],
         ranks=ranks,
         log_folder=plan.out / runs.LOGS,
         go_on=lambda: runs.how_to_go_on(plan.out),
-        on_signal=lambda name: _say_unsaved(plan.out, there, name),
+        on_signal=say_unsaved if config.run.checkpoint_every else lambda name: None,
     )
 
 
 def _say_unsaved(out: Path, there: list[Path], signal: str) -> None:
     """Say what a signal left, if the ranks could not: before the first step they just end."""
-    if runs.complete_checkpoints(out) == there:
+    with suppress(OSError):
+        if runs.complete_checkpoints(out) != there:
+            return
         go_on = runs.how_to_go_on(out) or "start it again"
         print(f"stopped by {signal} before a checkpoint was saved; {go_on}", file=sys.stderr)
 
