@@ -166,7 +166,7 @@ def trial(kind: str, rng: random.Random, namespaces: Sequence[str], port: int) -
             "lost_steps": reached - went_on_at,
             "s_until_there_again": round(seconds, 1),
             "exit_codes": [machine.process.returncode for machine in left],
-            "ranks": sorted({int(n) for n in re.findall(r"on (\d) cpu ranks", said(machines))}),
+            "ranks": sorted({int(n) for n in re.findall(r"on (\d) cpu rank", said(machines))}),
             "losses": losses(folder),
         }
 

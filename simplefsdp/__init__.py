@@ -33,6 +33,7 @@ What is named here is imported when it is asked for, as the command line needs n
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from simplefsdp.cache_folder import leave_cache_folder_that_cannot_be_written
 from simplefsdp.version import __version__
 
 if TYPE_CHECKING:
@@ -88,3 +89,6 @@ if not TYPE_CHECKING:  # a type checker would believe that there is every name
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+leave_cache_folder_that_cannot_be_written()  # before anything imports the compiler

@@ -91,7 +91,7 @@ class SizeLimits:
             return ()
         timed = timed and auto is not None
         found = tuple(range_of(opened, size, room, timed=timed) for size in opened.open)
-        self._planned.append(_Planned(part, opened, found, room))
+        self._planned.append(_Planned(part, opened, found, room, allowed is not None))
         depends = {size.symbol for planned in self._planned for size in planned.plan.open}
         self._watched = tuple(p for p, size in self._sizes.items() if size.symbol in depends)
         self._look.cache_clear()
@@ -128,12 +128,14 @@ class _Planned:
         plan: of it.
         ranges: of each size.
         room_nbytes: what the plan may take.
+        is_users: the user said so.
     """
 
     part: str
     plan: OpenPlan
     ranges: tuple[SizeRange, ...]
     room_nbytes: int
+    is_users: bool
     _told: set[str] = field(default_factory=set)
 
     def tell(self, sizes: Mapping[str, int]) -> None:
@@ -146,7 +148,8 @@ class _Planned:
             self._once("unknown", at, text, level)
         elif self._takes_more(sizes, at):
             nbytes = self.plan.peak_nbytes(**sizes)
-            self._once("memory", at, _of_memory(nbytes, self.room_nbytes))
+            text = _of_memory(nbytes, self.room_nbytes, self.is_users)
+            self._once("memory", at, text)
         else:
             self._tell_of_time(at)
 
@@ -184,14 +187,16 @@ def _tell_if_static(part: str, rehearsal: Rehearsal, budget_nbytes: int | None) 
     """A plan for another graph cannot be made anew: the other ranks go on with it."""
     plan = rehearsal.plan
     if plan is not None and budget_nbytes is not None and plan.peak_nbytes > budget_nbytes:
-        text = _of_memory(plan.peak_nbytes, budget_nbytes)
+        text = _of_memory(plan.peak_nbytes, budget_nbytes, is_users=True)
         log.warning("%s graph: planned for another batch or rank: %s", part, text)
 
 
-def _of_memory(peak_nbytes: int, room_nbytes: int) -> str:
+def _of_memory(peak_nbytes: int, room_nbytes: int, is_users: bool) -> str:
+    room = f"{room_nbytes / 1e9:.4g}"
+    room = f"memory_budget_gb={room}" if is_users else f"a device is taken to have {room} GB"
     return (
         f"it is predicted to take {peak_nbytes / 1e9:.4g} GB beside shards of parameters, where "
-        f"{room_nbytes / 1e9:.4g} GB are allowed, and may run out of memory; pass a smaller batch; "
+        f"{room}, and may run out of memory; pass a smaller batch; "
         f"or {_RESET}, and compile the largest batch first"
     )
 

@@ -251,7 +251,7 @@ def test_a_machine_that_comes_and_one_that_is_lost(
     second.kill()
     said = finish([first])
     everything = said + second.log.read_text()
-    assert "fully_shard on 1 cpu ranks" in everything and "on 2 cpu ranks" in everything
+    assert "fully_shard on 1 cpu rank " in everything and "on 2 cpu ranks" in everything
     # SIGTERM saves: what grows loses nothing.
     assert re.search(r"stopped at step (\d+);", said)[1] in re.findall(
         r"at step (\d+); random states", everything

@@ -21,7 +21,7 @@ from inductor_passes import json_file
 from inductor_passes.cluster_file import as_json, load
 from inductor_passes.json_file import parse_json, read_json
 from inductor_passes.presets import preset
-from simplefsdp._torch.cache_folder import leave_cache_folder_that_cannot_be_written
+from simplefsdp.cache_folder import leave_cache_folder_that_cannot_be_written
 from simplefsdp.cli import main
 from simplefsdp.inspection.profile import read_profiles
 from simplefsdp.pretrained.files import entries_of

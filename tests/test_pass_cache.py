@@ -201,7 +201,7 @@ def test_a_plan_that_is_kept_and_takes_too_much_is_told(fake_mesh, caplog):
     found = "".join(planned(caplog, mesh, 10**6, grad=True, **budget))
     assert "planned as before" in found
     assert (
-        "forward graph: planned for another batch or on" in found
+        "forward graph: planned for another batch or rank" in found
         and "memory_budget_gb=0.001" in found
     )
 

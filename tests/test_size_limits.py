@@ -168,7 +168,7 @@ def test_a_range_is_what_fresh_traces_find(fake_mesh, caplog):
     assert steps(run, most + 1, most + 2, most) == []
     (told,) = warnings(caplog)
     assert told.startswith("backward graph: compiled at ") and f" = 6, now {most + 1}: " in told
-    assert "where 0.0002 GB are allowed" in told
+    assert "where memory_budget_gb=0.0002, and may run out of memory" in told
     static = compiled(model, dynamic=False)
     for n in sorted({n for end in ends.values() for n in (end, end + 1)}):
         for seen in steps(static, n):

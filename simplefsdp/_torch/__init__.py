@@ -17,7 +17,6 @@ from simplefsdp._torch.backends import (
     graphs_of,
     hash_of_files,
 )
-from simplefsdp._torch.cache_folder import leave_cache_folder_that_cannot_be_written
 from simplefsdp._torch.dynamo import (
     CodePlace,
     GraphBreak,
@@ -132,5 +131,4 @@ __all__ = [
     "tree_map_only",
 ]
 
-leave_cache_folder_that_cannot_be_written()  # before anything imports the compiler
 compile_modules_of_torch_too("simplefsdp", "simplefsdp.backend.simplefsdp")
