@@ -132,7 +132,7 @@ def test_the_failure_that_came_first_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = ChildFailedError("train", failures)
-    assert launch._report_failure(error, {1: "logs/1/stderr.log"}, "go on") == exit_code
+    assert launch._report_failure(error, {1: "logs/1/stderr.log"}, lambda: "go on") == exit_code
     message = capsys.readouterr().err
     assert message.endswith(says)
     assert bool(message) == bool(says)
