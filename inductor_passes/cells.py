@@ -161,8 +161,8 @@ class SizedProgram:
 
 
 def with_plain_sizes(program: Program) -> Program:
-    """The program as it is where it was traced. To compute with plain numbers takes a tenth of the
-    time, as no formulas are made."""
+    """The program as it is where it was traced; passes that compute with plain numbers make no
+    formulas, and take a third of the time or less."""
     return _with_numbers(program, map(int, _numbers_of(program)))
 
 

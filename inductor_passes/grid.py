@@ -143,7 +143,7 @@ class Peaks:
             kind = kind_of.setdefault(formula_of(program.storage_nbytes[storage]), len(kind_of))
             changes += [(first, kind, 1), (last + 1, kind, -1)]
         self._nbytes = Formulas(list(kind_of), opened.symbols)
-        self._counts = torch.zeros(0, len(kind_of), dtype=torch.float64)
+        self._counts = torch.zeros(1, len(kind_of), dtype=torch.float64)
         if alive:
             when, which, by_how_many = torch.tensor(changes).unbind(1)
             counts = torch.zeros(len(program.ops) + 2, len(kind_of), dtype=torch.float64)
@@ -157,8 +157,7 @@ class Peaks:
         nbytes = self._nbytes.many(cells)
         peak = torch.zeros(len(cells), dtype=torch.float64)
         for some in self._counts.split(1024):
-            if len(some):
-                peak = torch.maximum(peak, (some @ nbytes).amax(0))
+            peak = torch.maximum(peak, (some @ nbytes).amax(0))
         return peak
 
 

@@ -7,23 +7,12 @@ import logging
 import pytest
 import torch
 from graphs import Captured, capture, gathers, reduces
-from torch import nn
+from layers import Layers
 
 from simplefsdp import simple_fsdp
 
 OPTIONS = {"executor": "aot_eager", "cluster": "cpu-gloo"}
 FQNS = [f"layers.{i}.weight" for i in range(4)]
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 def graphs_of(mesh, reshard_after_forward, **options) -> Captured:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import sympy
 import torch
+from layers import Layers
 from torch import nn
 
 from inductor_passes.cells import SizedProgram, Symbols
@@ -114,17 +115,6 @@ def test_edge(end, last):
 
     assert edge(holds, 8, end) == (min(last, end) if end > 8 else max(last, end))
     assert len(asked) <= 12 and all(min(8, end) <= n <= max(8, end) for n in asked)
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 def steps(run, *rows: int, seq: int | None = None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,16 +64,14 @@ def run(args: list[str]) -> int:
     settled = ["--out", str(plan.out)]
     settled += ["--resume", str(plan.checkpoint.path) if plan.checkpoint else "None"]
     there = runs.complete_checkpoints(plan.out)
-
-    def say_unsaved(name: str) -> None:
-        _say_unsaved(plan.out, there, name)
-
     return launch.start_local_ranks(
         ["train", *args, *settled],
         ranks=ranks,
         log_folder=plan.out / runs.LOGS,
         go_on=lambda: runs.how_to_go_on(plan.out),
-        on_signal=say_unsaved if config.run.checkpoint_every else lambda name: None,
+        on_signal=partial(_say_unsaved, plan.out, there)
+        if config.run.checkpoint_every
+        else lambda name: None,
     )
 
 
