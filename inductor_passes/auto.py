@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from inductor_passes.bound import lower_bound_us
-from inductor_passes.buckets import assign_by_module, new_label, plan_buckets
+from inductor_passes.buckets import assign_by_module, new_label, of_few_members, plan_buckets
 from inductor_passes.chain import Chain, chain_of, coarsen
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import rank_invariant
@@ -122,7 +122,8 @@ class _Found:
 
     def add(self, buckets: Sequence[Bucket]) -> Plan | None:
         """The plan that ``buckets`` are, if they are one."""
-        plan = evaluate(self.program, self.cost, buckets, self.bound_us)
+        few = of_few_members(buckets)
+        plan = evaluate(self.program, self.cost, few, self.bound_us)
         self.plans += [plan] if plan is not None else []
         return plan
 

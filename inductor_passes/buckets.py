@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
@@ -13,6 +13,10 @@ from typing import Any
 from inductor_passes.program import Bucket, Program
 
 Patterns = Sequence["str | Sequence[str]"]
+
+# The compiler walks the whole list of a call for each tensor in it, so what a call costs it grows
+# as their square (benchmarks/LOG.md). Layers of 128 experts, of three matrices each, have fewer.
+MOST_MEMBERS = 512
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]
     Members share label, kind, group, reduce op and dtype, and travel in the order of
     the assignment, so that all ranks lay them out alike. (Gloo reads the tensors of a coalesced
     reduce as if all had the dtype of the first.) Collectives that are not data parallelism's
-    stay out.
+    stay out. Those of more than :data:`MOST_MEMBERS` are in parts.
     """
     groups: dict[tuple[object, ...], list[tuple[int, str]]] = defaultdict(list)
     place = {fqn: i for i, fqn in enumerate(assignment.label_of)}
@@ -194,7 +198,22 @@ def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]
             groups[label, c.kind, c.group, c.ranks, c.reduce_op, c.dtype].append(
                 (place.get(c.fqns[0], len(place)), op.name)
             )
-    return tuple(
+    return of_few_members(
         Bucket(str(key[0]), tuple(name for _, name in sorted(found, key=lambda pair: pair[0])))
         for key, found in groups.items()
     )
+
+
+def of_few_members(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """``buckets``, those of more than :data:`MOST_MEMBERS` in parts of as many."""
+    found: list[Bucket] = []
+    whole = list(buckets)
+    taken = {bucket.label for bucket in whole}
+    for bucket in whole:
+        for i in range(0, len(bucket.starts), MOST_MEMBERS):
+            label = bucket.label
+            if len(bucket.starts) > MOST_MEMBERS:
+                label = new_label(f"{label}/{i // MOST_MEMBERS}", taken)
+            part = bucket.starts[i : i + MOST_MEMBERS]
+            found.append(replace(bucket, label=label, starts=part))
+    return tuple(found)

@@ -12,6 +12,7 @@ from layered import KINDS, all_plans, layered
 from programs import ROUND_COST, layers, random_program, renamed
 
 from inductor_passes import auto
+from inductor_passes import buckets as module
 from inductor_passes.auto import plan_auto
 from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.chain import chain_of, coarsen
@@ -358,3 +359,16 @@ def test_what_is_sent_to_the_end():
             assert [e.keys() for e in found] == [e.keys() for e in ends]
             for one, other in zip(found, ends, strict=True):
                 assert all(one[lane] == pytest.approx(other[lane]) for lane in one), seed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bucket_has_too_many_members(kind, monkeypatch):
+    """Whatever the plan is: by module, joined, in parts or searched for."""
+    monkeypatch.setattr(module, "MOST_MEMBERS", 2)
+    for seed in range(10):
+        program, cost, fqns = layered(seed, 6, kind)
+        found = plan_auto(program, cost, fqns)
+        assert all(len(bucket.starts) <= 2 for bucket in found.buckets)
+        assert sorted(name for bucket in found.buckets for name in bucket.starts) == sorted(
+            op.name for _, op in program.starts() if op.collective.fqns
+        )

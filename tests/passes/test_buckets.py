@@ -8,6 +8,7 @@ import random
 import pytest
 from programs import layers, random_program
 
+from inductor_passes import buckets as module
 from inductor_passes.buckets import Assignment, assign_by_module, plan_buckets
 from inductor_passes.program import Bucket
 from inductor_passes.text import parse
@@ -242,6 +243,19 @@ def test_labels_divide_and_those_without_one_are_alone():
     program = program_of(*(gather + fqn for fqn in "abcd"))
     found = plan_buckets(program, Assignment({"a": "one", "b": "two", "d": "one"}))
     assert found == (Bucket("one", ("s0", "s3")), Bucket("two", ("s1",)), Bucket("c", ("s2",)))
+
+
+def test_a_bucket_of_too_many_members_is_in_parts(monkeypatch):
+    monkeypatch.setattr(module, "MOST_MEMBERS", 3)
+    gather = "gather group=dp ranks=4 dtype=f32 fqns="
+    program = program_of(*(gather + fqn for fqn in "abcdefgh"))
+    labels = dict.fromkeys("abcdefg", "all") | {"h": "all/0"}
+    assert plan_buckets(program, Assignment(labels)) == (
+        Bucket("all/0'", ("s0", "s1", "s2")),
+        Bucket("all/1", ("s3", "s4", "s5")),
+        Bucket("all/2", ("s6",)),
+        Bucket("all/0", ("s7",)),
+    )
 
 
 def test_collectives_of_others_are_never_in_a_bucket():
