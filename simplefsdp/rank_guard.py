@@ -309,7 +309,7 @@ def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
 def _few(ranks: Sequence[int]) -> str:
     """``rank 2``, ``ranks 2 and 5``, ``ranks 0, 1, 2 and 7 more``."""
     if not ranks:
-        return "ranks that have just come"
+        return "a rank that came too late"
     few = [str(rank) for rank in ranks[:8]]
     if len(ranks) > 8:
         few[7:] = [f"{len(ranks) - 7} more"]

@@ -239,4 +239,4 @@ def test_ranks_are_named_as_one_would_say_them():
     assert rank_guard._few([2, 5]) == "ranks 2 and 5"
     assert rank_guard._few(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 7"
     assert rank_guard._few(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 13 more"
-    assert rank_guard._few([]) == "ranks that have just come"
+    assert rank_guard._few([]) == "a rank that came too late"

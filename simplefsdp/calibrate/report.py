@@ -9,6 +9,7 @@ from inductor_passes.cluster import Peak
 from inductor_passes.links import Link
 from inductor_passes.program import CollectiveKind
 from simplefsdp.calibrate.fit import Sample, ramp_us
+from simplefsdp.words import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +46,7 @@ class CalibrationReport:
     ) -> None:
         """The links of one group, with the error of the fit at each size."""
         for kind, link in fitted.items():
-            where = f"{ranks} ranks on {nodes} node{'s'[: nodes > 1]}"
+            where = f"{ranks} ranks on {plural(nodes, 'node')}"
             ramp = f", ramp from {min(f for _, f in link.ramp):.0%}" if link.ramp else ""
             each = f", {link.member_us:.3g} us per further member of a bucket"
             title = (

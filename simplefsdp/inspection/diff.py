@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from inductor_passes.program import Collective, Op, Program
 from inductor_passes.text import to_text
-from simplefsdp.inspection.names import plural, shorten_fqns
+from simplefsdp.inspection.names import shorten_fqns
+from simplefsdp.words import plural
 
 Places = dict[str | tuple[str, str], tuple[int, int]]
 

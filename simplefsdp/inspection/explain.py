@@ -26,6 +26,7 @@ from inductor_passes.program import Collective, Program
 from inductor_passes.simulate import Span, Timeline
 from simplefsdp.inspection.lanes import Lane, arrivals, lanes_of
 from simplefsdp.inspection.names import nbytes_text
+from simplefsdp.words import plural
 
 Reason = Literal["first use", "memory budget", "prefetch limit", "dependency", "wire-bound"]
 _TINY_US = 1e-6
@@ -194,7 +195,7 @@ class _Run:
         window = c.window or default
         if window < 0:
             return f"window {window}: waited for before use {-window} of a gather behind it"
-        return f"window {window}: at most {window} bucket{'s'[: window != 1]} " + (
+        return f"window {window}: at most {plural(window, 'bucket')} " + (
             "in flight" if gathers else "of gradients pending"
         )
 

@@ -15,9 +15,10 @@ import torch
 from simplefsdp.inspection.align import align
 from simplefsdp.inspection.launches import Launch, launches_of
 from simplefsdp.inspection.measured import MeasuredReport, measure
-from simplefsdp.inspection.names import plural, time_text
+from simplefsdp.inspection.names import time_text
 from simplefsdp.inspection.profile import STEP, read_profiles
 from simplefsdp.inspection.report import BucketReport, GraphReport
+from simplefsdp.words import plural
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 def shorten_fqns(fqns: Sequence[str]) -> str:
@@ -74,13 +74,3 @@ def time_text(us: float) -> str:
 def _three(number: float) -> str:
     """Three digits, or all before the point, where ``g`` would write ``1e+03``."""
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
-
-
-def plural(n: int, word: str) -> str:
-    """A number and its word: ``1 bucket``, ``2 buckets``."""
-    return f"{n:,} {word}{'s'[: n != 1]}"
-
-
-def counted(counts: Iterable[tuple[str, int]]) -> str:
-    """Counts of kinds, those of nothing left out: ``57 gathers, 57 reduces``."""
-    return ", ".join(plural(n, kind) for kind, n in counts if n) or "none"

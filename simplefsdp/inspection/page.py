@@ -11,8 +11,9 @@ from string import Template
 from typing import Any
 
 from simplefsdp.inspection.document import bucket_document, plan_document
-from simplefsdp.inspection.names import block_of, counted, plural, shorten_blocks, time_text
+from simplefsdp.inspection.names import block_of, shorten_blocks, time_text
 from simplefsdp.inspection.report import GraphReport, PlanReport
+from simplefsdp.words import counted, plural
 
 _ASSETS = Path(__file__).parent / "assets"
 _MOST_SPANS = 1500

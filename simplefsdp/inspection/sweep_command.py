@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from inductor_passes.cells import CellError
 from inductor_passes.cluster import Cluster, UnknownLinkError
 from inductor_passes.rehearsal import USABLE
-from simplefsdp.inspection.names import nbytes_text, over_text, plural, time_text
+from simplefsdp.inspection.names import nbytes_text, over_text, time_text
 from simplefsdp.inspection.options import InspectOptions, parallel_options, recomputed
 from simplefsdp.inspection.subject import as_inputs, called, load, tracing_target, wants_mesh
 from simplefsdp.inspection.sweep_document import cell_row, sweep_document
@@ -35,6 +35,7 @@ from simplefsdp.sweep.models import (
 from simplefsdp.sweep.plans import SWEEP_PLANS, SweepPlan
 from simplefsdp.sweep.traces import CellSweep
 from simplefsdp.trace import UntraceableError
+from simplefsdp.words import plural
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from simplefsdp.inspection.names import (
     block_of,
-    counted,
     nbytes_text,
-    plural,
     shorten_blocks,
     time_text,
 )
 from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
+from simplefsdp.words import counted, plural
 
 if TYPE_CHECKING:
     from rich.console import Console

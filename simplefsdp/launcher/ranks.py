@@ -14,6 +14,7 @@ import torch.distributed as dist
 from simplefsdp._torch import high_priority
 from simplefsdp.launcher.errors import EXIT_BAD_INPUT, UserError
 from simplefsdp.rank_guard import waiting_s
+from simplefsdp.words import plural
 
 T = TypeVar("T")
 _TIMEOUT_S = 1800.0
@@ -129,9 +130,8 @@ def check_devices(local_ranks: int) -> None:
     if device_type() == "cuda" and local_ranks > torch.cuda.device_count():
         devices = torch.cuda.device_count()
         raise ValueError(
-            f"{local_ranks} local ranks, but this machine has {devices} CUDA "
-            f"device{'s'[: devices != 1]}; start at most one rank per device (--ranks or torchrun "
-            "--nproc-per-node)"
+            f"{local_ranks} local ranks, but this machine has {plural(devices, 'CUDA device')}; "
+            "start at most one rank per device (--ranks or torchrun --nproc-per-node)"
         )
 
 

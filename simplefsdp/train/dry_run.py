@@ -14,6 +14,7 @@ from simplefsdp.placement import local_nbytes
 from simplefsdp.train import elastic
 from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.optim import allocate_state, make_optimizer
+from simplefsdp.words import plural
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,13 @@ def print_plan(config: TrainConfig, layout: RankLayout, plan: MemoryPlan) -> Non
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"--model {config.model.model}: {plan.n_parameters:,} parameters, "
-        f"--mode {config.parallel.mode} on {layout.world_size} "
-        f"rank{'s'[: layout.world_size > 1]} "
+        f"--mode {config.parallel.mode} on {plural(layout.world_size, 'rank')} "
         f"(replicate {layout.replicate} x shard {layout.shard} x tp {layout.tp})"
     )
     at_once = elastic.at_once(config, layout.dp)
     times = elastic.divide(config, layout.dp).microbatches
     console.print(
-        f"{at_once} sequence{'s'[: at_once > 1]} at once on a rank, "
-        f"{times} time{'s'[: times > 1]} a step"
+        f"{plural(at_once, 'sequence')} at once on a rank, {plural(times, 'time')} a step"
     )
     table = Table("per rank", "bytes", "GiB")
     for column in table.columns[1:]:

@@ -23,6 +23,7 @@ from simplefsdp.sweep.plans import SWEEP_PLANS
 from simplefsdp.sweep.traces import CellSweep
 from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.dry_run import plan_memory
+from simplefsdp.words import plural
 
 
 def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
@@ -64,7 +65,7 @@ def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
         if size <= limit
         else f"--microbatch-limit, by default what the run began with; {size} would fit"
     )
-    taken = f"{min(size, limit)} sequence{'s'[: min(size, limit) > 1]} of "
+    taken = f"{plural(min(size, limit), 'sequence')} of "
     taken += f"{config.data.seq_len:,} tokens at once"
     print(f"--microbatch-size auto: {taken}: {why}", flush=True)
     optim = replace(config.optim, microbatch_size=min(size, limit), microbatch_limit=limit)

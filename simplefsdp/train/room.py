@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from simplefsdp.words import plural
+
 _MOMENTS = 2  # AdamW's, of each parameter that is trained
 # What a file has beside its tensors: torch writes about 2 kB of headers for each part of a tensor,
 # and 0.2 kB of metadata. A debug run's checkpoint of 37.0 MB takes 37.8; by that figure one of 8B
@@ -100,9 +102,9 @@ def warning(out: Path, nbytes: int, keep: int, there: int) -> str | None:
         return None
     fit = free // takes
     return (
-        f"warning: the disk of {out} has {_mb(free)} of free space, room for {fit} more "
-        f"checkpoint{'s'[: fit != 1]} of {_mb(takes)}, where --keep {keep} needs {wanted}: later "
-        "ones will not be saved"
+        f"warning: the disk of {out} has {_mb(free)} of free space, room for "
+        f"{plural(fit, 'more checkpoint')} of {_mb(takes)}, where --keep {keep} needs {wanted}: "
+        "later ones will not be saved"
     )
 
 

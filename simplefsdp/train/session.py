@@ -27,6 +27,7 @@ from simplefsdp.train.optim import make_optimizer
 from simplefsdp.train.preflight import RunPlan
 from simplefsdp.train.restore import Checkpoint, load_rng_state, load_training_state
 from simplefsdp.train.state import seed_rng
+from simplefsdp.words import plural
 
 
 @dataclass
@@ -109,8 +110,8 @@ def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
     n_parameters = num_parameters(model_config(config.model))
     display.say(
         f"{config.model.model}: {n_parameters / 1e6:,.1f} M parameters, "
-        f"{config.parallel.mode} on {rank.world_size} {rank.device.type} "
-        f"rank{'s'[: rank.world_size > 1]} "
+        f"{config.parallel.mode} on "
+        f"{plural(rank.world_size, f'{rank.device.type} rank')} "
         f"(replicate {layout.replicate} x shard {layout.shard} x tp {layout.tp})"
     )
     display.say(f"run folder: {plan.out}")

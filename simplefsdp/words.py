@@ -1,0 +1,15 @@
+"""Numbers and their words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def plural(n: int, word: str) -> str:
+    """A number and its word: ``1 bucket``, ``2 buckets``."""
+    return f"{n:,} {word}{'s'[: n != 1]}"
+
+
+def counted(counts: Iterable[tuple[str, int]]) -> str:
+    """Counts of kinds, those of nothing left out: ``57 gathers, 57 reduces``."""
+    return ", ".join(plural(n, kind) for kind, n in counts if n) or "none"
