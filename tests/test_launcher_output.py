@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -148,6 +149,7 @@ def test_a_launcher_tells_its_own_ranks_of_itself(tmp_path, monkeypatch):
         OSError(24, "Too many open files"),
         OSError(12, "Cannot allocate memory"),
         RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     ],
 )
@@ -156,6 +158,18 @@ def test_what_is_used_up_is_one_line(error):
     assert in_one_line(FileNotFoundError(2, "No such file")) is None
     inner = RuntimeError("backend failed\nMemoryError: \n\nmore")
     assert in_one_line(inner) == "out of memory, or near it: MemoryError"
+    assert in_one_line(ImportError("No module named 'transformers'")) is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a limit that others ignore")
+def test_no_memory_for_torch_itself_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "simplefsdp", "train", "--model", "debug", "--out", "run"]
+    limited = ["bash", "-c", 'ulimit -v 300000 && exec "$@"', "bash", *command]
+    ended = subprocess.run(
+        limited, cwd=tmp_path, text=True, capture_output=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert re.fullmatch("error: out of memory, or near it: .*failed to map.*\n", ended.stderr)
 
 
 def test_a_command_that_is_out_of_memory_imports_no_more_to_say_so():

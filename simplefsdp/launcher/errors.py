@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 EXIT_FAILED = 1
@@ -45,7 +45,7 @@ _GONE = (
 )
 # What gloo says where nothing has ended, and yet no answer comes.
 _NO_ANSWER = "Timed out waiting"
-# What Python and torch say of a machine that has no more of something.
+# What Python, the loader of libraries and torch say of a machine that has no more of something.
 _USED_UP = (
     "can't start new thread",
     "can't allocate memory",
@@ -53,6 +53,7 @@ _USED_UP = (
     "not enough memory",
     "out of memory",
     "MemoryError",
+    "failed to map segment",
 )
 _USED_UP_ERRNOS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
@@ -73,7 +74,7 @@ def in_one_line(error: BaseException) -> str | None:
         return "out of memory"
     if isinstance(error, OSError) and error.errno in _USED_UP_ERRNOS:
         return f"this machine, or this process by its limits (ulimit), has no more of it: {text}"
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, (RuntimeError, ImportError)):
         return None
     if sign := next((words for words in _GONE if words in text), None):
         return f"lost another rank in the middle of a collective ({sign})"
@@ -90,9 +91,10 @@ def in_one_line(error: BaseException) -> str | None:
 def record_failure(error: BaseException) -> None:
     """Leave this rank's error where the launcher looks for it (torchrun's error file)."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        with suppress(ImportError):  # it may be torch that could not be imported
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+            get_error_handler().record_exception(error)
 
 
 def leave_at_once(code: int) -> NoReturn:
