@@ -206,14 +206,21 @@ def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]
 
 def of_few_members(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     """``buckets``, those of more than :data:`MOST_MEMBERS` in parts of as many."""
-    found: list[Bucket] = []
     whole = list(buckets)
     taken = {bucket.label for bucket in whole}
+    found: list[Bucket] = []
     for bucket in whole:
-        for i in range(0, len(bucket.starts), MOST_MEMBERS):
-            label = bucket.label
-            if len(bucket.starts) > MOST_MEMBERS:
-                label = new_label(f"{label}/{i // MOST_MEMBERS}", taken)
-            part = bucket.starts[i : i + MOST_MEMBERS]
-            found.append(replace(bucket, label=label, starts=part))
+        starts = bucket.starts
+        runs = [starts[i : i + MOST_MEMBERS] for i in range(0, len(starts), MOST_MEMBERS)]
+        found += parts_of(bucket, runs, taken)
     return tuple(found)
+
+
+def parts_of(bucket: Bucket, runs: Sequence[Sequence[str]], taken: Iterable[str]) -> list[Bucket]:
+    """``bucket`` with its starts in ``runs``, under labels not ``taken`` if they are several."""
+    if len(runs) == 1:
+        return [bucket]
+    return [
+        replace(bucket, label=new_label(f"{bucket.label}/{i}", taken), starts=tuple(run))
+        for i, run in enumerate(runs)
+    ]

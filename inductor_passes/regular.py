@@ -18,9 +18,10 @@ modules send on is left at the end, where nothing hides it; parts of them can go
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
-from inductor_passes.buckets import new_label
+from inductor_passes.buckets import new_label, parts_of
 from inductor_passes.merge import bucket_class
 from inductor_passes.program import Bucket, Collective, Program
 
@@ -142,7 +143,7 @@ def _sent(bucket: Bucket, program: Program) -> list[Collective]:
 
 def _parts(
     bucket: Bucket, sent: Sequence[Collective], n: int, window: int, taken: Set[str]
-) -> Iterator[Bucket]:
+) -> list[Bucket]:
     """``bucket``, of which each start sends one of ``sent``, in up to ``n`` parts of about as many
     bytes, under labels that are not ``taken``."""
     nbytes = sum(c.nbytes for c in sent)
@@ -153,8 +154,4 @@ def _parts(
             members.append([])
         members[-1].append(name)
         before += c.nbytes
-    for i, names in enumerate(members):
-        label = bucket.label
-        if len(members) > 1:
-            label = new_label(f"{bucket.label}/{i}", taken)
-        yield Bucket(label, tuple(names), window)
+    return parts_of(replace(bucket, window=window), members, taken)
