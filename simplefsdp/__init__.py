@@ -16,7 +16,8 @@ Read the code in this order:
    the ranks to agree on it (``rank_guard``); ``dedupe`` leaves one gather per parameter,
    ``recompute`` and ``reshard`` say which are made again in backward; ``compilation`` plans each
    graph (``plans``: one rank for all), logs it (``census``; ``size_limits``, if sizes are open),
-   and calls the passes of ``inductor_passes``.
+   and calls the passes of ``inductor_passes``. Of layers that are alike a few are traced:
+   ``shorten`` puts a ``stand_in`` for the others, and ``lengthen`` takes it out again.
 3. Steps that are not run. ``trace`` makes the graphs of a step without memory,
    ``repeated_layers`` and ``extrapolate_depth`` those of a deep model from a shallow one's, and
    ``prediction`` prices them.

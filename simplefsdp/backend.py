@@ -23,7 +23,8 @@ from inductor_passes.roofline import cluster_of
 from simplefsdp import _torch, breaks, living, rank_guard, uninitialised
 from simplefsdp.accumulation import noting_backwards
 from simplefsdp.after_wrap import stands_for_shard
-from simplefsdp.compilation import compile_with_passes, say, sources
+from simplefsdp.cache_key import sources
+from simplefsdp.compilation import compile_with_passes, say
 from simplefsdp.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.errors import told_plainly
 from simplefsdp.gather import GatherSpec

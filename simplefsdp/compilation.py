@@ -13,15 +13,13 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
-import inductor_passes
 from inductor_passes import fx, regional
 from inductor_passes._torch_lowering import fusions_as_planned
 from inductor_passes.in_place import write_inputs_early
@@ -33,7 +31,9 @@ from inductor_passes.text import to_text
 from inductor_passes.unrounded import write_sums_unrounded
 from simplefsdp import _torch, rank_guard
 from simplefsdp.breaks import notify
+from simplefsdp.cache_key import identity
 from simplefsdp.census import describe, describe_passes, take_census
+from simplefsdp.lengthen import few_layers_traced
 from simplefsdp.observers import CompiledGraph
 from simplefsdp.options import Options
 from simplefsdp.plans import Chosen, is_users, plan_for_all
@@ -104,52 +104,67 @@ def compile_with_passes(
         current[0] = observe(graph, is_backward, compilation)
 
     def graph_pass(graph: Graph) -> None:
-        if settings is not None:
-            bucket_and_reorder(graph, settings, carried_fqn, current[0].planned)
+        _write_plan(graph, settings, current[0])
 
     meet = functools.partial(meet_compiled, current, compilation)
-    passes = graph_pass if settings is not None else None
+    passes = None if settings is None else graph_pass
     codes = regional.Codes()
 
     def by_regions(graph: GraphModule, is_backward: bool) -> Callable[..., Any] | None:
         note(graph, is_backward)
         if regional.has_symbols(graph):
-            part = "backward" if is_backward else "forward"
+            part = _part(is_backward)
             say("%s graph: sizes are symbols, so it is compiled whole, not by regions", part)
             return None
         graph_pass(graph.graph)
         return regional.compile_by_regions(graph, codes, is_backward=is_backward)
 
-    if options.executor == "aot_eager":
-        eager = _torch.compile_with_aot_eager(
-            gm,
+    def compiled(graph: GraphModule, cut: _torch.Cut | None) -> Callable[..., Any]:
+        if options.executor == "aot_eager":
+            return _torch.compile_with_aot_eager(
+                graph,
+                example_inputs,
+                observe=note,
+                compiled=meet,
+                joint_pass=tag_for_recompute,
+                graph_pass=passes,
+                cut=cut,
+            )
+        return _torch.compile_with_inductor(
+            graph,
             example_inputs,
-            observe=note,
+            _torch.Passes(
+                joint=tag_for_recompute,
+                graph=passes,
+                scheduler=_scheduler_pass(settings, base),
+                uuid=uuid,
+            ),
+            observe=by_regions if options.executor == "regions" else note,
             compiled=meet,
-            joint_pass=tag_for_recompute,
-            graph_pass=passes,
+            lowering=_lowering(settings),
+            cudagraphs=options.cudagraphs,
+            cut=cut,
         )
-        return compilation.limits.watching(eager)
-    code = _torch.compile_with_inductor(
-        gm,
-        example_inputs,
-        _torch.Passes(
-            joint=tag_for_recompute,
-            graph=passes,
-            scheduler=_scheduler_pass(settings, base),
-            uuid=uuid,
-        ),
-        observe=by_regions if options.executor == "regions" else note,
-        compiled=meet,
-        lowering=fusions_as_planned if _as_planned(settings) else nullcontext,
-        cudagraphs=options.cudagraphs,
-    )
-    return compilation.limits.watching(code)
+
+    return compilation.limits.watching(few_layers_traced(gm, compiled))
+
+
+def _write_plan(graph: Graph, settings: Settings | None, observed: Observed) -> None:
+    if settings is not None:
+        bucket_and_reorder(graph, settings, carried_fqn, observed.planned)
+
+
+def _part(is_backward: bool) -> str:
+    return "backward" if is_backward else "forward"
 
 
 def _as_planned(settings: Settings | None) -> bool:
     """Whether compute, too, keeps the order that the plan was made for."""
     return settings is not None and settings.reorder and settings.auto is not None
+
+
+def _lowering(settings: Settings | None) -> Callable[[], AbstractContextManager[None]]:
+    return fusions_as_planned if _as_planned(settings) else nullcontext
 
 
 def _scheduler_pass(settings: Settings | None, identity: str) -> ImposeOrder | None:
@@ -181,7 +196,7 @@ def observe(gm: GraphModule, is_backward: bool, compilation: Compilation) -> Obs
         PassError: it cannot be planned, on any rank; when all ranks have compared it.
         ValueError: likewise, and the user can mend it: no schedule fits the memory budget, say.
     """
-    part = "backward" if is_backward else "forward"
+    part = _part(is_backward)
     begin = time.perf_counter()
     if is_backward:  # sums of gradients that are deferred
         write_inputs_early(gm.graph, lambda value: reduced_fqn(value) is not None)
@@ -212,7 +227,7 @@ def meet_compiled(current: Sequence[Observed], compilation: Compilation, is_back
     Raises:
         RankMismatchError: a rank has not compiled it in time.
     """
-    part = "backward" if is_backward else "forward"
+    part = _part(is_backward)
     what = f"running the {part} graph"
     subject = [part, f"gradients {compilation.grad}", *current[0].launches]
     rank_guard.agree(what, subject, compilation.ranks, compilation.timeout_s, late=_COMPILING)
@@ -314,18 +329,6 @@ def _harmless(part: str, describe_it: Callable[[], Any]) -> Any:
     except Exception as error:
         log.warning("%s graph: the log cannot describe all of it: %r", part, error)
         return None
-
-
-def identity(settings: Settings | None) -> str:
-    """The passes' identity for Inductor's cache: their sources, all of them, and settings."""
-    return hashlib.sha256(f"{sources()}{settings!r}".encode()).hexdigest()
-
-
-@functools.cache
-def sources() -> str:
-    """A hash of the sources of this package and of the passes."""
-    packages = [Path(__file__).parent, Path(inductor_passes.__file__).parent]
-    return _torch.hash_of_files(sorted(str(f) for path in packages for f in path.rglob("*.py")))
 
 
 def say(message: str, *args: object) -> None:

@@ -10,7 +10,7 @@ That those which are not traced are like them is for the caller to know.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import SymInt, Tensor, nn
@@ -55,8 +55,8 @@ def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
     template, more = there // 2, depth - there
     layouts = [laid_out(gm.graph, numbering, template) for gm in (step.forward, step.backward)]
     try:
-        forward = _Deep(layouts[0], numbering, more)
-        backward = _Deep(layouts[1], numbering, more, forward.renamed)
+        forward = Deep(layouts[0], numbering, more)
+        backward = Deep(layouts[1], numbering, more, forward.renamed)
     except KeyError as error:
         raise ValueError(f"{layers}: a layer lacks what another refers to: {error}") from error
     _check_names(step, forward.graph, backward.graph)
@@ -133,7 +133,7 @@ def trace_deep(
 Renamed = Callable[[str, int, int], str | None]
 
 
-class _Deep:
+class Deep:
     """The graph of a layout with ``more`` copies of a layer.
 
     The copies come where numbers are lower: ahead of the layer if they rise, else behind it. So in
@@ -146,9 +146,27 @@ class _Deep:
     """
 
     def __init__(
-        self, layout: LayeredGraph, numbering: Numbering, more: int, name_of: Renamed | None = None
+        self,
+        layout: LayeredGraph,
+        numbering: Numbering,
+        more: int,
+        name_of: Renamed | None = None,
+        own: Mapping[tuple[str, int], str] | None = None,
     ) -> None:
-        self.layout, self.numbering, self.name_of = layout, numbering, name_of
+        """Make it.
+
+        Args:
+            layout: of the shallow graph.
+            numbering: of its layers.
+            more: copies to make.
+            name_of: of inputs that are made by another deep graph.
+            own: names of the copies' other inputs, by what the layer that is copied calls them,
+                and the number of the copy; without, they are made up.
+
+        Raises:
+            KeyError: a node, or the name of an input, is not there.
+        """
+        self.layout, self.numbering, self.name_of, self.own = layout, numbering, name_of, own
         self.graph, self.at, self.made = Graph(), dict[Place, Node](), dict[Node, Node]()
         self.homes = _homes(layout.place)
         self.place_of = {node.name: place for node, place in layout.place.items()}
@@ -169,6 +187,16 @@ class _Deep:
         if number not in self.numbers:
             return None
         return self.at[Place(self.numbers.index(number), was.member)].name
+
+    def counterpart(self, node: Node, number: int) -> Node:
+        """What is for the layer with ``number`` as ``node`` is for the one that was copied.
+
+        Raises:
+            KeyError: ``node`` is not of a layer.
+        """
+        layer, member = self.layout.place[node]
+        deep = self.numbers.index(number)
+        return self.at[Place(deep + layer - self.layout.template, member)]
 
     def _make(self, before: int, after: int) -> None:
         layout = self.layout
@@ -219,6 +247,8 @@ class _Deep:
         name = None
         if self.name_of is not None:
             name = self.name_of(node.name, self.layout.numbers[layer], self.numbers[deep])
+        elif self.own is not None and deep in self.copies:
+            name = self.own[node.name, self.numbers[deep]]
         by = self.numbers[deep] - self.layout.numbers[layer]
         made = self._input(node, name or self._name(node, deep), by)
         self.at[Place(deep, member)] = made

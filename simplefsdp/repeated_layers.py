@@ -97,7 +97,7 @@ def laid_out(graph: Graph, numbering: Numbering, template: int) -> LayeredGraph:
         layer = numbering.of(provenance.carried_fqn(node) or "")
         if layer is not None:
             begins.setdefault(layer, node)
-    body = _views_moved(body, [*begins.values()][-1:])
+    body = _moved_to_layers(body, [*begins.values()][-1:])
     at_of = {node: at for at, node in enumerate(body)}
     cuts = [at_of[node] for node in begins.values()]
     run = _run(list(begins), [body[i:j] for i, j in pairwise(cuts)], template)
@@ -112,15 +112,16 @@ def laid_out(graph: Graph, numbering: Numbering, template: int) -> LayeredGraph:
     return found
 
 
-def _views_moved(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
-    """``body`` with views of the layers' results, which a forward graph has at its end for what
-    backward gets, directly behind what they are views of."""
+def _moved_to_layers(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
+    """``body`` with what a forward graph makes at its end for backward, of one result of a layer,
+    directly behind that: views, and a norm's ``rsqrt / size``."""
     end = body.index(last[0]) if last else len(body)
     moved: dict[Node, list[Node]] = {}
     early = set(body[:end])
     for node in body[end:]:
         viewed = _arguments(node)
-        if is_view(node) and len(viewed) == 1 and viewed[0] in early:
+        is_returned = all(user.op == "output" for user in node.users)
+        if len(viewed) == 1 and viewed[0] in early and (is_view(node) or is_returned):
             moved.setdefault(viewed[0], []).append(node)
             early.add(node)
 

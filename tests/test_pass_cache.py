@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from inductor_passes.order import OverlapPolicy
 from inductor_passes.passes import ImposeOrder
-from simplefsdp import backend, compilation, simple_fsdp
+from simplefsdp import backend, cache_key, simple_fsdp
 from simplefsdp.options import parse_options
 
 WIDTH = 8
@@ -126,18 +126,18 @@ def test_adjusted_settings_miss(fake_mesh):
 def test_options_have_ids_of_their_own():
     specs = backend.pass_settings(parse_options(MANUAL), [], CPU)
     uuids = {
-        compilation.identity(backend.pass_settings(parse_options({**MANUAL, **other}), [], CPU))
+        cache_key.identity(backend.pass_settings(parse_options({**MANUAL, **other}), [], CPU))
         for other in OTHERS
         if "buckets" not in other
     }
-    assert len(uuids) == len(OTHERS) - 1 and compilation.identity(specs) not in uuids
+    assert len(uuids) == len(OTHERS) - 1 and cache_key.identity(specs) not in uuids
 
 
 def test_sources_are_part_of_the_id(monkeypatch):
     settings = backend.pass_settings(parse_options(MANUAL), [], CPU)
-    before = compilation.identity(settings)
-    monkeypatch.setattr(compilation, "sources", lambda: "others")
-    assert compilation.identity(settings) != before
+    before = cache_key.identity(settings)
+    monkeypatch.setattr(cache_key, "sources", lambda: "others")
+    assert cache_key.identity(settings) != before
 
 
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])

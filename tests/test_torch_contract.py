@@ -664,3 +664,27 @@ def test_readers_and_planners_of_checkpoints_have_the_methods_that_we_replace(tm
     info = checkpoints.storage_info("name", 1, 2, ["zstd"])
     assert (info.relative_path, info.offset, info.length) == ("name", 1, 2)
     assert info.transform_descriptors == ["zstd"]
+
+
+def test_the_joint_graph_can_be_cut_by_us():
+    """Settings that make Inductor call us around the cut; where they are missing, it is torch's."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+    settings = {"joint_custom_pre_pass", "joint_custom_post_pass", "custom_partitioner_fn"}
+    assert settings <= config.get_config_copy().keys() and _torch.can_cut()
+    assert issubclass(CustomPartitionerFn, object) and issubclass(CustomGraphPass, object)
+    names = parameters_of(min_cut_rematerialization_partition)
+    assert {"num_fwd_outputs", "static_lifetime_input_indices", "compiler"} <= names
+
+
+def test_fake_tensors_are_made_again_outside_of_modes():
+    """In a dispatch mode, each call on a fake tensor takes milliseconds."""
+    with FakeTensorMode() as mode:
+        tensor = torch.empty(4, 6)[:, 1:3]
+        again = tensors.fake_again(tensor, None)
+    assert again.fake_mode is mode and again.device == tensor.device
+    assert (again.shape, again.stride()) == (tensor.shape, tensor.stride())
+    assert tensors.storage_of(again) != tensors.storage_of(tensor)
+    assert tensors.storage_of(tensors.fake_again(tensor, again)) == tensors.storage_of(again)

@@ -17,6 +17,7 @@ from simplefsdp._torch.backends import (
     graphs_of,
     hash_of_files,
 )
+from simplefsdp._torch.cut import Cut, can_cut
 from simplefsdp._torch.dynamo import (
     CodePlace,
     GraphBreak,
@@ -63,6 +64,7 @@ from simplefsdp._torch.tensors import (
     is_to_empty,
     local_of,
     local_tensor,
+    order_of_saved,
     reduces_in_param_dtype,
     storage_of,
     storage_use_count,
@@ -73,6 +75,7 @@ from simplefsdp._torch.whole_modules import compile_modules_of_torch_too, is_com
 __all__ = [
     "CodePlace",
     "CompiledFunction",
+    "Cut",
     "DTensorOp",
     "GradDtype",
     "GraphBreak",
@@ -85,6 +88,7 @@ __all__ = [
     "assigns_data",
     "backward_nodes",
     "breaks_the_graph",
+    "can_cut",
     "cast_floating_point",
     "compile_modules_of_torch_too",
     "compile_with_aot_eager",
@@ -116,6 +120,7 @@ __all__ = [
     "local_tensor",
     "module_path",
     "no_torch_function",
+    "order_of_saved",
     "place_being_compiled",
     "place_called",
     "reduces_in_param_dtype",

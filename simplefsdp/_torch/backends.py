@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
 from inductor_passes._torch_lowering import reuse_at_once
+from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
 from simplefsdp._torch.padding import padding_without_benchmarks
 
 CompiledFunction = Callable[..., Any]
@@ -47,6 +48,7 @@ def compile_with_inductor(
     lowering: Callable[[], AbstractContextManager[None]],
     cudagraphs: bool,
     compiled: Callable[[bool], None] = lambda is_backward: None,
+    cut: Cut | None = None,
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
 
@@ -60,6 +62,7 @@ def compile_with_inductor(
         lowering: makes a context that each graph is lowered in.
         cudagraphs: capture each graph; if not, as the user's setting of Inductor says.
         compiled: called when there is the code of a graph, with whether it is the backward.
+        cut: the joint graph, see there; only if :func:`can_cut`.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -87,6 +90,9 @@ def compile_with_inductor(
         patches |= _scheduler_patches(scheduler)
     if cudagraphs:
         patches |= {"triton.cudagraphs": True}
+    if cut is not None:
+        patches |= _after_the_users("joint_custom_pre_pass", cut.before, uuid)
+        patches |= partitioner(cut, uuid)
     known = config.get_config_copy()
     patches = {key: value for key, value in patches.items() if key in known}
     users = {key: getattr(config, key) for key in patches}
@@ -219,6 +225,7 @@ def compile_with_aot_eager(
     graph_pass: GraphPass | None,
     compiled: Callable[[bool], None] = lambda is_backward: None,
     decompose: bool = False,
+    cut: Cut | None = None,
 ) -> CompiledFunction:
     """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
 
@@ -241,7 +248,11 @@ def compile_with_aot_eager(
         return compile_graph
 
     def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        if cut is not None:
+            cut.before(joint.graph)
         joint_pass(joint.graph)
+        if cut is not None:
+            return cut_in_two(cut, joint, inputs, **kwargs)
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     decompositions: dict[Any, Any] = {}

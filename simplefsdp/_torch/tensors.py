@@ -11,6 +11,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.fx import Node
 
 
 def tree_map_only(kind: type[Any], function: Callable[[Any], Any], value: Any) -> Any:
@@ -54,6 +55,13 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
+def order_of_saved(node: Node) -> int:
+    """Where AOTAutograd wants what a forward graph saves for backward: 0 first."""
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return 2
+    return int(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
 def storage_of(value: object) -> int | None:
     """What tells a fake tensor's storage from others; None for anything else."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -64,13 +72,16 @@ def storage_of(value: object) -> int | None:
 def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:
     """A fake tensor like ``tensor``, on the storage of ``owner``, or on one of its own."""
     from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._mode_utils import no_dispatch
 
-    nbytes = tensor.untyped_storage().nbytes()
-    storage = torch.UntypedStorage(nbytes, device="meta")
-    if owner is not None:
-        storage = owner.untyped_storage()
-    meta = torch.empty(0, dtype=tensor.dtype, device="meta")
-    meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    with no_dispatch():  # which would make each of these calls on fake tensors, in milliseconds
+        if owner is not None:
+            storage = owner.untyped_storage()
+        else:
+            storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        meta.set_(storage, *place)  # type: ignore[call-overload]
     return FakeTensor(tensor.fake_mode, meta, tensor.device)
 
 

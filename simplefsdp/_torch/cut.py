@@ -1,0 +1,63 @@
+"""How a joint graph is cut into forward and backward, with changes of ours around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.fx import Graph, GraphModule
+
+
+class Cut(NamedTuple):
+    """What to do to a joint graph before and after it is cut into forward and backward.
+
+    Attributes:
+        before: mutates the joint graph before anything else does.
+        after: makes the two graphs anew, of them and of the number of the forward's outputs that
+            are not for backward.
+        kept: of the joint graph's inputs, the places of those that it has between the two.
+    """
+
+    before: Callable[[Graph], None]
+    after: Callable[[GraphModule, GraphModule, int], tuple[GraphModule, GraphModule]]
+    kept: Callable[[], Sequence[int]]
+
+
+def can_cut() -> bool:
+    """Whether nobody else wants to see the joint graph, and this torch lets us cut it."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    settings = ("joint_custom_pre_pass", "joint_custom_post_pass", "custom_partitioner_fn")
+    known = config.get_config_copy()
+    if functorch_config.joint_custom_pass is not None or not all(n in known for n in settings):
+        return False
+    return all(known[name] in (None, []) for name in settings)
+
+
+def partitioner(cut: Cut, identity: Callable[[], str]) -> dict[str, Any]:
+    """The setting that has Inductor cut by :func:`cut_in_two`, which its caches can key on."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class _Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return cut_in_two(cut, gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> Any:
+            return identity()
+
+    return {"custom_partitioner_fn": _Partitioner()}
+
+
+def cut_in_two(cut: Cut, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+    """What torch's own partitioner gives, changed as ``cut`` says; arguments as that one's."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    static = kwargs.pop("static_lifetime_input_indices", None)
+    if static is not None:
+        known = set(static)
+        static = [i for i, place in enumerate(cut.kept()) if place in known]
+    forward, backward = min_cut_rematerialization_partition(
+        joint, joint_inputs, static_lifetime_input_indices=static, **kwargs
+    )
+    return cut.after(forward, backward, kwargs["num_fwd_outputs"])

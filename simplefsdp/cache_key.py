@@ -1,0 +1,23 @@
+"""What tells our passes apart in Inductor's cache: their sources and settings."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import inductor_passes
+from inductor_passes.rehearsal import Settings
+from simplefsdp import _torch
+
+
+def identity(settings: Settings | None) -> str:
+    """The passes' identity for Inductor's cache: their sources, all of them, and settings."""
+    return hashlib.sha256(f"{sources()}{settings!r}".encode()).hexdigest()
+
+
+@functools.cache
+def sources() -> str:
+    """A hash of the sources of this package and of the passes."""
+    packages = [Path(__file__).parent, Path(inductor_passes.__file__).parent]
+    return _torch.hash_of_files(sorted(str(f) for path in packages for f in path.rglob("*.py")))

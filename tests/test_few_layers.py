@@ -1,0 +1,277 @@
+"""Layers that are alike are traced once, where they are: what is computed stays the same."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
+
+from simplefsdp import lengthen, shorten, simple_fsdp
+from simplefsdp.observers import observing
+
+DIM, DEPTH = 8, 9
+LEFT_OUT = DEPTH - shorten.HEAD - 1 - shorten.TAIL
+
+
+class Layer(nn.Module):
+    """A layer as most are, with an input that all share and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM, bias=False)
+        self.register_buffer("scale", torch.rand(()))
+
+    def forward(self, x, mask):
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * mask * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = DEPTH, layer: type[nn.Module] = Layer) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
+        self.layers = nn.ModuleList(layer() for _ in range(depth))
+
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x)
+
+
+class Checkpointed(Layer):
+    def forward(self, x, mask):
+        return checkpoint(super().forward, x, mask, use_reentrant=False)
+
+
+class TwoAtATime(Layer):
+    """Two tensors go from layer to layer."""
+
+    def forward(self, x, mask):
+        x, rest = x if isinstance(x, tuple) else (x, x * 2)
+        return super().forward(rest, mask), x * self.scale
+
+
+class EndsTwo(Model):
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x[0] + x[1])
+
+
+class Adds(Layer):
+    """What was made before is written to."""
+
+    def forward(self, x, mask):
+        return super().forward(x.mul_(0.9), mask)
+
+
+class Normed(Layer):
+    """A buffer of the layer is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, x, mask):
+        return super().forward(self.batch_norm(x), mask)
+
+
+class NoCount(Normed):
+    """Nothing tells that buffers are written to, but what forward returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm.num_batches_tracked = None
+        self.batch_norm.momentum = 0.1
+
+
+class Drops(Layer):
+    def forward(self, x, mask):
+        return F.dropout(super().forward(x, mask), 0.5)
+
+
+class ReturnsAll(Model):
+    def forward(self, x):
+        x, mask, seen = self.embed(x), x.gt(0.5), []
+        for layer in self.layers:
+            x = layer(x, mask)
+            seen.append(x.sum())
+        return self.head(x) + torch.stack(seen).sum()
+
+
+def another(model: Model) -> Model:
+    model.layers[4] = TwoTimes()
+    return model
+
+
+class TwoTimes(Layer):
+    def forward(self, x, mask):
+        return 2 * super().forward(x, mask)
+
+
+def adapters(model: Model) -> Model:
+    """As adapters are trained: of the layers one matrix each, and nothing ahead of them."""
+    model.embed.requires_grad_(False)
+    for layer in model.layers:
+        layer.norm.requires_grad_(False)
+        layer.up.requires_grad_(False)
+    return model
+
+
+def frozen(model: Model) -> Model:
+    model.embed.requires_grad_(False)
+    model.layers.requires_grad_(False)
+    return model
+
+
+def tied(model: Model) -> Model:
+    for layer in model.layers:
+        layer.down.weight = model.layers[0].down.weight
+    return model
+
+
+# What a model is, and how many of its layers are left out.
+CASES = {
+    "plain": (Model, LEFT_OUT),
+    "checkpointed": (lambda: Model(layer=Checkpointed), LEFT_OUT),
+    "two tensors": (lambda: EndsTwo(layer=TwoAtATime), 0),
+    "adapters": (lambda: adapters(Model()), 0),
+    "frozen": (lambda: frozen(Model()), 0),
+    "in place": (lambda: Model(layer=Adds), 0),
+    "written buffers": (lambda: Model(layer=Normed), 0),
+    "buffers without count": (lambda: Model(layer=NoCount), 0),
+    "dropout": (lambda: Model(layer=Drops), LEFT_OUT),
+    "each is returned": (ReturnsAll, 0),
+    "one is another": (lambda: another(Model(depth=10)), 0),
+    "tied": (lambda: tied(Model()), 0),
+    "few": (lambda: Model(depth=DEPTH - LEFT_OUT + 1), 0),
+}
+
+
+def step(model: nn.Module, x: torch.Tensor, **options: object) -> dict[str, torch.Tensor]:
+    """Two steps' losses, gradients and buffers."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    options = {"executor": "aot_eager", "bucketing": "manual", **options}
+    compiled = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
+    losses = [compiled(x).square().sum() for _ in range(2)]
+    torch.stack(losses).sum().backward()
+    grads = {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
+    return {"losses": torch.stack(losses).detach(), **grads, **dict(model.named_buffers())}
+
+
+def left_out(text: str) -> int:
+    found = re.search(r"(\d+) layers were not traced", text)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_computes_what_all_layers_do(solo_mesh, monkeypatch, caplog, case):
+    make, expected = CASES[case]
+    plain, x = make(), torch.rand(4, DIM)
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    few = step(simple_fsdp(copy.deepcopy(plain), solo_mesh), x)
+    assert left_out(caplog.text) == expected
+    monkeypatch.setattr(shorten, "LEAST", 1 << 20)
+    caplog.clear()
+    all_ = step(simple_fsdp(copy.deepcopy(plain), solo_mesh), x)
+    assert not left_out(caplog.text)
+    assert few.keys() == all_.keys()
+    for name, value in all_.items():
+        torch.testing.assert_close(few[name], value, rtol=0, atol=0, msg=name)
+
+
+def on_ranks(rows: int, executor: str) -> tuple[list[str], bool]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, results = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    lengthened, original = [], lengthen.lengthen
+
+    def counted(*args):
+        graphs = original(*args)
+        lengthened.append(args)
+        return graphs
+
+    for least in (shorten.LEAST, 1 << 20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shorten, "LEAST", least)
+            patch.setattr(lengthen, "lengthen", counted)
+            torch.manual_seed(0)
+            model = Model()
+            wrapped = simple_fsdp(model, mesh)
+            results.append(step(wrapped, torch.rand(rows, DIM), executor=executor))
+    few, all_ = results
+    assert few.keys() == all_.keys() and len(lengthened) == 1
+    return [n for n in all_ if not torch.equal(few[n], all_[n])]
+
+
+@pytest.mark.ranks
+def test_on_ranks_that_hold_different_shards(pools):
+    """Of 8 rows the third of three ranks has 2, and each other one 3."""
+    assert pools(3).run(on_ranks, 4, "aot_eager") == [[]] * 3
+
+
+@pytest.mark.ranks
+@pytest.mark.inductor
+@pytest.mark.parametrize("executor", ["inductor", "regions"])
+def test_generated_code_on_ranks(pools, executor):
+    assert pools(2).run(on_ranks, 4, executor) == [[]] * 2
+
+
+def test_each_layer_keeps_its_names(fake_mesh, caplog):
+    seen: list[object] = []
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    with observing(seen.append):
+        step(simple_fsdp(Model(), fake_mesh(4)), torch.rand(4, DIM))
+    assert left_out(caplog.text) == LEFT_OUT
+    for graph in seen:
+        program = graph.rehearsal.reading.program
+        kind = "gather" if graph.part == "forward" else "reduce"
+        starts = [op.collective for _, op in program.starts()]
+        sent = [fqn for start in starts if start.kind == kind for fqn in start.fqns]
+        assert sorted(sent) == sorted(dict(Model().named_parameters()))
+
+
+def test_a_graph_that_turns_out_otherwise_is_traced_whole(solo_mesh, monkeypatch, caplog):
+    def refuse(graph: Graph, short: object) -> None:
+        raise lengthen.NotAlikeError("layers: they differ")
+
+    monkeypatch.setattr(lengthen, "take_out", refuse)
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    for executor in ("aot_eager", "regions"):
+        step(simple_fsdp(Model(), solo_mesh), torch.rand(4, DIM), executor=executor)
+    assert caplog.text.count("all layers are traced, since they differ") == 2
+
+
+def test_a_users_pass_sees_the_whole_joint_graph(solo_mesh, caplog):
+    from torch._inductor import config
+
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    sizes: list[int] = []
+
+    class Counts(config_pass()):
+        def __call__(self, graph: Graph) -> None:
+            sizes.append(len(graph.nodes))
+
+        def uuid(self) -> str:
+            return "counts"
+
+    with config.patch(joint_custom_pre_pass=Counts()):
+        step(simple_fsdp(Model(), solo_mesh), torch.rand(4, DIM), executor="regions")
+    assert sizes and not left_out(caplog.text)
+
+
+def config_pass() -> type:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
