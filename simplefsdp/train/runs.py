@@ -211,7 +211,8 @@ def read_trainer_state(checkpoint: Path) -> TrainerState | None:
         state = None if written_by > _FORMAT else _trainer_state(saved)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"{path} is damaged ({error}); remove {checkpoint} to resume from an earlier checkpoint"
+            f"{path} is damaged ({error}); copy it again, or move {checkpoint} elsewhere and use "
+            "an earlier checkpoint"
         ) from error
     if state is None:
         raise ValueError(f"{path} was written by a later simplefsdp; upgrade to read it")
