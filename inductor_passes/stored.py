@@ -15,7 +15,7 @@ Known to be off: kernels are taken to run where their loops stand in the program
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from inductor_passes.fusion import Kernels, Loop
@@ -193,17 +193,24 @@ def _written_over(
     over: dict[str, str] = {}
     for group in members.values():
         made, read = _made_and_read(program, group)
-        free: defaultdict[Hashable, deque[str]] = defaultdict(deque)
-        for storage in read:
-            if storage not in taken and last[storage] <= ends[group[0]]:
-                free[_room(program, storage)].append(storage)
-        for i, storage in made:
-            fitting = free[_room(program, storage)]
-            if loops[program.ops[i].name].elementwise and storage not in gone and fitting:
-                spare = fitting.popleft()
-                over[storage] = over.get(spare, spare)
-                taken.add(spare)
+        dead = [s for s in read if s not in taken and last[s] <= ends[group[0]]]
+        new = [s for i, s in made if loops[program.ops[i].name].elementwise and s not in gone]
+        for storage, spare in _fitting(program, new, dead):
+            over[storage] = over.get(spare, spare)
+            taken.add(spare)
     return over
+
+
+def _fitting(
+    program: Program, new: Iterable[str], dead: Iterable[str]
+) -> Iterator[tuple[str, str]]:
+    """New storages, each with the first of the dead ones that has its room and no other has."""
+    free: defaultdict[Hashable, deque[str]] = defaultdict(deque)
+    for storage in dead:
+        free[_room(program, storage)].append(storage)
+    for storage in new:
+        if fitting := free[_room(program, storage)]:
+            yield storage, fitting.popleft()
 
 
 def _made_and_read(

@@ -61,7 +61,7 @@ def test_what_ops_touch_is_not_told_once_for_each_wait_of_a_bucket():
 
 
 def one_kernel(n: int) -> int:
-    """Loops that share a kernel, for they all read ``x``: each may write over what it alone reads."""
+    """Loops that share a kernel, for all read ``x``; each may write over what it alone reads."""
     lines = ["input x: 64", *(f"compute mm{i}(x) -> m{i}: 64" for i in range(n))]
     lines += [f"compute f{i}(x, m{i}) -> y{i}: 64\noutput y{i}" for i in range(n)]
     program, loop = parse("\n".join(lines)), Loop(8, 8, elementwise=True)
