@@ -43,6 +43,8 @@ TORCHRUN = (
     "--rdzv-conf last_call_timeout=5,keep_alive_interval=1,is_host={is_host}"
 )
 RATE_MBIT = 10_000
+# A text that stays as it is: a folder of this repository has results, which each trial writes anew.
+DATA = argparse.__file__
 NOISE = 1e-3  # of a loss: on another number of ranks, gradients are added up in another order
 
 
@@ -53,7 +55,7 @@ class Machine:
         self.log = folder / f"machine{index}.log"
         torchrun = TORCHRUN.format(port=port, is_host=int(index == 0))
         torchrun += f" --local-addr {ADDRESSES[index]}"
-        train = f"-m simplefsdp train {TRAIN} --data {Path(__file__).parent} --out {folder / 'run'}"
+        train = f"-m simplefsdp train {TRAIN} --data {DATA} --out {folder / 'run'}"
         prefix = ["ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run"]
         environment = {
             "PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}",

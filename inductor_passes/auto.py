@@ -39,6 +39,7 @@ NEAR = 1.01
 # Nor beyond this, if compute hardly ever stands still. What is left is then what compute loses
 # beside transfers; the bound takes them for one transfer, which no memory holds.
 HIDDEN = 1.02
+TRIES = 3  # where nothing fits, each in less room
 
 
 def plan_auto(
@@ -180,9 +181,26 @@ def _search(
         search = (len(chain.events), room, at_uses and bool(chain.gathers and chain.reduces))
         if search not in made:
             made.add(search)
-            wire = TransferTimes(chain, found.cost)
-            for schedule in _promising(Search(chain, wire, room, limits, at_uses).run()):
-                found.add(buckets_of(schedule, chain, fqns))
+            _add_searched(found, chain, room, fqns, limits, at_uses=at_uses)
+    room, least_nbytes = found.budget_nbytes, min(plan.peak_nbytes for plan in found.plans)
+    for _ in range(TRIES if not found.fitting else 0):
+        # A schedule may take more than its search saw: leave room for that.
+        room -= least_nbytes - found.budget_nbytes
+        _add_searched(found, coarsen(fine, units, room), room, fqns, limits, at_uses=True)
+
+
+def _add_searched(
+    found: _Found,
+    chain: Chain,
+    room: float,
+    fqns: Sequence[str],
+    limits: SearchLimits,
+    *,
+    at_uses: bool,
+) -> None:
+    wire = TransferTimes(chain, found.cost)
+    for schedule in _promising(Search(chain, wire, room, limits, at_uses).run()):
+        found.add(buckets_of(schedule, chain, fqns))
 
 
 def simplest(plans: Sequence[Plan], manual: Plan) -> Plan:

@@ -14,8 +14,8 @@ Known to be off: kernels are taken to run where their loops stand in the program
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections import defaultdict, deque
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from inductor_passes.fusion import Kernels, Loop
@@ -190,27 +190,41 @@ def _written_over(
     left = {*program.outputs, *program.inputs, *program.resident} - {*spent}
     left |= {name for _, op in program.starts() for name in op.writes}
     taken = program.storages(left) | {*gone}
-    size, itemsize = program.storage_nbytes, {n: b.itemsize for n, b in program.buffers.items()}
     over: dict[str, str] = {}
     for group in members.values():
-        for i, read, made in _pairs(program, group):
-            fits = itemsize[read] == itemsize[made] and _same(size[read], size[made])
-            free = read not in taken and made not in over and made not in gone
-            if loops[program.ops[i].name].elementwise and fits and free and last[read] <= ends[i]:
-                over[made] = over.get(read, read)
-                taken.add(read)
+        made, read = _made_and_read(program, group)
+        dead = [s for s in read if s not in taken and last[s] <= ends[group[0]]]
+        new = [s for i, s in made if loops[program.ops[i].name].elementwise and s not in gone]
+        for storage, spare in _fitting(program, new, dead):
+            over[storage] = over.get(spare, spare)
+            taken.add(spare)
     return over
 
 
-def _pairs(program: Program, group: list[int]) -> list[tuple[int, str, str]]:
-    """Of ops that share a kernel: each, a storage that the kernel reads, and one that it makes."""
+def _fitting(
+    program: Program, new: Iterable[str], dead: Iterable[str]
+) -> Iterator[tuple[str, str]]:
+    """New storages, each with the first of the dead ones that has its room and no other has."""
+    free: defaultdict[Hashable, deque[str]] = defaultdict(deque)
+    for storage in dead:
+        free[_room(program, storage)].append(storage)
+    for storage in new:
+        if fitting := free[_room(program, storage)]:
+            yield storage, fitting.popleft()
+
+
+def _made_and_read(
+    program: Program, group: Sequence[int]
+) -> tuple[list[tuple[int, str]], list[str]]:
+    """Of ops that share a kernel: each with a storage that it makes; and what the kernel reads."""
     made = [(i, storage) for i in group for storage in sorted(program.first_written(i))]
     own = {storage for _, storage in made}
     where = program.buffers
-    reads = dict.fromkeys(where[n].storage for i in group for n in program.ops[i].reads)
-    return [(i, read, storage) for i, storage in made for read in reads if read not in own]
+    read = dict.fromkeys(where[n].storage for i in group for n in program.ops[i].reads)
+    return made, [storage for storage in read if storage not in own]
 
 
-def _same(one: int, other: int) -> bool:
-    """Whether two sizes are equal whatever is open; nothing is noted."""
-    return int(one) == int(other) and formula_of(one) == formula_of(other)
+def _room(program: Program, storage: str) -> Hashable:
+    """Equal for storages of one size, whatever is open, and element; nothing is noted."""
+    nbytes = program.storage_nbytes[storage]
+    return program.buffers[storage].itemsize, int(nbytes), formula_of(nbytes)

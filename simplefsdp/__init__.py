@@ -32,6 +32,7 @@ What is named here is imported when it is asked for, as the command line needs n
 """
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from simplefsdp.cache_folder import leave_cache_folder_that_cannot_be_written
@@ -81,11 +82,13 @@ _MODULE_OF = {
 if not TYPE_CHECKING:  # a type checker would believe that there is every name
 
     def __getattr__(name: str) -> Any:
-        """A public name, when somebody asks for it, and from then on a global one."""
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        return globals().setdefault(name, value)
+        """A public name or file, when somebody asks for it, and from then on a global one."""
+        if name in _MODULE_OF:
+            value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+            return globals().setdefault(name, value)
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,7 @@ from simplefsdp import _torch, breaks, living, rank_guard, uninitialised
 from simplefsdp.accumulation import noting_backwards
 from simplefsdp.after_wrap import stands_for_shard
 from simplefsdp.cache_key import sources
-from simplefsdp.compilation import compile_with_passes, say
+from simplefsdp.compilation import compile_with_passes
 from simplefsdp.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.errors import told_plainly
 from simplefsdp.gather import GatherSpec
@@ -32,6 +32,7 @@ from simplefsdp.kept import refreshing
 from simplefsdp.living import known_fqns, models_of
 from simplefsdp.local_inputs import compile_with_local_inputs
 from simplefsdp.options import Options, parse_options
+from simplefsdp.rank_logging import say
 from simplefsdp.reshard import decide_resharding
 
 log = logging.getLogger("simplefsdp")

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
 from inductor_passes import fx, regional
@@ -39,6 +38,7 @@ from simplefsdp.options import Options
 from simplefsdp.plans import Chosen, is_users, plan_for_all
 from simplefsdp.provenance import carried_fqn, reduced_fqn
 from simplefsdp.rank_guard import RankMismatchError
+from simplefsdp.rank_logging import level, say
 from simplefsdp.recompute import tag_for_recompute
 from simplefsdp.size_limits import SizeLimits, describe_range
 
@@ -294,7 +294,7 @@ def _tell(
     gm: GraphModule, part: str, found: Rehearsal | Exception, compilation: Compilation
 ) -> tuple[SizeRange, ...]:
     """Log what a graph communicates, what the passes make of it, and within which sizes."""
-    settings, timed = compilation.settings, log.isEnabledFor(_level())
+    settings, timed = compilation.settings, log.isEnabledFor(level())
     ranges: tuple[SizeRange, ...] = ()
 
     def communicates() -> str:
@@ -329,13 +329,3 @@ def _harmless(part: str, describe_it: Callable[[], Any]) -> Any:
     except Exception as error:
         log.warning("%s graph: the log cannot describe all of it: %r", part, error)
         return None
-
-
-def say(message: str, *args: object) -> None:
-    """Log for all ranks: rank 0 at INFO, the others at DEBUG."""
-    log.log(_level(), message, *args)
-
-
-def _level() -> int:
-    speaks = not dist.is_initialized() or dist.get_rank() == 0
-    return logging.INFO if speaks else logging.DEBUG

@@ -17,6 +17,7 @@ from inductor_passes.presets import preset
 from inductor_passes.rehearsal import Rehearsal, Settings, no_garbage_collection, room_nbytes
 from inductor_passes.roofline import cluster_of, device_of
 from inductor_passes.size_range import ENDLESS, OpenPlan, SizeRange, SizeSpan, open_plan, range_of
+from simplefsdp.rank_logging import level
 
 log = logging.getLogger("simplefsdp")
 
@@ -143,9 +144,9 @@ class _Planned:
         at = [(found, sizes[str(found.size.symbol)]) for found in self.ranges]
         if not self.plan.is_known(**sizes):
             larger = any(size > found.size.hint for found, size in at)
-            level = logging.WARNING if larger else logging.INFO
+            at_level = logging.WARNING if larger else level()
             text = f"nothing is predicted of it; for a plan, {_RESET}, and compile it first"
-            self._once("unknown", at, text, level)
+            self._once("unknown", at, text, at_level)
         elif self._takes_more(sizes, at):
             nbytes = self.plan.peak_nbytes(**sizes)
             text = _of_memory(nbytes, self.room_nbytes, self.is_users)
@@ -161,7 +162,7 @@ class _Planned:
                     f"its step is predicted to take more than {found.factor:.3g} times its lower "
                     f"bound; to plan for such sizes, {_RESET}, and compile one of them first"
                 )
-                self._once(f"{found.size.name} {size > near.most}", at, text, logging.INFO)
+                self._once(f"{found.size.name} {size > near.most}", at, text, level())
 
     def _takes_more(self, sizes: Mapping[str, int], at: Sequence[tuple[SizeRange, int]]) -> bool:
         if len(at) == 1:  # else each range is of one size, with the others as they were
@@ -175,12 +176,12 @@ class _Planned:
         side: str,
         at: Sequence[tuple[SizeRange, int]],
         text: str,
-        level: int = logging.WARNING,
+        at_level: int = logging.WARNING,
     ) -> None:
         if side not in self._told:
             self._told.add(side)
             now = ", ".join(f"{one.size.name} = {one.size.hint}, now {size}" for one, size in at)
-            log.log(level, "%s graph: compiled at %s: %s", self.part, now, text)
+            log.log(at_level, "%s graph: compiled at %s: %s", self.part, now, text)
 
 
 def _tell_if_static(part: str, rehearsal: Rehearsal, budget_nbytes: int | None) -> None:

@@ -264,3 +264,10 @@ def test_all_public_names_are_there_when_asked_for() -> None:
     assert simplefsdp.unsharded is simplefsdp.full_parameters.unsharded
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = simplefsdp.nothing
+
+
+@pytest.mark.parametrize("asked", ["rank_guard.RankMismatchError", "models.Llama", "options"])
+def test_a_file_is_there_when_asked_for(asked: str) -> None:
+    """Once all of them were, as the package imported them."""
+    code = f"import simplefsdp; simplefsdp.{asked}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -241,7 +241,7 @@ def test_a_damaged_shard_is_told_in_one_line(
     shard.write_bytes(data)
     said = said_by(capsys, *COMMANDS["export"])
     assert "__0_0.distcp cannot be read: it is damaged" in said
-    assert "remove that folder to resume" in said
+    assert "move that folder elsewhere" in said
 
 
 def test_objects_of_a_library_s_checkpoint_run_no_code(

@@ -78,11 +78,15 @@ def test_what_does_not_fit_where_it_was_planned():
     )
 
 
-def test_near_the_bound_with_many_rows():
+def late_plan() -> tuple[OpenPlan, OpenSize]:
     """A wait before the compute costs much of few rows, and little of many."""
     plan, size = open_plan_of()
     late = plan.after.program.reorder(["full", "w_full", "y", "z"])
-    plan = replace(plan, after=replace(plan.after, program=late))
+    return replace(plan, after=replace(plan.after, program=late)), size
+
+
+def test_near_the_bound_with_many_rows():
+    plan, size = late_plan()
     found = range_of(plan, size, 1 << 62, timed=True)
     times = plan.times_bound()
     assert times > 1.05 and found.factor == pytest.approx(1.05 * times)
@@ -99,6 +103,19 @@ def test_the_range_ends_where_the_formulas_do():
         "L['x'].size()[0] is open (8 here): fits 1 GB from 4 to 19 (8.8e-05 GB at 19); nothing is "
         "predicted of it but from 4 to 19"
     )
+
+
+@pytest.mark.parametrize(("rank", "level"), [(0, logging.INFO), (1, logging.DEBUG)])
+def test_a_call_far_from_its_bound_is_told_by_rank_0(rank, level, caplog, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    plan, size = late_plan()
+    found = range_of(plan, size, 10**12, timed=True)
+    planned = size_limits._Planned("forward", plan, (found,), 10**12, is_users=False)
+    with caplog.at_level(logging.DEBUG, "simplefsdp"):
+        planned.tell({"rows": 2})
+    (told,) = caplog.records
+    assert "times its lower bound" in told.getMessage() and told.levelno == level
 
 
 LASTS = {1: (1, 3, 7, 8), 7: (1, 7, 8), 8: (8,), 9: (8, 9, 99), 100: (8, 9, 15, 16, 17, 99, 100)}

@@ -123,6 +123,7 @@ def failure(rank: int, exitcode: int, message: str = "") -> ProcessFailure:
             "boom\nerror: rank 1 failed; what it printed: logs/1/stderr.log\n",
         ),
         ({0: failure(0, 2), 1: failure(1, -15)}, 2, ""),
+        ({0: failure(0, -15), 1: failure(1, 143)}, 143, ""),  # all stopped, as rank 0 has said
     ],
 )
 def test_the_failure_that_came_first_is_reported(

@@ -180,6 +180,14 @@ def test_a_run_folder_has_one_writer(tmp_path: Path) -> None:
     refused = pytest.raises(ValueError, match="another run is writing to")
     with runs.lock(run), refused, runs.lock(run):
         pass
+    for step in (None, 100):  # be there a checkpoint of the other run already, or not
+        if step:
+            checkpoint = runs.step_folder(run, step)
+            checkpoint.mkdir(parents=True)
+            for name in (".metadata", "trainer.json"):
+                (checkpoint / name).touch()
+        with runs.lock(run), refused:
+            runs.check_out(run, resumed=None)
     with runs.lock(run):
         pass
 

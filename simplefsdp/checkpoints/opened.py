@@ -21,7 +21,8 @@ from simplefsdp.checkpoints.verifying import (
     without_checksum,
 )
 
-REMEDY = "remove that folder to resume from an earlier checkpoint"
+# Nothing is to be removed: it may be the only copy, or what reads it is wrong.
+REMEDY = "copy it again, or move that folder elsewhere and use an earlier checkpoint"
 
 
 @dataclass(frozen=True)

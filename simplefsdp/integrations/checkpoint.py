@@ -173,8 +173,7 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> li
 def _opened(folder: Path | str) -> CheckpointFiles:
     if not Path(folder, METADATA).exists():
         raise ValueError(
-            f"checkpoint {folder} is not complete: it has no .metadata; remove it, and resume from "
-            "an earlier one"
+            f"checkpoint {folder} is not complete: it has no .metadata; resume from an earlier one"
         )
     return open_files(Path(folder))
 

@@ -139,8 +139,8 @@ def _report_failure(
             next_ = go_on()
         print("; ".join(filter(None, (said, next_))), file=sys.stderr)
         return 128 - failure.exitcode
-    # Rank 0 has already said why on this terminal.
-    if rank != 0:
+    # Rank 0 has already said why on this terminal, and where all stopped for a signal, that.
+    if rank != 0 and failure.exitcode < 128:
         print(_why(rank, failure, stderr_of), file=sys.stderr)
     return int(failure.exitcode)
 

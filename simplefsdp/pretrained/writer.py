@@ -27,7 +27,7 @@ _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 def check_new(folder: Path) -> None:
     """Raise ValueError unless ``folder`` is not there, or empty."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} already exists: choose another folder, or remove it first")
+        raise ValueError(f"{folder} already exists: choose another folder")
 
 
 def begin(folder: Path) -> Path:

@@ -59,6 +59,7 @@ def train(plan: RunPlan, rank: Rank) -> int:
             raise RunFailed(f"the last checkpoint was not saved: {save_error}")
         if session.stopped_by:
             session.display.say(f"stopped at step {session.step}; {_how_to_go_on(session)}")
+            dist.barrier()  # a launcher ends rank 0 as soon as another has left
             return 128 + session.stopped_by
         after = _evaluate(session)
         _summarise(session, reports, before, after)

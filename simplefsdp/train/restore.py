@@ -57,8 +57,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     found = Checkpoint(open_files(path), runs.read_trainer_state(path))
     if found.files.checksums is None and found.trainer and found.trainer.checksums:
         raise ValueError(
-            f"checkpoint {path} is damaged: {checksums.NAME} is missing; copy it again, "
-            f'{REMEDY}, or, to load it unverified, write "checksums": false into its trainer.json'
+            f"checkpoint {path} is damaged: {checksums.NAME} is missing; "
+            f'{REMEDY}; or, to load it unverified, write "checksums": false into its trainer.json'
         )
     return found
 

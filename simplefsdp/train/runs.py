@@ -14,11 +14,11 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from inductor_passes.json_file import MIB, read_json, typed
 from simplefsdp.checkpoints import checksums
@@ -164,6 +164,8 @@ def check_out(out: Path, resumed: Path | None) -> None:
     """Raise ValueError if training into ``out`` would mix two runs or overwrite checkpoints."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; give a folder")
+    with suppress(OSError), (out / _LOCK).open() as file:
+        _hold(out, file, alone=False)  # else its checkpoints may come while they are looked at
     existing = complete_checkpoints(out)
     if not existing:
         return
@@ -211,7 +213,8 @@ def read_trainer_state(checkpoint: Path) -> TrainerState | None:
         state = None if written_by > _FORMAT else _trainer_state(saved)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"{path} is damaged ({error}); remove {checkpoint} to resume from an earlier checkpoint"
+            f"{path} is damaged ({error}); copy it again, or move {checkpoint} elsewhere and use "
+            "an earlier checkpoint"
         ) from error
     if state is None:
         raise ValueError(f"{path} was written by a later simplefsdp; upgrade to read it")
@@ -248,14 +251,18 @@ def lock(run: Path) -> Iterator[None]:
     Raises:
         ValueError: another process holds it.
     """
-    import fcntl
-
     run.mkdir(parents=True, exist_ok=True)
     with (run / _LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another run is writing to {run}; wait for it, or give another --out"
-            ) from error
+        _hold(run, file, alone=True)
         yield
+
+
+def _hold(run: Path, file: TextIO, *, alone: bool) -> None:
+    import fcntl
+
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"another run is writing to {run}; wait for it, or give another --out"
+        ) from error

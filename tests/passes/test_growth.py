@@ -9,9 +9,12 @@ from typing import Any
 
 from layered import layered
 
+from inductor_passes.fusion import Loop
 from inductor_passes.merge import merge
 from inductor_passes.plan import evaluate
 from inductor_passes.program import Bucket, Program
+from inductor_passes.stored import as_stored
+from inductor_passes.text import parse
 
 
 def steps(work: Callable[[], object]) -> int:
@@ -55,3 +58,20 @@ def test_what_ops_touch_is_not_told_once_for_each_wait_of_a_bucket():
     program, _, _ = layered(0, 300, "backward")
     merged = merge(program, one_bucket(program))
     assert sum(map(len, merged.touched)) < 8 * len(merged.ops)
+
+
+def one_kernel(n: int) -> int:
+    """Loops that share a kernel, for all read ``x``; each may write over what it alone reads."""
+    lines = ["input x: 64", *(f"compute mm{i}(x) -> m{i}: 64" for i in range(n))]
+    lines += [f"compute f{i}(x, m{i}) -> y{i}: 64\noutput y{i}" for i in range(n)]
+    program, loop = parse("\n".join(lines)), Loop(8, 8, elementwise=True)
+    loops = {f"f{i}": loop for i in range(n)}
+    lowered = as_stored(program, loops)
+    assert [lowered.buffers[f"y{i}"].storage for i in range(n)] == [f"m{i}" for i in range(n)]
+    return steps(lambda: as_stored(program, loops))
+
+
+def test_what_is_written_over_is_found_at_once_in_a_kernel_of_many_loops():
+    """Each result was compared with all that the kernel reads."""
+    few, many = one_kernel(50), one_kernel(400)
+    assert many < 9 * few
