@@ -3,9 +3,11 @@
 Two gloo ranks train our debug model as the trainer does, at the largest batch that a device of
 ``--memory-gb`` is said to have room for, and at the next one; what their allocator holds at most
 is compared with what was predicted. The device is imagined: nothing stops a rank that takes more.
-``memory_gb`` lets nine tenths be used. Examples:
+``memory_gb`` lets nine tenths be used. Each row is written as soon as it is measured, in the place
+of an earlier one, so that a run may be cut, or done in parts. Examples:
 
     python benchmarks/fit.py
+    python benchmarks/fit.py --recomputed full --json benchmarks/results/fit.json
     python benchmarks/fit.py --recomputed full --seq-len 256 --memory-gb 0.2
 """
 
@@ -100,8 +102,8 @@ def device(memory_gb: float) -> Any:
     return replace(preset("cpu-gloo"), memory_gb=memory_gb)
 
 
-def serve(rank: int, folder: str, options: Options, trials: list[Trial]) -> None:
-    """One rank: all trials; rank 0 writes down what it held."""
+def serve(rank: int, folder: str, options: Options, trial: Trial) -> None:
+    """One rank: both batches; rank 0 writes down what it held."""
     import torch
     import torch.distributed as dist
 
@@ -109,14 +111,24 @@ def serve(rank: int, folder: str, options: Options, trials: list[Trial]) -> None
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
     )
-    measured = []
-    for trial in trials:
-        cluster = f"{folder}/{CLUSTER}"
-        measured.append([peak_nbytes(options, trial, batch, cluster) for batch in trial.batches])
-        if rank == 0:
-            print(f"{trial}: {measured[-1]}", flush=True)
-            Path(folder, MEASURED).write_text(json.dumps(measured))
+    cluster = f"{folder}/{CLUSTER}"
+    measured = [peak_nbytes(options, trial, batch, cluster) for batch in trial.batches]
+    if rank == 0:
+        Path(folder, MEASURED).write_text(json.dumps(measured))
     dist.destroy_process_group()
+
+
+def measured_of(options: Options, trial: Trial) -> tuple[int, int]:
+    """What rank 0 held with the two batches."""
+    import torch.multiprocessing as mp
+
+    from inductor_passes.cluster_file import save
+
+    with tempfile.TemporaryDirectory() as folder:
+        save(f"{folder}/{CLUSTER}", device(options.memory_gb))
+        mp.spawn(serve, (folder, options, trial), nprocs=RANKS)
+        largest, next_ = json.loads(Path(folder, MEASURED).read_text())
+    return largest, next_
 
 
 def peak_nbytes(options: Options, trial: Trial, batch: int, cluster: str) -> int:
@@ -165,6 +177,21 @@ def verdict(trial: Trial, measured: tuple[int, int]) -> dict[str, Any]:
     }
 
 
+def keep(path: Path, row: dict[str, Any]) -> None:
+    """Write a row, with where it was measured, in the place of an earlier one of the same way."""
+    import torch
+    from report import environment
+
+    there = json.loads(path.read_text())["trials"] if path.exists() else []
+    rows = {_way(old): old for old in there}
+    rows[_way(row)] = {**row, "environment": environment(torch.device("cpu"))}
+    path.write_text(json.dumps({"trials": [*rows.values()]}, indent=1) + "\n")
+
+
+def _way(row: dict[str, Any]) -> tuple[str, bool, str]:
+    return row["recomputed"], row["kept"], row["mixed_precision"]
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     """A row per trial."""
     from rich.console import Console
@@ -198,28 +225,19 @@ def main() -> None:
     """Predict, run, print, write."""
     import itertools
 
-    import torch
-    import torch.multiprocessing as mp
     import tyro
-    from report import environment
-
-    from inductor_passes.cluster_file import save
 
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     options = tyro.cli(Options, description=__doc__, config=config)
-    ways = itertools.product(options.recomputed, options.kept, options.mixed_precision)
-    trials = [trial_of(options, *way) for way in ways]
-    with tempfile.TemporaryDirectory() as folder:
-        save(f"{folder}/{CLUSTER}", device(options.memory_gb))
-        mp.spawn(serve, (folder, options, trials), nprocs=RANKS)
-        measured = json.loads(Path(folder, MEASURED).read_text())
-    rows = [verdict(trial, found) for trial, found in zip(trials, measured, strict=True)]
-    print_table(rows)
     path = options.json or (RESULTS if options == Options() else None)
-    if path is not None:
-        found = {"environment": environment(torch.device("cpu")), "trials": rows}
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"wrote {path}")
+    rows = []
+    for way in itertools.product(options.recomputed, options.kept, options.mixed_precision):
+        trial = trial_of(options, *way)
+        rows.append(verdict(trial, measured_of(options, trial)))
+        print_table(rows[-1:])
+        if path is not None:
+            keep(path, rows[-1])
+    print_table(rows)
 
 
 if __name__ == "__main__":

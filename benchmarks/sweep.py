@@ -1,9 +1,9 @@
-"""How long a sweep takes, and what it says beside figures that others published.
+"""How long a sweep takes.
 
     python benchmarks/sweep.py
 
-One trace of Llama 3 8B and one of 405B answer 1,000 cells in all, plans included, on H100 nodes;
-then Llama 3 8B on 8 H100, batch 1, 8,192 tokens, beside torchtitan's graph_trainer and FSDP2.
+One trace of Llama 3 8B and one of 405B answer 1,000 cells in all, plans included, on H100 nodes.
+(``benchmarks/published.py`` has what others measured beside what is predicted.)
 """
 
 from __future__ import annotations
@@ -21,24 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 from inductor_passes.presets import preset
-from simplefsdp.inspection.sweep_document import cell_row
 from simplefsdp.models.options import ActivationCheckpointing, ModelOptions, ParallelOptions
 from simplefsdp.sweep.cells import Cell
 from simplefsdp.sweep.models import swept_llama
 from simplefsdp.sweep.traces import CellSweep
 
 RESULTS = Path(__file__).parent / "results" / "sweep.json"
-GIB = 1 << 30
 RANKS = (8, 16, 32, 64, 128, 256)  # all parameters' rows divide among them
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 CELLS = 500
-# Llama 3 8B on 8 H100, 8,192 tokens: who, batch, what is recomputed, tokens/s of a GPU, peak GiB;
-# what FSDP2 recomputed there is not known. (torchtitan's and SimpleFSDP's own reports.)
-PUBLISHED: tuple[tuple[str, int, ActivationCheckpointing, float, float | None], ...] = (
-    ("torchtitan graph_trainer", 1, "selective", 7890, 52.4),
-    ("torchtitan graph_trainer", 1, "full", 7006, 32.1),
-    ("torchtitan, FSDP2 compiled", 2, "selective", 6667, None),
-)
 
 
 def sweep_of(name: str, recomputed: ActivationCheckpointing) -> CellSweep:
@@ -72,29 +63,6 @@ def timed(name: str, recomputed: ActivationCheckpointing, count: int) -> dict[st
     }
 
 
-def published() -> list[dict[str, Any]]:
-    """Each published figure, and what is predicted."""
-    rows = []
-    for who, batch, recomputed, tokens, gib in PUBLISHED:
-        sweep = sweep_of("8b", recomputed)
-        (step,) = sweep.steps([Cell(batch, 8192, 8)])
-        row = cell_row(sweep, step)
-        rows.append(
-            {
-                "who": who,
-                "batch": batch,
-                "recomputed": recomputed,
-                "published_tokens_per_s": tokens,
-                "predicted_tokens_per_s": row["tokens_per_second_per_rank"],
-                "tokens_ratio": row["tokens_per_second_per_rank"] / tokens,
-                "published_gib": gib,
-                "predicted_gib": step.peak_nbytes / GIB,
-                "memory_ratio": None if gib is None else step.peak_nbytes / GIB / gib,
-            }
-        )
-    return rows
-
-
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
@@ -111,13 +79,10 @@ def main() -> None:
     show("1,000 cells" if options.cells == CELLS else "cells", times)
     seconds = sum(row["trace_s"] + row["cells_s"] for row in times)
     print(f"in all {seconds:.1f} s")
-    beside = published()
-    show("Llama 3 8B on 8 H100, 8,192 tokens: predicted beside published", beside)
     found = {
         "environment": environment(torch.device("cpu")),
         "seconds": seconds,
         "times": times,
-        "published": beside,
     }
     options.out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"wrote {options.out}")

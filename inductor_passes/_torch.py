@@ -286,9 +286,9 @@ def scheduled_writes(snode: Any) -> tuple[str, ...]:
 
 
 def lowered_at(snode: Any) -> int:
-    """Place of a scheduler node before fusion, in the order of the graph; the last, if it is of
-    several."""
-    return int(snode.max_order)
+    """Place of a scheduler node before fusion, in the order of the graph; the first, if it is of
+    several: what that one reads is not to live until the last one's turn."""
+    return int(snode.min_order)
 
 
 def origins_of(snode: Any) -> list[Node]:

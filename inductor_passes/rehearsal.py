@@ -153,12 +153,19 @@ def rehearsed(
     """Merge the buckets that were chosen for a graph, and order its program."""
     plan = chosen if isinstance(chosen, Plan) else None
     buckets = chosen.buckets if isinstance(chosen, Plan) else chosen
-    after = merge(reading.program, buckets)
-    if settings.layout == "flat":
-        after = in_one_piece(after)
-    if settings.reorder:
-        after = after.reorder(overlap(after, settings.policy))
+    after = arranged(reading.program, buckets, settings)
     return Rehearsal(reading, in_names(reading.program, buckets), after, plan)
+
+
+def arranged(program: Program, buckets: Sequence[Bucket], settings: Settings | None) -> Program:
+    """``program`` with its buckets merged, as they travel, and in the order that is planned; with
+    no settings, nothing is moved."""
+    merged = merge(program, buckets)
+    if settings is None:
+        return merged
+    if settings.layout == "flat":
+        merged = in_one_piece(merged)
+    return merged.reorder(overlap(merged, settings.policy)) if settings.reorder else merged
 
 
 def as_planned(

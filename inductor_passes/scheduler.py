@@ -63,7 +63,7 @@ def write(reading: SchedulerReading, order: Sequence[str], count: int) -> list[A
 
 
 def lowered_at(reading: SchedulerReading) -> list[int]:
-    """Place of each op among all as they were lowered, before fusion; of fused ones, the last."""
+    """Place of each op among all as they were lowered, before fusion; of fused ones, the first."""
     return [_torch.lowered_at(reading.snodes[op.name][0]) for op in reading.program.ops]
 
 

@@ -20,10 +20,8 @@ from inductor_passes.cells import Formulas, SizedProgram, Symbols
 from inductor_passes.cluster import Cluster, ClusterCost, Work
 from inductor_passes.grid import OpenProgram, Peaks
 from inductor_passes.invariant import rank_invariant
-from inductor_passes.merge import merge
-from inductor_passes.order import overlap
 from inductor_passes.portable import in_program
-from inductor_passes.rehearsal import Rehearsal, Settings
+from inductor_passes.rehearsal import Rehearsal, Settings, arranged
 from inductor_passes.roofline import cost_of, fused_program
 from inductor_passes.simulate import simulate
 from inductor_passes.sizes import formula_of, noted
@@ -164,9 +162,7 @@ def open_plan(
     # That two sizes differ, they do everywhere but at a few sizes, where little changes.
     holds = {note for note in notes if not isinstance(note, sympy.Ne)}
     work = {n: w if shared.op_us.get(n) else _FREE for n, w in cost.work.items()}
-    ordered = merge(program, in_program(program, rehearsal.planned))
-    if settings is not None and settings.reorder:
-        ordered = ordered.reorder(overlap(ordered, settings.policy))
+    ordered = arranged(program, in_program(program, rehearsal.planned), settings)
     symbols = Symbols({str(size.symbol): (size.symbol,) for size in sizes})
     before, after = SizedProgram(program, symbols), SizedProgram(ordered, symbols)
     return OpenPlan(before, after, work, cost, tuple(sizes), frozenset(holds))

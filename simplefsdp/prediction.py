@@ -14,12 +14,10 @@ from torch.fx import Graph, GraphModule
 
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.cluster import Cluster, ClusterCost, Work
-from inductor_passes.merge import merge
-from inductor_passes.order import overlap
 from inductor_passes.passes import rehearse
 from inductor_passes.portable import in_program
 from inductor_passes.program import Program
-from inductor_passes.rehearsal import Rehearsal, Settings
+from inductor_passes.rehearsal import Rehearsal, Settings, arranged
 from inductor_passes.roofline import cost_of, fused_program
 from inductor_passes.simulate import Memory, Timeline, live_by_use, memory, simulate
 from simplefsdp import provenance
@@ -194,9 +192,7 @@ def predict_rehearsed(
     before = fused_program(rehearsal.reading)
     before = replace(before, resident=before.resident | set(before.inputs).intersection(shards))
     cost = cost_of(rehearsal.reading, cluster)
-    after = merge(before, in_program(before, rehearsal.planned))
-    if settings is not None and settings.reorder:
-        after = after.reorder(overlap(after, settings.policy))
+    after = arranged(before, in_program(before, rehearsal.planned), settings)
     predicted = predict_program(name, before, after, cost, pass_seconds)
     if rehearsal.plan is None or not rehearsal.plan.budget_nbytes:
         return predicted

@@ -17,6 +17,7 @@ from test_fx_adapter import copied
 from torch import nn
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Graph, Node
 
 import simplefsdp.compilation
@@ -94,18 +95,20 @@ class Compiled(NamedTuple):
         planned: events of the FX graphs after the pass.
         generated: events of the code, none if nothing was generated.
         before: what the pass was given.
-        products: names of the matrix products of each graph: as in the graph, as executed.
+        placed: names of the matrix products of each graph, and of sums over all rows (gradients
+            of norms): as in the graph, as executed.
     """
 
     log: list[str]
     planned: tuple[list[Event], list[Event]]
     generated: tuple[list[Event], ...]
     before: list[tuple[Graph, Settings]]
-    products: list[tuple[list[str], list[str]]]
+    placed: list[tuple[list[str], list[str]]]
 
 
-def is_product(node: Node) -> bool:
-    return node.target is torch.ops.aten.mm.default
+def is_placed(node: Node) -> bool:
+    over_rows = node.target is torch.ops.aten.sum.dim_IntList and node.args[1] == [0, 1]
+    return over_rows or node.target is torch.ops.aten.mm.default
 
 
 class Recorder:
@@ -115,7 +118,7 @@ class Recorder:
         self.before: list[tuple[Graph, Settings]] = []
         self.graphs: list[list[Event]] = []
         self.labels: list[dict[str, str]] = []
-        self.products: list[tuple[list[str], list[str]]] = []
+        self.placed: list[tuple[list[str], list[str]]] = []
         self.in_graph: list[str] = []
         self.impose_order = passes.ImposeOrder.__call__
         patch.setattr(simplefsdp.compilation, "bucket_and_reorder", self.graph_pass)
@@ -130,13 +133,14 @@ class Recorder:
         self.before.append((copied(graph), settings))
         passes.bucket_and_reorder(graph, settings, fqn_of, planned)
         self.graphs.append(events_of(fx.read(graph, fqn_of).program))
-        self.in_graph = [n.name for n in graph.nodes if is_product(n)]
+        self.in_graph = [n.name for n in graph.nodes if is_placed(n)]
 
     def order(self, impose_order, snodes):
         ordered = self.impose_order(impose_order, snodes)
         starts = scheduler.read(ordered, lambda node: None).program.starts()
-        executed = [n.name for snode in ordered for n in origins_of(snode) if is_product(n)]
-        self.products.append((self.in_graph, executed))
+        each = [part for snode in ordered for part in snode.get_nodes()]
+        executed = [n.name for part in each for n in origins_of(part) if is_placed(n)]
+        self.placed.append((self.in_graph, executed))
         self.labels.append({n: op.collective.bucket for _, op in starts for n in op.writes})
         return ordered
 
@@ -150,9 +154,10 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def llama(mesh) -> nn.Module:
+def llama(mesh, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
     torch.manual_seed(0)
-    return simple_fsdp(Llama(replace(CONFIGS["debug"], n_layers=len(LAYERS))), mesh)
+    model = Llama(replace(CONFIGS["debug"], n_layers=len(LAYERS)))
+    return simple_fsdp(model, mesh, mp_policy=policy)
 
 
 def step(run) -> None:
@@ -160,9 +165,9 @@ def step(run) -> None:
     F.cross_entropy(run(tokens).flatten(0, 1), tokens.flatten()).backward()
 
 
-def compile_step(mesh, **options) -> Compiled:
+def compile_step(mesh, policy: MixedPrecisionPolicy | None = None, **options) -> Compiled:
     run = torch.compile(
-        llama(mesh),
+        llama(mesh, policy),
         backend="simplefsdp",
         fullgraph=True,
         options={"bucketing": "manual", **options},
@@ -180,7 +185,7 @@ def compile_step(mesh, **options) -> Compiled:
             log.setLevel(level)
     generated = [events_in(*pair) for pair in zip(codes, recorder.labels, strict=False)]
     return Compiled(
-        handler.lines, tuple(recorder.graphs), tuple(generated), recorder.before, recorder.products
+        handler.lines, tuple(recorder.graphs), tuple(generated), recorder.before, recorder.placed
     )
 
 
@@ -261,10 +266,20 @@ def test_the_automatic_plan_is_in_the_code(fake_mesh):
         exposed = re.search(r"predicted exposed ([\d.]+) -> ([\d.]+) ms on cpu-gloo", line)
         assert exposed and float(exposed[1]) > float(exposed[2]) > 0, line
     assert most_in_flight(forward, "gather") > 1 and most_in_flight(backward, "reduce") > 0
-    for in_graph, executed in found.products:
+    for in_graph, executed in found.placed:
         assert len(executed) > 14 and executed == in_graph, "the plan counts on this compute"
     for graph, code in zip(found.planned, found.generated, strict=True):
         assert code == graph, "something is launched or waited for elsewhere than planned"
+
+
+def test_a_fused_loop_runs_where_its_first_part_was_planned(fake_mesh):
+    """The sum of a norm's weight gradient shares a kernel with its cast, which stands far behind at
+    the launch: there it would keep three activations through the attention's backward."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = compile_step(fake_mesh(4), policy, bucketing="auto", executor="inductor")
+    _, (in_graph, executed) = found.placed
+    assert sum(name.startswith("sum") for name in executed) == 2 * len(LAYERS) + 1
+    assert executed == in_graph
 
 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="torch moves nothing by default")

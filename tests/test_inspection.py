@@ -232,6 +232,7 @@ def test_json_of_a_small_graph():
         "peak_by_module": {"layers.0": 128, "layers.1": 64, "(no module)": 64},
         "memory": [[0, 192], [64, 256], [74, 128], [128, 192], [138, 192]],
         "pass_seconds": 0.25,
+        "ranges": [],
     }
     assert second == {
         "name": "g1",

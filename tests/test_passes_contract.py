@@ -314,10 +314,10 @@ def test_lowered_at(snodes):
     places = {
         str(s.get_name()): _torch.lowered_at(s) for found in snodes.values() for s, *_ in found
     }
-    assert len(set(places.values())) == len(places), f"snode.max_order is not unique: {places}"
+    assert len(set(places.values())) == len(places), f"snode.min_order is not unique: {places}"
     numbered = sorted(places, key=lambda name: int(name.removeprefix("op")))
     assert sorted(places, key=places.__getitem__) == numbered, (
-        f"snode.max_order is no longer the place in the order of the graph: {places}"
+        f"snode.min_order is no longer the place in the order of the graph: {places}"
     )
 
 

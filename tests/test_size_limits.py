@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import sympy
@@ -11,15 +12,26 @@ import torch
 from layers import Layers
 from torch import nn
 
+import simplefsdp
 from inductor_passes.cells import SizedProgram, Symbols
 from inductor_passes.cluster import ClusterCost, Work
+from inductor_passes.layouts import BucketLayout
 from inductor_passes.presets import preset
 from inductor_passes.program import Program
-from inductor_passes.size_range import ENDLESS, OpenPlan, OpenSize, SizeSpan, edge, range_of
+from inductor_passes.size_range import (
+    ENDLESS,
+    OpenPlan,
+    OpenSize,
+    SizeSpan,
+    edge,
+    open_plan,
+    range_of,
+)
 from inductor_passes.sizes import Size
 from inductor_passes.text import parse
 from simplefsdp import simple_fsdp, size_limits
 from simplefsdp.observers import observing
+from simplefsdp.prediction import predict_rehearsed
 from simplefsdp.size_limits import SizeLimits, describe_range
 
 ROWS, OTHER = sympy.symbols("rows other", positive=True, integer=True)
@@ -132,6 +144,32 @@ def test_edge(end, last):
 
     assert edge(holds, 8, end) == (min(last, end) if end > 8 else max(last, end))
     assert len(asked) <= 12 and all(min(8, end) <= n <= max(8, end) for n in asked)
+
+
+def test_flat_buckets_travel_as_one(fake_mesh):
+    """In what is told of open sizes, and in what is predicted of what was compiled."""
+    (seen, _) = steps(compiled(simple_fsdp(Layers(), fake_mesh(8))), 6)
+    for layout in get_args(BucketLayout):
+        settings = replace(seen.settings, layout=layout)
+        opened = open_plan(seen.rehearsal, settings, H100, ()).after.program
+        predicted = predict_rehearsed("forward", seen.rehearsal, settings, H100, 0.0).after
+        for program in (opened, predicted):
+            members = max(op.collective.members for _, op in program.starts())
+            assert (members == 1) == (layout == "flat")
+
+
+def test_a_report_tells_the_ranges(fake_mesh, tmp_path):
+    run = compiled(simple_fsdp(Layers(), fake_mesh(8)))
+    with simplefsdp.inspect() as report:
+        run(batch(6, None, 0)).square().mean().backward()
+    graphs = report.to_json()["plans"][0]["graphs"]
+    for graph, found in zip(graphs, report.graphs.values(), strict=True):
+        (said,) = graph["ranges"]
+        assert said == describe_range(*found.ranges) and said.count(" is open (6 here): fits ") == 1
+        assert said in str(report)
+    pytest.importorskip("plotly")
+    report.save(tmp_path / "report.html")
+    assert all(graph["ranges"][0] in (tmp_path / "report.html").read_text() for graph in graphs)
 
 
 def steps(run, *rows: int, seq: int | None = None):

@@ -74,9 +74,8 @@ class Report:
         self._launches[name] = launches(rehearsal)
         prediction = predict_rehearsed(name, rehearsal, seen.settings, cluster, seen.pass_seconds)
         made = self.graphs[forward].module_of if forward in self.graphs else {}
-        self.graphs[name] = report_graph(
-            prediction, limits_of(prediction, seen.settings), _modules(rehearsal, made)
-        )
+        limits, modules = limits_of(prediction, seen.settings), _modules(rehearsal, made)
+        self.graphs[name] = report_graph(prediction, limits, modules, seen.ranges)
         self._plan_names[name], self._clusters[name] = _plan_name(seen.settings), cluster.name
         # Backward runs the graphs of a call from the last to the first.
         turn = n if seen.part == "forward" else _LATER - n

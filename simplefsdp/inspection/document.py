@@ -14,7 +14,8 @@ Times are microseconds (``_us``) but for ``pass_seconds``; sizes are bytes.
   ``bytes`` (sent in all), ``compute_us`` (if nothing were in transfer), ``slowed_us`` (by
   transfers beside it), ``wire_us, exposed_us, exposed_by_reason, total_us,
   lower_bound_us, peak_bytes`` (parameter shards included), ``peak_op, peak_by_kind,
-  peak_by_module, memory`` (a list of ``[us, bytes]``), ``pass_seconds``.
+  peak_by_module, memory`` (a list of ``[us, bytes]``), ``pass_seconds, ranges`` (where the plan
+  holds, in words: one of each size that was left open).
 - bucket: ``name, label, kind, parameters`` (all FQNs), ``collectives`` (merged in it), ``bytes,
   dtype, group, ranks, window, launch_us, launched_at, begin_us, end_us, duration_us, needed_us,
   needed_at, hidden_us, hidden_by, exposed_us, reason`` (one of ``first use, memory budget, prefetch
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
+from simplefsdp.size_limits import describe_range
 
 VERSION = 1
 
@@ -90,6 +92,7 @@ def graph_document(graph: GraphReport) -> dict[str, Any]:
         "peak_by_module": dict(memory.by_module),
         "memory": [list(point) for point in memory.curve],
         "pass_seconds": prediction.pass_seconds,
+        "ranges": [describe_range(found) for found in graph.ranges],
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from simplefsdp.inspection.document import bucket_document, plan_document
 from simplefsdp.inspection.names import block_of, shorten_blocks, time_text
 from simplefsdp.inspection.report import GraphReport, PlanReport
+from simplefsdp.size_limits import describe_range
 from simplefsdp.words import counted, plural
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -92,6 +93,7 @@ def _graph(graph: GraphReport, begin_us: float) -> dict[str, Any]:
             f"{time_text(prediction.timeline.total_us)}, bound "
             f"{time_text(prediction.lower_bound_us)}, exposed {time_text(prediction.exposed_us)}"
             f"{f' ({causes})' if causes else ''}"
+            f"{''.join(f'; {describe_range(found)}' for found in graph.ranges)}"
         ),
         "by_kind": dict(graph.memory.by_kind),
         "by_module": dict(graph.memory.by_module),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from inductor_passes.cluster import ClusterCost
 from inductor_passes.program import Op, Program
 from inductor_passes.simulate import Span
+from inductor_passes.size_range import SizeRange
 from simplefsdp.inspection.explain import Exposure, Limits, explain
 from simplefsdp.inspection.lanes import Lane, arrivals, lanes_of
 from simplefsdp.inspection.memory import MemoryReport, memory_report
@@ -69,6 +70,7 @@ class GraphReport:
         buckets: in the order in which they are launched.
         memory: over time, and at the peak.
         module_of: module by op name, as far as it is known.
+        ranges: where its plan holds, of each size that was left open.
     """
 
     prediction: GraphPrediction
@@ -76,6 +78,7 @@ class GraphReport:
     buckets: tuple[BucketReport, ...]
     memory: MemoryReport
     module_of: Mapping[str, str] = field(repr=False)
+    ranges: tuple[SizeRange, ...] = ()
 
     @property
     def name(self) -> str:
@@ -155,7 +158,10 @@ def report_plan(
 
 
 def report_graph(
-    prediction: GraphPrediction, limits: Limits, module_of: Mapping[str, str]
+    prediction: GraphPrediction,
+    limits: Limits,
+    module_of: Mapping[str, str],
+    ranges: tuple[SizeRange, ...] = (),
 ) -> GraphReport:
     """Report on a graph."""
     program, timeline = prediction.after, prediction.timeline
@@ -171,6 +177,7 @@ def report_graph(
         tuple(buckets),
         memory_report(program, prediction.memory, arrivals(program, timeline), module_of),
         module_of,
+        ranges,
     )
 
 

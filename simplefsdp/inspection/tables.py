@@ -12,6 +12,7 @@ from simplefsdp.inspection.names import (
     time_text,
 )
 from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
+from simplefsdp.size_limits import describe_range
 from simplefsdp.words import counted, plural
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def print_plans(out: Console, plans: Sequence[PlanReport], heading: str) -> None
 def print_graph(out: Console, graph: GraphReport, prefix: str = "") -> None:
     """Summary, buckets, reasons and memory of a graph."""
     out.print(f"[bold]{prefix}{graph.name}[/bold]: {_summary(graph)}")
+    for found in graph.ranges:
+        out.print(describe_range(found), markup=False, soft_wrap=True)
     if graph.buckets:
         out.print(_buckets(graph.buckets))
     for line in _reasons(graph):
