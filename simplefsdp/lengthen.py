@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from inductor_passes._torch import is_view
 from simplefsdp import _torch
 from simplefsdp.extrapolate_depth import Deep
+from simplefsdp.rank_guard import RankMismatchError
 from simplefsdp.repeated_layers import LayeredGraph, laid_out
 from simplefsdp.shorten import Shortened, shorten
 from simplefsdp.stand_in import layers, layers_backward
@@ -74,24 +76,44 @@ def few_layers_traced(
     """
     short = shorten(gm) if _torch.can_cut() else None
     if short is not None:
-        layers_of = short.numbering.layers
+        layers_of, graphs = short.numbering.layers, _Graphs(short)
+        cut = _torch.Cut(graphs.take_out, graphs.lengthen, lambda: graphs.left_out[-1].kept)
         try:
-            code = compiled(short.gm, _cut_around(short))
-        except NotAlikeError as error:
+            code = compiled(short.gm, cut)
+        except RankMismatchError:
+            raise
+        except Exception as error:
+            if graphs.are_long:  # and what failed has nothing to do with it
+                raise
             log.debug("%s: all layers are traced, since they differ: %s", layers_of, error)
         else:
-            log.debug("%s: %d layers were not traced", layers_of, short.more)
-            return code
+            if graphs.are_long:
+                log.debug("%s: %d layers were not traced", layers_of, short.more)
+                return code
+            log.debug("%s: all layers are traced, for there is no backward", layers_of)
     return compiled(gm, None)
 
 
-def _cut_around(short: Shortened) -> _torch.Cut:
-    left_out: list[LeftOut] = []
-    return _torch.Cut(
-        lambda graph: left_out.append(take_out(graph, short)),
-        lambda forward, backward, outputs: lengthen(forward, backward, left_out[-1], outputs),
-        lambda: left_out[-1].kept,
-    )
+class _Graphs:
+    """A joint graph and what it is cut in.
+
+    Attributes:
+        left_out: of the joint graph, once that is known.
+        are_long: whether the two have all layers.
+    """
+
+    def __init__(self, short: Shortened) -> None:
+        self.short, self.left_out, self.are_long = short, list[LeftOut](), False
+
+    def take_out(self, graph: Graph) -> None:
+        self.left_out.append(take_out(graph, self.short))
+
+    def lengthen(
+        self, forward: GraphModule, backward: GraphModule, outputs: int
+    ) -> tuple[GraphModule, GraphModule]:
+        found = lengthen(forward, backward, self.left_out[-1], outputs)
+        self.are_long = True
+        return found
 
 
 def take_out(graph: Graph, short: Shortened) -> LeftOut:
@@ -157,10 +179,27 @@ def _are_grads(calls: Sequence[Node], inputs: Sequence[Node], values: Sequence[A
 def _bypass(call: Node) -> None:
     """Let what reads the results that are passed on read what the stand-in takes."""
     passed: Sequence[Node] = call.args[0]  # type: ignore[assignment]
+    owner = {}
     for item in list(call.users):
         at: int = item.args[1]  # type: ignore[assignment]
         if at < len(passed):
             item.replace_all_uses_with(passed[at])
+            owner[_torch.storage_of(item.meta["val"])] = passed[at].meta["val"]
+    _move_views(call.graph, owner)
+
+
+def _move_views(graph: Graph, owner: Mapping[int | None, Any]) -> None:
+    """Let views of what a stand-in gave, by its storage, be views of what is in its place."""
+    if any(v.storage_offset() or not v.is_contiguous() for v in owner.values()):
+        raise NotAlikeError("what goes from layer to layer is a part of something")
+
+    def moved(value: Tensor) -> Tensor:
+        home = owner.get(_torch.storage_of(value))
+        return value if home is None else _torch.fake_again(value, home)
+
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = _torch.tree_map_only(Tensor, moved, node.meta["val"])
 
 
 def _without(values: Iterable[Any], inputs: Iterable[Node], own: set[Node]) -> list[Any]:

@@ -20,12 +20,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from simplefsdp._torch import has_policy, is_plain_tensor
 from simplefsdp.dedupe import gathers_of
 from simplefsdp.gather import gather
 from simplefsdp.repeated_layers import Numbering
@@ -64,7 +65,7 @@ class Shortened:
 def shorten(gm: GraphModule) -> Shortened | None:
     """``gm`` with a stand-in for the layers that need not be traced; None if all must be."""
     numbering = _numbering(gm)
-    if numbering is None or not _is_plain(gm):
+    if numbering is None or not _is_plain(gm, numbering):
         return None
     body = [node for node in gm.graph.nodes if node.op.startswith("call_")]
     begins = _begins(body, numbering)
@@ -79,6 +80,8 @@ def shorten(gm: GraphModule) -> Shortened | None:
         return None
     if any(map(_reads_what_is_written, layers[first : last + 2])):
         return None
+    if not all(layer.reads_its_own_parameters(numbering) for layer in layers):
+        return None
     return _without(gm, layers, range(first, last), numbering)
 
 
@@ -90,16 +93,28 @@ def _numbering(gm: GraphModule) -> Numbering | None:
     return Numbering(counts.most_common(1)[0][0]) if counts else None
 
 
-def _is_plain(gm: GraphModule) -> bool:
-    """Whether gradients are wanted, none is deferred, no full parameter kept, no size open."""
-    if not torch.is_grad_enabled() or any(node.kwargs for node in gathers_of(gm)):
+def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
+    """Whether gradients are wanted, none is deferred, no full parameter is kept, no size is open,
+    and what is in the list of layers can be told by its name."""
+    (output,) = gm.graph.find_nodes(op="output")
+    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+    if not torch.is_grad_enabled() or not any(getattr(v, "requires_grad", False) for v in values):
         return False
-    values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
-    return not any(
-        isinstance(size, SymInt)
-        for value in values
-        for size in (value.shape if isinstance(value, Tensor) else (value,))
-    )
+    gathers = gathers_of(gm)
+    fqns = [str(node.args[1]) for node in gathers]
+    others = [fqn for fqn in fqns if numbering.of(fqn) is None]
+    if any(node.kwargs for node in gathers) or any(numbering.moved(f, 1) != f for f in others):
+        return False
+    return not any(map(_is_open, gm.graph.nodes))
+
+
+def _is_open(node: Node) -> bool:
+    """Whether a size is not a number, as where it depends on data."""
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    sizes = [
+        s for v in leaves for s in ((*v.shape, *v.stride()) if isinstance(v, Tensor) else (v,))
+    ]
+    return any(isinstance(size, (SymInt, SymFloat, SymBool)) for size in sizes)
 
 
 def _begins(body: Sequence[Node], numbering: Numbering) -> dict[int, int]:
@@ -134,6 +149,11 @@ class _Layer:
         used = {n for node in self.nodes for n in node.all_input_nodes if n in before.at}
         return sorted(used, key=before.at.__getitem__)
 
+    def reads_its_own_parameters(self, numbering: Numbering) -> bool:
+        """Whether each parameter that is first read here is of this layer, or of none."""
+        fqns = [str(node.args[1]) for node in self.nodes if node.target is gather]
+        return {numbering.of(fqn) for fqn in fqns} <= {None, self.number}
+
     def described(self, before: _Layer | None, numbering: Numbering) -> list[Hashable]:
         """What is the same in layers that are alike, node by node."""
         known = before.at if before is not None else {}
@@ -153,7 +173,8 @@ class _Layer:
             if node.target is gather:
                 args = (args[0], numbering.moved(str(args[1]), -self.number), *args[2:])
             referring = map_arg((args, kwargs), refer)
-            lines.append((node.op, node.target, _hashable(referring), _value(node)))
+            marks = _hashable(node.meta.get("custom"))
+            lines.append((node.op, node.target, _hashable(referring), _value(node), marks))
         return lines
 
 
@@ -162,9 +183,12 @@ def _with_previous(layers: Sequence[_Layer]) -> Iterator[tuple[_Layer | None, _L
 
 
 def _submodule(gm: GraphModule, node: Node) -> Hashable:
-    """What a submodule computes, whatever its nodes are called; any other attribute is itself."""
+    """What a submodule computes, whatever its nodes are called; any other attribute is itself.
+
+    A region that is checkpointed by a policy of the user's is like none: a policy may count layers.
+    """
     module = operator.attrgetter(str(node.target))(gm)
-    if not isinstance(module, GraphModule):
+    if not isinstance(module, GraphModule) or has_policy(module):
         return id(module)
     number = {n: i for i, n in enumerate(module.graph.nodes)}
     lines: list[Hashable] = []
@@ -187,7 +211,9 @@ def _hashable(value: Any) -> Hashable:
         return "mapping", *((key, _hashable(item)) for key, item in value.items())
     if isinstance(value, slice):
         return "slice", *(_hashable(item) for item in (value.start, value.stop, value.step))
-    # 1, True and 1.0 are equal, and not the same.
+    if isinstance(value, float):
+        return "float", value.hex()  # 0.0 and -0.0 are equal, and not the same
+    # Neither are 1, True and 1.0.
     return type(value).__name__, value if isinstance(value, Hashable) else id(value)
 
 
@@ -214,11 +240,14 @@ def _longest_run(described: Sequence[list[Hashable]]) -> tuple[int, int]:
 
 
 def _passes_gradients(before: _Layer, layer: _Layer) -> bool:
-    """Whether what goes from layer to layer is plain tensors, all with gradients."""
+    """Whether what goes from layer to layer is plain tensors, all with gradients, and what a layer
+    has for itself is tensors or their shards."""
     values = [node.meta.get("example_value") for node in layer.taken(before)]
-    return bool(values) and all(
-        isinstance(v, Tensor) and not isinstance(v, DTensor) and v.requires_grad for v in values
-    )
+    own = [node.meta.get("example_value") for node in layer.own]
+    locals_ = [v._local_tensor if isinstance(v, DTensor) else v for v in own]
+    if not values or not all(map(is_plain_tensor, (*values, *locals_))):
+        return False
+    return all(value.requires_grad for value in values)  # type: ignore[union-attr]
 
 
 def _reads_what_is_written(layer: _Layer) -> bool:

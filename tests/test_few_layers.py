@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx import Graph
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from simplefsdp import lengthen, shorten, simple_fsdp
 from simplefsdp.observers import observing
@@ -99,6 +100,63 @@ class Drops(Layer):
         return F.dropout(super().forward(x, mask), 0.5)
 
 
+class Signed(Layer):
+    """A number tells layers apart that is equal to that of the others."""
+
+    zero = 0.0
+
+    def forward(self, x, mask):
+        return super().forward(x, mask).copysign(torch.full_like(x, self.zero))
+
+
+def one_negative(model: Model) -> Model:
+    model.layers[4].zero = -0.0
+    return model
+
+
+class ByPolicy(Layer):
+    """What is kept is said by a function, which may count layers."""
+
+    def forward(self, x, mask):
+        keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        run = super().forward
+        return checkpoint(run, x, mask, use_reentrant=False, context_fn=keep)
+
+
+class Unused(Model):
+    def forward(self, x):
+        result = self.head(self.embed(x))
+        super().forward(x)
+        return result
+
+
+class NothingToLearn(Model):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+class Routed(Layer):
+    """A size depends on data."""
+
+    def forward(self, x, mask):
+        return super().forward(x, mask) + mask.nonzero().shape[0]
+
+
+class ThenOthers(Model):
+    """A second list, whose name ends as that of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.post = nn.Module()
+        self.post.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x):
+        x = super().forward(x)
+        for layer in self.post.layers:
+            x = layer(x)
+        return x
+
+
 class ReturnsAll(Model):
     def forward(self, x):
         x, mask, seen = self.embed(x), x.gt(0.5), []
@@ -153,6 +211,10 @@ CASES = {
     "each is returned": (ReturnsAll, 0),
     "one is another": (lambda: another(Model(depth=10)), 0),
     "tied": (lambda: tied(Model()), 0),
+    "one sign": (lambda: one_negative(Model(layer=Signed)), 0),
+    "policy": (lambda: Model(layer=ByPolicy), 0),
+    "unused": (Unused, 0),
+    "two lists": (ThenOthers, 0),
     "few": (lambda: Model(depth=DEPTH - LEFT_OUT + 1), 0),
 }
 
@@ -188,6 +250,39 @@ def test_it_computes_what_all_layers_do(solo_mesh, monkeypatch, caplog, case):
     assert few.keys() == all_.keys()
     for name, value in all_.items():
         torch.testing.assert_close(few[name], value, rtol=0, atol=0, msg=name)
+
+
+def test_an_output_without_gradient_has_no_stand_in(solo_mesh):
+    plain, x = NothingToLearn(), torch.rand(4, DIM)
+    torch._dynamo.reset()
+    options = {"executor": "aot_eager", "bucketing": "manual"}
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    compiled = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
+    torch.testing.assert_close(compiled(x), plain(x))
+
+
+def test_sizes_that_depend_on_data(solo_mesh, caplog):
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        step(simple_fsdp(Model(layer=Routed), solo_mesh), torch.rand(4, DIM))
+    assert not left_out(caplog.text)
+
+
+def test_dropout_of_generated_code_draws_anew_in_each_layer(fake_mesh, caplog):
+    """Which seed a layer draws from tells it apart: all are traced."""
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    step(simple_fsdp(Model(layer=Drops), fake_mesh(2)), torch.rand(4, DIM), executor="regions")
+    assert not left_out(caplog.text)
+
+
+def test_a_failure_of_the_first_try_is_not_the_users(solo_mesh, monkeypatch, caplog):
+    def fail(*_: object) -> None:
+        raise RuntimeError("what nobody thought of")
+
+    monkeypatch.setattr(lengthen, "laid_out", fail)
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    step(simple_fsdp(Model(), solo_mesh), torch.rand(4, DIM))
+    assert "since they differ: what nobody thought of" in caplog.text
 
 
 def on_ranks(rows: int, executor: str) -> tuple[list[str], bool]:

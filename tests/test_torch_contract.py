@@ -688,3 +688,24 @@ def test_fake_tensors_are_made_again_outside_of_modes():
     assert (again.shape, again.stride()) == (tensor.shape, tensor.stride())
     assert tensors.storage_of(again) != tensors.storage_of(tensor)
     assert tensors.storage_of(tensors.fake_again(tensor, again)) == tensors.storage_of(again)
+
+
+def test_a_checkpointed_body_says_whether_it_has_a_policy():
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    def contexts():
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    def run(x, **options):
+        return checkpoint(torch.sin, x, use_reentrant=False, **options)
+
+    for options, expected in (({}, False), ({"context_fn": contexts}, True)):
+        graph = dynamo_graph(lambda x, options=options: run(x, **options), torch.ones(2))
+        bodies = [m for m in graph.children() if isinstance(m, torch.fx.GraphModule)]
+        assert [_torch.has_policy(body) for body in bodies] == [expected]
+
+
+def test_plain_tensors_and_those_that_hold_others(solo_mesh):
+    tensor = torch.ones(2)
+    assert _torch.is_plain_tensor(tensor) and not _torch.is_plain_tensor(3)
+    assert not _torch.is_plain_tensor(distribute_tensor(tensor, solo_mesh, [Shard(0)]))

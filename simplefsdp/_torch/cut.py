@@ -32,6 +32,8 @@ def can_cut() -> bool:
     known = config.get_config_copy()
     if functorch_config.joint_custom_pass is not None or not all(n in known for n in settings):
         return False
+    if functorch_config.activation_memory_budget != 1:  # a share of what all layers would keep
+        return False
     return all(known[name] in (None, []) for name in settings)
 
 

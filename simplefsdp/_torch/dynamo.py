@@ -26,6 +26,11 @@ def is_checkpoint_region(node: Node) -> bool:
     return node.target is torch.ops.higher_order.tag_activation_checkpoint
 
 
+def has_policy(body: GraphModule) -> bool:
+    """Whether the user says of a checkpointed body what to keep (``context_fn``)."""
+    return body.meta.get("_checkpoint_context_fn") is not None
+
+
 def sets_grad_mode(node: Node) -> bool:
     """Whether a Dynamo node enters (``args == (False,)``) or leaves a ``no_grad`` block."""
     return node.target is torch._C._set_grad_enabled

@@ -48,6 +48,13 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(hooks)
 
 
+def is_plain_tensor(value: object) -> bool:
+    """Whether a value is a tensor that holds no others, as subclasses do."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
+
+
 def has_no_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor is only a shape: on meta, or fake."""
     from torch._subclasses.fake_tensor import FakeTensor
