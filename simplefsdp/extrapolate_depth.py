@@ -303,7 +303,7 @@ class Deep:
             found["custom"] = provenance.renamed(meta["custom"], moved)
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
             if by and meta.get(key):
-                found[key] = {k: (moved(path), kind) for k, (path, kind) in meta[key].items()}
+                found[key] = self.numbering.stack_moved(meta[key], by, at_least)
         return found
 
     def _renew(self, made: Node, deep: int) -> None:

@@ -31,10 +31,6 @@ CompiledFunction = Callable[..., Any]
 log = logging.getLogger("simplefsdp")
 
 
-class NotAlikeError(ValueError):
-    """Layers that are alike in a Dynamo graph are not in the graphs that became of it."""
-
-
 class LeftOut(NamedTuple):
     """What a joint graph had, and its two parts must have.
 
@@ -120,7 +116,7 @@ def take_out(graph: Graph, short: Shortened) -> LeftOut:
     """Take the stand-in out of a joint graph, and the inputs that nothing reads then.
 
     Raises:
-        NotAlikeError: what it takes are not inputs of the graph, or its gradients are changed.
+        ValueError: what it takes are not inputs of the graph, or its gradients are changed.
     """
     inputs = [n for n in graph.find_nodes(op="placeholder") if "tangents" not in str(n.target)]
     (forward,) = graph.find_nodes(op="call_function", target=layers.default)
@@ -134,7 +130,7 @@ def take_out(graph: Graph, short: Shortened) -> LeftOut:
     ahead = len(values) - len(inputs)
     calls = [forward, *graph.find_nodes(op="call_function", target=layers_backward.default)]
     if not {*own, *example} <= {*inputs} or not _are_grads(calls[1:], inputs, values[ahead:]):
-        raise NotAlikeError(f"{short.numbering.layers}: a layer's inputs or gradients are changed")
+        raise ValueError("a layer's inputs or gradients are changed")
     for call in calls:
         _bypass(call)
     output.args = ([*values[:ahead], *_without(values[ahead:], inputs, theirs)],)
@@ -191,7 +187,7 @@ def _bypass(call: Node) -> None:
 def _move_views(graph: Graph, owner: Mapping[int | None, Any]) -> None:
     """Let views of what a stand-in gave, by its storage, be views of what is in its place."""
     if any(v.storage_offset() or not v.is_contiguous() for v in owner.values()):
-        raise NotAlikeError("what goes from layer to layer is a part of something")
+        raise ValueError("what goes from layer to layer is a part of something")
 
     def moved(value: Tensor) -> Tensor:
         home = owner.get(_torch.storage_of(value))
@@ -226,7 +222,7 @@ def lengthen(
         outputs: how many of the forward's are not for backward.
 
     Raises:
-        NotAlikeError: the traced layers differ in these graphs.
+        ValueError, KeyError: the traced layers differ in these graphs.
     """
     short = left_out.short
     own = {
@@ -234,16 +230,11 @@ def lengthen(
         for number, names in left_out.inputs_of.items()
         for example, name in zip(left_out.example, names, strict=True)
     }
-    try:
-        layouts = [
-            laid_out(gm.graph, short.numbering, short.template) for gm in (forward, backward)
-        ]
-        _refuse_outputs_of_layers(layouts[0], outputs)
-        ahead = Deep(layouts[0], short.numbering, short.more, own=own)
-        behind = Deep(layouts[1], short.numbering, short.more, ahead.renamed)
-        _return_gradients(backward.graph, behind, left_out)
-    except (ValueError, KeyError, IndexError) as error:
-        raise NotAlikeError(f"{short.numbering.layers}: {error}") from error
+    layouts = [laid_out(gm.graph, short.numbering, short.template) for gm in (forward, backward)]
+    _refuse_outputs_of_layers(layouts[0], outputs)
+    ahead = Deep(layouts[0], short.numbering, short.more, own=own)
+    behind = Deep(layouts[1], short.numbering, short.more, ahead.renamed)
+    _return_gradients(backward.graph, behind, left_out)
     saved = _saved_first(ahead.graph, behind.graph)
     _return_saved(ahead.graph, saved, outputs)
     _inputs_in_order(ahead.graph, left_out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -51,6 +51,12 @@ class Numbering:
         if found is None or int(found[1]) < at_least:
             return path
         return f"{path[: found.start(1)]}{int(found[1]) + by}{path[found.end(1) :]}"
+
+    def stack_moved(
+        self, stack: Mapping[str, tuple[str, object]], by: int, at_least: int = 0
+    ) -> dict[str, tuple[str, object]]:
+        """A node's stack of modules, whose paths are :meth:`moved`."""
+        return {key: (self.moved(path, by, at_least), kind) for key, (path, kind) in stack.items()}
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ one's when the graph has been partitioned (``lengthen.py``)::
 from __future__ import annotations
 
 import operator
-import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from inductor_passes.buckets import repeated_modules
 from simplefsdp._torch import has_policy, is_plain_tensor
 from simplefsdp.dedupe import gathers_of
 from simplefsdp.gather import gather
@@ -38,8 +38,6 @@ layer's nodes are others, and so may be those of the next one."""
 
 LEAST = 2
 """Layers that must be left out, or all are traced."""
-
-_NUMBERED = re.compile(r"(.*?)\.(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,10 @@ def shorten(gm: GraphModule) -> Shortened | None:
         return None
     cuts = [*begins.values(), len(body)]
     layers = [_Layer(gm, body[i:j], number) for number, (i, j) in enumerate(pairwise(cuts))]
-    described = [layer.described(before, numbering) for before, layer in _with_previous(layers)]
+    described = [
+        layer.described(before, numbering)
+        for before, layer in zip([None, *layers[:-1]], layers, strict=True)
+    ]
     first, last = _longest_run(described)
     first, last = max(first + 1, HEAD), min(last, len(layers) - 1 - TAIL)
     if last - first < LEAST or not _passes_gradients(layers[first - 1], layers[first]):
@@ -87,10 +88,9 @@ def shorten(gm: GraphModule) -> Shortened | None:
 
 def _numbering(gm: GraphModule) -> Numbering | None:
     """Of the list of modules with the most members that have parameters."""
-    fqns = [str(node.args[1]) for node in gathers_of(gm)]
-    found = {match.groups() for fqn in fqns if (match := _NUMBERED.match(fqn))}
-    counts = Counter(path for path, _ in found)
-    return Numbering(counts.most_common(1)[0][0]) if counts else None
+    layers = repeated_modules([str(node.args[1]) for node in gathers_of(gm)])
+    lists = Counter(layer.rpartition(".")[0] for layer in layers)
+    return Numbering(lists.most_common(1)[0][0]) if lists else None
 
 
 def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
@@ -176,10 +176,6 @@ class _Layer:
             marks = _hashable(node.meta.get("custom"))
             lines.append((node.op, node.target, _hashable(referring), _value(node), marks))
         return lines
-
-
-def _with_previous(layers: Sequence[_Layer]) -> Iterator[tuple[_Layer | None, _Layer]]:
-    yield from zip([None, *layers[:-1]], layers, strict=True)
 
 
 def _submodule(gm: GraphModule, node: Node) -> Hashable:
@@ -304,6 +300,4 @@ def _renumber(node: Node, numbering: Numbering, by: int) -> None:
     if node.target is gather:
         node.args = (node.args[0], numbering.moved(str(node.args[1]), by), *node.args[2:])
     if stack := node.meta.get("nn_module_stack"):
-        node.meta["nn_module_stack"] = {
-            key: (numbering.moved(path, by), kind) for key, (path, kind) in stack.items()
-        }
+        node.meta["nn_module_stack"] = numbering.stack_moved(stack, by)
