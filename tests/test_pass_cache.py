@@ -29,9 +29,9 @@ CPU = torch.device("cpu")
 
 
 class Two(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))
 
     def forward(self, x):
         for layer in self.layers:
@@ -39,12 +39,14 @@ class Two(nn.Module):
         return x
 
 
-def compile_and_run(mesh: DeviceMesh, options: dict[str, object], *, grad=True, adjust=None):
+def compile_and_run(
+    mesh: DeviceMesh, options: dict[str, object], *, grad=True, adjust=None, depth=2
+):
     """Loss of the first step, as a new process would make it, and hits and misses of the cache."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    model = simple_fsdp(Two(), mesh)
+    model = simple_fsdp(Two(depth), mesh)
     compiler = functools.partial(backend.simplefsdp, options=options, adjust=adjust)
     run = torch.compile(model, backend=compiler, fullgraph=True)
     x = torch.arange(2.0 * WIDTH).view(2, WIDTH) / WIDTH
@@ -62,6 +64,14 @@ def test_the_second_compilation_hits(fake_mesh):
     with fresh_cache():
         found = [compile_and_run(mesh, MANUAL)[1] for _ in range(2)]
     assert found == [(0, 2), (2, 0)]  # forward and backward
+
+
+def test_with_layers_that_are_not_traced(fake_mesh, caplog):
+    mesh = fake_mesh(4)
+    with fresh_cache(), caplog.at_level("DEBUG", "simplefsdp"):
+        found = [compile_and_run(mesh, MANUAL, depth=9)[1] for _ in range(2)]
+    assert caplog.text.count("layers were not traced") == 2
+    assert found == [(0, 2), (2, 0)]
 
 
 def hits_of_a_process() -> None:

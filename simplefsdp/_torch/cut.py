@@ -48,6 +48,10 @@ def partitioner(cut: Cut, identity: Callable[[], str]) -> dict[str, Any]:
         def uuid(self) -> Any:
             return identity()
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            # The key of the FX-graph cache has the settings pickled, this one as it is.
+            return str, (identity(),)
+
     return {"custom_partitioner_fn": _Partitioner()}
 
 
