@@ -21,8 +21,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from simplefsdp import kept
 from simplefsdp.accumulation import deferring, drop_deferred, reduce_now, set_sync, sync_of
-from simplefsdp.gather import GatherSpec
-from simplefsdp.wrapped import LAYOUTS, is_wrapped
+from simplefsdp.wrapped import LAYOUTS, ParameterLayout, is_wrapped, set_layouts
 
 
 def set_requires_gradient_sync(
@@ -201,10 +200,9 @@ def _replace_sync(module: nn.Module, recurse: bool, **fields: bool) -> None:
 def change_specs(module: nn.Module, fields: Mapping[str, Any], recurse: bool = True) -> None:
     """Change fields of how parameters are gathered and gradients reduced, from now on."""
     for m in _wrapped(module, recurse):
-        layouts = m.__dict__[LAYOUTS]
-        for name, layout in layouts.items():
-            spec: GatherSpec = layout.spec._replace(**fields)
-            layouts[name] = replace(layout, spec=spec)
+        layouts: dict[str, ParameterLayout] = m.__dict__[LAYOUTS]
+        changed = {k: replace(v, spec=v.spec._replace(**fields)) for k, v in layouts.items()}
+        set_layouts(m, changed)
 
 
 def _check_bool(name: str, value: object) -> None:

@@ -23,7 +23,7 @@ from simplefsdp._torch import (
     sets_grad_mode,
     storage_of,
 )
-from simplefsdp.gather import GatherSpec, gather
+from simplefsdp.gather import GatherSpec, gather, spec_of
 
 
 def dedupe_gathers(gm: GraphModule) -> list[GatherSpec]:
@@ -55,10 +55,10 @@ def reduce_in_second_group(gm: GraphModule) -> None:
     Each is made when it is first needed, by the ranks of its group together.
     """
     for node in gathers_of(gm):
-        spec = GatherSpec(*node.args[1:])  # type: ignore[arg-type]
+        spec = spec_of(node)
         if spec.shard_group:
             spec = spec._replace(reduce_group=second_group(spec.shard_group))
-            node.args = (node.args[0], *spec)
+            node.args = (node.args[0], *spec.arguments())
     gm.recompile()
 
 
@@ -118,7 +118,7 @@ def gathers_of(gm: GraphModule) -> list[Node]:
 
 def specs_of(gm: GraphModule) -> list[GatherSpec]:
     """How each of them is done."""
-    return [GatherSpec(*node.args[1:]) for node in gathers_of(gm)]  # type: ignore[arg-type]
+    return [spec_of(node) for node in gathers_of(gm)]
 
 
 def _lift_out_of_no_grad(gm: GraphModule) -> None:

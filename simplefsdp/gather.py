@@ -15,12 +15,15 @@ start, wait and slice as nodes of its own and can move each of them.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.fx import Node
 
 from simplefsdp import provenance
 from simplefsdp._torch import local_of
@@ -30,7 +33,7 @@ _collectives = torch.ops._c10d_functional
 
 
 class GatherSpec(NamedTuple):
-    """How one parameter is gathered; constants only, so that it can stand in a traced graph.
+    """How one parameter is gathered; constants only, so that a traced graph can hold them.
 
     Attributes:
         fqn: fully qualified name of the parameter in the wrapped model.
@@ -59,6 +62,37 @@ class GatherSpec(NamedTuple):
     averages: bool
     divide_factor: float | None
     reshard_after_forward: bool | Literal["auto"]
+
+    def arguments(self) -> tuple[str, str]:
+        """What :func:`gather` is told of it: the FQN, and the other fields as one text.
+
+        Dynamo guards each constant of each read, so twelve of them would be twelve guards, to be
+        made once and checked at every step.
+        """
+        fields = [_text_of(x) if isinstance(x, torch.dtype) else x for x in self[1:]]
+        return self.fqn, json.dumps(fields)
+
+
+def _text_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _spec(fqn: str, fields: str) -> GatherSpec:
+    spec = GatherSpec(fqn, *json.loads(fields))
+    dtypes = (spec.param_dtype, spec.reduce_dtype)  # by name
+    param_dtype, reduce_dtype = (None if x is None else getattr(torch, str(x)) for x in dtypes)
+    return spec._replace(
+        copy_groups=tuple((name, ranks) for name, ranks in spec.copy_groups),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+    )
+
+
+def spec_of(node: Node) -> GatherSpec:
+    """How a :func:`gather` in a Dynamo graph is done."""
+    _, fqn, fields = node.args
+    return _spec(str(fqn), str(fields))
 
 
 def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -242,7 +276,9 @@ class _NotTwice(torch.autograd.Function):
 
 
 @torch.compiler.allow_in_graph
-def gather(param: DTensor, *spec: Any, kept: Tensor | None = None, **deferral: Any) -> Tensor:
+def gather(
+    param: DTensor, fqn: str, fields: str, *, kept: Tensor | None = None, **deferral: Any
+) -> Tensor:
     """All-gather ``param`` and return the full plain tensor, ``[rows, ...]``.
 
     The gradient that flows back is averaged over all data-parallel ranks, unless that is deferred,
@@ -251,26 +287,27 @@ def gather(param: DTensor, *spec: Any, kept: Tensor | None = None, **deferral: A
 
     Args:
         param: the sharded parameter.
-        spec: the fields of a :class:`GatherSpec`, unpacked, so that in a graph two reads of one
+        fqn: with ``fields``, :meth:`GatherSpec.arguments`; so in a graph two reads of one
             parameter are two nodes with equal arguments.
+        fields: the same for all parameters that are gathered alike.
         kept: what the gather would give, if it was gathered before (``kept.py``).
         deferral: those of a :class:`Deferral`, unpacked; none if no gradient is deferred.
     """
-    fields = GatherSpec(*spec)
+    spec = _spec(fqn, fields)
     if not isinstance(param, DTensor):
         raise TypeError(
-            f"{fields.fqn}: expected the sharded DTensor, got {type(param).__name__}: it is read "
+            f"{fqn}: expected the sharded DTensor, got {type(param).__name__}: it is read "
             "in a control-flow branch (torch.cond, say); read it before, and pass it in"
         )
-    with provenance.gather_of(fields.fqn, reshard_after_forward=fields.reshard_after_forward):
+    with provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward):
         try:
             left = Deferral(**deferral) if deferral else _NOTHING_DEFERRED
-            return _Gather.apply(local_of(param), fields, left, kept)  # type: ignore[no-any-return]
+            return _Gather.apply(local_of(param), spec, left, kept)  # type: ignore[no-any-return]
         except RuntimeError as error:
             if "functorch" in str(error):
-                _refuse_transform(fields.fqn, error)
+                _refuse_transform(fqn, error)
             error.add_note(
-                f"{fields.fqn} was being gathered. If ranks lost each other there: one has ended, "
+                f"{fqn} was being gathered. If ranks lost each other there: one has ended, "
                 "is late, or took another branch of the program; see their logs"
             )
             raise

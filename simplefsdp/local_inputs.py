@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from simplefsdp import _torch, provenance
-from simplefsdp.gather import GatherSpec, gather
+from simplefsdp.gather import gather, spec_of
 
 CompiledFunction = Callable[..., Any]
 Backend = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
@@ -90,7 +90,7 @@ def _mark_of(placeholder: Node) -> Callable[[], AbstractContextManager[object]]:
     """Marks what is traced inside as a part of the gather of a parameter, if it is gathered."""
     for user in placeholder.users:
         if user.target is gather:
-            spec = GatherSpec(*user.args[1:])  # type: ignore[arg-type]
+            spec = spec_of(user)
             reshards = spec.reshard_after_forward
             return partial(provenance.gather_of, spec.fqn, reshard_after_forward=reshards)
     return nullcontext

@@ -28,6 +28,9 @@ from simplefsdp.kept import expect_writes, free, kept_of, refresh
 from simplefsdp.rank_guard import ranks_of
 from simplefsdp.reading import OWN, in_forward, marked, marked_own, plain, read_only
 from simplefsdp.wrapped import (
+    DEFERRALS,
+    GATHERS,
+    KEPT,
     LAYOUTS,
     PLAIN_CLASS,
     POLICY,
@@ -66,7 +69,8 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         PLAIN_CLASS: cls,
-        LAYOUTS: {},  # for instances that the model's own code makes of type(self)
+        # For instances that the model's own code makes of type(self).
+        **{name: {} for name in (LAYOUTS, GATHERS, DEFERRALS, KEPT)},
         **_methods(cls),
         **control.register_into(cls),
         **refused.members(cls),
@@ -191,11 +195,23 @@ class _Gathering:
     def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
         if module is None:
             return self
-        layout = getattr(module, LAYOUTS).get(self.name)
+        compiling = torch.compiler.is_compiling()
         param = module._parameters.get(self.name)
+        if compiling:
+            # The short way, which most take: Dynamo follows each step of it at each read.
+            arguments = getattr(module, GATHERS).get(self.name)
+            if (
+                arguments is not None
+                and not getattr(module, DEFERRALS)
+                and not getattr(module, KEPT)
+                and isinstance(param, DTensor)
+                and param.device.type != "meta"
+            ):
+                return gather(param, *arguments)
+        layout = getattr(module, LAYOUTS).get(self.name)
         if layout is None or param is None:
             return _plain_attribute(module, self.name)
-        if torch.compiler.is_compiling():
+        if compiling:
             return _gathered(param, layout, _now(module, self.name))
         return _read_eagerly(module, self.name, param, layout)
 
@@ -243,7 +259,7 @@ def _gathered(param: Tensor, layout: ParameterLayout, now: dict[str, Any]) -> Te
             f"{fqn}: is on the meta device, without values; call simplefsdp.init_weights(model) "
             "after simple_fsdp, or load a checkpoint"
         )
-    full = gather(param, *layout.spec, **now)
+    full = gather(param, *layout.arguments, **now)
     return full if layout.tensor_parallel is None else layout.tensor_parallel.rewrap(full)
 
 

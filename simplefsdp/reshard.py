@@ -23,7 +23,7 @@ from inductor_passes.roofline import cost_of, fused_program
 from inductor_passes.unrounded import write_sums_unrounded
 from simplefsdp import _torch, provenance
 from simplefsdp.dedupe import gathers_of, specs_of
-from simplefsdp.gather import GatherSpec
+from simplefsdp.gather import spec_of
 from simplefsdp.rank_guard import TIMEOUT_S, decided, decisions
 from simplefsdp.recompute import tag_for_recompute
 
@@ -85,9 +85,10 @@ def decide_resharding(
 
 def _set(gm: GraphModule, fqns: Collection[str], kept: Collection[str]) -> None:
     for node in gathers_of(gm):
-        spec = GatherSpec(*node.args[1:])  # type: ignore[arg-type]
+        spec = spec_of(node)
         if spec.fqn in fqns:
-            node.args = (node.args[0], *spec._replace(reshard_after_forward=spec.fqn not in kept))
+            spec = spec._replace(reshard_after_forward=spec.fqn not in kept)
+            node.args = (node.args[0], *spec.arguments())
     gm.recompile()
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp import rank_guard
 from simplefsdp._torch import has_hooks
-from simplefsdp.wrapped import LAYOUTS, is_wrapped, shards_of
+from simplefsdp.wrapped import LAYOUTS, is_wrapped, set_layouts, shards_of
 
 
 class Slot(NamedTuple):
@@ -46,7 +46,8 @@ def restore(slots: Iterable[Slot]) -> None:
         if owner._parameters.get(name) is not None:
             owner._parameters[name] = cast(nn.Parameter, param)
         else:
-            owner.__dict__.get(LAYOUTS, {}).pop(name, None)
+            layouts = owner.__dict__.get(LAYOUTS, {})
+            set_layouts(owner, {key: layouts[key] for key in layouts if key != name})
 
 
 class End(NamedTuple):

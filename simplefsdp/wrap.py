@@ -40,7 +40,15 @@ from simplefsdp.placement import (
 )
 from simplefsdp.precision import Dtypes, dtypes_of, without_override
 from simplefsdp.rank_guard import agree, ranks_of
-from simplefsdp.wrapped import DEFERRALS, IGNORED, KEPT, LAYOUTS, ParameterLayout, is_wrapped
+from simplefsdp.wrapped import (
+    DEFERRALS,
+    IGNORED,
+    KEPT,
+    LAYOUTS,
+    ParameterLayout,
+    is_wrapped,
+    set_layouts,
+)
 
 
 def simple_fsdp(
@@ -243,7 +251,7 @@ def _install(
     module: nn.Module, layouts: Mapping[int, ParameterLayout], shards: Mapping[int, nn.Parameter]
 ) -> None:
     own = {name: id(p) for name, p in module._parameters.items() if id(p) in layouts}
-    module.__dict__[LAYOUTS] = {name: layouts[key] for name, key in own.items()}
+    set_layouts(module, {name: layouts[key] for name, key in own.items()})
     module.__dict__ |= {DEFERRALS: {}, KEPT: {}}
     if own or computes_with_parts(module):
         use_subclass(module, own)
@@ -262,8 +270,9 @@ def _requalify(model: nn.Module) -> None:
     """Name inner modules' parameters as seen from ``model``, the outermost wrap so far."""
     names: dict[int, str] = {}
     for path, module in model.named_modules():
-        layouts = module.__dict__[LAYOUTS]
+        layouts: dict[str, ParameterLayout] = dict(module.__dict__[LAYOUTS])
         for name, layout in layouts.items():
             fqn = f"{path}.{name}" if path else name
             fqn = names.setdefault(id(module._parameters[name]), fqn)
             layouts[name] = replace(layout, spec=layout.spec._replace(fqn=fqn))
+        set_layouts(module, layouts)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -15,6 +15,9 @@ from simplefsdp.gather import GatherSpec
 from simplefsdp.placement import TensorParallel
 
 LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> ParameterLayout
+# On every wrapped module: parameter name -> the arguments of its gather, for those whose gather is
+# the full parameter. What Dynamo reads: of a layout it would look at each field, at each read.
+GATHERS = "_simple_fsdp_gathers"
 POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and outputs
 # On every wrapped module, what its gathers are told beside their specs, by parameter name. They are
 # always there: what a module's __dict__ lacks, Dynamo does not look for again.
@@ -32,6 +35,18 @@ class ParameterLayout:
     tensor_parallel: TensorParallel | None
     shape: torch.Size
     placements: tuple[Placement, ...]
+    arguments: tuple[str, str] = field(init=False)  # of its gather; kept, for they are made slowly
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", self.spec.arguments())
+
+
+def set_layouts(module: nn.Module, layouts: Mapping[str, ParameterLayout]) -> None:
+    """Have the parameters of ``module`` that are named there gathered so, and no others."""
+    gathers = {
+        name: layout.arguments for name, layout in layouts.items() if layout.tensor_parallel is None
+    }
+    module.__dict__ |= {LAYOUTS: dict(layouts), GATHERS: gathers}
 
 
 def is_wrapped(module: nn.Module) -> bool:
