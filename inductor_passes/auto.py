@@ -10,6 +10,7 @@ from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import assign_by_module, new_label, of_few_members, plan_buckets
 from inductor_passes.chain import Chain, chain_of, coarsen
 from inductor_passes.cost import CostModel
+from inductor_passes.fewer import with_fewer_buckets
 from inductor_passes.invariant import rank_invariant
 from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.program import Bucket, Program, ProgramError
@@ -60,7 +61,8 @@ def plan_auto(
     the lower bound, or, after the first search, 1 %; nor searched for if one takes at most 2 %
     longer, and compute stands still for at most 0.5 % of it. Of those that fit and take at most
     0.5 % longer than the fastest, it is that by module if that is one of them, else the one with
-    the fewest buckets: costs that differ a little give one plan.
+    the fewest buckets, of which neighbours are joined while it stays so fast, or within 1 % of the
+    bound: costs that differ a little give one plan, and a launch that gains nothing is none.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
@@ -100,7 +102,10 @@ def plan_auto(
     if not found.fitting:
         smallest = min(found.plans, key=lambda plan: plan.peak_nbytes)
         raise budget_error(program, smallest, budget_nbytes)
-    return replace(simplest(found.fitting, manual), budget_nbytes=budget_nbytes)
+    chosen = simplest(found.fitting, manual)
+    if chosen is not manual:
+        chosen = found.with_fewer_buckets(chosen, fqns)
+    return replace(chosen, budget_nbytes=budget_nbytes)
 
 
 @dataclass
@@ -122,11 +127,14 @@ class _Found:
     plans: list[Plan] = field(default_factory=list)
 
     def add(self, buckets: Sequence[Bucket]) -> Plan | None:
-        """The plan that ``buckets`` are, if they are one."""
-        few = of_few_members(buckets)
-        plan = evaluate(self.program, self.cost, few, self.bound_us)
+        """The plan that ``buckets`` are, if they are one; it is kept."""
+        plan = self.evaluated(of_few_members(buckets))
         self.plans += [plan] if plan is not None else []
         return plan
+
+    def evaluated(self, buckets: Sequence[Bucket]) -> Plan | None:
+        """The plan that ``buckets`` are, if they are one."""
+        return evaluate(self.program, self.cost, buckets, self.bound_us)
 
     @property
     def fitting(self) -> list[Plan]:
@@ -137,6 +145,16 @@ class _Found:
     def fastest(self) -> Plan:
         """Of those within the budget."""
         return min(self.fitting, key=lambda plan: plan.step_us)
+
+    def with_fewer_buckets(self, plan: Plan, fqns: Sequence[str]) -> Plan:
+        """``plan`` with fewer buckets, if it fits so, and is about as fast as the fastest, or so
+        near the bound that nothing faster was searched for."""
+        enough_us = max(CLOSE * self.fastest.step_us, NEAR * self.bound_us)
+
+        def is_fine(found: Plan) -> bool:
+            return found.step_us <= enough_us and found.peak_nbytes <= self.budget_nbytes
+
+        return with_fewer_buckets(plan, self.program, fqns, self.evaluated, is_fine)
 
     def is_within(self, factor: float) -> bool:
         """Whether the fastest that fits takes at most so many times the bound."""

@@ -18,7 +18,7 @@ modules send on is left at the end, where nothing hides it; parts of them can go
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from inductor_passes.buckets import new_label, parts_of
@@ -55,7 +55,7 @@ def in_parts(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
     for gathers, reduces, window in SHAPES:
         found: list[Bucket] = []
         for bucket in buckets:
-            sent = _sent(bucket, program)
+            sent = sent_by(bucket, program)
             if sent[0].kind == "gather":
                 found += _parts(bucket, sent, gathers, window, taken)
             elif sent[0].kind == "reduce":
@@ -74,9 +74,8 @@ def joined(buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]) -> 
     Members travel in the order of ``fqns``, as in all plans.
     """
     alike: defaultdict[tuple[object, ...], list[Bucket]] = defaultdict(list)
-    for bucket in sorted(buckets, key=lambda b: _turn(b, program)):
-        alike[bucket_class(_sent(bucket, program)[0])].append(bucket)
-    place = {fqn: i for i, fqn in enumerate(fqns)}
+    for bucket in sorted(buckets, key=lambda b: turn_of(b, program)):
+        alike[bucket_class(sent_by(bucket, program)[0])].append(bucket)
     found: list[list[Bucket]] = []
     for gathered, reduced in MODULES:
         together: list[Bucket] = []
@@ -88,7 +87,7 @@ def joined(buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]) -> 
             together += same[:first]
             for i in range(first, last, n):
                 run = same[i : min(i + n, last)]
-                together.append(_join(run, program, place, taken) if run[1:] else run[0])
+                together.append(join(run, program, fqns, taken) if run[1:] else run[0])
                 taken.add(together[-1].label)
             together += same[last:]
         if len(together) < len(buckets) and together not in found:
@@ -96,16 +95,18 @@ def joined(buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]) -> 
     return found
 
 
-def _turn(bucket: Bucket, program: Program) -> int:
+def turn_of(bucket: Bucket, program: Program) -> int:
     """Where its first gather is due, or its last gradient is ready."""
     places = [program.index[name] for name in bucket.starts]
-    return min(places) if _sent(bucket, program)[0].kind == "gather" else max(places)
+    return min(places) if sent_by(bucket, program)[0].kind == "gather" else max(places)
 
 
-def _join(
-    buckets: Sequence[Bucket], program: Program, place: Mapping[str, int], taken: Set[str]
+def join(
+    buckets: Sequence[Bucket], program: Program, fqns: Sequence[str], taken: Set[str]
 ) -> Bucket:
-    sent = {n: c for b in buckets for n, c in zip(b.starts, _sent(b, program), strict=True)}
+    """One for ``buckets``, under a label not ``taken``; members travel in the order of ``fqns``."""
+    place = {fqn: i for i, fqn in enumerate(fqns)}
+    sent = {n: c for b in buckets for n, c in zip(b.starts, sent_by(b, program), strict=True)}
 
     def at(name: str) -> int:
         return min((place.get(fqn, len(place)) for fqn in sent[name].fqns), default=len(place))
@@ -117,10 +118,10 @@ def _join(
 def sent_on(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
     """``buckets`` with reduces waited for early, in the order of :data:`ENDS`; none if there are no
     all-reduces beside reduces, which send on what is reduced."""
-    kinds = [_sent(bucket, program)[0].kind for bucket in buckets]
+    kinds = [sent_by(bucket, program)[0].kind for bucket in buckets]
     if not {"reduce", "all_reduce"} <= set(kinds):
         return []
-    order = sorted(range(len(buckets)), key=lambda i: _turn(buckets[i], program))
+    order = sorted(range(len(buckets)), key=lambda i: turn_of(buckets[i], program))
     reduces, all_reduces = ([i for i in order if kinds[i] == k] for k in ("reduce", "all_reduce"))
     found: list[list[Bucket]] = []
     taken = {bucket.label for bucket in buckets}
@@ -130,13 +131,14 @@ def sent_on(buckets: Sequence[Bucket], program: Program) -> list[list[Bucket]]:
         shape: list[Bucket] = []
         for i, bucket in enumerate(buckets):
             window = 1 if kinds[i] == "reduce" else bucket.window
-            shape += _parts(bucket, _sent(bucket, program), parts_of.get(i, 1), window, taken)
+            shape += _parts(bucket, sent_by(bucket, program), parts_of.get(i, 1), window, taken)
         if shape not in found:
             found.append(shape)
     return found
 
 
-def _sent(bucket: Bucket, program: Program) -> list[Collective]:
+def sent_by(bucket: Bucket, program: Program) -> list[Collective]:
+    """The collectives that are its members."""
     collectives = (program.ops[program.index[name]].collective for name in bucket.starts)
     return [c for c in collectives if c is not None]
 
