@@ -16,7 +16,7 @@ from inductor_passes.plan import Plan
 from inductor_passes.program import Bucket, Program
 from inductor_passes.regular import join, sent_by, turn_of
 
-TRIES = 48  # plans that are simulated; half a second for a few layers, and what is left is small
+PATIENCE = 8  # plans in a row that are not fine: larger buckets are less likely to be joined
 
 
 def with_fewer_buckets(
@@ -35,7 +35,7 @@ def with_fewer_buckets(
         evaluated: the plan that buckets are, None if they are none.
         is_fine: whether a plan will do as well as ``plan`` does.
     """
-    tries = TRIES
+    patience = PATIENCE
     refused: set[tuple[str, str]] = set()
     while True:
         pair = next((p for p in _pairs(plan.buckets, program) if _labels(p) not in refused), None)
@@ -43,9 +43,9 @@ def with_fewer_buckets(
             return plan
         better = None
         for buckets in _with_one_for(pair, plan.buckets, program, fqns):
-            if not tries:
+            if not patience:
                 return plan
-            tries -= 1
+            patience -= 1
             found = evaluated(buckets)
             if found is not None and is_fine(found):
                 better = found
@@ -53,7 +53,7 @@ def with_fewer_buckets(
         if better is None:
             refused.add(_labels(pair))
         else:
-            plan = better
+            plan, patience = better, PATIENCE
 
 
 _Pair = tuple[Bucket, Bucket]

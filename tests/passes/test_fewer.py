@@ -71,8 +71,8 @@ def test_a_bucket_has_few_members(monkeypatch):
     assert max(map(len, members(found))) == 2 and len(found.buckets) == 4
 
 
-def test_so_many_plans_are_tried(monkeypatch):
-    monkeypatch.setattr(fewer, "TRIES", 3)
+def test_so_many_plans_are_tried_in_vain(monkeypatch):
+    monkeypatch.setattr(fewer, "PATIENCE", 3)
     tried: list[object] = []
 
     def count(buckets) -> Plan | None:
