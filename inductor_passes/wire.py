@@ -17,14 +17,26 @@ What = Literal["gather", "reduce", "then"]
 Sends = tuple[tuple[int, float], ...]
 
 
+_Merged = dict[tuple[object, ...], Collective]
+
+
 def merged_us(collectives: Iterable[Collective], cost: CostModel) -> dict[str, float]:
     """Time on each group's lane if all that may share a bucket do."""
-    together: dict[tuple[object, ...], Collective] = {}
+    return _us_by_group(_merged({}, collectives), cost)
+
+
+def _merged(before: _Merged, collectives: Iterable[Collective]) -> _Merged:
+    """``before`` and ``collectives``, those that may share a bucket as one."""
+    together = dict(before)
     for c in collectives:
         key = bucket_class(c)
         together[key] = sent_together(together.get(key), c)
+    return together
+
+
+def _us_by_group(merged: _Merged, cost: CostModel) -> dict[str, float]:
     us: dict[str, float] = {}
-    for c in together.values():
+    for c in merged.values():
         us[c.group] = us.get(c.group, 0.0) + cost.collective_us(c)
     return us
 
@@ -35,6 +47,7 @@ class TransferTimes:
     def __init__(self, chain: Chain, cost: CostModel) -> None:
         self.chain, self.cost = chain, cost
         self._sends: dict[tuple[What, int, int], Sends] = {}
+        self._buckets: dict[tuple[What, int, int], _Merged] = {}
 
     def sends(self, what: What, begin: int, end: int) -> Sends:
         """Lane and time of each collective of the bucket of units ``begin`` to ``end``.
@@ -44,22 +57,32 @@ class TransferTimes:
         key = (what, begin, end)
         found = self._sends.get(key)
         if found is None:
-            units = (self.chain.gathers if what == "gather" else self.chain.reduces)[begin:end]
-            us = merged_us((c for unit in units for c in _carried(unit, what)), self.cost)
+            us = _us_by_group(self._bucket(what, begin, end), self.cost)
             found = tuple((self.chain.lanes[group], time) for group, time in us.items())
             self._sends[key] = found
         return found
 
+    def _bucket(self, what: What, begin: int, end: int) -> _Merged:
+        """What is sent for the units: what is for all but the last, which was asked for before as a
+        rule, and for that one."""
+        units = self.chain.gathers if what == "gather" else self.chain.reduces
+        known, merged = begin, _Merged()
+        for middle in range(end, begin, -1):
+            if (what, begin, middle) in self._buckets:
+                known, merged = middle, self._buckets[what, begin, middle]
+                break
+        for i in range(known, end):
+            merged = self._buckets[what, begin, i + 1] = _merged(merged, _carried(units[i], what))
+        return merged
+
     def sends_to_the_end(self, what: What) -> list[Sends]:
         """The same of all units from each to the end, and of none."""
         units = self.chain.gathers if what == "gather" else self.chain.reduces
-        merged: dict[tuple[object, ...], Collective] = {}
+        merged: _Merged = {}
         found: list[Sends] = [()]
         for unit in reversed(units):
-            for c in _carried(unit, what):
-                key = bucket_class(c)
-                merged[key] = sent_together(merged.get(key), c)
-            us = merged_us(merged.values(), self.cost)
+            merged = _merged(merged, _carried(unit, what))
+            us = _us_by_group(merged, self.cost)
             found.append(tuple((self.chain.lanes[group], time) for group, time in us.items()))
         return found[::-1]
 
