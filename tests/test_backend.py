@@ -310,19 +310,30 @@ print(found["fxgraph_cache_hit"], found["fxgraph_cache_miss"], found["fxgraph_ca
 """
 
 
+def cached_run(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", CACHED_RUN],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
 def test_second_process_starts_warm(tmp_path: Path):
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    answers = [
-        subprocess.run(
-            [sys.executable, "-c", CACHED_RUN],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.split()
-        for _ in range(2)
-    ]
+    answers = [cached_run(tmp_path).stdout.split() for _ in range(2)]
     assert answers == [["0", "2", "0"], ["2", "0", "0"]]  # forward and backward
+
+
+def test_a_file_of_the_cache_that_is_cut_short_is_made_anew(tmp_path: Path):
+    """As a compiler leaves it that is killed."""
+    assert cached_run(tmp_path).returncode == 0
+    cut = sorted(tmp_path.rglob("*.main.so"))[0]
+    cut.write_bytes(cut.read_bytes()[:100])
+    refused, again = cached_run(tmp_path), cached_run(tmp_path)
+    assert refused.returncode != 0 and again.returncode == 0, refused.stderr + again.stderr
+    last = refused.stderr.strip().splitlines()[-1]
+    assert f"ValueError: {cut}" in last and "start again" in last
 
 
 @pytest.mark.parametrize(

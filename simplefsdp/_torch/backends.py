@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
 from inductor_passes._torch_lowering import reuse_at_once
+from simplefsdp._torch.cache_files import broken_files_removed
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
 from simplefsdp._torch.padding import padding_without_benchmarks
 
@@ -72,12 +73,13 @@ def compile_with_inductor(
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         is_backward = bool(kwargs.get("is_backward", False))
-        with config.patch(users):
-            code: Any = observe(graph, is_backward)
-        if code is None:
-            kwargs["static_input_idxs"] = _static_inputs(graph, kwargs, static)
-            with _stable_mesh_hashes(inputs), reuse_at_once(), lowering():
-                code = compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
+        with broken_files_removed():
+            with config.patch(users):
+                code: Any = observe(graph, is_backward)
+            if code is None:
+                kwargs["static_input_idxs"] = _static_inputs(graph, kwargs, static)
+                with _stable_mesh_hashes(inputs), reuse_at_once(), lowering():
+                    code = compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
         compiled(is_backward)
         return code
 
