@@ -2,8 +2,8 @@
 
 Wrap once, compile, train::
 
-    model = simple_fsdp(model, mesh)
-    model = torch.compile(model, backend="simplefsdp")
+    simple_fsdp(model, mesh)
+    model.compile(backend="simplefsdp")
 
 Read the code in this order:
 

@@ -202,7 +202,7 @@ class _Gathering:
             arguments = getattr(module, GATHERS).get(self.name)
             if (
                 arguments is not None
-                and not getattr(module, DEFERRALS)
+                and not (torch.is_grad_enabled() and getattr(module, DEFERRALS))
                 and not getattr(module, KEPT)
                 and isinstance(param, DTensor)
                 and param.device.type != "meta"

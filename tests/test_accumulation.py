@@ -515,3 +515,23 @@ def test_a_step_may_run_the_last_micro_batch_itself(fake_mesh):
         with model.no_sync(), pytest.raises(ValueError, match="wait to be reduced"):
             step()
         model.zero_grad()
+
+
+def test_an_evaluation_is_compiled_once(fake_mesh):
+    """Whatever is deferred when it is made again: it defers nothing."""
+    graphs = []
+    torch._dynamo.reset()
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    run = torch.compile(model, backend=lambda gm, _: graphs.append(gm) or gm.forward)
+    x = torch.ones(2, 4)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            run(x)
+
+    evaluate()
+    for deferred in (False, True, False):
+        model.set_requires_gradient_sync(not deferred)
+        run(x)
+        evaluate()
+    assert len(graphs) == 4  # one evaluation; nothing was deferred yet, deferred, and synchronised
