@@ -94,18 +94,26 @@ def _numbering(gm: GraphModule) -> Numbering | None:
 
 
 def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
-    """Whether gradients are wanted, none is deferred, no full parameter is kept, no size is open,
-    and what is in the list of layers can be told by its name."""
+    """Whether gradients are wanted, of all parameters, none is deferred, no full parameter is kept,
+    no size is open, and what is in the list of layers can be told by its name."""
     (output,) = gm.graph.find_nodes(op="output")
     values = [node.meta.get("example_value") for node in output.all_input_nodes]
     if not torch.is_grad_enabled() or not any(getattr(v, "requires_grad", False) for v in values):
         return False
     gathers = gathers_of(gm)
+    if not all(_is_trained(node) for node in gathers):
+        return False  # a frozen DTensor is two inputs of the joint graph, and one gradient
     fqns = [str(node.args[1]) for node in gathers]
     others = [fqn for fqn in fqns if numbering.of(fqn) is None]
     if any(node.kwargs for node in gathers) or any(numbering.moved(f, 1) != f for f in others):
         return False
     return not any(map(_is_open, gm.graph.nodes))
+
+
+def _is_trained(gather_: Node) -> bool:
+    param = gather_.args[0]
+    value = param.meta.get("example_value") if isinstance(param, Node) else None
+    return bool(getattr(value, "requires_grad", False))
 
 
 def _is_open(node: Node) -> bool:

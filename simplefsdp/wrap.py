@@ -272,6 +272,8 @@ def _requalify(model: nn.Module) -> None:
     for path, module in model.named_modules():
         layouts: dict[str, ParameterLayout] = dict(module.__dict__[LAYOUTS])
         for name, layout in layouts.items():
+            if not isinstance(module._parameters.get(name), DTensor):
+                continue  # it was taken away since it was wrapped
             fqn = f"{path}.{name}" if path else name
             fqn = names.setdefault(id(module._parameters[name]), fqn)
             layouts[name] = replace(layout, spec=layout.spec._replace(fqn=fqn))

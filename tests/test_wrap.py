@@ -324,3 +324,15 @@ def test_without_a_mesh_all_ranks_share_the_shards(fake_mesh):
     assert layer.weight.to_local().shape == (2, 4)
     with pytest.raises(ValueError, match="mode 'hybrid_shard' needs a 2-D mesh"):
         simple_fsdp(nn.Linear(4, 4), mode="hybrid_shard")
+
+
+def test_a_parameter_that_was_taken_away_is_not_named_by_an_outer_wrap(fake_mesh):
+    mesh = fake_mesh(2)
+    inner = nn.Linear(4, 4)
+    inner.gone, inner.none = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    simple_fsdp(inner, mesh)
+    del inner.gone
+    inner.none = None
+    outer = simple_fsdp(nn.Sequential(inner), mesh)
+    assert outer[0].__dict__[LAYOUTS]["weight"].spec.fqn == "0.weight"
+    assert sorted(dict(outer.named_parameters())) == ["0.bias", "0.weight"]
