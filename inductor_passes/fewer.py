@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from inductor_passes import buckets as buckets_module
-from inductor_passes.merge import bucket_class
+from inductor_passes.buckets import of_few_members
 from inductor_passes.plan import Plan
 from inductor_passes.program import Bucket, Program
-from inductor_passes.regular import join, sent_by, turn_of
+from inductor_passes.regular import alike_in_turn, join, sent_by
 
 PATIENCE = 8  # plans in a row that are not fine: larger buckets are less likely to be joined
 
@@ -35,63 +34,43 @@ def with_fewer_buckets(
         evaluated: the plan that buckets are, None if they are none.
         is_fine: whether a plan will do as well as ``plan`` does.
     """
-    patience = PATIENCE
-    refused: set[tuple[str, str]] = set()
+    refused: set[tuple[tuple[str, ...], int]] = set()
+    in_vain = 0
     while True:
-        pair = next((p for p in _pairs(plan.buckets, program) if _labels(p) not in refused), None)
-        if pair is None:
-            return plan
-        better = None
-        for buckets in _with_one_for(pair, plan.buckets, program, fqns):
-            if not patience:
+        for one, buckets in _joined_once(plan.buckets, program, fqns):
+            known = (one.starts, one.window)
+            if known in refused:
+                continue
+            if in_vain == PATIENCE:
                 return plan
-            patience -= 1
             found = evaluated(buckets)
             if found is not None and is_fine(found):
-                better = found
+                plan, in_vain = found, 0
                 break
-        if better is None:
-            refused.add(_labels(pair))
+            refused.add(known)
+            in_vain += 1
         else:
-            plan, patience = better, PATIENCE
+            return plan
 
 
-_Pair = tuple[Bucket, Bucket]
+def _joined_once(
+    buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]
+) -> Iterator[tuple[Bucket, list[Bucket]]]:
+    """One for two buckets that follow one another, with the window of either, and ``buckets`` with
+    it in their place; those of the fewest bytes first."""
+    pairs = [
+        pair for _, _, between, _ in alike_in_turn(buckets, program) for pair in pairwise(between)
+    ]
+    taken = {bucket.label for bucket in buckets}
+    for first, second in sorted(pairs, key=lambda pair: _nbytes(pair, program)):
+        one = join((first, second), program, fqns, taken)
+        if len(of_few_members([one])) > 1:
+            continue
+        others = [bucket for bucket in buckets if bucket is not second]
+        for window in dict.fromkeys((first.window, second.window)):
+            own = replace(one, window=window)
+            yield own, [own if bucket is first else bucket for bucket in others]
 
 
-def _labels(pair: _Pair) -> tuple[str, str]:
-    return pair[0].label, pair[1].label
-
-
-def _pairs(buckets: Sequence[Bucket], program: Program) -> list[_Pair]:
-    """Buckets that may be one and follow one another, those of the fewest bytes first.
-
-    Not the first gathers nor the last reduces, which nothing hides: the less there is in them, the
-    better, also where costs are not what the model says.
-    """
-    alike: dict[tuple[object, ...], list[Bucket]] = {}
-    for bucket in sorted(buckets, key=lambda bucket: turn_of(bucket, program)):
-        alike.setdefault(bucket_class(sent_by(bucket, program)[0]), []).append(bucket)
-
-    def nbytes(pair: _Pair) -> int:
-        return sum(c.nbytes for bucket in pair for c in sent_by(bucket, program))
-
-    def is_allowed(pair: _Pair) -> bool:
-        return sum(len(bucket.starts) for bucket in pair) <= buckets_module.MOST_MEMBERS
-
-    pairs: list[_Pair] = []
-    for (kind, *_), same in alike.items():
-        first, last = int(kind == "gather"), len(same) - int(kind == "reduce")
-        pairs += pairwise(same[first:last])
-    return sorted(filter(is_allowed, pairs), key=nbytes)
-
-
-def _with_one_for(
-    pair: _Pair, buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]
-) -> Iterator[list[Bucket]]:
-    """``buckets`` with one in the place of ``pair``, with the window of either."""
-    first, second = pair
-    one = join(pair, program, fqns, {bucket.label for bucket in buckets})
-    for window in dict.fromkeys((first.window, second.window)):
-        own = replace(one, window=window)
-        yield [own if bucket is first else bucket for bucket in buckets if bucket is not second]
+def _nbytes(buckets: Sequence[Bucket], program: Program) -> int:
+    return sum(c.nbytes for bucket in buckets for c in sent_by(bucket, program))

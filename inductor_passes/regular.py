@@ -73,25 +73,36 @@ def joined(buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]) -> 
 
     Members travel in the order of ``fqns``, as in all plans.
     """
-    alike: defaultdict[tuple[object, ...], list[Bucket]] = defaultdict(list)
-    for bucket in sorted(buckets, key=lambda b: turn_of(b, program)):
-        alike[bucket_class(sent_by(bucket, program)[0])].append(bucket)
     found: list[list[Bucket]] = []
     for gathered, reduced in MODULES:
         together: list[Bucket] = []
-        for (kind, *_), same in alike.items():
-            first = 1 if kind == "gather" else 0
-            last = len(same) - 1 if kind == "reduce" else len(same)
-            n = {"gather": gathered, "reduce": reduced}.get(str(kind), 1)
+        for kind, first, between, last in alike_in_turn(buckets, program):
+            n = {"gather": gathered, "reduce": reduced}.get(kind, 1)
             taken = {bucket.label for bucket in buckets}
-            together += same[:first]
-            for i in range(first, last, n):
-                run = same[i : min(i + n, last)]
+            together += first
+            for i in range(0, len(between), n):
+                run = between[i : i + n]
                 together.append(join(run, program, fqns, taken) if run[1:] else run[0])
                 taken.add(together[-1].label)
-            together += same[last:]
+            together += last
         if len(together) < len(buckets) and together not in found:
             found.append(together)
+    return found
+
+
+def alike_in_turn(
+    buckets: Sequence[Bucket], program: Program
+) -> list[tuple[str, list[Bucket], list[Bucket], list[Bucket]]]:
+    """Of buckets that may be one, in their turn: their kind, the first gather, what lies between,
+    and the last reduce. Nothing hides the ends, so the less there is in them, the better, also
+    where costs are not what the model says."""
+    alike: defaultdict[tuple[object, ...], list[Bucket]] = defaultdict(list)
+    for bucket in sorted(buckets, key=lambda b: turn_of(b, program)):
+        alike[bucket_class(sent_by(bucket, program)[0])].append(bucket)
+    found = []
+    for (kind, *_), same in alike.items():
+        first, last = int(kind == "gather"), len(same) - int(kind == "reduce")
+        found.append((str(kind), same[:first], same[first:last], same[last:]))
     return found
 
 

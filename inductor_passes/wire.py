@@ -66,11 +66,10 @@ class TransferTimes:
         """What is sent for the units: what is for all but the last, which was asked for before as a
         rule, and for that one."""
         units = self.chain.gathers if what == "gather" else self.chain.reduces
-        known, merged = begin, _Merged()
-        for middle in range(end, begin, -1):
-            if (what, begin, middle) in self._buckets:
-                known, merged = middle, self._buckets[what, begin, middle]
-                break
+        known = end
+        while known > begin and (what, begin, known) not in self._buckets:
+            known -= 1
+        merged = self._buckets.get((what, begin, known), {})
         for i in range(known, end):
             merged = self._buckets[what, begin, i + 1] = _merged(merged, _carried(units[i], what))
         return merged

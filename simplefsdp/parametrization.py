@@ -69,8 +69,8 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         PLAIN_CLASS: cls,
-        # For instances that the model's own code makes of type(self).
-        **{name: {} for name in (LAYOUTS, GATHERS, DEFERRALS, KEPT)},
+        LAYOUTS: {},  # as the next, for instances that the model's own code makes of type(self)
+        GATHERS: {},
         **_methods(cls),
         **control.register_into(cls),
         **refused.members(cls),

@@ -31,9 +31,9 @@ def broken_files_removed() -> Iterator[None]:
         yield
     except Exception as error:
         found = _SHORT.search(f"{type(error).__name__}: {error}")
-        path = Path(found["path"]) if found else None
-        if found is None or path is None or not path.is_relative_to(cache_dir()):
+        if found is None or not Path(found["path"]).is_relative_to(cache_dir()):
             raise
+        path = Path(found["path"])
         path.unlink(missing_ok=True)  # another rank may have been here first
         raise ValueError(
             f"{path}, in the compiler's cache, was cut short ({found['what']}): a process was "
