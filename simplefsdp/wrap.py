@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from simplefsdp._torch import has_hooks
+from simplefsdp._torch import has_hooks, mend_gloo_gathers
 from simplefsdp.after_wrap import is_original, mark_original
 from simplefsdp.arguments import (
     check_arguments,
@@ -101,6 +101,8 @@ def simple_fsdp(
     refuse_offloading(offload_policy)
     mesh = all_ranks() if mesh is None else mesh
     dp = data_parallel(mesh, mode)
+    if mesh.device_type == "cpu":
+        mend_gloo_gathers()
     own = {module: path for path, module in model.named_modules() if not is_wrapped(module)}
     ignored = ignored_among(model, ignored_params)
     originals = _parameters_of(own, ignored)

@@ -39,6 +39,7 @@ from simplefsdp._torch.dynamo import (
     trace_artifact,
     trace_without,
 )
+from simplefsdp._torch.gloo import mend_gloo_gathers
 from simplefsdp._torch.processes import (
     dispatch_mode,
     high_priority,
@@ -122,6 +123,7 @@ __all__ = [
     "line_of",
     "local_of",
     "local_tensor",
+    "mend_gloo_gathers",
     "module_path",
     "no_torch_function",
     "order_of_saved",
