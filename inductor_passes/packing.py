@@ -4,6 +4,9 @@ A tensor more in a call takes the wire longer, and what the wire takes slows wha
 beside it. A buffer takes copies, which compute waits for: of gradients into it, of parameters out
 of it. (Shards are cast anyway, and reduced shards are views.) So small members share one, if they
 are enough to pay for the kernel.
+
+The planner prices every bucket without a shared buffer. As one is chosen only where it takes
+compute less time, and the wire never more, a plan takes at most what was predicted.
 """
 
 from __future__ import annotations

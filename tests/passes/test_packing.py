@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import chain, combinations
 
 import pytest
 
@@ -57,3 +59,25 @@ def test_what_is_not_ours_or_not_alike_is_not_packed():
     assert members_to_pack(mixed, cluster()) == ()
     alone = [replace(c, ranks=1) for c in members(*[8] * 50)]
     assert members_to_pack(alone, cluster()) == ()
+
+
+def taken_us(sent: list[Collective], packed: tuple[int, ...], known: Cluster) -> float:
+    """From compute, by a bucket whose members ``packed`` share a buffer."""
+    apart = len(sent) - max(0, len(packed) - 1)
+    nbytes = sum(sent[i].nbytes for i in packed)
+    copies = known.launch_us + nbytes / MB if packed else 0.0
+    return copies + known.wires[0].link.member_us * (apart - 1) * (1 - known.compute_beside)
+
+
+def test_no_other_members_would_take_less_from_compute():
+    """So the planner, which knows of no shared buffer, never predicts too little."""
+    drawn, known, chosen = random.Random(0), cluster(), 0
+    for _ in range(200):
+        sent = members(*(drawn.choice((8, 1e5, MB, 3 * MB)) for _ in range(drawn.randint(1, 7))))
+        places = range(len(sent))
+        others = chain.from_iterable(combinations(places, n) for n in (0, *range(2, len(sent) + 1)))
+        found = members_to_pack(sent, known)
+        chosen += bool(found)
+        least = min(taken_us(sent, other, known) for other in others)
+        assert taken_us(sent, found, known) == pytest.approx(least)
+    assert 20 < chosen < 180
