@@ -15,7 +15,7 @@ from inductor_passes.plan import Plan
 from inductor_passes.program import Bucket, Program
 from inductor_passes.regular import alike_in_turn, join, sent_by
 
-PATIENCE = 8  # plans in a row that are not fine: larger buckets are less likely to be joined
+PATIENCE = 12  # plans in a row that are not fine: larger buckets are less likely to be joined
 
 
 def with_fewer_buckets(
@@ -56,8 +56,8 @@ def with_fewer_buckets(
 def _joined_once(
     buckets: Sequence[Bucket], program: Program, fqns: Sequence[str]
 ) -> Iterator[tuple[Bucket, list[Bucket]]]:
-    """One for two buckets that follow one another, with the window of either, and ``buckets`` with
-    it in their place; those of the fewest bytes first."""
+    """One for two buckets that follow one another, with the window of either or, as there is a
+    launch less, one more; and ``buckets`` with it in their place. The fewest bytes first."""
     pairs = [
         pair for _, _, between, _ in alike_in_turn(buckets, program) for pair in pairwise(between)
     ]
@@ -67,7 +67,7 @@ def _joined_once(
         if len(of_few_members([one])) > 1:
             continue
         others = [bucket for bucket in buckets if bucket is not second]
-        for window in dict.fromkeys((first.window, second.window)):
+        for window in dict.fromkeys((first.window, second.window, second.window + 1)):
             own = replace(one, window=window)
             yield own, [own if bucket is first else bucket for bucket in others]
 

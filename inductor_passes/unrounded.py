@@ -7,7 +7,8 @@
 
 A matmul of 16-bit numbers sums in fp32. To round the sum to 16 bits, the dtype of the parameter,
 only to write it once more in the 32 bits that gradients are reduced in, takes a kernel and twice
-the bytes, and loses what was rounded. Views may stand in between.
+the bytes, and loses what was rounded. Views may stand in between. What is padded or added to
+something first keeps its cast: that is part of a kernel which would read twice the bytes without.
 """
 
 from __future__ import annotations

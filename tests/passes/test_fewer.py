@@ -60,6 +60,17 @@ def test_nothing_is_joined_that_costs_something():
         assert not is_fine(evaluated([*others, one]))
 
 
+def test_a_joined_bucket_may_be_waited_for_one_launch_later():
+    """With a launch less, the wait that stood before the next one comes too early."""
+
+    def is_fine(plan: Plan) -> bool:
+        return all(bucket.window == 1 for bucket in plan.buckets if len(bucket.starts) > 1)
+
+    found = with_fewer_buckets(SINGLES, SIX, FQNS, evaluated, is_fine)
+    assert {bucket.window for bucket in SINGLES.buckets} == {0}
+    assert [bucket.window for bucket in found.buckets if len(bucket.starts) > 1] == [1]
+
+
 def test_members_travel_in_the_order_of_the_fqns():
     found = with_fewer_buckets(SINGLES, SIX, FQNS[::-1], evaluated, lambda plan: True)
     assert members(found) == [("g0",), ("g5", "g4", "g3", "g2", "g1")]
