@@ -109,7 +109,8 @@ def _launch(
         table = tuple(
             number
             for member, width, kind in zip(some, their, kinds, strict=True)
-            for number in (member.data_ptr(), width, member.numel(), kind)
+            # An empty one is at 0, which Triton takes for a number of 32 bits, and no pointer.
+            for number in (member.data_ptr() or flat.data_ptr(), width, member.numel(), kind)
         )
         blocks = rows * sum(-(-width // BLOCK.value) for width in their)
         if blocks:

@@ -17,7 +17,15 @@ from torch import Tensor
 from inductor_passes import pack_kernels, packs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-COMPILED = ("fp32 -> bf16", "mixed -> fp32", "empty", "of one byte", "aligned", "unaligned")
+COMPILED = (
+    "fp32 -> bf16",
+    "mixed -> fp32",
+    "empty",
+    "of a rank without rows",
+    "of one byte",
+    "aligned",
+    "unaligned",
+)
 
 
 def floats(sizes: list[int], *dtypes: torch.dtype) -> list[Tensor]:
@@ -49,6 +57,7 @@ def cases() -> dict[str, tuple[list[Tensor], int, list[int], torch.dtype]]:
         "uneven": (floats(sizes, FP32, BF16), 2, rows_of, BF16),
         "many": (floats([n % 50 for n in range(200)], FP32, BF16), 1, [50] * 200, BF16),
         "empty": (floats([0, 0], FP32), 4, [0, 0], BF16),
+        "of a rank without rows": (floats([0, 0], FP32), 2, [3, 5], BF16),
         "of one byte": ([torch.arange(8, dtype=torch.uint8)] * 2, 2, [4, 5], torch.uint8),
         "aligned": (floats([8192, 16384], FP32, BF16), 2, [4096, 8192], BF16),
         "unaligned": ([m[1:] for m in floats([8193, 4097], FP32)], 1, [8192, 4096], BF16),
