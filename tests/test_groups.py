@@ -97,3 +97,14 @@ def test_the_second_group_is_not_split_from_all_ranks(solo_mesh, monkeypatch):
     assert second is not world and c10d.get_process_group_ranks(second) == [0]
     assert len(splits) == 1
     assert c10d._get_split_source is source
+
+
+def test_the_second_group_waits_as_long_as_the_first():
+    timeout = timedelta(seconds=123)  # no release's default
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        name = _torch.second_group(dist.group.WORLD.group_name)
+        second = c10d._resolve_process_group(name)
+        assert second._get_backend(torch.device("cpu")).options._timeout == timeout
+    finally:
+        dist.destroy_process_group()

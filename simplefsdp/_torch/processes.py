@@ -54,7 +54,7 @@ def second_group(name: str) -> str:
     group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
     if group not in _second_groups:
         backend = distributed_c10d.get_backend_config(group)
-        timeout = distributed_c10d._get_default_timeout(distributed_c10d.Backend(backend))  # type: ignore[arg-type]
+        timeout = _timeout_of(group)
         with patch.object(distributed_c10d, "_get_split_source", lambda *args: None):
             second: Any = distributed_c10d.new_group(  # since 2.15 its type has a number in it
                 distributed_c10d.get_process_group_ranks(group),
@@ -65,6 +65,16 @@ def second_group(name: str) -> str:
             )
         _second_groups[group] = second.group_name
     return _second_groups[group]
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """After which a collective of ``group`` is given up; torch's own where it does not say."""
+    from torch.distributed import distributed_c10d
+
+    backends = (group._get_backend(device) for device in group._device_types)
+    told = [getattr(getattr(b, "options", None), "_timeout", None) for b in backends]
+    default = distributed_c10d._get_default_timeout(distributed_c10d.get_backend(group))
+    return max((timeout for timeout in told if timeout is not None), default=default)
 
 
 def hold_up_stream() -> None:
