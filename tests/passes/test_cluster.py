@@ -92,6 +92,23 @@ def test_across_nodes_each_rank_brings_its_own_card() -> None:
     assert ROUND.link("gather", 4, 2).gb_s == 1.0
 
 
+@pytest.mark.parametrize(
+    ("name", "tflops"), [("a100", (180, 230)), ("h100", (499, 595)), ("b200", (1000, 1250))]
+)
+def test_attention_takes_what_torchs_default_takes(name: str, tflops: tuple[int, int]) -> None:
+    """cuDNN's, between its measured backward and forward (arXiv 2407.08608), where torch prefers
+    it: an H100 with FlashAttention 2 would have 310 to 370."""
+    flops = 1e13
+    us = preset(name).compute_us(Work(flops, kind="attention", dtype="bfloat16"))
+    assert tflops[0] < flops / us / 1e6 < tflops[1]
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
+def test_what_is_sent_slows_what_is_computed_on_gpus(name: str) -> None:
+    """NCCL has 16 to 24 blocks, each on one of 108 to 148 SMs."""
+    assert 1 - 24 / 108 < preset(name).compute_beside < 1 - 16 / 148
+
+
 def test_a_group_of_one_only_copies() -> None:
     assert ROUND.link("gather", 1, 1) == Link(3.0, 0.5)
 
