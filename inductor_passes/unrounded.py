@@ -25,15 +25,18 @@ _NARROW = (torch.bfloat16, torch.float16)
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 
 
-def write_sums_unrounded(graph: Graph) -> None:
+def write_sums_unrounded(graph: Graph, device: torch.device | None = None) -> None:
     """Leave out the rounding of what is only reduced, in fp32, on devices that can.
 
     Args:
         graph: of aten operators, with the values of nodes in ``meta["val"]``; changed in place.
+        device: that the graph is planned for; where its values are, if None.
     """
     for cast in list(graph.nodes):
         if is_cast(cast, torch.float32) and _is_only_reduced(cast):
             chain = _from_rounding(cast)
+            if chain and not _torch.has_wide_matmul(device or cast.meta["val"].device):
+                continue
             if chain:
                 last = _unrounded(graph, chain)
                 cast.replace_all_uses_with(last)
@@ -70,7 +73,7 @@ def _from_rounding(cast: Node) -> list[Node]:
     same = all(v.dtype == values[0].dtype for v in values)
     # A cast lays out anew what is only a part of its storage; collectives take no such part.
     whole = values[-1].stride() == cast.meta["val"].stride() and not values[-1].storage_offset()
-    return chain if same and whole and _torch.has_wide_matmul(values[0].device) else []
+    return chain if same and whole else []
 
 
 def _rounds(node: Node) -> bool:

@@ -72,7 +72,8 @@ def trace(model: nn.Module, *inputs: object, on_cpu: bool = False) -> TracedStep
             inside their mode.
         inputs: of the model, fake likewise.
         on_cpu: the planned machine computes on CPUs, where the outputs of attention are kept
-            instead of recomputed (:func:`simplefsdp.recompute.save_cpu_random_ops`).
+            instead of recomputed (:func:`simplefsdp.recompute.save_cpu_random_ops`), and sums of
+            gradients are rounded before they are reduced in fp32.
 
     Raises:
         UntraceableError: nothing of the model is sharded, or nothing is differentiable, or
@@ -89,7 +90,7 @@ def trace(model: nn.Module, *inputs: object, on_cpu: bool = False) -> TracedStep
         tag = tag_for_recompute if on_cpu else tag_gather_chains
         graphs.update(_torch.graphs_of(gm, example_inputs, tag))
         for graph in graphs.values():
-            write_sums_unrounded(graph.graph)
+            write_sums_unrounded(graph.graph, torch.device("cpu" if on_cpu else "cuda"))
         return _stop
 
     # Every trace is a compilation of the same code for Dynamo, which gives up after a few.

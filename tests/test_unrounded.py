@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_passes import _torch, fx
+from inductor_passes import fx
 from inductor_passes.roofline import work_of
 from inductor_passes.unrounded import write_sums_unrounded
 from simplefsdp import simple_fsdp
@@ -211,10 +211,10 @@ def test_graphs_are_written_so_before_they_are_planned():
     assert targets(graph) == [_aten.mm.dtype, *START]
 
 
-def test_a_step_that_is_not_run_is_traced_so(fake_mesh, monkeypatch):
-    monkeypatch.setattr(_torch, "has_wide_matmul", lambda device: device.type == "cpu")
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_a_step_is_traced_as_the_planned_machine_runs_it(fake_mesh, on_cpu: bool):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = simple_fsdp(nn.Linear(K, M, bias=False), fake_mesh(RANKS), mp_policy=policy)
-    step = trace(model, torch.ones(N, K))
-    assert _aten.mm.dtype in targets(step.backward.graph)
+    step = trace(model, torch.ones(N, K), on_cpu=on_cpu)
+    assert (_aten.mm.dtype in targets(step.backward.graph)) is not on_cpu
     assert _aten.mm.dtype not in targets(step.forward.graph)
