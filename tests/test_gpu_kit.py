@@ -133,7 +133,7 @@ def test_a_part_out_of_time_is_told_and_the_others_go_on(module, monkeypatch, tm
     assert not state.exists() or " Z " in state.read_text(), "what the part had started runs on"
 
 
-def test_a_part_goes_on_where_it_was(module, monkeypatch, tmp_path, capsys):
+def test_what_failed_is_done_again_and_what_was_found_is_not(module, monkeypatch, tmp_path, capsys):
     ledger = module("ledger")
     out = tmp_path / "part.json"
     arguments = ["part.py", "--out", str(out), "--device", "cpu"]
@@ -141,18 +141,55 @@ def test_a_part_goes_on_where_it_was(module, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(ledger.torch, "set_num_threads", lambda n: None)
 
     def fail():
-        raise ValueError("no such thing\nat all")
+        raise subprocess.TimeoutExpired("pytest\n-q", 240)
 
-    ledger.part("").cell("first", lambda: {"n": 1})
-    again = ledger.part("")
-    again.cell("first", fail)
-    again.cell("second", fail)
-    again.finish("well")
-    data = json.loads(out.read_text())
-    assert data["cells"]["first"]["n"] == 1
-    assert data["cells"]["second"]["failure"] == "ValueError: no such thing"
-    assert data["failed"] == ["second"] and data["line"] == "well; 1 of 2 cells FAILED"
+    def a_part(commit, second):
+        monkeypatch.setattr(ledger, "git_commit", lambda: commit)
+        part = ledger.part("")
+        part.cell("first", lambda: {"n": commit})
+        part.cell("second", second)
+        part.finish("well")
+        return json.loads(out.read_text())
+
+    data = a_part("one", fail)
+    assert data["cells"]["second"]["failure"].startswith("TimeoutExpired: ")
+    assert data["failed"] == ["second"] and data["line"] == "well; FAILED: second"
+    assert not data["finished"]
+    data = a_part("two", lambda: {"n": 2})
     assert "first: is there" in capsys.readouterr().out
+    assert (data["finished"], data["failed"], data["line"]) == (True, [], "well")
+    commits = {name: cell["git_commit"] for name, cell in data["cells"].items()}
+    assert commits == {"first": "one", "second": "two"} and data["cells"]["first"]["n"] == "one"
+
+
+def test_a_variant_that_failed_is_told_and_its_cell_stays(module, monkeypatch, tmp_path):
+    ledger = module("ledger")
+    part = ledger.Part(tmp_path / "part.json", ledger.torch.device("cpu"), True)
+    part.cell("row", lambda: {"variants": {"auto": {"failure": "no memory"}, "manual": {}}})
+    part.finish("well")
+    data = json.loads(part.out.read_text())
+    assert data["finished"] and part.has("row")
+    assert data["failed"] == ["row: auto"] and data["line"] == "well; FAILED: row: auto"
+
+
+_FAILS_ONCE = """
+import json, sys
+from pathlib import Path
+out = Path(sys.argv[2])
+failed = [] if out.exists() else ["suite"]
+said = {"finished": not failed, "failed": failed, "line": "well", "cells": {}}
+out.write_text(json.dumps(said))
+"""
+
+
+def test_a_failure_is_told_by_the_exit_code_until_it_is_mended(module, monkeypatch, tmp_path):
+    run = module("run")
+    (tmp_path / "part_weak.py").write_text(_FAILS_ONCE)
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    monkeypatch.setattr(run, "PARTS", [run.Part("w", "weak", 60.0)])
+    out = str(tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["run.py", "--smallest", "--device", "cpu", "--out", out])
+    assert [run.main() for _ in range(3)] == [1, 0, 0]
 
 
 def test_without_a_gpu_it_says_what_to_do(module, monkeypatch):

@@ -4,7 +4,8 @@
     python benchmarks/gpu/run.py --parts a b       # some of them, by letter or by name
     python benchmarks/gpu/run.py --smallest        # tiny shapes: two minutes, on CPU, too
 
-A part that is done in this environment is left out; one that was cut short goes on where it was.
+A part that is done in this environment is left out; one that was cut short goes on where it was,
+and what failed is done again. The exit code is 1 if any part, or anything in one, failed.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def environment_name(device: str, *, smallest: bool) -> str:
 
 
 def main() -> int:
-    """Run the parts one after another; 1 if any did not come to its end."""
+    """Run the parts one after another; 1 if any did not come to its end, or has a failure."""
     import torch
 
     options = arguments()
@@ -95,12 +96,12 @@ def main() -> int:
 def run_part(
     part: Part, folder: Path, how: list[str], limit_s: float, *, again: bool
 ) -> tuple[bool, str]:
-    """Run a part in a process of its own; whether it came to its end, and its one line."""
+    """Run a part in a process of its own; whether it is done and nothing failed; its one line."""
     out = folder / f"{part.name}.json"
     if again:
         out.unlink(missing_ok=True)
     if (known := _read(out)).get("finished"):
-        return True, f"is there, {known['line']}"
+        return not known.get("failed"), f"is there, {known['line']}"
     if limit_s <= 0:
         return False, "not begun: no time was left"
     command = [sys.executable, str(HERE / f"part_{part.name}.py"), "--out", str(out), *how]
@@ -110,8 +111,8 @@ def run_part(
         code = run_limited(command, limit_s, log)
     took = f"{time.monotonic() - begin:.0f} s"
     found = _read(out)
-    if code == 0 and found.get("finished"):
-        return True, f"{found['line']} ({took})"
+    if code == 0 and found.get("line"):  # it came to its end
+        return not found.get("failed"), f"{found['line']} ({took})"
     known_cells = len(found.get("cells", {}))
     ended = f"STOPPED at its limit, {took}" if code is None else f"FAILED with exit code {code}"
     return False, f"{ended}; {known_cells} cells are written; run again to go on (log.txt says why)"
