@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
 PRIORITY = -1  # the lower, the sooner; compute has 0
 
 

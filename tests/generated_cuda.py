@@ -79,22 +79,27 @@ def padded(code: str) -> list[str]:
     dense: dict[str, bool] = {}
     found: list[str] = []
     for line in _lines(code):
-        if known := _ALLOCATED.match(line) or _ASSERTED.match(line):
-            dense[known[1]] = _is_dense(known[2], known[3])
-        elif together := _ASSERTED_TOGETHER.match(line):
-            names, shapes, strides = (_elements(part) for part in _elements(together[1])[:3])
-            dense |= zip(names, map(_is_dense, shapes, strides), strict=True)
-        elif packed := _PACKED.match(line):
-            dense[packed[1]] = True
-        elif taken := _TAKEN.match(line):
-            if taken[2] in dense:
-                dense[taken[1]] = dense[taken[2]]
-        elif start := _START.match(line):
+        dense |= _lies(line, dense)
+        if start := _START.match(line):
             for name, *view in _sent(start[3]):
                 if name not in dense:
                     raise ValueError(f"how {name} lies is not known: {line}")
                 found += [] if dense[name] and (not view or _is_dense(*view)) else [name]
     return found
+
+
+def _lies(line: str, dense: dict[str, bool]) -> dict[str, bool]:
+    """Whether buffers lie densely, of which a statement tells it."""
+    if known := _ALLOCATED.match(line) or _ASSERTED.match(line):
+        return {known[1]: _is_dense(known[2], known[3])}
+    if together := _ASSERTED_TOGETHER.match(line):
+        names, shapes, strides = (_elements(part) for part in _elements(together[1])[:3])
+        return dict(zip(names, map(_is_dense, shapes, strides), strict=True))
+    if packed := _PACKED.match(line):
+        return {packed[1]: True}
+    if (taken := _TAKEN.match(line)) and taken[2] in dense:
+        return {taken[1]: dense[taken[2]]}
+    return {}
 
 
 def _is_dense(shape: str, strides: str) -> bool:
