@@ -157,11 +157,13 @@ def check(case: Case, device: torch.device, executor: str) -> dict[str, Any]:
 
 
 def options_for(case: Case, device: torch.device, executor: str) -> dict[str, Any]:
-    """Of the backend; on CPU, where there are no CUDA graphs, the same steps without."""
+    """Of the backend; on CPU the same steps without CUDA graphs, which are not there, and without
+    Inductor, whose code for it takes a compiler half a minute and is tested elsewhere."""
     options = {"executor": executor, **(case.options or {})}
     if options["bucketing"] == "auto":
         options = {**planned_for(device), **options}
     if device.type != "cuda":
+        options["executor"] = executor
         options.pop("cudagraphs", None)
     return options
 
