@@ -53,7 +53,7 @@ class Steps:
         self._run, self._name, self._row = run, name, row
         self._runner: measuring.Runner | None = None
 
-    def _built(self) -> measuring.Runner:
+    def _built(self, blocks: int) -> measuring.Runner:
         if self._runner is None:
             link.blocks = 1
             wire.connect(self._row.world_size)
@@ -61,12 +61,13 @@ class Steps:
             self._runner = measuring.Runner(load, say, BUILDERS | GRAPHED)
             steps = 2 if self._run.smallest else 12
             measuring.choose_link(self._row, *measuring.calibrate(self._runner, steps))
+            link.blocks = blocks
             self._runner.build(SMALLEST if self._run.smallest else VARIANTS)
         return self._runner
 
     def found(self, blocks: int) -> dict[str, Any]:
         """All variants, in turns."""
-        runner = self._built()
+        runner = self._built(blocks)
         if blocks != link.blocks:
             link.blocks = blocks
             self._build_again(runner)

@@ -38,7 +38,7 @@ class Part:
 
 PARTS = (
     Part("a", "machine", 150),
-    Part("b", "correct", 460),
+    Part("b", "correct", 440),
     Part("c", "wire", 560),
     Part("d", "predicted", 300),
     Part("e", "host", 240),
