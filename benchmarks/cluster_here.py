@@ -24,7 +24,8 @@ def measured_before(found: Mapping[str, object]) -> None:
 
 
 def cluster_here(row: Row, device: torch.device) -> Cluster:
-    """Compute as ``simplefsdp calibrate`` measures it, and the wire as it is modelled."""
+    """Compute as ``simplefsdp calibrate`` measures it, and the wire as it is modelled now: another
+    number of ``link.blocks`` is another cluster, for which ``auto`` plans otherwise."""
     if not _computes:
         sweep = sweep_for(device.type, quick=False, nbytes_max=None)
         found = measure_compute(
@@ -42,5 +43,14 @@ def cluster_here(row: Row, device: torch.device) -> Cluster:
         name="this machine, modelled wire",
         ranks_per_node=row.world_size,
         wires=tuple(wires),
+        compute_beside=beside_blocks(device),
         **_computes,  # type: ignore[arg-type]
     )
+
+
+def beside_blocks(device: torch.device) -> float:
+    """The multiprocessors that a transfer leaves to compute: each of its blocks has one."""
+    if device.type != "cuda":
+        return 1.0
+    have = torch.cuda.get_device_properties(device).multi_processor_count
+    return 1 - min(link.blocks, have - 1) / have

@@ -39,7 +39,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "load_average_1min": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
     }
 
 
@@ -51,7 +51,9 @@ def _cpu_model() -> str:
     return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "")
 
 
-def _git_commit() -> str:
+def git_commit() -> str:
+    """The checkout's, and whether it was changed; results that lie in it change nothing."""
+
     def git(*args: str) -> str:
         here = Path(__file__).parent
         command = ["git", "-C", str(here), *args]
@@ -61,7 +63,8 @@ def _git_commit() -> str:
             return ""
         return done.stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + (" + changes" if git("status", "-s") else "")
+    changed = git("status", "-s", "--", ":/", ":(exclude,top)benchmarks/results")
+    return git("rev-parse", "--short", "HEAD") + (" + changes" if changed else "")
 
 
 def report(name: str, row: Row, results: dict[str, Result], device: torch.device) -> dict[str, Any]:

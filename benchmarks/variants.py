@@ -233,6 +233,7 @@ BUILDERS: dict[str, Callable[[Workload], Variant]] = {
     # Not in the default list: for choosing the defaults.
     "manual_regions": _options("manual_regions", bucketing="manual", executor="regions"),
     "auto_regions": functools.partial(_auto, name="auto_regions", executor="regions"),
+    "auto_cudagraphs": functools.partial(_auto, name="auto_cudagraphs", cudagraphs=True),  # CUDA
     "greedy": functools.partial(_auto, name="greedy", adjust=_greedily),
     "none_reorder": _options("none_reorder", bucketing="none", reorder=True),
     "manual_flat": _options(

@@ -3,6 +3,10 @@
 The copies that a NIC would make run on a stream of their own, beside a kernel that stays until the
 transfer's time is up: a transfer takes the longer of both, not their sum. The clock is the
 device's, from when the lane gets to the transfer.
+
+Both streams have the priority that FSDP2's have, and NCCL's where this library makes the group:
+blocks of theirs that wait go before those of compute. So it is for every variant: a transfer of the
+compiled ones is not later than FSDP2's because compute was queued up before it.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+PRIORITY = -1  # the lower, the sooner; compute has 0
 
 
 class Kernels(NamedTuple):
@@ -48,7 +54,7 @@ class Lane:
     def __init__(self, device: torch.device, kernels: Kernels | None = None) -> None:
         self._kernels = kernels or triton_kernels(device)
         self._began: Any = torch.zeros(1, dtype=torch.int64, device=device)
-        self._wire, self._copies = torch.cuda.Stream(), torch.cuda.Stream()
+        self._wire, self._copies = (torch.cuda.Stream(priority=PRIORITY) for _ in range(2))
 
     def transfer(self, copy: Callable[[], None], seconds: float, blocks: int) -> torch.cuda.Event:
         """Queue up a transfer that needs what the current stream has made; the event is its end.

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 # Before torch is imported: Inductor writes and compiles loops without vectors in less time, and
 # vectors are not ours.
@@ -18,10 +19,6 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import (
-    _clear_fast_path_sharding_prop_cache,
-    _clear_sharding_prop_cache,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -83,12 +80,23 @@ def fake_mesh() -> Iterator[Callable[..., DeviceMesh]]:
         return init_device_mesh(device, shape, mesh_dim_names=names)
 
     torch._dynamo.reset()
-    # DTensor caches by mesh, and two fake meshes that differ only in this rank are equal to it.
-    _clear_sharding_prop_cache()
-    _clear_fast_path_sharding_prop_cache()
+    _forget_meshes()
     yield make
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _forget_meshes() -> None:
+    """DTensor caches by mesh, and two fake meshes that differ only in this rank are equal to it.
+
+    A machine with a GPU may lack numpy, which torch's module imports; ``test_on_device.py``, which
+    runs there, has one fake mesh.
+    """
+    with suppress(ImportError):
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
+        debug._clear_fast_path_sharding_prop_cache()
 
 
 @pytest.fixture

@@ -19,7 +19,11 @@ _PRODUCT = re.compile(
     r"extern_kernels\.(mm|addmm|bmm|baddbmm)\w*\(|torch\.ops\.aten\.(mm|bmm)\.dtype"
 )
 _ATTENTION = re.compile(r"\w+ = torch\.ops\.\S*(_scaled_dot_product_\w+\.default|with_rng_state)\(")
-_ALLOCATED = re.compile(r"(\w+) = empty_strided\w*\((\([^)]*\)), (\([^)]*\))")
+_SIZES = r"(\([^)]*\)), (\([^)]*\))"
+_ALLOCATED = re.compile(rf"(\w+) = empty_strided\w*\({_SIZES}")
+_ASSERTED = re.compile(rf"assert_(?:size_stride|tensor_metadata)\((\w+), {_SIZES}")
+_ASSERTED_TOGETHER = re.compile(r"assert_size_stride_grouped\((.*)\)")  # since 2.15
+_PACKED = re.compile(r"(\w+) = torch\.ops\.inductor_passes\.pack\.default\(")
 _TAKEN = re.compile(r"(\w+) = (?:reinterpret_tensor\()?(\w+)\b.*# reuse$")
 _KERNEL = re.compile(r"(triton_\w+)\.run\(")
 
@@ -66,19 +70,60 @@ def _inputs(arguments: str) -> list[str]:
 
 
 def padded(code: str) -> list[str]:
-    """Buffers that a collective sends and whose rows do not lie densely."""
+    """Buffers that a collective sends and whose rows do not lie densely, or the view that it sends
+    of one. A graph's inputs and what an operator returns are known by what is asserted of them.
+
+    Raises:
+        ValueError: the code does not say how a buffer lies.
+    """
     dense: dict[str, bool] = {}
-    sent: list[str] = []
+    found: list[str] = []
     for line in _lines(code):
-        if allocated := _ALLOCATED.match(line):
-            shape, strides = ast.literal_eval(allocated[2]), ast.literal_eval(allocated[3])
-            span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-            dense[allocated[1]] = span == math.prod(shape)
-        elif taken := _TAKEN.match(line):
-            dense[taken[1]] = dense.get(taken[2], True)
-        elif start := _START.match(line):
-            sent += _inputs(start[3])
-    return [name for name in sent if not dense.get(name, True)]
+        dense |= _lies(line, dense)
+        if start := _START.match(line):
+            for name, *view in _sent(start[3]):
+                if name not in dense:
+                    raise ValueError(f"how {name} lies is not known: {line}")
+                found += [] if dense[name] and (not view or _is_dense(*view)) else [name]
+    return found
+
+
+def _lies(line: str, dense: dict[str, bool]) -> dict[str, bool]:
+    """Whether buffers lie densely, of which a statement tells it."""
+    if known := _ALLOCATED.match(line) or _ASSERTED.match(line):
+        return {known[1]: _is_dense(known[2], known[3])}
+    if together := _ASSERTED_TOGETHER.match(line):
+        names, shapes, strides = (_elements(part) for part in _elements(together[1])[:3])
+        return dict(zip(names, map(_is_dense, shapes, strides), strict=True))
+    if packed := _PACKED.match(line):
+        return {packed[1]: True}
+    if (taken := _TAKEN.match(line)) and taken[2] in dense:
+        return {taken[1]: dense[taken[2]]}
+    return {}
+
+
+def _is_dense(shape: str, strides: str) -> bool:
+    pairs = list(zip(ast.literal_eval(shape), ast.literal_eval(strides), strict=True))
+    return 1 + sum((n - 1) * stride for n, stride in pairs) == math.prod(n for n, _ in pairs)
+
+
+def _elements(text: str) -> list[str]:
+    """Of a tuple, or of what is between its parentheses."""
+    parsed = ast.parse(text, mode="eval").body
+    assert isinstance(parsed, ast.Tuple | ast.List), text
+    return [ast.unparse(element) for element in parsed.elts]
+
+
+def _sent(arguments: str) -> list[list[str]]:
+    """Of what a collective sends, the name, and the shape and strides of a view."""
+    call = ast.parse(f"f({arguments}", mode="eval").body
+    assert isinstance(call, ast.Call), arguments
+    first = call.args[0]
+    return [
+        [ast.unparse(part) for part in one.args[:3]] if isinstance(one, ast.Call) else [one.id]
+        for one in (first.elts if isinstance(first, ast.List) else [first])
+        if isinstance(one, ast.Call | ast.Name)
+    ]
 
 
 def kernels(code: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The kernel of ``pack_kernels`` interpreted on CPU tensors, or compiled for GPUs not at hand.
 
 ``test_packs.py`` runs it in a process of its own, with ``TRITON_INTERPRET=1`` or without, and reads
-JSON.
+JSON. ``on_device.py`` takes the cases, where there may be no Triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_passes import pack_kernels, packs
+from inductor_passes import packs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 COMPILED = (
@@ -68,6 +68,8 @@ def interpret() -> dict[str, Any]:
     """Per case: whether the kernel gives the bits of its twin, both ways, and what it moved."""
     import numpy as np
     from triton.runtime import interpreter
+
+    from inductor_passes import pack_kernels
 
     builder, tl = interpreter.InterpreterBuilder, interpreter.tl
     cast, load, store = builder.cast_impl, builder.create_masked_load, builder.create_masked_store
@@ -127,6 +129,8 @@ def compile_for(capabilities: list[int]) -> dict[str, Any]:
     """Per capability and case: what the launches, which are not made, were compiled to."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
+
+    from inductor_passes import pack_kernels
 
     class NoGpu:
         """One device per capability, of that number."""

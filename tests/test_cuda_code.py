@@ -105,6 +105,23 @@ def test_what_was_planned_is_what_runs(name, compiled):
         assert padded(code) == []
 
 
+def test_what_a_collective_sends_is_known_or_refused():
+    launch = "torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default"
+    lines = [
+        "assert_size_stride(primals_1, (7, 3), (4, 1))",
+        "assert_size_stride_grouped((primals_2, primals_3), ((4, ), (2, 3)), ((1, ), (3, 1)))",
+        "buf0 = torch.ops.inductor_passes.pack.default([primals_3], 1, [6], torch.bfloat16)",
+        "buf1 = empty_strided_cuda((2, 3), (8, 1), torch.float32)",
+        "buf2 = buf1; del buf1  # reuse",
+        f"buf3 = {launch}([primals_1, primals_2, reinterpret_tensor(primals_3, (2, ), (2, ), 0), "
+        "reinterpret_tensor(buf0, (3, 2), (2, 1), 0), buf2], 2, '0')",
+    ]
+    code = "\n".join(["def call(self, args):", *lines])
+    assert padded(code) == ["primals_1", "primals_3", "buf2"]
+    with pytest.raises(ValueError, match="how buf4 lies is not known"):
+        padded(f"{code}\nbuf5 = {launch}([buf4], 2, '0')")
+
+
 def test_tensor_parallel(compiled):
     for planned, code in parts(compiled("tensor_parallel")):
         assert any("all_reduce of 1" in event for event in planned)

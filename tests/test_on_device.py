@@ -13,12 +13,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from on_device import packs_alike, planned_for
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from inductor_passes import _torch
 from simplefsdp import clip_grad_norm_, init_weights, microbatch, simple_fsdp, unsharded
 from simplefsdp.models import LlamaConfig
 from simplefsdp.models.llama3 import Llama
@@ -57,6 +59,8 @@ def loss_of(model, sequences: int = 2) -> Tensor:
 def compiled(model, mesh, policy=None, **options):
     simple_fsdp(model, mesh, mp_policy=policy)
     options = {"executor": EXECUTOR, "bucketing": "auto", **options}
+    if options["bucketing"] == "auto":
+        options |= planned_for(torch.device(DEVICE))
     model.compile(backend="simplefsdp", options=options)
     return model
 
@@ -129,6 +133,18 @@ def test_values_are_made_and_written_where_they_are_used(mesh):
         model.norm.weight.fill_(3)
     assert isinstance(model.norm.weight, DTensor)
     assert torch.equal(model.norm.weight.full_tensor(), torch.full((64,), 3.0, device=DEVICE))
+
+
+def test_packs_have_the_bits_of_their_plain_twins():
+    found = packs_alike(torch.device(DEVICE))
+    assert len(found) == 13
+    assert {name for name, alike in found.items() if not all(alike.values())} == set()
+
+
+def test_a_gpu_without_a_preset_is_planned_for_as_another(monkeypatch):
+    assert planned_for(torch.device("cpu")) == {}
+    monkeypatch.setattr(_torch, "device_name", lambda device: "NVIDIA GH200 480GB")
+    assert planned_for(torch.device("cuda")) == {"cluster": "h100"}
 
 
 def test_uneven_rows_of_ranks_that_are_not_there(fake_mesh):

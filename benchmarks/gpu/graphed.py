@@ -1,4 +1,8 @@
-"""Variants whose whole step, forward and backward, is one CUDA graph, as torchtitan captures it."""
+"""Variants whose whole step, forward and backward, is one CUDA graph, as torchtitan captures it.
+
+Beside them the variant that a user of ``options={"cudagraphs": True}`` has: Inductor captures the
+forward and the backward apart.
+"""
 
 from __future__ import annotations
 
@@ -65,3 +69,4 @@ def _warm_up(plain: Variant, tokens: Tensor, targets: Tensor) -> None:
 GRAPHED: dict[str, Callable[[Workload], Variant]] = {
     name_of(variant): functools.partial(captured, variant=variant) for variant in CAPTURED
 }
+REPLAYED = {*GRAPHED, "auto_cudagraphs"}  # whose transfers the wire does not see

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import environment
+from report import environment, git_commit
+
+NOTED = ("took_s", "git_commit")  # of every cell, beside what it found
 
 Cell = Callable[[], dict[str, Any]]
 
@@ -26,7 +28,8 @@ class Part:
         out: the file of its results.
         device: that it measures.
         smallest: tiny shapes, to see that all of it works.
-        cells: results by name: what was found, ``{"failure": ...}`` or ``{"needs": ...}``.
+        cells: results by name: what was found, ``{"failure": ...}`` or ``{"needs": ...}``. Each
+            says by which commit it was found: a later run may add to them by another.
     """
 
     out: Path
@@ -35,8 +38,8 @@ class Part:
     cells: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
-        """Whether an earlier run came to the end of this cell."""
-        return name in self.cells
+        """Whether this cell was found before; one that failed, or could not be had, was not."""
+        return name in self.cells and not {"failure", "needs"} & self.cells[name].keys()
 
     def cell(self, name: str, find: Cell) -> None:
         """Find a result and write it, unless it is there; one that fails is told, and no more."""
@@ -54,7 +57,7 @@ class Part:
 
     def put(self, name: str, found: dict[str, Any]) -> None:
         """Write a result down."""
-        self.cells[name] = found
+        self.cells[name] = {**found, "git_commit": git_commit()}
         self.write(finished=False)
         how = found.get("failure") or found.get("needs") or "found"
         print(f"{name}: {how}", flush=True)
@@ -63,25 +66,33 @@ class Part:
         """True on CPU, where this cell says what it would do."""
         if self.device.type == "cuda":
             return False
-        if not self.has(name):
-            self.put(name, {"needs": f"needs CUDA: {what}"})
+        self.put(name, {"needs": f"needs CUDA: {what}"})
         return True
 
     def write(self, *, finished: bool, line: str = "") -> None:
-        """Write the file, complete or not at all."""
-        failed = [name for name, found in self.cells.items() if "failure" in found]
+        """Write the file, complete or not at all. With a cell that failed, it is not finished."""
+        again = any("failure" in found for found in self.cells.values())
         data = {
-            "finished": finished,
+            "finished": finished and not again,
             "line": line,
             "smallest": self.smallest,
             "environment": self._environment(),
-            "failed": failed,
+            "failed": self._failed(),
             "cells": self.cells,
         }
         self.out.parent.mkdir(parents=True, exist_ok=True)
         beside = self.out.with_suffix(".tmp")
         beside.write_text(json.dumps(data, indent=1) + "\n")
         beside.replace(self.out)
+
+    def _failed(self) -> list[str]:
+        """Cells that failed, and variants that failed inside of a cell that was found."""
+        failed = []
+        for name, found in self.cells.items():
+            inside = found.get("variants", {})
+            failed += [name] if "failure" in found else []
+            failed += [f"{name}: {v}" for v in inside if "failure" in inside[v]]
+        return failed
 
     def _environment(self) -> dict[str, Any]:
         """Without the paths of this machine."""
@@ -91,14 +102,14 @@ class Part:
 
     def finish(self, line: str) -> None:
         """The end of the part: its one line."""
-        failed = sum("failure" in found for found in self.cells.values())
-        line += f"; {failed} of {len(self.cells)} cells FAILED" if failed else ""
+        failed = self._failed()
+        line += f"; FAILED: {', '.join(failed)}" if failed else ""
         self.write(finished=True, line=line)
         print(line, flush=True)
 
 
 def part(description: str | None) -> Part:
-    """From a part's command line; cells of an earlier run that was cut short are kept."""
+    """From a part's command line; cells of an earlier run are kept."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="file of the results")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")

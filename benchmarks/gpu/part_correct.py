@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from correct_rank import CASES, RANKS
 from ledger import Part, part
+from on_device import packs_alike
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-_CASE_S = 90.0  # of one pair of ranks
+_CASE_S = 90.0  # of one pair of ranks, for one case, and for each further one:
+_FURTHER_S = 10.0
 _SUITE_S = 240.0
 
 
@@ -50,8 +53,9 @@ def on_ranks(cases: Sequence[str], device: str) -> list[dict[str, Any]]:
             )
             for rank in range(RANKS)
         ]
+        limit_s = _CASE_S + _FURTHER_S * (len(cases) - 1)
         try:
-            codes = [process.wait(_CASE_S) for process in ranks]
+            codes = [process.wait(limit_s) for process in ranks]
         except subprocess.TimeoutExpired:
             codes = []
         finally:
@@ -59,7 +63,7 @@ def on_ranks(cases: Sequence[str], device: str) -> list[dict[str, Any]]:
                 process.kill()
                 process.wait()
         if any(codes) or not codes:
-            ended = f"exit codes {codes}" if codes else f"no end after {_CASE_S:.0f} s"
+            ended = f"exit codes {codes}" if codes else f"no end after {limit_s:.0f} s"
             silent = {"ok": False, "failure": f"{ended}; the log says why"}
             return [_read(path) or dict.fromkeys(cases, silent) for path in answers]
         return [json.loads(path.read_text()) for path in answers]
@@ -80,6 +84,14 @@ def parity(cases: Sequence[str], device: str) -> dict[str, dict[str, Any]]:
             why = next((one["failure"] for one in each if "failure" in one), "it differs")
             found[case]["failure"] = why
     return found
+
+
+def packing(device: torch.device) -> dict[str, Any]:
+    """The kernel that packs and unpacks, case by case, against its plain twin, bit for bit."""
+    found = packs_alike(device)
+    differ = [name for name, alike in found.items() if not all(alike.values())]
+    failure = {"failure": f"not the twin's bits: {', '.join(differ)}"} if differ else {}
+    return {"cases": found, **failure}
 
 
 def suite(device: str) -> dict[str, Any]:
@@ -109,6 +121,7 @@ def measure(run: Part) -> None:
     for cases in [[case] for case in left] if device == "cuda" else [left] if left else []:
         for case, found in parity(cases, device).items():
             run.put(case, found)
+    run.cell("packing", lambda: packing(run.device))
     if run.smallest and device == "cpu":
         run.needs_cuda("suite", "tests/test_on_device.py, which CI runs on CPU anyway")
     elif importlib.util.find_spec("pytest") is None:
@@ -118,7 +131,8 @@ def measure(run: Part) -> None:
     fine = sum("failure" not in run.cells[case] for case in CASES)
     told = run.cells["suite"]
     run.finish(
-        f"{fine} of {len(CASES)} cases agree with one process; tests on the device: "
+        f"{fine} of {len(CASES)} cases agree with one process; packing "
+        f"{run.cells['packing'].get('failure', 'bit for bit')}; tests on the device: "
         f"{told.get('told') or told.get('needs') or told.get('failure')}"
     )
 

@@ -1,5 +1,10 @@
 """Part e: what a step takes of the host; the optimizer and clipping at the shapes of 8B on 8 ranks;
-a matrix product that writes fp32 against one that is cast."""
+a matrix product that writes fp32 against one that is cast.
+
+The ranks are those of torch's ``fake`` group: on the modelled wire the host would launch two
+kernels and record events for each collective, in Python, as no user's does. What NCCL's own
+launches take is not in it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from typing import Any
 
 import measure as measuring
 import torch
+import torch.distributed as dist
 import wire
 from graphed import GRAPHED
 from ledger import Part, part, seconds
@@ -18,22 +24,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from variants import BUILDERS
-from workloads import disconnect, rows, use_calibration
+from workloads import disconnect, pretend, rows, use_calibration
 
 from simplefsdp import clip_grad_norm_, simple_fsdp
 from simplefsdp.models.configs import CONFIGS
 from simplefsdp.models.llama3 import Llama
 
-VARIANTS = ("floor", "fsdp2_eager", "fsdp2_compiled", "manual", "auto")
-SMALLEST = ("fsdp2_eager",)
+VARIANTS = ("floor", "fsdp2_eager", "fsdp2_compiled", "manual", "auto", "auto_regions")
+CAPTURED = ("auto_graphs", "auto_cudagraphs")
+SMALLEST = ("fsdp2_eager", "auto")
+GB_S = 400.0  # of the wire that auto is planned for, and that nothing waits for: an H100's NVLink
 
 
 def host_s(run: Part, variant: str) -> dict[str, Any]:
     """Seconds until forward and backward are launched; the device is idle before, and not waited
-    for. A wire that takes no time: the host does not wait for it either."""
+    for."""
     row = next(iter(rows(run).values()))
-    wire.connect(row.world_size)
-    wire.set_link(0.0, float("inf"))
+    pretend(row.world_size)
+    wire.set_link(row.latency_us / 1e6, GB_S * 1e9)
     load = measuring.workload(row, run.device)
     built = (BUILDERS | GRAPHED)[variant](load)
     times: dict[str, list[float]] = {"forward": [], "backward": []}
@@ -49,7 +57,8 @@ def host_s(run: Part, variant: str) -> dict[str, Any]:
         if turn > (0 if run.smallest else 2):
             times["forward"].append(between - begin)
             times["backward"].append(end - between)
-    return {f"{what}_host_s": statistics.median(found) for what, found in times.items()}
+    found = {f"{what}_host_s": statistics.median(took) for what, took in times.items()}
+    return {"process_group": dist.get_backend(), **found}
 
 
 def _synchronize(run: Part) -> None:
@@ -59,8 +68,7 @@ def _synchronize(run: Part) -> None:
 
 def shards_of_8b(run: Part) -> nn.Module:
     """Rank 0's shards of Llama 3 8B on 8 ranks, with gradients."""
-    wire.connect(8)
-    wire.set_link(0.0, float("inf"))
+    pretend(8)
     mesh = init_device_mesh(run.device.type, (8,))
     with torch.device("meta"):
         model = Llama(CONFIGS["debug" if run.smallest else "8b"])
@@ -129,7 +137,7 @@ def mm_dtype(run: Part) -> dict[str, Any]:
 
 
 def apart(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """With a wire of its own, and nothing left of it."""
+    """With a process group of its own, and nothing left of it."""
     try:
         return find()
     finally:
@@ -144,8 +152,9 @@ def measure(run: Part) -> None:
         run.cell("mm.dtype", lambda: mm_dtype(run))
     for variant in SMALLEST if run.smallest else VARIANTS:
         run.cell(f"host, {variant}", lambda v=variant: apart(partial(host_s, run, v)))
-    if not run.needs_cuda("host, auto_graphs", "the host's time where a step is a CUDA graph"):
-        run.cell("host, auto_graphs", lambda: apart(partial(host_s, run, "auto_graphs")))
+    for variant in CAPTURED:
+        if not run.needs_cuda(f"host, {variant}", "the host's time where a step is a CUDA graph"):
+            run.cell(f"host, {variant}", lambda v=variant: apart(partial(host_s, run, v)))
     hosts = {
         name.removeprefix("host, "): found["forward_host_s"] + found["backward_host_s"]
         for name, found in run.cells.items()

@@ -9,11 +9,12 @@ import measure as measuring
 import report
 import wire
 from cluster_here import cluster_here
-from graphed import GRAPHED
+from graphed import GRAPHED, REPLAYED
 from ledger import Part, part
 from rows import Row
 from transfers import link
 from variants import BUILDERS
+from wire_lane import PRIORITY
 from workloads import disconnect, rows, use_calibration
 
 from inductor_passes.cluster_file import as_json
@@ -26,6 +27,8 @@ VARIANTS = (
     "auto",
     "fsdp2_compiled_graphs",
     "auto_graphs",
+    "auto_cudagraphs",
+    "auto_regions",
     "fsdp2_eager_graphs",
     "manual_graphs",
     "torch_manual",
@@ -33,6 +36,9 @@ VARIANTS = (
 )
 SMALLEST = ("fsdp2_eager", "manual")
 BLOCKS = (1, 24)
+# What depends on the blocks: a graph replays transfers of as many as when it was captured, and auto
+# is planned for what they leave to compute.
+OF_BLOCKS = {*REPLAYED, "auto", "auto_regions"}
 
 
 def say(line: str) -> None:
@@ -47,7 +53,7 @@ class Steps:
         self._run, self._name, self._row = run, name, row
         self._runner: measuring.Runner | None = None
 
-    def _built(self) -> measuring.Runner:
+    def _built(self, blocks: int) -> measuring.Runner:
         if self._runner is None:
             link.blocks = 1
             wire.connect(self._row.world_size)
@@ -55,30 +61,31 @@ class Steps:
             self._runner = measuring.Runner(load, say, BUILDERS | GRAPHED)
             steps = 2 if self._run.smallest else 12
             measuring.choose_link(self._row, *measuring.calibrate(self._runner, steps))
+            link.blocks = blocks
             self._runner.build(SMALLEST if self._run.smallest else VARIANTS)
         return self._runner
 
     def found(self, blocks: int) -> dict[str, Any]:
         """All variants, in turns."""
-        runner = self._built()
+        runner = self._built(blocks)
         if blocks != link.blocks:
             link.blocks = blocks
-            self._capture_again(runner)
+            self._build_again(runner)
         for result in runner.results.values():
             result.samples.clear()
         runner.rounds(*((0, 2) if self._run.smallest else (2, 11)))
         runner.memory()
         data = report.report(self._name, self._row, runner.results, self._run.device)
-        for name in GRAPHED.keys() & data["variants"].keys():
+        for name in REPLAYED & data["variants"].keys():
             _forget_unseen(data["variants"][name])
         del data["environment"]  # it is the file's
-        data["blocks"] = blocks
+        data |= {"blocks": blocks, "stream_priority": PRIORITY}
         data["cluster"] = as_json(cluster_here(self._row, self._run.device))
         return data
 
-    def _capture_again(self, runner: measuring.Runner) -> None:
-        """A graph replays transfers that hold as many blocks as when it was captured."""
-        names = [name for name in runner.results if name in GRAPHED]
+    def _build_again(self, runner: measuring.Runner) -> None:
+        """Those that were built for another number of blocks."""
+        names = [name for name in runner.results if name in OF_BLOCKS]
         for name in names:
             runner.results.pop(name)
             runner.variants.pop(name, None)
@@ -128,7 +135,7 @@ def measure(run: Part) -> None:
             run.cell(f"{name}, {blocks} blocks", lambda s=steps, b=blocks: s.found(b))
         steps.close()
     run.needs_cuda("24 blocks", "the same steps while a transfer holds 24 blocks of the GPU")
-    run.needs_cuda("graphs", f"{', '.join(GRAPHED)}: forward and backward as one CUDA graph")
+    run.needs_cuda("graphs", f"{', '.join(sorted(REPLAYED))}: steps as CUDA graphs")
     run.finish(told(run.cells))
 
 

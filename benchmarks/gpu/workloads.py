@@ -8,7 +8,7 @@ from typing import Any
 import cluster_here
 import torch
 import torch.distributed as dist
-from ledger import Part
+from ledger import NOTED, Part
 from rows import GPU_ROWS, Row
 
 from inductor_passes.cluster import Peak
@@ -22,8 +22,15 @@ def rows(run: Part) -> dict[str, Row]:
     return SMALLEST if run.smallest else GPU_ROWS
 
 
+def pretend(ranks: int) -> None:
+    """A process group that sends nothing and takes no time, torch's own."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+
+
 def disconnect() -> None:
-    """Leave the wire, and what was compiled on it."""
+    """Leave the process group, and what was compiled on it."""
     torch._dynamo.reset()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -33,7 +40,7 @@ def use_calibration(run: Part) -> None:
     """Take the machine as part a measured it; where it did not, it is measured here."""
     path = run.out.with_name("machine.json")
     cells: dict[str, Any] = json.loads(path.read_text())["cells"] if path.exists() else {}
-    found = {k: v for k, v in cells.get("calibration", {}).items() if k != "took_s"}
+    found = {k: v for k, v in cells.get("calibration", {}).items() if k not in NOTED}
     if "peaks" in found:
         peaks = {name: _peak(peak) for name, peak in found["peaks"].items()}
         cluster_here.measured_before({**found, "peaks": peaks})
