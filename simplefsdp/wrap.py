@@ -101,8 +101,7 @@ def simple_fsdp(
     refuse_offloading(offload_policy)
     mesh = all_ranks() if mesh is None else mesh
     dp = data_parallel(mesh, mode)
-    if mesh.device_type == "cpu":
-        mend_gloo_gathers()
+    mend_gloo_gathers()
     own = {module: path for path, module in model.named_modules() if not is_wrapped(module)}
     ignored = ignored_among(model, ignored_params)
     originals = _parameters_of(own, ignored)

@@ -1,14 +1,17 @@
 """All-gathers of CPU tensors over gloo, on a way on which torch does not corrupt memory.
 
-Functional all-gathers end in ``ProcessGroupGloo::allgather_coalesced``, which frees or overwrites
-memory of its own while it runs: a rank dies by SIGSEGV or "double free or corruption", or waits
-for ever, once in 10,000 to 1,000,000 gathers. ``benchmarks/gloo_gathers.py`` shows it with torch
-alone, 2.14 and 2.15. ``ProcessGroupGloo::allgather``, which FSDP2 takes, does not do that; so the
-two operators are led there, for tensors on the CPU and groups that use gloo for them.
+Functional all-gathers end in ``ProcessGroupGloo::allgather_coalesced``. Where several are in
+flight, a rank dies of it by SIGSEGV or "double free or corruption", or waits for ever, seldom in
+training and in seconds where nothing else is done: ``benchmarks/gloo_gathers.py`` shows it with
+torch alone. ``ProcessGroupGloo::allgather``, which FSDP2 takes, does not do that. So the two
+operators are led there for groups that use gloo for CPU tensors. What our gathers do not send,
+complex numbers and lists of several dtypes, is left to torch.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,26 +20,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 _OPERATORS = "_c10d_functional"
+_ops: Any = getattr(torch.ops, _OPERATORS)
 
 
 @cache
 def mend_gloo_gathers() -> torch.library.Library:
-    """Lead the functional all-gathers of this process to what is safe over gloo; done once.
-
-    Returns what holds the kernels: they go when it does.
-    """
+    """Lead the functional all-gathers of this process to what is safe over gloo; done once."""
     library = torch.library.Library(_OPERATORS, "IMPL")
-    _mend(library, "all_gather_into_tensor", _gather)
-    _mend(library, "all_gather_into_tensor_coalesced", _gather_coalesced)
-    return library
+    _override(library, "all_gather_into_tensor", _gather)
+    _override(library, "all_gather_into_tensor_coalesced", _gather_coalesced)
+    return library  # kept by the cache, and the kernels by it
 
 
-def _mend(library: torch.library.Library, name: str, safe: Any) -> None:
-    """Give operator ``name`` the kernel ``safe`` for gloo; torch's own stays for other groups."""
+def _override(library: torch.library.Library, name: str, safe: Callable[..., Any]) -> None:
+    """Give operator ``name`` the kernel ``safe`` for gloo; torch's own stays for all else."""
     before = torch.library.get_kernel(f"{_OPERATORS}::{name}", "CPU")
 
     def kernel(keys: Any, gathered: Any, ranks: int, group: Any) -> Any:
-        if not _uses_gloo(group) or _is_complex(gathered):
+        if not _uses_gloo(group) or not _is_ours(gathered):
             return before.call_boxed(keys, gathered, ranks, group)
         with torch.no_grad():
             return safe(gathered, ranks, group)
@@ -47,53 +48,77 @@ def _mend(library: torch.library.Library, name: str, safe: Any) -> None:
 def _uses_gloo(group: Any) -> bool:
     if isinstance(group, str):
         group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type,attr-defined]
-    return "cpu:gloo" in dist.get_backend_config(group)
+    try:
+        return "cpu:gloo" in dist.get_backend_config(group)
+    except (TypeError, ValueError):  # made neither by init_process_group nor by new_group
+        return False
 
 
-def _is_complex(gathered: Tensor | list[Tensor]) -> bool:
-    """Whether torch gathers it as real numbers, which is left to torch."""
-    return any(t.is_complex() for t in ([gathered] if isinstance(gathered, Tensor) else gathered))
+def _is_ours(gathered: Tensor | list[Tensor]) -> bool:
+    tensors = [gathered] if isinstance(gathered, Tensor) else gathered
+    return len({t.dtype for t in tensors}) == 1 and not tensors[0].is_complex()
 
 
 def _gather(shard: Tensor, ranks: int, group: Any) -> Tensor:
     if shard.dim() == 0:
         shard = shard.view(1)
-    full = _full(shard, ranks)
-    operators: Any = getattr(torch.ops, _OPERATORS)
-    return operators.all_gather_into_tensor_out(shard.contiguous(), ranks, group, out=full)
+    return _ops.all_gather_into_tensor_out(
+        shard.contiguous(), ranks, group, out=_room(shard, ranks)
+    )
 
 
 def _gather_coalesced(shards: list[Tensor], ranks: int, group: Any) -> list[Tensor]:
-    """As one gather of a flat buffer: gloo takes a millisecond for each one more in flight."""
-    if len(shards) == 1 or len({shard.dtype for shard in shards}) > 1:
-        return [_gather(shard, ranks, group) for shard in shards]
-    full = [_full(shard, ranks) for shard in shards]
+    """As one gather of a flat buffer: gloo takes most of a millisecond for each one in flight."""
+    if len(shards) == 1:
+        return [_gather(shards[0], ranks, group)]
     flat = _gather(torch.cat([shard.reshape(-1) for shard in shards]), ranks, group)
-    work = _Unpacking(flat.view(ranks, -1), [part.view(ranks, -1) for part in full])
-    for part in full:
+    transfer = _Transfer(flat)
+    sizes = [shard.numel() for shard in shards]
+    columns = flat.view(ranks, sum(sizes)).split(sizes, dim=1)
+    full = [_room(shard, ranks) for shard in shards]
+    for part, its in zip(full, columns, strict=True):
+        work = _Copy(transfer, its, part)
         torch._C._distributed_c10d._register_work(part, work)  # type: ignore[attr-defined]
     return full
 
 
-def _full(shard: Tensor, ranks: int) -> Tensor:
-    """Room for the shards of all ranks, one after the other."""
+def _room(shard: Tensor, ranks: int) -> Tensor:
+    """For the shards of all ranks, one after the other."""
     rows, *rest = shard.shape or (1,)
     return shard.new_empty((ranks * rows, *rest))
 
 
-class _Unpacking(dist.Work):
-    """A gather of a flat buffer that fills tensors from it when the first of them is awaited."""
+class _Transfer:
+    """A gather that several tensors wait for; one that failed has failed for all of them."""
 
-    def __init__(self, flat: Tensor, full: list[Tensor]) -> None:
-        super().__init__()
+    def __init__(self, flat: Tensor) -> None:
         self._flat: Tensor | None = flat
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._flat is not None:
+                try:
+                    _ops.wait_tensor(self._flat)
+                except Exception as error:
+                    self._error = error
+                self._flat = None
+        if self._error is not None:
+            raise self._error
+
+
+class _Copy(dist.Work):
+    """What ``wait_tensor`` waits for: a transfer, and the copy of a tensor's part of it."""
+
+    def __init__(self, transfer: _Transfer, arrived: Tensor, full: Tensor) -> None:
+        super().__init__()
+        self._transfer = transfer
+        self._arrived = arrived
         self._full = full
 
-    def wait(self, timeout: Any = None) -> bool:  # the caller's own type differs by release
-        if self._flat is not None:
-            flat, self._flat = self._flat, None
-            torch.ops._c10d_functional.wait_tensor(flat)
-            with torch.no_grad():
-                columns = flat.split([part.shape[1] for part in self._full], dim=1)
-                torch._foreach_copy_(self._full, list(columns))
+    def wait(self, timeout: Any = None) -> bool:  # the group's timeout holds
+        self._transfer.wait()
+        with torch.inference_mode():  # in which the tensor may have been made
+            self._full.view(self._arrived.shape).copy_(self._arrived)
         return True

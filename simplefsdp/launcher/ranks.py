@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from simplefsdp._torch import high_priority
+from simplefsdp._torch import high_priority, mend_gloo_gathers
 from simplefsdp.launcher.errors import EXIT_BAD_INPUT, UserError
 from simplefsdp.rank_guard import waiting_s
 from simplefsdp.words import plural
@@ -59,6 +59,7 @@ def join_ranks() -> Iterator[Rank]:
     seconds as SIMPLEFSDP_TIMEOUT_S says. Raises ValueError if this node has fewer devices than
     ranks.
     """
+    mend_gloo_gathers()  # for what gathers without a wrapped model
     device, timeout = local_device(), _timeout()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
