@@ -1,9 +1,9 @@
 """Do functional all-gathers over gloo corrupt memory? Torch's own kernel against ours.
 
 Two ranks keep seven small all-gathers in flight, of which one is of two tensors, again and again,
-and do nothing else. A trial is such a pair of processes; it ends after its seconds, or dies, or is stopped because it hangs. The
-kernels take turns. ``torch`` has nothing of this project in it; ``ours`` has
-``simplefsdp/_torch/gloo.py``.
+and do nothing else. A trial is such a pair of processes; it ends after its seconds, or dies, or is
+stopped because it hangs. The kernels take turns. ``torch`` has nothing of this project in it;
+``ours`` has ``simplefsdp/_torch/gloo.py``.
 
     python benchmarks/gloo_gathers.py --trials 10 --seconds 20
 """
