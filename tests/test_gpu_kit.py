@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,6 +203,86 @@ def test_a_failure_is_told_by_the_exit_code_until_it_is_mended(module, monkeypat
     out = str(tmp_path / "out")
     monkeypatch.setattr(sys, "argv", ["run.py", "--smallest", "--device", "cpu", "--out", out])
     assert [run.main() for _ in range(3)] == [1, 0, 0]
+
+
+_LEAVES_LATE = (
+    _QUICK
+    + """
+import time
+time.sleep(60)
+"""
+)
+
+
+def test_a_part_that_has_said_its_line_is_done_however_long_it_takes_to_leave(
+    module, monkeypatch, tmp_path, capsys
+):
+    run = module("run")
+    (tmp_path / "part_late.py").write_text(_LEAVES_LATE)
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    monkeypatch.setattr(run, "PARTS", [run.Part("l", "late", 4.0)])
+    out = str(tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["run.py", "--smallest", "--device", "cpu", "--out", out])
+    assert run.main() == 0
+    assert capsys.readouterr().out.startswith("l late: well")
+
+
+def test_what_a_gpu_machine_lacked_is_looked_for_again(module, monkeypatch, tmp_path):
+    ledger = module("ledger")
+    monkeypatch.setattr(ledger.Part, "_environment", lambda part: {})
+    for device, finished in (("cpu", True), ("cuda", False)):
+        part = ledger.Part(tmp_path / "part.json", ledger.torch.device(device), smallest=False)
+        part.put("suite", {"needs": "needs pytest"})
+        part.finish("well")
+        assert json.loads(part.out.read_text())["finished"] is finished
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_ends_takes_its_part_along(tmp_path, ending):
+    command = [sys.executable, str(KIT / "run.py"), "--smallest", "--device", "cpu"]
+    run = subprocess.Popen(
+        [*command, "--parts", "c", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    until(lambda: _command_of(children.read_text()).count("part_wire.py"))
+    (part,) = children.read_text().split()
+    # Once it has imported what it needs, it has said that it ends with its parent.
+    until(lambda: "libtorch_cpu" in Path(f"/proc/{part}/maps").read_text())
+    time.sleep(5 if ending == signal.SIGKILL else 0)
+    run.send_signal(ending)
+    said, _ = run.communicate(timeout=60)
+    until(lambda: not _command_of(part))
+    assert "Traceback" not in said
+
+
+def _command_of(pids: str) -> str:
+    texts = [Path(f"/proc/{pid}/cmdline") for pid in pids.split()]
+    return " ".join(path.read_text() for path in texts if path.exists())
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [("", "expected a folder, got nothing"), ("file/below", "Not a directory.*another folder")],
+)
+def test_a_folder_that_cannot_be_written_is_told(module, monkeypatch, tmp_path, out, why, capsys):
+    run = module("run")
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--smallest", "--device", "cpu", "--out", out])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert re.search(why, f"{ended.value}{capsys.readouterr().err}")
 
 
 def test_what_depends_on_the_blocks_is_built_again(module):

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from ledger import end_with_parent
 from on_device import planned_for
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -257,6 +258,7 @@ def _collectives() -> int:
 
 def main() -> None:
     """Run the cases; the answer is a file."""
+    end_with_parent()
     rank, store, device_type, answer, *cases = sys.argv[1:]
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     torch.set_num_threads(1)

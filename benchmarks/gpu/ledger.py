@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import signal
 import sys
 import time
 import traceback
@@ -70,8 +72,10 @@ class Part:
         return True
 
     def write(self, *, finished: bool, line: str = "") -> None:
-        """Write the file, complete or not at all. With a cell that failed, it is not finished."""
-        again = any("failure" in found for found in self.cells.values())
+        """Write the file, complete or not at all. It is not finished with a cell that failed, or
+        that lacks what could be brought to this machine: a library, not a GPU."""
+        kinds = {"failure", "needs"} if self.device.type == "cuda" else {"failure"}
+        again = any(kinds & found.keys() for found in self.cells.values())
         data = {
             "finished": finished and not again,
             "line": line,
@@ -115,6 +119,7 @@ def part(description: str | None) -> Part:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--smallest", action="store_true", help="tiny shapes")
     options = parser.parse_args()
+    end_with_parent()
     torch._dynamo.config.recompile_limit = 64  # the variants share the code of the model
     torch.set_num_threads(1)
     device = torch.device(options.device)
@@ -122,6 +127,13 @@ def part(description: str | None) -> Part:
         device = torch.device("cuda", torch.cuda.current_device())
     cells = json.loads(options.out.read_text())["cells"] if options.out.exists() else {}
     return Part(options.out, device, options.smallest, cells)
+
+
+def end_with_parent() -> None:
+    """Be killed when the process that started this one ends, however it ends: no part goes on
+    beside the next run. Linux; elsewhere nothing is done."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:

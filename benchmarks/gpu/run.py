@@ -1,8 +1,8 @@
 """Everything that is to be known of simplefsdp on a GPU, by one command. See README.md here.
 
-    python benchmarks/gpu/run.py                   # all parts, some 25 minutes
+    python benchmarks/gpu/run.py                   # all parts, half an hour
     python benchmarks/gpu/run.py --parts a b       # some of them, by letter or by name
-    python benchmarks/gpu/run.py --smallest        # tiny shapes: two minutes, on CPU, too
+    python benchmarks/gpu/run.py --smallest        # tiny shapes: some minutes, on CPU, too
 
 A part that is done in this environment is left out; one that was cut short goes on where it was,
 and what failed is done again. The exit code is 1 if any part, or anything in one, failed.
@@ -51,14 +51,22 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [name for part in PARTS for name in (part.letter, part.name)]
-    parser.add_argument("--parts", nargs="+", choices=names, default=[p.letter for p in PARTS])
-    parser.add_argument("--again", action="store_true", help="throw away what was found before")
-    parser.add_argument("--smallest", action="store_true", help="tiny shapes, to see that it works")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is one")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--part-limit-s", type=float, help="of each part, instead of its own")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="of all of them")
+    add = parser.add_argument
+    letters = [part.letter for part in PARTS]
+    add("--parts", nargs="+", choices=names, default=letters, metavar="PART", help=", ".join(names))
+    add("--again", action="store_true", help="throw away what was found before, by other code, say")
+    add("--smallest", action="store_true", help="tiny shapes, to see that it works")
+    add("--device", choices=("cpu", "cuda"), help="default: CUDA if there is one")
+    add("--out", type=_folder, default=RESULTS, help="folder of the results")
+    add("--part-limit-s", type=float, help="seconds of each part, instead of its own")
+    add("--limit-s", type=float, default=float("inf"), help="of all, where a call has a limit")
     return parser.parse_args(argv)
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, got nothing (is its variable set?)")
+    return Path(text)
 
 
 def environment_name(device: str, *, smallest: bool) -> str:
@@ -76,30 +84,40 @@ def main() -> int:
 
     options = arguments()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"--device cuda: torch {torch.__version__} sees no CUDA device here")
     if device == "cpu" and not options.smallest:
         sys.exit("there is no CUDA device here; --smallest runs on CPU, to see that the kit works")
     folder = options.out / environment_name(device, smallest=options.smallest)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _make_ready(folder, again=options.again, parts=options.parts)
+    except OSError as error:
+        sys.exit(f"--out {options.out}: {error.strerror}: {error.filename}; give another folder")
     how = ["--device", device, *(["--smallest"] if options.smallest else [])]
     end = time.monotonic() + options.limit_s
     lines = []
     for part in PARTS:
         if {part.letter, part.name} & set(options.parts):
             left = min(options.part_limit_s or part.limit_s, end - time.monotonic())
-            done, line = run_part(part, folder, how, left, again=options.again)
+            done, line = run_part(part, folder, how, left)
             print(f"{part.letter} {part.name}: {line}", flush=True)
             lines.append(done)
     print(f"results: {os.path.relpath(folder)}")
     return 0 if all(lines) else 1
 
 
-def run_part(
-    part: Part, folder: Path, how: list[str], limit_s: float, *, again: bool
-) -> tuple[bool, str]:
+def _make_ready(folder: Path, *, again: bool, parts: list[str]) -> None:
+    """A folder that results can be written to, without those that are to be found again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log.txt").open("a").close()
+    for part in PARTS:
+        if again and {part.letter, part.name} & set(parts):
+            (folder / f"{part.name}.json").unlink(missing_ok=True)
+
+
+def run_part(part: Part, folder: Path, how: list[str], limit_s: float) -> tuple[bool, str]:
     """Run a part in a process of its own; whether it is done and nothing failed; its one line."""
     out = folder / f"{part.name}.json"
-    if again:
-        out.unlink(missing_ok=True)
     if (known := _read(out)).get("finished"):
         return not known.get("failed"), f"is there, {known['line']}"
     if limit_s <= 0:
@@ -111,11 +129,13 @@ def run_part(
         code = run_limited(command, limit_s, log)
     took = f"{time.monotonic() - begin:.0f} s"
     found = _read(out)
-    if code == 0 and found.get("line"):  # it came to its end
+    if (code == 0 and found.get("line")) or found.get("finished"):  # it came to its end
         return not found.get("failed"), f"{found['line']} ({took})"
     known_cells = len(found.get("cells", {}))
-    ended = f"STOPPED at its limit, {took}" if code is None else f"FAILED with exit code {code}"
-    return False, f"{ended}; {known_cells} cells are written; run again to go on (log.txt says why)"
+    ended = f"STOPPED at its limit, {took}"
+    if code is not None:
+        ended = f"FAILED with exit code {code} (log.txt says why)"
+    return False, f"{ended}; {known_cells} cells are written; run again to go on"
 
 
 def run_limited(command: list[str], limit_s: float, log: object) -> int | None:
@@ -163,5 +183,15 @@ def _read(path: Path) -> dict:
         return {}
 
 
+def _leave(number: int, frame: object) -> None:
+    """End as an error does, so that what was started ends, too."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _leave)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("stopped; run again to go on")
