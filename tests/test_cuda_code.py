@@ -175,6 +175,7 @@ LAUNCHED = {
     "full": (15, 39),
     "hybrid": (15, 27),
     "uneven": (22, 56),  # rows are padded
+    "tensor_parallel": (16, 29),
 }
 
 

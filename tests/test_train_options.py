@@ -18,7 +18,7 @@ from simplefsdp.launcher.errors import UserError
 from simplefsdp.launcher.ranks import Rank, check_devices
 from simplefsdp.models.layout import RankLayout, plan_layout
 from simplefsdp.models.options import ParallelOptions
-from simplefsdp.train import command, runs
+from simplefsdp.train import command, loop, runs
 from simplefsdp.train.config import (
     CompileOptions,
     DataOptions,
@@ -280,3 +280,33 @@ def test_a_budget_that_is_none_is_refused_as_its_flag() -> None:
     config = TrainConfig(compile=CompileOptions(memory_budget_gb=-1.0))
     with pytest.raises(ValueError, match=r"^--memory-budget-gb: expected 1e9 bytes"):
         check_options(config)
+
+
+def test_the_loss_is_read_when_it_is_reported_and_in_no_other_step(monkeypatch) -> None:
+    """To read it waits for the device, which is then idle until the next step is queued."""
+    run = RunOptions(log_every=10, eval_every=0, checkpoint_every=7)
+    config = SimpleNamespace(
+        run=run, compile=CompileOptions(compile=False), last_step=25, optim=OptimOptions()
+    )
+    session = SimpleNamespace(
+        plan=SimpleNamespace(config=config, first_step=0),
+        step=0,
+        stopped_by=0,
+        stop=SimpleNamespace(received=0, listen=lambda: None),
+        display=SimpleNamespace(busy=lambda text: None),
+        checkpoints=SimpleNamespace(poll=lambda: None),
+    )
+    read = []
+
+    class Loss:
+        def clone(self) -> torch.Tensor:
+            read.append(session.step)
+            return torch.zeros(())
+
+    monkeypatch.setattr(loop, "_update", lambda session: SimpleNamespace(loss=Loss()))
+    monkeypatch.setattr(loop.dist, "all_reduce", lambda *args, **kwargs: None)
+    monkeypatch.setattr(loop.dist, "get_world_size", lambda: 1)
+    for name in ("_record", "_report", "_note_save", "_save_or_poll"):
+        monkeypatch.setattr(loop, name, lambda *args: None)
+    loop._train_steps(session)
+    assert read == [1, 7, 10, 14, 20, 21, 25]

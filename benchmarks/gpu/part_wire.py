@@ -114,15 +114,17 @@ def _forget_unseen(variant: dict[str, Any]) -> None:
 
 
 def told(cells: dict[str, Any]) -> str:
-    """FSDP2 over ours, of each cell."""
+    """FSDP2, eager and compiled, over ours, of each cell."""
     lines = []
     for name, found in cells.items():
         variants = found.get("variants", {})
         steps = {n: v["step_s"] for n, v in variants.items() if "step_s" in v}
         ours = [n for n in ("auto", "manual") if n in steps]
-        if ours and "fsdp2_eager" in steps:
-            over = steps["fsdp2_eager"] / steps[ours[0]]
-            lines.append(f"{name}: FSDP2 eager / {ours[0]} {over:.2f}")
+        lines += [
+            f"{name}: {rival} / {ours[0]} {steps[rival] / steps[ours[0]]:.2f}"
+            for rival in ("fsdp2_eager", "fsdp2_compiled")
+            if ours and rival in steps
+        ]
     return "; ".join(lines) or "no cell has both FSDP2 and ours"
 
 
