@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -16,9 +17,12 @@ class Sent:
 
     def stop(self) -> Counter[str]:
         self._profile.__exit__(None, None, None)
-        names = [event.name.partition("::") for event in self._profile.events()]
-        return Counter(
-            name
-            for library, _, name in names
-            if library == "_c10d_functional" and not name.startswith("wait")
-        )
+        events = self._profile.events()
+        # One inside another is how the other is done: see simplefsdp/_torch/gloo.py.
+        outer = [e for e in events if _is_functional(e) and not _is_functional(e.cpu_parent)]
+        names = [event.name.partition("::")[2] for event in outer]
+        return Counter(name for name in names if not name.startswith("wait"))
+
+
+def _is_functional(event: Any) -> bool:
+    return event is not None and event.name.startswith("_c10d_functional::")

@@ -84,7 +84,7 @@ def test_each_part_writes_what_it_found(found):
     assert all(0 < rank["collectives"] <= 30 for rank in ranks)
     packs = [rank["packs"] for rank in correct["every other member packed"]["ranks"]]
     assert all(len(called) == 3 and min(called.values()) > 0 for called in packs)
-    assert len(correct["packing"]["cases"]) == 13
+    assert "of a rank without rows" in correct["packing"]["cases"]
     host = json.loads((folder / "host.json").read_text())["cells"]
     groups = [cell["process_group"] for name, cell in host.items() if "forward_host_s" in cell]
     assert groups == ["fake"] * 2  # not the modelled wire, whose own Python would count

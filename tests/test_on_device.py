@@ -137,7 +137,7 @@ def test_values_are_made_and_written_where_they_are_used(mesh):
 
 def test_packs_have_the_bits_of_their_plain_twins():
     found = packs_alike(torch.device(DEVICE))
-    assert len(found) == 13
+    assert {"bf16", "uneven", "of a rank without rows"} < found.keys()
     assert {name for name, alike in found.items() if not all(alike.values())} == set()
 
 
