@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import os
 import platform
 import shlex
@@ -51,8 +52,10 @@ def _cpu_model() -> str:
     return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "")
 
 
+@functools.cache
 def git_commit() -> str:
-    """The checkout's, and whether it was changed; results that lie in it change nothing."""
+    """The checkout's, and whether it was changed, when first asked: what runs was read by then.
+    Results that lie in it change nothing."""
 
     def git(*args: str) -> str:
         here = Path(__file__).parent

@@ -35,9 +35,7 @@ def write_sums_unrounded(graph: Graph, device: torch.device | None = None) -> No
     for cast in list(graph.nodes):
         if is_cast(cast, torch.float32) and _is_only_reduced(cast):
             chain = _from_rounding(cast)
-            if chain and not _torch.has_wide_matmul(device or cast.meta["val"].device):
-                continue
-            if chain:
+            if chain and _torch.has_wide_matmul(device or cast.meta["val"].device):
                 last = _unrounded(graph, chain)
                 cast.replace_all_uses_with(last)
                 graph.erase_node(cast)

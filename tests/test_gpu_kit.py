@@ -9,12 +9,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pack_checks import cases
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from faults_run import until
 
 ROOT = Path(__file__).parents[1]
 KIT = ROOT / "benchmarks" / "gpu"
@@ -84,7 +87,7 @@ def test_each_part_writes_what_it_found(found):
     assert all(0 < rank["collectives"] <= 30 for rank in ranks)
     packs = [rank["packs"] for rank in correct["every other member packed"]["ranks"]]
     assert all(len(called) == 3 and min(called.values()) > 0 for called in packs)
-    assert "of a rank without rows" in correct["packing"]["cases"]
+    assert correct["packing"]["cases"].keys() == cases().keys()
     host = json.loads((folder / "host.json").read_text())["cells"]
     groups = [cell["process_group"] for name, cell in host.items() if "forward_host_s" in cell]
     assert groups == ["fake"] * 2  # not the modelled wire, whose own Python would count
@@ -126,17 +129,26 @@ def module(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_part_out_of_time_is_told_and_the_others_go_on(module, monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def kit_of(module, monkeypatch, tmp_path):
+    """``kit_of(name=(script, limit_s))``: ``run.py`` has these parts, and runs all of them."""
     run = module("run")
-    scripts = {"slow": _SLOW, "broken": "raise SystemExit(3)", "quick": _QUICK}
-    for name, text in scripts.items():
-        (tmp_path / f"part_{name}.py").write_text(text)
-    parts = [run.Part(n[0], n, 3.0 if n == "slow" else 60.0) for n in scripts]
-    monkeypatch.setattr(run, "HERE", tmp_path)
-    monkeypatch.setattr(run, "PARTS", parts)
     out = str(tmp_path / "out")
+    monkeypatch.setattr(run, "HERE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["run.py", "--smallest", "--device", "cpu", "--out", out])
-    assert run.main() == 1
+
+    def make(**parts):
+        for name, (script, _) in parts.items():
+            (tmp_path / f"part_{name}.py").write_text(script)
+        known = [run.Part(name[0], name, limit_s) for name, (_, limit_s) in parts.items()]
+        monkeypatch.setattr(run, "PARTS", known)
+
+    return make
+
+
+def test_a_part_out_of_time_is_told_and_the_others_go_on(module, kit_of, tmp_path, capsys):
+    kit_of(slow=(_SLOW, 3.0), broken=("raise SystemExit(3)", 60.0), quick=(_QUICK, 60.0))
+    assert module("run").main() == 1
     slow, broken, quick, _ = capsys.readouterr().out.splitlines()
     assert slow.startswith("s slow: STOPPED at its limit") and "1 cells are written" in slow
     assert broken.startswith("b broken: FAILED with exit code 3")
@@ -152,6 +164,7 @@ def test_what_failed_is_done_again_and_what_was_found_is_not(module, monkeypatch
     arguments = ["part.py", "--out", str(out), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(ledger.torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(ledger, "follow", lambda parent: None)
 
     def fail():
         raise subprocess.TimeoutExpired("pytest\n-q", 240)
@@ -195,35 +208,16 @@ out.write_text(json.dumps(said))
 """
 
 
-def test_a_failure_is_told_by_the_exit_code_until_it_is_mended(module, monkeypatch, tmp_path):
-    run = module("run")
-    (tmp_path / "part_weak.py").write_text(_FAILS_ONCE)
-    monkeypatch.setattr(run, "HERE", tmp_path)
-    monkeypatch.setattr(run, "PARTS", [run.Part("w", "weak", 60.0)])
-    out = str(tmp_path / "out")
-    monkeypatch.setattr(sys, "argv", ["run.py", "--smallest", "--device", "cpu", "--out", out])
-    assert [run.main() for _ in range(3)] == [1, 0, 0]
-
-
-_LEAVES_LATE = (
-    _QUICK
-    + """
-import time
-time.sleep(60)
-"""
-)
+def test_a_failure_is_told_by_the_exit_code_until_it_is_mended(module, kit_of):
+    kit_of(weak=(_FAILS_ONCE, 60.0))
+    assert [module("run").main() for _ in range(3)] == [1, 0, 0]
 
 
 def test_a_part_that_has_said_its_line_is_done_however_long_it_takes_to_leave(
-    module, monkeypatch, tmp_path, capsys
+    module, kit_of, capsys
 ):
-    run = module("run")
-    (tmp_path / "part_late.py").write_text(_LEAVES_LATE)
-    monkeypatch.setattr(run, "HERE", tmp_path)
-    monkeypatch.setattr(run, "PARTS", [run.Part("l", "late", 4.0)])
-    out = str(tmp_path / "out")
-    monkeypatch.setattr(sys, "argv", ["run.py", "--smallest", "--device", "cpu", "--out", out])
-    assert run.main() == 0
+    kit_of(late=(f"{_QUICK}\nimport time\ntime.sleep(60)", 4.0))
+    assert module("run").main() == 0
     assert capsys.readouterr().out.startswith("l late: well")
 
 
@@ -242,33 +236,19 @@ def test_what_a_gpu_machine_lacked_is_looked_for_again(module, monkeypatch, tmp_
 def test_a_run_that_ends_takes_its_part_along(tmp_path, ending):
     command = [sys.executable, str(KIT / "run.py"), "--smallest", "--device", "cpu"]
     run = subprocess.Popen(
-        [*command, "--parts", "c", "--out", str(tmp_path)],
+        [*command, "--parts", "a", "--out", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
-    until(lambda: _command_of(children.read_text()).count("part_wire.py"))
+    until(lambda: list(tmp_path.glob("*/machine.json")), "the first cell of part a")
     (part,) = children.read_text().split()
-    # Once it has imported what it needs, it has said that it ends with its parent.
-    until(lambda: "libtorch_cpu" in Path(f"/proc/{part}/maps").read_text())
-    time.sleep(5 if ending == signal.SIGKILL else 0)
     run.send_signal(ending)
     said, _ = run.communicate(timeout=60)
-    until(lambda: not _command_of(part))
+    command = Path(f"/proc/{part}/cmdline")  # empty, once it is only to be waited for
+    until(lambda: not command.exists() or not command.read_text(), "the end of part a")
     assert "Traceback" not in said
-
-
-def _command_of(pids: str) -> str:
-    texts = [Path(f"/proc/{pid}/cmdline") for pid in pids.split()]
-    return " ".join(path.read_text() for path in texts if path.exists())
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

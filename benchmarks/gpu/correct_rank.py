@@ -6,6 +6,7 @@ python correct_rank.py <rank> <file of the store> <device> <file of the answer> 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections import Counter
@@ -19,7 +20,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ledger import end_with_parent
 from on_device import planned_for
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import simplefsdp
 from inductor_passes import copies, packs, passes
 from simplefsdp import backend
+from simplefsdp.launcher.follow import follow
 
 RANKS = 2
 _RATE = 0.1
@@ -258,7 +259,7 @@ def _collectives() -> int:
 
 def main() -> None:
     """Run the cases; the answer is a file."""
-    end_with_parent()
+    follow(os.getppid())
     rank, store, device_type, answer, *cases = sys.argv[1:]
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     torch.set_num_threads(1)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import signal
+import os
 import sys
 import time
 import traceback
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from report import environment, git_commit
+
+from simplefsdp.launcher.follow import follow
 
 NOTED = ("took_s", "git_commit")  # of every cell, beside what it found
 
@@ -119,7 +120,7 @@ def part(description: str | None) -> Part:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--smallest", action="store_true", help="tiny shapes")
     options = parser.parse_args()
-    end_with_parent()
+    follow(os.getppid())  # or it would go on beside the next run
     torch._dynamo.config.recompile_limit = 64  # the variants share the code of the model
     torch.set_num_threads(1)
     device = torch.device(options.device)
@@ -127,13 +128,6 @@ def part(description: str | None) -> Part:
         device = torch.device("cuda", torch.cuda.current_device())
     cells = json.loads(options.out.read_text())["cells"] if options.out.exists() else {}
     return Part(options.out, device, options.smallest, cells)
-
-
-def end_with_parent() -> None:
-    """Be killed when the process that started this one ends, however it ends: no part goes on
-    beside the next run. Linux; elsewhere nothing is done."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:

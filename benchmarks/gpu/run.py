@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,30 +90,29 @@ def main() -> int:
     if device == "cpu" and not options.smallest:
         sys.exit("there is no CUDA device here; --smallest runs on CPU, to see that the kit works")
     folder = options.out / environment_name(device, smallest=options.smallest)
+    parts = [part for part in PARTS if {part.letter, part.name} & set(options.parts)]
     try:
-        _make_ready(folder, again=options.again, parts=options.parts)
+        _make_ready(folder, parts if options.again else [])
     except OSError as error:
         sys.exit(f"--out {options.out}: {error.strerror}: {error.filename}; give another folder")
     how = ["--device", device, *(["--smallest"] if options.smallest else [])]
     end = time.monotonic() + options.limit_s
-    lines = []
-    for part in PARTS:
-        if {part.letter, part.name} & set(options.parts):
-            left = min(options.part_limit_s or part.limit_s, end - time.monotonic())
-            done, line = run_part(part, folder, how, left)
-            print(f"{part.letter} {part.name}: {line}", flush=True)
-            lines.append(done)
+    all_done = True
+    for part in parts:
+        left = min(options.part_limit_s or part.limit_s, end - time.monotonic())
+        done, line = run_part(part, folder, how, left)
+        print(f"{part.letter} {part.name}: {line}", flush=True)
+        all_done &= done
     print(f"results: {os.path.relpath(folder)}")
-    return 0 if all(lines) else 1
+    return 0 if all_done else 1
 
 
-def _make_ready(folder: Path, *, again: bool, parts: list[str]) -> None:
-    """A folder that results can be written to, without those that are to be found again."""
+def _make_ready(folder: Path, again: Sequence[Part]) -> None:
+    """A folder that results can be written to, without those of the parts ``again``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log.txt").open("a").close()
-    for part in PARTS:
-        if again and {part.letter, part.name} & set(parts):
-            (folder / f"{part.name}.json").unlink(missing_ok=True)
+    for part in again:
+        (folder / f"{part.name}.json").unlink(missing_ok=True)
 
 
 def run_part(part: Part, folder: Path, how: list[str], limit_s: float) -> tuple[bool, str]:
