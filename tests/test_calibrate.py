@@ -134,6 +134,8 @@ def run(*args: str) -> int:
         ("--out nowhere/cluster.json", "--out nowhere/cluster.json: cannot write there: No such"),
         ("--out text/cluster.json", "--out text/cluster.json: cannot write there: Not a dir"),
         ("--out .", "--out . is a folder"),
+        ("--model 9b", "unknown --model '9b': choose one of debug, 160m, 1b, 8b, 70b, 405b"),
+        ("--ranks 1 --links h100 --model 8b", "--model is for links that are measured"),
     ],
 )
 def test_bad_input_is_found_before_anything_is_measured(

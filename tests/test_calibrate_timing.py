@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +11,12 @@ import torch
 from inductor_passes.links import Link
 from simplefsdp import _torch
 from simplefsdp.calibrate import collectives, measure, timers
-from simplefsdp.calibrate.fit import Sample, with_members
+from simplefsdp.calibrate.fit import BucketSample, Sample, with_members
 from simplefsdp.calibrate.measure import sweep_for
 from simplefsdp.calibrate.timers import Timer, host_clock, medians_us, timer_for
+from simplefsdp.models.build import plain_model
+from simplefsdp.models.configs import CONFIGS, layer_numels
+from simplefsdp.models.options import ModelOptions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -169,13 +172,22 @@ def test_what_needs_too_much_memory_is_left_out() -> None:
 def test_what_a_member_of_a_bucket_costs() -> None:
     link = Link(30.0, 400.0)
     flat = [Sample(float(n), link.us(n, 8)) for n in (2**16, 2**20, 2**24)]
-    costly = [Sample(s.size, s.us + 7 * 4.0) for s in flat]
-    assert with_members(link, flat, costly, 8).member_us == pytest.approx(4.0)
-    late = [costly[0]._replace(us=1e6), *costly[1:]]
-    assert with_members(link, flat, late, 8).member_us == pytest.approx(4.0)
-    assert with_members(link, flat, [Sample(s.size, s.us - 1) for s in flat], 8).member_us == 0
-    assert with_members(link, flat, [Sample(s.size, s.us + 1e4) for s in flat], 8).member_us == 30
-    assert with_members(link, flat, [], 8) == link
+
+    def member_us(more_us: Callable[[int], float], members: Sequence[int]) -> float:
+        several = [
+            BucketSample(s.size, s.us + more_us(m - 1), m)
+            for s, m in zip(flat, members, strict=True)
+        ]
+        return with_members(link, flat, several).member_us
+
+    assert member_us(lambda further: further * 4.0, (8, 8, 8)) == pytest.approx(4.0)
+    assert member_us(lambda further: further * 4.0, (9, 18, 2)) == pytest.approx(4.0)
+    assert member_us(lambda further: 1e6 if further == 1 else further * 4.0, (2, 8, 9)) == (
+        pytest.approx(4.0)
+    )
+    assert member_us(lambda further: -1.0, (8, 8, 8)) == 0
+    assert member_us(lambda further: 1e4, (8, 8, 8)) == 30
+    assert with_members(link, flat, []) == link
 
 
 def test_a_bucket_has_large_and_small_members() -> None:
@@ -183,6 +195,38 @@ def test_a_bucket_has_large_and_small_members() -> None:
     for numel in (256, 1000, 12345):
         parts = collectives.halved(numel)
         assert sum(parts) == numel and len(parts) == collectives.MEMBERS and min(parts) > 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_parameters_of_a_layer(name: str) -> None:
+    layer = plain_model(ModelOptions(name), layers=1).layers[0]
+    assert layer_numels(CONFIGS[name]) == [p.numel() for p in layer.parameters()]
+
+
+def test_buckets_are_layers_of_the_model() -> None:
+    layer = [2 * numel for numel in layer_numels(CONFIGS["8b"])]
+    sweep = sweep_for("cuda", quick=False, nbytes_max=None, layer_nbytes=layer)
+    one, two = collectives.buckets(sweep, 64)
+    assert [4 * 64 * numel for numel in one] == layer and two == one * 2
+    small = sweep_for("cpu", quick=False, nbytes_max=None, layer_nbytes=layer)
+    one, two = collectives.buckets(small, 64)
+    assert 0.99 * 2**24 < 4 * 64 * sum(two) <= 2**24
+    assert one[1] / one[-1] == pytest.approx(layer[1] / layer[-1], rel=0.01)
+
+
+def a_layer(_: None) -> dict[str, tuple[list[float], list[tuple[float, int]]]]:
+    sweep = measure.Sweep((1024, 8192), (), (), 0, 1, layer_nbytes=(4096, 80, 800))
+    found = collectives.time_collectives(2, sweep, CPU)
+    return {
+        kind: ([s.size for s in flat], [(s.size, s.members) for s in several])
+        for kind, (flat, several) in found.items()
+    }
+
+
+def test_a_layers_buckets_are_timed_as_one_buffer_and_as_its_tensors(pools) -> None:
+    expected = ([1024, 8192, 4976, 9952], [(4976, 3), (9952, 6)])
+    for found in pools(2).run(a_layer, [None, None]):
+        assert found == dict.fromkeys(("gather", "reduce", "all_reduce"), expected)
 
 
 def both_ways(_: None) -> dict[str, tuple[list[float], list[float]]]:

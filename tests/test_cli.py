@@ -15,8 +15,7 @@ import torch
 from simplefsdp.cli import COMMANDS, main
 from simplefsdp.launcher import launch
 from simplefsdp.models import num_parameters
-from simplefsdp.models.build import model_config
-from simplefsdp.models.options import ModelOptions
+from simplefsdp.models.configs import config_of
 from simplefsdp.train import command, runs
 from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.dry_run import plan_memory
@@ -199,7 +198,7 @@ def test_dry_run_adds_up_to_the_formula(args: str, replicate: int, shard: int, t
     layout = make_layout(config, int(config.plan.world_size or 0), node_ranks=8)
     assert (layout.replicate, layout.shard, layout.tp) == (replicate, shard, tp)
     plan = plan_memory(config, layout)
-    model = model_config(ModelOptions(config.model.model))
+    model = config_of(config.model.model)
     n = num_parameters(model)
     assert plan.n_parameters == n
     if tp == 1:  # every row count divides

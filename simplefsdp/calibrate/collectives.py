@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inductor_passes.cluster import LINK_KINDS
 from inductor_passes.program import CollectiveKind
-from simplefsdp.calibrate.fit import Sample
+from simplefsdp.calibrate.fit import BucketSample, Sample
 from simplefsdp.calibrate.measure import Sweep, matmuls
 from simplefsdp.calibrate.timers import Call, medians_us, timer_for
 from simplefsdp.launcher.ranks import group_of
@@ -26,11 +26,11 @@ class BucketTimes(NamedTuple):
 
     Attributes:
         flat: as one buffer.
-        coalesced: as :data:`MEMBERS` tensors that are launched as one; not of the least sizes.
+        coalesced: as several tensors that are launched as one, see :func:`buckets`.
     """
 
     flat: list[Sample]
-    coalesced: list[Sample]
+    coalesced: list[BucketSample]
 
 
 def time_collectives(
@@ -43,23 +43,38 @@ def time_collectives(
     group = group_of(list(range(ranks)))
     found: dict[CollectiveKind, BucketTimes] = {}
     if dist.get_rank() < ranks:
-        shards = list(dict.fromkeys(max(1, nbytes // (4 * ranks)) for nbytes in sweep.nbytes))
+        several = buckets(sweep, ranks)
+        shards = dict.fromkeys([*_shards(sweep.nbytes, ranks), *map(sum, several)])
         at = ranks, group.group_name, device
         for kind in LINK_KINDS:
             calls = {(n, 1): _waited(_launch(kind, n, *at)) for n in shards}
-            for n in shards:
-                if n >= 2**MEMBERS:
-                    parts = halved(n)
-                    calls[n, len(parts)] = _coalesced(kind, parts, *at)
+            for parts in several:
+                calls[sum(parts), len(parts)] = _coalesced(kind, parts, *at)
             us = medians_us(calls, sweep.repeats, timer_for(device), together=True)
-            flat, coalesced = (
-                [Sample(4.0 * n * ranks, t) for (n, members), t in us.items() if members == m]
-                for m in (1, MEMBERS)
+            times = [(4.0 * n * ranks, members, t) for (n, members), t in us.items()]
+            found[kind] = BucketTimes(
+                [Sample(nbytes, t) for nbytes, members, t in times if members == 1],
+                [BucketSample(nbytes, t, members) for nbytes, members, t in times if members > 1],
             )
-            found[kind] = BucketTimes(flat, coalesced)
     dist.barrier()
     dist.destroy_process_group(group)
     return found
+
+
+def buckets(sweep: Sweep, ranks: int) -> list[list[int]]:
+    """The fp32 elements of a rank's shard of each member, of each bucket that is timed as several.
+
+    One and two layers, where the sweep has a layer's parameters; else all sizes that can be cut
+    into :data:`MEMBERS`.
+    """
+    if sweep.layer_nbytes:
+        layer = _shards(sweep.layer_nbytes, ranks)
+        return [layer, layer * 2]
+    return [halved(n) for n in dict.fromkeys(_shards(sweep.nbytes, ranks)) if n >= 2**MEMBERS]
+
+
+def _shards(nbytes: Sequence[int], ranks: int) -> list[int]:
+    return [max(1, n // (4 * ranks)) for n in nbytes]
 
 
 def halved(numel: int) -> list[int]:

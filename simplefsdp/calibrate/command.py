@@ -13,6 +13,7 @@ from inductor_passes.cluster import Cluster
 from inductor_passes.cluster_file import as_cluster, save
 from simplefsdp.launcher.errors import user_errors
 from simplefsdp.launcher.follow import follow_launcher, under_torchrun
+from simplefsdp.models.configs import config_of, layer_numels
 
 if TYPE_CHECKING:
     from simplefsdp.launcher.ranks import Rank
@@ -28,6 +29,7 @@ examples:
   simplefsdp calibrate
   simplefsdp calibrate --quick --out rough.json
   simplefsdp calibrate --ranks 4 --out four.json --nbytes-max 268435456
+  simplefsdp calibrate --model 8b --out for_8b.json
   simplefsdp calibrate --ranks 1 --links h100 --out one_gpu.json
   torchrun --nnodes 2 --nproc-per-node 8 -m simplefsdp calibrate --out two_nodes.json
 """
@@ -45,6 +47,9 @@ class CalibrateOptions:
     """Largest collective, in bytes of the full tensor. Default: 16 MiB on CPU, 1 GiB on CUDA."""
     links: str | None = None
     """Take the links from this preset or cluster file, and measure the rest."""
+    model: str | None = None
+    """Time buckets as large as one and two layers of this model, as bfloat16 and tensor by tensor,
+    instead of as large as the other collectives: debug, 160m, 1b, 8b, 70b or 405b."""
     quick: bool = False
     """Few sizes and repeats: seconds, and figures to try things with."""
 
@@ -89,6 +94,10 @@ def check(options: CalibrateOptions, ranks: int) -> None:
             f"--ranks {ranks}: links are measured between 2 ranks or more; give more ranks, or "
             "name a preset that has them with --links"
         )
+    if options.model is not None:
+        config_of(options.model)
+        if options.links is not None:
+            raise ValueError("--model is for links that are measured: leave out it or --links")
     smallest = 64 * ranks
     if options.nbytes_max is not None and options.nbytes_max < smallest:
         raise ValueError(
@@ -132,7 +141,12 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
 
     with user_errors():
         ranks_per_node = _local_size(rank)
-    sweep = sweep_for(rank.device.type, quick=options.quick, nbytes_max=options.nbytes_max)
+    sweep = sweep_for(
+        rank.device.type,
+        quick=options.quick,
+        nbytes_max=options.nbytes_max,
+        layer_nbytes=_layer_nbytes(options),
+    )
     report = CalibrationReport(enabled=rank.rank == 0)
     if options.links is None:
         wires = measure_wires(sweep, rank, ranks_per_node, report)
@@ -153,6 +167,12 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
         )
         save(options.out, cluster)
         report.say(f'wrote {options.out}; use it as options={{"cluster": "{options.out}"}}')
+
+
+def _layer_nbytes(options: CalibrateOptions) -> list[int]:
+    """Of each parameter of a layer of ``--model``, in bfloat16."""
+    numels = layer_numels(config_of(options.model)) if options.model is not None else []
+    return [2 * numel for numel in numels]
 
 
 def _local_size(rank: Rank) -> int:
@@ -182,7 +202,8 @@ def _source(options: CalibrateOptions, rank: Rank) -> str:
 
     device = torch.cuda.get_device_name() if rank.device.type == "cuda" else "CPU"
     links = f"; links of {options.links}" if options.links else ""
-    how = " --quick" if options.quick else ""
+    how = f" --model {options.model}" if options.model else ""
+    how += " --quick" if options.quick else ""
     return (
         f"simplefsdp calibrate{how}, {date.today()}: {rank.world_size} ranks, "
         f"{dist.get_backend()}, {device}, {torch.get_num_threads()} threads, torch "

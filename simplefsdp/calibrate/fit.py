@@ -25,6 +25,20 @@ class Sample(NamedTuple):
     us: float
 
 
+class BucketSample(NamedTuple):
+    """The measured time of tensors that are launched as one.
+
+    Attributes:
+        size: bytes of the full tensors.
+        us: median time.
+        members: how many they are, two or more.
+    """
+
+    size: float
+    us: float
+    members: int
+
+
 def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
     """Latency, bandwidth and, where they do not suffice, a ramp; from two or more sizes.
 
@@ -46,14 +60,12 @@ def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
     return next(link for link, error in errors.items() if error <= good)
 
 
-def with_members(
-    link: Link, flat: Sequence[Sample], coalesced: Sequence[Sample], members: int
-) -> Link:
+def with_members(link: Link, flat: Sequence[Sample], coalesced: Sequence[BucketSample]) -> Link:
     """The link with what each further member of a bucket costs, by times of the same bytes as one
-    buffer and as ``members`` tensors: the median over sizes, no less than nothing and no more than
+    buffer and as several tensors: the median over buckets, no less than nothing and no more than
     the latency."""
     whole = dict(flat)
-    each = [(s.us - whole[s.size]) / (members - 1) for s in coalesced]
+    each = [(s.us - whole[s.size]) / (s.members - 1) for s in coalesced]
     if not each:
         return link
     return replace(link, member_us=min(max(0.0, statistics.median(each)), link.latency_us))

@@ -31,6 +31,8 @@ class Sweep:
         heads: of attention, and channels of each.
         beside_dtype: of the matmuls beside transfers.
         beside_width: of them, at least: as wide as those that a transfer slows in training.
+        layer_nbytes: of each parameter of a layer, full, as it is gathered: what buckets are made
+            of. Empty: of tensors each half as large as the one before.
     """
 
     nbytes: Sequence[int]
@@ -41,10 +43,22 @@ class Sweep:
     heads: tuple[int, int] = (8, 64)
     beside_dtype: torch.dtype = torch.float32
     beside_width: int = 0
+    layer_nbytes: Sequence[int] = ()
 
 
-def sweep_for(device: str, *, quick: bool, nbytes_max: int | None) -> Sweep:
-    """Sizes that take seconds: from 4 KiB to ``nbytes_max`` (16 MiB on CPU, 1 GiB on CUDA)."""
+def sweep_for(
+    device: str, *, quick: bool, nbytes_max: int | None, layer_nbytes: Sequence[int] = ()
+) -> Sweep:
+    """Sizes that take seconds: from 4 KiB to ``nbytes_max`` (16 MiB on CPU, 1 GiB on CUDA).
+
+    Two layers of ``layer_nbytes`` that are more than that are scaled down to it.
+    """
+    sweep = _sweep_for(device, quick, nbytes_max)
+    scale = min(1.0, max(sweep.nbytes) / (2 * sum(layer_nbytes) or 1))
+    return replace(sweep, layer_nbytes=[int(nbytes * scale) for nbytes in layer_nbytes])
+
+
+def _sweep_for(device: str, quick: bool, nbytes_max: int | None) -> Sweep:
     cpu = device == "cpu"
     largest = nbytes_max or (2**24 if cpu else 2**30)
     step = 64 if quick else 4

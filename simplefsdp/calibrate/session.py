@@ -26,7 +26,7 @@ def measure_wires(
         report.progress(f"collectives among {ranks} ranks")
         found = collectives.time_collectives(ranks, sweep, rank.device)
         fitted = {
-            kind: with_members(fit_link(flat, ranks), flat, coalesced, collectives.MEMBERS)
+            kind: with_members(fit_link(flat, ranks), flat, coalesced)
             for kind, (flat, coalesced) in found.items()
         }
         wires += [Wire(kind, ranks, nodes, link) for kind, link in fitted.items()]

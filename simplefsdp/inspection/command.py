@@ -99,9 +99,9 @@ def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
 
 
 def _default_seq_len(model: ModelOptions) -> int:
-    from simplefsdp.models.build import model_config
+    from simplefsdp.models.configs import config_of
 
-    return min(8192, model_config(model).max_seq_len)
+    return min(8192, config_of(model.model).max_seq_len)
 
 
 def _plans(options: InspectOptions, cluster: Cluster, subject: Subject) -> list[PlanReport]:

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from simplefsdp.extrapolate_depth import trace_deep
 from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.launcher.errors import UserError
-from simplefsdp.models import flops_per_token
-from simplefsdp.models.build import llama_with_loss, model_config
+from simplefsdp.models import config_of, flops_per_token
+from simplefsdp.models.build import llama_with_loss
 from simplefsdp.models.options import ModelOptions, ParallelOptions
 from simplefsdp.placement import local_nbytes
 from simplefsdp.trace import TracedStep, UntraceableError, averaging, trace
@@ -77,7 +77,7 @@ def trace_llama(
     Raises:
         ValueError: no such model, or a sequence that is too long for it.
     """
-    config = model_config(options)
+    config = config_of(options.model)
     if layers is not None:
         config = replace(config, n_layers=layers)
     if seq_len > config.max_seq_len:

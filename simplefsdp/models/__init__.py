@@ -10,6 +10,7 @@ from simplefsdp.models.configs import (
     DOCUMENT_SEPARATOR,
     LlamaConfig,
     RopeScaling,
+    config_of,
     flops_per_token,
     num_parameters,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "RopeScaling",
+    "config_of",
     "flops_per_token",
     "num_parameters",
 ]

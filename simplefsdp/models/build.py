@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from simplefsdp.models.configs import CONFIGS, LlamaConfig
+from simplefsdp.models.configs import config_of
 from simplefsdp.models.layout import data_parallel_mesh, precision_policy
 from simplefsdp.models.llama3 import Llama
 from simplefsdp.models.options import ModelOptions, ParallelOptions
@@ -16,16 +16,9 @@ from simplefsdp.models.tensor_parallel import apply_tensor_parallel
 from simplefsdp.wrap import simple_fsdp
 
 
-def model_config(options: ModelOptions) -> LlamaConfig:
-    """The hyper-parameters by name. Raises ValueError, listing the names, for an unknown one."""
-    if options.model not in CONFIGS:
-        raise ValueError(f"unknown --model {options.model!r}: choose one of {', '.join(CONFIGS)}")
-    return CONFIGS[options.model]
-
-
 def plain_model(options: ModelOptions, layers: int | None = None) -> Llama:
     """The model on meta, as it is before anything parallel; with all its layers or so many."""
-    config = model_config(options)
+    config = config_of(options.model)
     if layers is not None:
         config = replace(config, n_layers=layers)
     # On meta, not fake: a mesh looks into its own tensors when it is cut into groups.

@@ -114,13 +114,24 @@ CONFIGS: dict[str, LlamaConfig] = {
 the others are Llama 3.1, with the published sizes."""
 
 
+def config_of(name: str) -> LlamaConfig:
+    """The hyper-parameters of ``--model``. Raises ValueError, listing the names, for another."""
+    if name not in CONFIGS:
+        raise ValueError(f"unknown --model {name!r}: choose one of {', '.join(CONFIGS)}")
+    return CONFIGS[name]
+
+
 def num_parameters(config: LlamaConfig) -> int:
     """The number of parameters, by formula; a tied embedding counts once."""
     embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
-    attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
-    feed_forward = 3 * config.dim * config.ffn_dim
-    layer = attention + feed_forward + 2 * config.dim
-    return embeddings + config.n_layers * layer + config.dim
+    return embeddings + config.n_layers * sum(layer_numels(config)) + config.dim
+
+
+def layer_numels(config: LlamaConfig) -> list[int]:
+    """The elements of each parameter of a layer, by formula, in the layer's order."""
+    dim, kv_dim = config.dim, config.n_kv_heads * config.head_dim
+    attention = [dim * dim, dim * kv_dim, dim * kv_dim, dim * dim]
+    return [dim, *attention, dim, *[dim * config.ffn_dim] * 3]
 
 
 def flops_per_token(config: LlamaConfig, seq_len: int) -> int:

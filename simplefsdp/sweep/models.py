@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from inductor_passes.json_file import MIB, read_json, shown, typed
 from simplefsdp.extrapolate_depth import SHALLOW
-from simplefsdp.models.build import WithLoss, llama_with_loss, model_config, wrap
-from simplefsdp.models.configs import flops_per_token
+from simplefsdp.models.build import WithLoss, llama_with_loss, wrap
+from simplefsdp.models.configs import config_of, flops_per_token
 from simplefsdp.models.options import ModelOptions, ParallelOptions
 
 _MAX_NBYTES = 16 * MIB
@@ -55,7 +55,7 @@ def swept_llama(
     Raises:
         ValueError: there is no such model.
     """
-    config = model_config(options)
+    config = config_of(options.model)
     config = replace(config, n_layers=layers or config.n_layers)
 
     def build(depth: int, mesh: DeviceMesh) -> nn.Module:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from simplefsdp.checkpoints.opened import verify
 from simplefsdp.launcher.errors import UserError
-from simplefsdp.models.build import model_config, plain_model
+from simplefsdp.models.build import plain_model
+from simplefsdp.models.configs import config_of
 from simplefsdp.models.hf import write_hf_folder
 from simplefsdp.models.options import ModelOptions
 from simplefsdp.train import runs
@@ -47,7 +48,7 @@ def export(path: Path, out: Path, dtype: str = "saved", name: str | None = None)
     if note:
         print(f"warning: {note}", file=sys.stderr)
     cast_to = None if dtype == "saved" else getattr(torch, dtype)
-    write_hf_folder(out, model_config(model), _tensors(checkpoint, model), dtype=cast_to)
+    write_hf_folder(out, config_of(model.model), _tensors(checkpoint, model), dtype=cast_to)
 
 
 def _say_progress(nbytes: int, of: int) -> None:

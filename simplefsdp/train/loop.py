@@ -12,8 +12,7 @@ from simplefsdp.accumulation import microbatch
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
-from simplefsdp.models import flops_per_token
-from simplefsdp.models.build import model_config
+from simplefsdp.models import config_of, flops_per_token
 from simplefsdp.train import elastic, preflight, runs
 from simplefsdp.train.checkpoint import SaveResult
 from simplefsdp.train.evaluate import PROMPT_NBYTES, evaluate, sample
@@ -163,7 +162,7 @@ def _record(session: Session, update: _Update, loss: float, step_s: float) -> St
     config, rank = session.plan.config, session.rank
     tokens_per_s = config.data.global_batch_size * config.data.seq_len / step_s
     peak = peak_flops(rank.device)
-    flops = flops_per_token(model_config(config.model), config.data.seq_len)
+    flops = flops_per_token(config_of(config.model.model), config.data.seq_len)
     return StepRecord(
         step=session.step,
         loss=loss,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from simplefsdp.launcher.errors import user_errors
 from simplefsdp.launcher.ranks import device_type
-from simplefsdp.models import LlamaConfig
-from simplefsdp.models.build import model_config, plain_model
+from simplefsdp.models import LlamaConfig, config_of
+from simplefsdp.models.build import plain_model
 from simplefsdp.models.layout import RankLayout, plan_layout
 from simplefsdp.train import elastic, runs
 from simplefsdp.train.config import TrainConfig, check_options
@@ -63,7 +63,7 @@ def make_layout(config: TrainConfig, world_size: int, node_ranks: int) -> RankLa
     """
     with user_errors():
         check_options(config)
-        model = model_config(config.model)
+        model = config_of(config.model.model)
         layout = plan_layout(config.parallel, world_size, node_ranks)
         if model.n_kv_heads % layout.tp:
             raise ValueError(
@@ -85,7 +85,7 @@ def plan_run(
     """
     layout = make_layout(config, world_size, node_ranks)
     with user_errors():
-        _check_sequence(config, model_config(config.model))
+        _check_sequence(config, config_of(config.model.model))
         _check_microbatches(config, layout)
         divided = _divided(config, layout)
         corpus = load_corpus(config.data.data)

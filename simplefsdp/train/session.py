@@ -14,8 +14,8 @@ from simplefsdp.initialize import init_weights
 from simplefsdp.launcher.errors import UserError, user_errors
 from simplefsdp.launcher.launch import StopRequest
 from simplefsdp.launcher.ranks import Rank, refuse
-from simplefsdp.models import num_parameters
-from simplefsdp.models.build import model_config, wrapped_model
+from simplefsdp.models import config_of, num_parameters
+from simplefsdp.models.build import wrapped_model
 from simplefsdp.models.layout import make_mesh
 from simplefsdp.train import preflight, room, runs
 from simplefsdp.train.build import loss_of
@@ -107,7 +107,7 @@ def _close(metrics: MetricsWriter, display: Display) -> None:
 
 def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
     config, layout = plan.config, plan.layout
-    n_parameters = num_parameters(model_config(config.model))
+    n_parameters = num_parameters(config_of(config.model.model))
     display.say(
         f"{config.model.model}: {n_parameters / 1e6:,.1f} M parameters, "
         f"{config.parallel.mode} on "
