@@ -136,6 +136,10 @@ class Options:
             host launches two graphs instead of thousands of kernels. Batches must have one shape,
             and what a step gives is overwritten by the next one: clone a loss that you keep, and
             set gradients to None (``optimizer.zero_grad()``) before each step, so no accumulation.
+            For forward and backward in one graph leave it out, run some steps on another stream,
+            and capture one by ``torch.cuda.graph``: it reads the batch from the tensors of the
+            capture, copy into them; parameters and gradients must stay the tensors that they were
+            (``benchmarks/gpu/graphed.py`` does all of it; unmeasured).
         rank_guard_timeout_s: before a graph is compiled, the ranks compare what they are about to
             communicate, through the process group's store, and raise on a difference instead of
             hanging. This is how long a rank waits for the others. 0: they do not compare; with

@@ -176,6 +176,7 @@ LAUNCHED = {
     "hybrid": (15, 27),
     "uneven": (22, 56),  # rows are padded
     "tensor_parallel": (16, 29),
+    "cudagraphs": (15, 27),
 }
 
 
@@ -193,6 +194,12 @@ def test_each_graph_is_captured_whole(compiled):
         assert hidden(events(code)) == hidden(planned)
     # Before 2.15 torch takes the batch, which backward needs, for what stays where it is.
     assert found["copied"] in ([1, 1], [1, 2])
+
+
+def test_regions_launch_nearly_as_few_kernels(compiled):
+    """Those of regions that are alike counted once: 42 where the graph is compiled whole."""
+    of_regions = [len(kernels(code)) for code in compiled("regions")["codes"]]
+    assert 10 < len(of_regions) <= 15 + LAYERS and sum(of_regions) <= 50 + LAYERS
 
 
 def test_regions_hold_no_collective(compiled):
