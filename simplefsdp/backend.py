@@ -24,7 +24,7 @@ from simplefsdp import _torch, breaks, living, rank_guard, uninitialised
 from simplefsdp.accumulation import noting_backwards
 from simplefsdp.after_wrap import stands_for_shard
 from simplefsdp.cache_key import sources
-from simplefsdp.compilation import compile_with_passes
+from simplefsdp.compilation import begin_preparing, compile_with_passes
 from simplefsdp.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.errors import told_plainly
 from simplefsdp.gather import GatherSpec
@@ -79,6 +79,7 @@ def simplefsdp(
         raise ValueError(
             f"options['cudagraphs']: expected parameters on cuda, got {_device(gm)}; leave it out"
         )
+    begin_preparing(choice.executor, _device(gm).type)
     ranks = _ranks(gm)
     if len(ranks) > 1 and not choice.rank_guard_timeout_s:
         say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")

@@ -5,6 +5,7 @@ and reads its own options. To import it takes no torch, which takes seconds: so 
 refuses of its options come at once.
 """
 
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = EXIT_FAILED
     if code and under_torchrun():
         leave_at_once(code)
+    gc.freeze()  # else the interpreter, as it ends, looks through all compiled graphs: a second
     sys.exit(code)
 
 

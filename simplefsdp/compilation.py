@@ -66,6 +66,12 @@ class Compilation(NamedTuple):
     limits: SizeLimits
 
 
+def begin_preparing(executor: str, device_type: str) -> None:
+    """Begin what Inductor does once per machine, where it will be needed, and do not wait."""
+    if executor != "aot_eager" and device_type == "cpu":
+        _torch.prepare_cpp()
+
+
 def compile_with_passes(
     gm: GraphModule,
     example_inputs: Sequence[Any],

@@ -7,13 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.tensor.debug import CommDebugMode
 
+from simplefsdp import simple_fsdp
 from simplefsdp.launcher import launch
-from simplefsdp.train import runs
+from simplefsdp.launcher.ranks import Rank
+from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.train import evaluate, runs
 from simplefsdp.train.display import describe
 from simplefsdp.train.metrics import StepRecord
 
@@ -147,3 +153,19 @@ def test_a_report_names_its_units() -> None:
     assert describe(record) == (
         "loss 2.5000  4,096 tokens/s  0.250 s/step  peak 3.00 GiB  MFU 40.5%"
     )
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_small_model_is_gathered_once_for_a_sample(small, fake_mesh, monkeypatch):
+    mesh = fake_mesh(2)
+    monkeypatch.setattr(evaluate, "_SMALL_NBYTES", 10**9 if small else 0)
+    config = replace(CONFIGS["debug"], n_layers=1)
+    model = simple_fsdp(Llama(config), mesh)
+    rank = Rank(0, 1, torch.device("cpu"))
+    with CommDebugMode() as sent:
+        evaluate.sample(model, torch.zeros(4, dtype=torch.uint8), n_tokens=3, seed=0, rank=rank)
+    parameters = sum(1 for _ in model.parameters())
+    assert sent.get_total_counts() == (1 if small else 3) * parameters + 3
+    with CommDebugMode() as sent:
+        model(torch.zeros(1, 4, dtype=torch.long))
+    assert sent.get_total_counts() >= parameters  # nothing is kept

@@ -17,6 +17,7 @@ from simplefsdp._torch.backends import (
     graphs_of,
     hash_of_files,
 )
+from simplefsdp._torch.cpp import prepare_cpp
 from simplefsdp._torch.cut import Cut, can_cut
 from simplefsdp._torch.dynamo import (
     CodePlace,
@@ -129,6 +130,7 @@ __all__ = [
     "order_of_saved",
     "place_being_compiled",
     "place_called",
+    "prepare_cpp",
     "reduces_in_param_dtype",
     "reset_with_dynamo",
     "run_as_it_is",

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 
 from inductor_passes._torch_lowering import reuse_at_once
 from simplefsdp._torch.cache_files import broken_files_removed
+from simplefsdp._torch.cpp_kernels import kernels_together
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
 from simplefsdp._torch.padding import padding_without_benchmarks
 
@@ -73,7 +74,7 @@ def compile_with_inductor(
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         is_backward = bool(kwargs.get("is_backward", False))
-        with broken_files_removed():
+        with broken_files_removed(), kernels_together():
             with config.patch(users):
                 code: Any = observe(graph, is_backward)
             if code is None:

@@ -8,18 +8,21 @@ forward gathers parameters from all ranks.
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from simplefsdp.control import reshard, unshard
 from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models.build import cross_entropy
 from simplefsdp.train.metrics import EvalRecord
 
 PROMPT_NBYTES = 16
 _WINDOW = 128
+_SMALL_NBYTES = 10**9
 _TEMPERATURE = 0.8
 _BYTE_VALUES = 256
 
@@ -46,6 +49,19 @@ def evaluate(
     return EvalRecord(step, loss, loss / math.log(2))
 
 
+@contextmanager
+def _gathered_once(model: nn.Module) -> Iterator[None]:
+    """Keep the full parameters of a small model, of which a byte's gathers are most of its time."""
+    if sum(param.nbytes for param in model.parameters()) > _SMALL_NBYTES:
+        yield
+        return
+    unshard(model)
+    try:
+        yield
+    finally:
+        reshard(model)
+
+
 @torch.no_grad()
 def sample(model: nn.Module, prompt: Tensor, *, n_tokens: int, seed: int, rank: Rank) -> str:
     """Continue ``prompt`` (uint8 ``[n]``) by ``n_tokens`` bytes; the same on every rank.
@@ -55,12 +71,13 @@ def sample(model: nn.Module, prompt: Tensor, *, n_tokens: int, seed: int, rank: 
     """
     generator = torch.Generator().manual_seed(seed)
     text = prompt.long()
-    for _ in range(n_tokens):
-        seen = text[-_WINDOW:]
-        window = F.pad(seen, (0, _WINDOW - len(seen)))[None].to(rank.device)
-        logits = model(window)[0, len(seen) - 1, :_BYTE_VALUES].float().cpu()
-        weights = torch.softmax(logits / _TEMPERATURE, dim=-1)
-        chosen = torch.multinomial(weights, 1, generator=generator).to(rank.device)
-        dist.broadcast(chosen, src=0)
-        text = torch.cat((text, chosen.cpu()))
+    with _gathered_once(model):
+        for _ in range(n_tokens):
+            seen = text[-_WINDOW:]
+            window = F.pad(seen, (0, _WINDOW - len(seen)))[None].to(rank.device)
+            logits = model(window)[0, len(seen) - 1, :_BYTE_VALUES].float().cpu()
+            weights = torch.softmax(logits / _TEMPERATURE, dim=-1)
+            chosen = torch.multinomial(weights, 1, generator=generator).to(rank.device)
+            dist.broadcast(chosen, src=0)
+            text = torch.cat((text, chosen.cpu()))
     return bytes(text.tolist()).decode(errors="replace")

@@ -14,6 +14,7 @@ from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import config_of, flops_per_token
 from simplefsdp.train import elastic, preflight, runs
+from simplefsdp.train.build import prepare
 from simplefsdp.train.checkpoint import SaveResult
 from simplefsdp.train.evaluate import PROMPT_NBYTES, evaluate, sample
 from simplefsdp.train.metrics import (
@@ -47,6 +48,7 @@ def train(plan: RunPlan, rank: Rank) -> int:
     Raises:
         RunFailed: the loss is no longer finite, or the last checkpoint could not be saved.
     """
+    prepare(plan.config.compile, rank.device.type)
     with open_session(plan, rank) as session:
         before = _evaluate(session) if session.step == 0 else None
         if before:

@@ -1,0 +1,182 @@
+"""The C++ kernels of a graph, compiled by as many calls of g++ as there are threads for it.
+
+Inductor makes one call for each kernel, of which four fifths are spent on a header of 160 MB and on
+linking: 13 s for the 24 kernels of a small Llama, 2 s together. A generated module asks for its
+kernels as it is loaded, and waits for them at its end; inside :func:`kernels_together` it gets
+stand-ins, which are replaced by functions of a shared library when all modules of the graph are
+there (``executor="regions"`` has one for each region).
+
+A library has one function, which is told which kernel is meant. It takes as many pointers as the
+kernel with most; of another one the last are its arguments::
+
+    void kernel(int64_t which, void* p0, void* p1, void* p2) {
+        switch (which) {
+            case 0: kernel_0((const float*) p0, (const float*) p1, (float*) p2); break;
+            case 1: kernel_1((float*) p2); break;
+        }
+    }
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_log = logging.getLogger(__name__)
+Function = Callable[..., None]
+
+# Nothing but comments, directives and one function, so that it can stand beside others.
+_KERNEL = re.compile(
+    r"(?P<before>(?:\s|//[^\n]*\n|#[^\n]*\n)*)"
+    r'extern\s+"C"\s+void\s+kernel(?P<after>\(.*)',
+    re.DOTALL,
+)
+
+
+@dataclass(eq=False)
+class _StandIn:
+    """A kernel that a module asked for.
+
+    Attributes:
+        argtypes: C++ types of its arguments.
+        source: C++, one function named ``kernel``.
+        asked: all of the same graph; itself among them.
+        places: the module's dictionary, and its name there.
+        function: None until it is compiled.
+    """
+
+    argtypes: tuple[str, ...]
+    source: str
+    asked: list[_StandIn]
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    function: Function | None = None
+
+    def __call__(self, *args: Any) -> None:
+        """For a module that runs before the compilation is over, or in spite of its end."""
+        if self.function is None:
+            _compile(self.asked)
+        cast(Function, self.function)(*args)
+
+
+@contextmanager
+def kernels_together() -> Iterator[None]:
+    """Inside, this thread's modules of Inductor ask for kernels; at the end there are all."""
+    from torch._inductor.async_compile import AsyncCompile, kernel_code_log
+
+    asked: list[_StandIn] = []
+    thread = get_ident()
+    ask_torch, wait_for_torch = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+
+    def cpp_pybinding(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+        if get_ident() != thread or not _can_be_joined(argtypes, source_code):
+            return ask_torch(self, argtypes, source_code)
+        kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
+        asked.append(_StandIn(tuple(argtypes), source_code, asked))
+        return asked[-1]
+
+    def wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        wait_for_torch(self, scope)
+        for name, value in scope.items():
+            if isinstance(value, _StandIn):
+                value.places.append((scope, name))
+
+    with mock.patch.multiple(AsyncCompile, cpp_pybinding=cpp_pybinding, wait=wait):
+        yield
+    _compile(asked)
+
+
+def _can_be_joined(argtypes: Sequence[str], source: str) -> bool:
+    """Whether it is one function of pointers, and nothing else."""
+    found = _KERNEL.fullmatch(source)
+    if found is None or not all(argtype.endswith("*") for argtype in argtypes):
+        return False
+    return _is_one_block(found["after"])
+
+
+def _is_one_block(source: str) -> bool:
+    """Whether the first brace is closed at the very end."""
+    depth = 0
+    for brace in re.finditer(r"[{}]", source):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return not source[brace.end() :].strip()
+    return False
+
+
+def _compile(asked: list[_StandIn]) -> None:
+    """Compile what is not yet, each source once, and put functions into the modules."""
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.exc import CppCompileError
+
+    alike: dict[tuple[tuple[str, ...], str], list[_StandIn]] = {}
+    for kernel in asked:
+        if kernel.function is None:
+            alike.setdefault((kernel.argtypes, kernel.source), []).append(kernel)
+    parts = _in_parts([kernels[0] for kernels in alike.values()], get_compile_threads())
+    submit = AsyncCompile.submit if len(parts) > 1 else None
+    libraries = [
+        CppPythonBindingsCodeCache.load_pybinding_async(*_joined(part), submit_fn=submit)
+        for part in parts
+    ]
+    for part, library in zip(parts, libraries, strict=True):
+        try:
+            functions = _functions(library(), part)
+        except CppCompileError:
+            _log.debug("kernels are compiled one by one", exc_info=True)
+            functions = [
+                CppPythonBindingsCodeCache.load_pybinding(list(kernel.argtypes), kernel.source)
+                for kernel in part
+            ]
+        for kernel, function in zip(part, functions, strict=True):
+            for one in alike[kernel.argtypes, kernel.source]:
+                one.function = function
+                for scope, name in one.places:
+                    scope[name] = function
+
+
+def _in_parts(kernels: Sequence[_StandIn], most: int) -> list[list[_StandIn]]:
+    """Up to ``most`` parts that take about as long; the same in each process, for the cache."""
+    parts: list[list[_StandIn]] = [[] for _ in range(min(max(most, 1), len(kernels)))]
+    nbytes = [0] * len(parts)
+    for kernel in sorted(kernels, key=lambda kernel: -len(kernel.source)):
+        least = nbytes.index(min(nbytes))
+        parts[least].append(kernel)
+        nbytes[least] += len(kernel.source)
+    return parts
+
+
+def _joined(kernels: Sequence[_StandIn]) -> tuple[list[str], str]:
+    """The arguments' types and the source of their library."""
+    most = max(len(kernel.argtypes) for kernel in kernels)
+    sources, cases = [], []
+    for i, kernel in enumerate(kernels):
+        sources.append(_KERNEL.sub(rf"\g<before>static void kernel_{i}\g<after>", kernel.source))
+        first = most - len(kernel.argtypes)
+        args = ", ".join(f"({argtype}) p{first + j}" for j, argtype in enumerate(kernel.argtypes))
+        cases.append(f"case {i}: kernel_{i}({args}); break;")
+    parameters = ", ".join(["int64_t which", *(f"void* p{j}" for j in range(most))])
+    choice = "\n".join(["switch (which) {", *cases, "}"])
+    body = f'extern "C" void kernel({parameters})\n{{\n{choice}\n}}\n'
+    return ["int64_t", *["void*"] * most], "\n".join([*sources, body])
+
+
+def _functions(library: Function, kernels: Sequence[_StandIn]) -> list[Function]:
+    """Each kernel of a library, as its module calls it."""
+    most = max(len(kernel.argtypes) for kernel in kernels)
+    with _disable_current_modes():  # a fake tensor is nowhere
+        unused = torch.empty(0, device="cpu")
+    return [
+        partial(library, i, *[unused] * (most - len(kernel.argtypes)))
+        for i, kernel in enumerate(kernels)
+    ]
