@@ -5,7 +5,6 @@ and reads its own options. To import it takes no torch, which takes seconds: so 
 refuses of its options come at once.
 """
 
-import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -62,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if line is not None:
             print(f"error: {line}", file=sys.stderr)
         code = EXIT_FAILED
-    if code and under_torchrun():
+    if under_torchrun():
         leave_at_once(code)
-    gc.freeze()  # else the interpreter, as it ends, looks through all compiled graphs: a second
     sys.exit(code)
 
 

@@ -98,10 +98,11 @@ def record_failure(error: BaseException) -> None:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """End a rank that failed without waiting for its threads.
+    """End a rank without waiting for its threads, nor for a last walk over all compiled graphs.
 
-    One may write a checkpoint together with ranks that are gone, or that wait for this one to end;
-    and gloo's abort the process as it ends, which would hide why.
+    The walk takes seconds. Of a rank that failed, a thread may write a checkpoint together with
+    ranks that are gone, or that wait for this one to end; and gloo's abort the process as it ends,
+    which would hide why.
     """
     sys.stdout.flush()
     sys.stderr.flush()

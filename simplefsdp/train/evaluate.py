@@ -40,10 +40,11 @@ def evaluate(
     """Mean loss over the next ``n_batches`` global batches, of which a rank computes so many
     sequences at once; the same on every rank."""
     total = torch.zeros((), device=rank.device)
-    for inputs, targets in itertools.islice(batches, n_batches):
-        for some, wanted in zip(inputs.split(at_once), targets.split(at_once), strict=True):
-            part = cross_entropy(model(some.to(rank.device)), wanted.to(rank.device))
-            total += part * (len(some) / len(inputs))
+    with _gathered_once(model):
+        for inputs, targets in itertools.islice(batches, n_batches):
+            for some, wanted in zip(inputs.split(at_once), targets.split(at_once), strict=True):
+                part = cross_entropy(model(some.to(rank.device)), wanted.to(rank.device))
+                total += part * (len(some) / len(inputs))
     dist.all_reduce(total)
     loss = total.item() / (n_batches * rank.world_size)
     return EvalRecord(step, loss, loss / math.log(2))
@@ -51,7 +52,7 @@ def evaluate(
 
 @contextmanager
 def _gathered_once(model: nn.Module) -> Iterator[None]:
-    """Keep the full parameters of a small model, of which a byte's gathers are most of its time."""
+    """Keep the full parameters of a small model, of whose forward gathers are most of the time."""
     if sum(param.nbytes for param in model.parameters()) > _SMALL_NBYTES:
         yield
         return
