@@ -48,8 +48,8 @@ def train(plan: RunPlan, rank: Rank) -> int:
     Raises:
         RunFailed: the loss is no longer finite, or the last checkpoint could not be saved.
     """
-    prepare(plan.config.compile, rank.device.type)
     with open_session(plan, rank) as session:
+        prepare(plan.config.compile, rank.device.type)
         before = _evaluate(session) if session.step == 0 else None
         if before:
             session.display.report_eval(before)
