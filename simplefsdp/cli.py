@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if line is not None:
             print(f"error: {line}", file=sys.stderr)
         code = EXIT_FAILED
-    if under_torchrun():
+    if code and under_torchrun():
         leave_at_once(code)
     sys.exit(code)
 

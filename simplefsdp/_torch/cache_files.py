@@ -1,7 +1,7 @@
 """Files of Inductor's cache that were not written to their end.
 
-A compiler that is killed, or whose disk is full, leaves a shared object that is cut short, under
-the name of the whole one. Whoever finds it there loads it.
+A compiler that is killed, or whose disk is full, leaves a shared object or a precompiled header
+that is cut short, under the name of the whole one. Whoever finds it there loads it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ _SHORT = re.compile(
     r"ImportError: (?P<path>\S+\.so): (?P<what>file too short|invalid ELF header|"
     r"cannot read file data|ELF load command past end of file)"
 )
+# What g++ says of a header, wherever in it that ends; its command is told before.
+_SHORT_HEADER = re.compile(
+    r"CppCompileError: .* -include (?P<path>\S+/precompiled_headers/\S+\.h) .*"
+    r"(?P<what>cannot read PCH file|while reading precompiled header)",
+    re.DOTALL,
+)
 
 
 @contextmanager
@@ -25,18 +31,27 @@ def broken_files_removed() -> Iterator[None]:
     Raises:
         ValueError: something was; it says to start again.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     try:
         yield
     except Exception as error:
-        found = _SHORT.search(f"{type(error).__name__}: {error}")
-        if found is None or not Path(found["path"]).is_relative_to(cache_dir()):
+        path, what = _cut_short(f"{type(error).__name__}: {error}")
+        if path is None:
             raise
-        path = Path(found["path"])
         path.unlink(missing_ok=True)  # another rank may have been here first
         raise ValueError(
-            f"{path}, in the compiler's cache, was cut short ({found['what']}): a process was "
+            f"{path}, in the compiler's cache, was cut short ({what}): a process was "
             "killed while it compiled, or the disk was full. The file has been taken out: start "
             "again, and it is made anew"
         ) from error
+
+
+def _cut_short(message: str) -> tuple[Path | None, str]:
+    """The file of the cache that an error complains of, if one, and what of it."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if header := _SHORT_HEADER.search(message):
+        return Path(header["path"] + ".gch"), header["what"]
+    shared = _SHORT.search(message)
+    if shared is None or not Path(shared["path"]).is_relative_to(cache_dir()):
+        return None, ""
+    return Path(shared["path"]), shared["what"]

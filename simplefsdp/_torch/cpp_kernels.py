@@ -23,16 +23,16 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
-from threading import get_ident
+from functools import cache, partial
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 _log = logging.getLogger(__name__)
+_FEW = 8  # kernels that are not divided among threads: they take as long as what a call costs
 Function = Callable[..., None]
 
 # Nothing but comments, directives and one function, so that it can stand beside others.
@@ -67,18 +67,39 @@ class _StandIn:
             _compile(self.asked)
         cast(Function, self.function)(*args)
 
+    def put(self, scope: dict[str, Any], name: str) -> None:
+        """Have the function there, now or when it is compiled."""
+        self.places.append((scope, name))
+        if self.function is not None:
+            scope[name] = self.function
+
+
+_asked: ContextVar[list[_StandIn] | None] = ContextVar("asked", default=None)
+
 
 @contextmanager
 def kernels_together() -> Iterator[None]:
     """Inside, this thread's modules of Inductor ask for kernels; at the end there are all."""
+    _give_stand_ins()
+    asked: list[_StandIn] = []
+    token = _asked.set(asked)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+    _compile(asked)
+
+
+@cache
+def _give_stand_ins() -> None:
+    """Once for all threads: who compiles elsewhere gets what torch gives."""
     from torch._inductor.async_compile import AsyncCompile, kernel_code_log
 
-    asked: list[_StandIn] = []
-    thread = get_ident()
     ask_torch, wait_for_torch = AsyncCompile.cpp_pybinding, AsyncCompile.wait
 
     def cpp_pybinding(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
-        if get_ident() != thread or not _can_be_joined(argtypes, source_code):
+        asked = _asked.get()
+        if asked is None or not _can_be_joined(argtypes, source_code):
             return ask_torch(self, argtypes, source_code)
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
         asked.append(_StandIn(tuple(argtypes), source_code, asked))
@@ -88,11 +109,10 @@ def kernels_together() -> Iterator[None]:
         wait_for_torch(self, scope)
         for name, value in scope.items():
             if isinstance(value, _StandIn):
-                value.places.append((scope, name))
+                value.put(scope, name)
 
-    with mock.patch.multiple(AsyncCompile, cpp_pybinding=cpp_pybinding, wait=wait):
-        yield
-    _compile(asked)
+    AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[method-assign]
+    AsyncCompile.wait = wait  # type: ignore[method-assign]
 
 
 def _can_be_joined(argtypes: Sequence[str], source: str) -> bool:
@@ -147,12 +167,12 @@ def _compile(asked: list[_StandIn]) -> None:
 
 def _in_parts(kernels: Sequence[_StandIn], most: int) -> list[list[_StandIn]]:
     """Up to ``most`` parts that take about as long; the same in each process, for the cache."""
-    parts: list[list[_StandIn]] = [[] for _ in range(min(max(most, 1), len(kernels)))]
-    nbytes = [0] * len(parts)
+    parts: list[list[_StandIn]] = [[] for _ in range(min(max(most, 1), -(-len(kernels) // _FEW)))]
+    lengths = [0] * len(parts)
     for kernel in sorted(kernels, key=lambda kernel: -len(kernel.source)):
-        least = nbytes.index(min(nbytes))
-        parts[least].append(kernel)
-        nbytes[least] += len(kernel.source)
+        shortest = lengths.index(min(lengths))
+        parts[shortest].append(kernel)
+        lengths[shortest] += len(kernel.source)
     return parts
 
 

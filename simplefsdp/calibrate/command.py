@@ -16,6 +16,7 @@ from simplefsdp.launcher.follow import follow_launcher, under_torchrun
 from simplefsdp.models.configs import config_of, layer_numels
 
 if TYPE_CHECKING:
+    from simplefsdp.calibrate.measure import Sweep
     from simplefsdp.launcher.ranks import Rank
 
 _DESCRIPTION = """Measure collectives, matmuls, attention, memory, and, with two ranks or more, what
@@ -48,8 +49,8 @@ class CalibrateOptions:
     links: str | None = None
     """Take the links from this preset or cluster file, and measure the rest."""
     model: str | None = None
-    """Time buckets as large as one and two layers of this model, as bfloat16 and tensor by tensor,
-    instead of as large as the other collectives: debug, 160m, 1b, 8b, 70b or 405b."""
+    """Time buckets as large as one and two layers of this model (of `simplefsdp train`), in
+    bfloat16 and tensor by tensor; scaled down where two are more than --nbytes-max."""
     quick: bool = False
     """Few sizes and repeats: seconds, and figures to try things with."""
 
@@ -148,6 +149,8 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
         layer_nbytes=_layer_nbytes(options),
     )
     report = CalibrationReport(enabled=rank.rank == 0)
+    if options.model is not None:
+        report.say(f"buckets as large as one and two layers of {_sizes(options, sweep)}")
     if options.links is None:
         wires = measure_wires(sweep, rank, ranks_per_node, report)
     else:
@@ -160,7 +163,7 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
             name=options.out.stem,
             ranks_per_node=ranks_per_node,
             wires=wires,
-            source=_source(options, rank),
+            source=_source(options, sweep, rank),
             compute_beside=beside,
             averages=rank.device.type == "cuda",
             **compute,
@@ -196,13 +199,20 @@ def _local_size(rank: Rank) -> int:
     return here
 
 
-def _source(options: CalibrateOptions, rank: Rank) -> str:
+def _sizes(options: CalibrateOptions, sweep: Sweep) -> str:
+    """The model, and how much of its layers the buckets are."""
+    share = sum(sweep.layer_nbytes) / sum(_layer_nbytes(options))
+    scaled = "" if share == 1 else f" at {share:.2g} of their size (--nbytes-max: all of it)"
+    return f"{options.model}{scaled}"
+
+
+def _source(options: CalibrateOptions, sweep: Sweep, rank: Rank) -> str:
     import torch
     import torch.distributed as dist
 
     device = torch.cuda.get_device_name() if rank.device.type == "cuda" else "CPU"
     links = f"; links of {options.links}" if options.links else ""
-    how = f" --model {options.model}" if options.model else ""
+    how = f" --model {_sizes(options, sweep)}" if options.model else ""
     how += " --quick" if options.quick else ""
     return (
         f"simplefsdp calibrate{how}, {date.today()}: {rank.world_size} ranks, "

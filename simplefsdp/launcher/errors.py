@@ -98,12 +98,15 @@ def record_failure(error: BaseException) -> None:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """End a rank without waiting for its threads, nor for a last walk over all compiled graphs.
+    """End a rank that failed without waiting for its threads, but for one that runs g++.
 
-    The walk takes seconds. Of a rank that failed, a thread may write a checkpoint together with
-    ranks that are gone, or that wait for this one to end; and gloo's abort the process as it ends,
-    which would hide why.
+    One may write a checkpoint together with ranks that are gone, or that wait for this one to end;
+    and gloo's abort the process as it ends, which would hide why.
     """
+    if "simplefsdp._torch.cpp" in sys.modules:  # else it may be torch that could not be imported
+        from simplefsdp._torch.cpp import let_compiler_finish
+
+        let_compiler_finish()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from inductor_passes.passes import PassError
-from simplefsdp.compilation import begin_preparing
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.models.build import WithLoss
 from simplefsdp.rank_guard import RankMismatchError
@@ -33,12 +32,6 @@ def telling_flags() -> Iterator[None]:
             raise
         kind = UserError if isinstance(error, ValueError) else PassError
         raise kind(told) from error
-
-
-def prepare(options: CompileOptions, device_type: str) -> None:
-    """Begin what compiling will need, while there is nothing to compile yet."""
-    if options.compile:
-        begin_preparing(options.executor, device_type)
 
 
 def loss_of(model: nn.Module, options: CompileOptions) -> Any:

@@ -22,7 +22,7 @@ from simplefsdp.train.metrics import EvalRecord
 
 PROMPT_NBYTES = 16
 _WINDOW = 128
-_SMALL_NBYTES = 10**9
+_SMALL_NBYTES = 10**9  # in fp32, of what is kept as it is gathered
 _TEMPERATURE = 0.8
 _BYTE_VALUES = 256
 
@@ -53,7 +53,8 @@ def evaluate(
 @contextmanager
 def _gathered_once(model: nn.Module) -> Iterator[None]:
     """Keep the full parameters of a small model, of whose forward gathers are most of the time."""
-    if sum(param.nbytes for param in model.parameters()) > _SMALL_NBYTES:
+    nbytes = sum(param.nbytes for param in model.parameters())  # of full parameters: on each rank
+    if nbytes > _SMALL_NBYTES or dist.get_world_size() == 1:
         yield
         return
     unshard(model)

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simplefsdp.accumulation import microbatch
+from simplefsdp.compilation import begin_preparing
 from simplefsdp.grad_norm import clip_grad_norm_
 from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import config_of, flops_per_token
 from simplefsdp.train import elastic, preflight, runs
-from simplefsdp.train.build import prepare
 from simplefsdp.train.checkpoint import SaveResult
 from simplefsdp.train.evaluate import PROMPT_NBYTES, evaluate, sample
 from simplefsdp.train.metrics import (
@@ -49,7 +49,8 @@ def train(plan: RunPlan, rank: Rank) -> int:
         RunFailed: the loss is no longer finite, or the last checkpoint could not be saved.
     """
     with open_session(plan, rank) as session:
-        prepare(plan.config.compile, rank.device.type)
+        if plan.config.compile.compile:
+            begin_preparing(plan.config.compile.executor, rank.device.type)
         before = _evaluate(session) if session.step == 0 else None
         if before:
             session.display.report_eval(before)
