@@ -4,6 +4,7 @@
     python benchmarks/results_tables.py default        # print one: a row of step.py,
     python benchmarks/results_tables.py --summary      # all rows,
     python benchmarks/results_tables.py --scale        # the clusters of scale.py,
+    python benchmarks/results_tables.py --compiling    # compile_time.py
     python benchmarks/results_tables.py --accumulation # micro-batches; and --accumulation-on-ranks
 
 Nothing is computed here but ratios and MiB.
@@ -162,7 +163,21 @@ def _where(found: dict[str, Any]) -> str:
     return f"torch {environment['torch']}, {environment['cpu']}:\n\n"
 
 
+def compiling() -> str:
+    """The cells of ``compile_time.py``, a line per variant."""
+    found = json.loads((RESULTS / "compile_time.json").read_text())
+    by_variant: dict[str, dict[int, str]] = {}
+    for cell in found["cells"]:
+        cold, warm = cell["cold"], cell["warm"]
+        told = f"{cold['cpu_s']:.1f} ({cold['compiler_s']:.1f}) / {warm['cpu_s']:.1f}"
+        by_variant.setdefault(cell["variant"], {})[cell["layers"]] = told
+    depths = sorted({cell["layers"] for cell in found["cells"]})
+    rows = [[name, *(of.get(n, "") for n in depths)] for name, of in by_variant.items()]
+    return _where(found) + _lines(["variant", *(f"{n} layers" for n in depths)], rows)
+
+
 OTHERS = {
+    "--compiling": compiling,
     "--summary": summary,
     "--scale": scale,
     "--accumulation": accumulation,

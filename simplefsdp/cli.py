@@ -66,6 +66,22 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def main_of_rank() -> NoReturn:
+    """:func:`main` of a rank that ``simplefsdp`` has started: on CPU it leaves at once.
+
+    Python would look through all compiled graphs once more as it ends, for a second or two. On CUDA
+    a profiler may have something to write then.
+    """
+    try:
+        main()
+    except SystemExit as left:
+        from simplefsdp.launcher.ranks import device_type
+
+        if device_type() == "cpu":
+            leave_at_once(int(left.code or 0))
+        raise
+
+
 def _dispatch(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(_usage())

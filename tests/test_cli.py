@@ -270,3 +270,22 @@ def test_a_file_is_there_when_asked_for(asked: str) -> None:
     """Once all of them were, as the package imported them."""
     code = f"import simplefsdp; simplefsdp.{asked}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+@pytest.mark.parametrize(("args", "code"), [(["--version"], 0), (["nothing"], 2)])
+def test_a_rank_on_cpu_leaves_at_once(on: str, args: list[str], code: int) -> None:
+    script = (
+        "import atexit, sys; from simplefsdp import cli; from simplefsdp.launcher import ranks; "
+        f"atexit.register(print, 'at exit'); ranks.device_type = lambda: {on!r}; "
+        f"sys.argv[1:] = {args!r}; cli.main_of_rank()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code and (done.stdout + done.stderr).strip()
+    assert ("at exit" in done.stdout) == (on == "cuda")

@@ -98,10 +98,10 @@ def record_failure(error: BaseException) -> None:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """End a rank that failed without waiting for its threads, but for one that runs g++.
+    """End a rank without waiting for its threads, but for one that runs g++.
 
-    One may write a checkpoint together with ranks that are gone, or that wait for this one to end;
-    and gloo's abort the process as it ends, which would hide why.
+    If the rank failed, one may write a checkpoint together with ranks that are gone, or that wait
+    for this one to end; and gloo's abort the process as it ends, which would hide why.
     """
     if "simplefsdp._torch.cpp" in sys.modules:  # else it may be torch that could not be imported
         from simplefsdp._torch.cpp import let_compiler_finish

@@ -29,7 +29,7 @@ from simplefsdp.launcher.ranks import cpu_count, device_type
 _AS_RANK = (
     "import ctypes, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
-    "from simplefsdp.cli import main; main()"
+    "from simplefsdp.cli import main_of_rank; main_of_rank()"
 )
 
 
