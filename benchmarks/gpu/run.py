@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/run.py                   # all parts, half an hour
     python benchmarks/gpu/run.py --parts a b       # some of them, by letter or by name
-    python benchmarks/gpu/run.py --smallest        # tiny shapes: some minutes, on CPU, too
+    python benchmarks/gpu/run.py --smallest        # tiny shapes: a minute or two, on CPU, too
 
 A part that is done in this environment is left out; one that was cut short goes on where it was,
 and what failed is done again. The exit code is 1 if any part, or anything in one, failed.

@@ -202,7 +202,7 @@ def _local_size(rank: Rank) -> int:
 def _sizes(options: CalibrateOptions, sweep: Sweep) -> str:
     """The model, and how much of its layers the buckets are."""
     share = sum(sweep.layer_nbytes) / sum(_layer_nbytes(options))
-    scaled = "" if share == 1 else f" at {share:.2g} of their size (--nbytes-max: all of it)"
+    scaled = "" if share == 1 else f", scaled by {share:.2g} to fit --nbytes-max"
     return f"{options.model}{scaled}"
 
 

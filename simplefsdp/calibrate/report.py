@@ -49,6 +49,8 @@ class CalibrationReport:
             where = f"{ranks} ranks on {plural(nodes, 'node')}"
             ramp = f", ramp from {min(f for _, f in link.ramp):.0%}" if link.ramp else ""
             each = f", {link.member_us:.3g} us per further member of a bucket"
+            if link.member_us == link.latency_us:
+                each += " (measured: that or more)"
             title = (
                 f"{kind}, {where}: {link.latency_us:.4g} us + bytes / {link.gb_s:.4g} GB/s{ramp}"
                 f"{each if link.member_us else ''}"
