@@ -1,4 +1,4 @@
-"""The C++ kernels of a graph, compiled by as many calls of g++ as there are threads for it.
+"""The C++ kernels of a graph, compiled by few calls of g++: at most one for each thread.
 
 Inductor makes one call for each kernel, of which four fifths are spent on a header of 160 MB and on
 linking: 13 s for the 24 kernels of a small Llama, 2 s together. A generated module asks for its
@@ -61,6 +61,12 @@ class _StandIn:
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     function: Function | None = None
 
+    def be(self, function: Function) -> None:
+        """Have it called instead, wherever this stands."""
+        self.function = function
+        for scope, name in self.places:
+            scope[name] = function
+
     def __call__(self, *args: Any) -> None:
         """For a module that runs before the compilation is over, or in spite of its end."""
         if self.function is None:
@@ -68,10 +74,10 @@ class _StandIn:
         cast(Function, self.function)(*args)
 
     def put(self, scope: dict[str, Any], name: str) -> None:
-        """Have the function there, now or when it is compiled."""
+        """Stand there until it is compiled, which it may be by now."""
         self.places.append((scope, name))
         if self.function is not None:
-            scope[name] = self.function
+            self.be(self.function)
 
 
 _asked: ContextVar[list[_StandIn] | None] = ContextVar("asked", default=None)
@@ -160,9 +166,7 @@ def _compile(asked: list[_StandIn]) -> None:
             ]
         for kernel, function in zip(part, functions, strict=True):
             for one in alike[kernel.argtypes, kernel.source]:
-                one.function = function
-                for scope, name in one.places:
-                    scope[name] = function
+                one.be(function)
 
 
 def _in_parts(kernels: Sequence[_StandIn], most: int) -> list[list[_StandIn]]:

@@ -1,8 +1,8 @@
 """How good the model is: loss on held-out text, and a sample of what it writes.
 
 Both run the wrapped model without the compiler: they need no gradients, so compiling would mean
-one more graph of the whole model for a few forwards. Every rank calls them alike, because each
-forward gathers parameters from all ranks.
+one more graph of the whole model for a few forwards. Every rank calls them alike, because they
+gather parameters from all ranks.
 """
 
 import itertools
