@@ -110,8 +110,12 @@ def lines_of(program: Program) -> Lines:
     }
     ours = [sent[name].kind for name in events if sent[name].kind in ("gather", "reduce")]
     used_next = [nxt == "gather" for kind, nxt in pairwise([*ours, ""]) if kind == "reduce"]
-    sent_on = {name: tuple(found) for name, found in followers.items()}
-    return Lines(starts, sent, classes, sent_on, tuple(used_next))
+    return Lines(starts, sent, classes, dict_of_tuples(followers), tuple(used_next))
+
+
+def dict_of_tuples(lists: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """``lists``, not to be changed."""
+    return {key: tuple(found) for key, found in lists.items()}
 
 
 def _in_turn(program: Program) -> Iterable[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
 import pytest
 from layered import KINDS, layered
@@ -15,6 +16,7 @@ from inductor_passes.invariant import rank_invariant
 from inductor_passes.local_search import LocalSearch, launches_price
 from inductor_passes.moves import all_turned, around, everywhere_alike, repairs, small_repairs
 from inductor_passes.plan import evaluate
+from inductor_passes.program import Bucket
 from inductor_passes.regular import Shape, least, regular
 from inductor_passes.segments import (
     END,
@@ -93,6 +95,7 @@ def test_every_move_is_a_plan_of_the_same_collectives(kind):
         for new in (*near, *all_turned(state, lines)):
             assert of_places(new) == everything
             assert all(s.members == tuple(sorted(s.members)) for s in new)
+            assert len({lines.classes[s.kind][m] for s in new for m in s.members}) >= 1
             for s in new:
                 assert len({lines.classes[s.kind][m] for m in s.members}) == 1
             plain_buckets(new, lines)
@@ -148,7 +151,9 @@ def test_work_is_counted_in_ops_and_ends_the_search():
     program, cost, fqns = layered(0, 8, "backward")
     search = search_of(program, cost, fqns, work=20 * 200)
     search.climb(search.starts()[0])
-    assert 0 < search.count * len(search.program.ops) <= 20 * 200
+    assert search.left >= 0
+    assert search.count * len(search.program.ops) <= 20 * 200
+    assert search.tried(regular(Shape(3, 2, 5, 1), search.lines)) is None or search.left >= 0
 
 
 def test_nothing_is_tried_twice():
@@ -182,6 +187,7 @@ def test_a_plan_by_module_is_a_start(monkeypatch):
     search = search_of(program, cost, fqns)
     assert len(search.lines.starts["gather"]) < 40
     buckets = plan_buckets(program, assign_by_module(fqns))
+    assert all(isinstance(bucket, Bucket) for bucket in islice(buckets, 3))
     tried = search.by_buckets(buckets)
     assert tried is not None
     sent = [name for bucket in search.buckets_of(tried.state) for name in bucket.starts]
