@@ -15,7 +15,8 @@ is ``[ranks, elements of all members per rank]``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -61,6 +62,8 @@ def write_buckets(
     # What stands in the place of an op: for a start the nodes that launch, for a wait those
     # that hand out what arrived; for what was only copied from, nothing.
     instead: dict[str, list[Node]] = {}
+    arrivals: defaultdict[str, list[Node]] = defaultdict(list)  # before which op
+    first_reader = {name: op.name for op in reversed(merged.ops) for name in op.reads}
     for bucket in buckets:
         ops = [program.ops[program.index[name]] for name in bucket.starts]
         starts = [reading.nodes[name][0] for name in bucket.starts]
@@ -79,20 +82,31 @@ def write_buckets(
                 launch, arrive = _write(graph, starts, waits, together)
             instead.update((name, []) for name in erase_unused(graph, inputs))
             instead[bucket.starts[0]] = launch
-            instead.update(_spread(wait_names, arrive, merged))
+            instead.update(dict.fromkeys(wait_names, []))
+            arrivals[_arrival(wait_names, merged, first_reader)] += arrive
             starts = [n for n in launch if _torch.is_collective_start(n)]
         collective = merged.ops[merged.index[bucket.starts[0]]].collective
         for start in starts:
             mark(start, bucket.label, collective.fqns if collective else (), bucket.window)
-    place(graph, [n for op in merged.ops for n in instead.get(op.name, reading.nodes[op.name])])
+    place(
+        graph,
+        [
+            node
+            for op in merged.ops
+            for node in (*arrivals[op.name], *instead.get(op.name, reading.nodes[op.name]))
+        ],
+    )
 
 
-def _spread(
-    wait_names: Sequence[str], arrive: Sequence[Node], merged: Program
-) -> dict[str, list[Node]]:
-    """The arrival of a bucket stands where the first of its waits stood."""
-    first = min(wait_names, key=merged.index.__getitem__)
-    return {name: list(arrive) if name == first else [] for name in wait_names}
+def _arrival(
+    wait_names: Sequence[str], merged: Program, first_reader: Mapping[str, str]
+) -> str:
+    """The op before which a bucket arrives: the first that reads a member. Not the first wait: a
+    region that is recomputed gathers all of its parameters where it begins, and a copy out of the
+    bucket, which counts as their first use, would be made there."""
+    waits = [merged.ops[merged.index[name]] for name in wait_names]
+    readers = [first_reader[name] for wait in waits for name in wait.writes if name in first_reader]
+    return min(readers or wait_names, key=merged.index.__getitem__)
 
 
 def _write(

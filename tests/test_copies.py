@@ -128,6 +128,26 @@ def test_the_numbers_stay(name: str, layout: BucketLayout, together: tuple[int, 
     assert same_numbers(before, graph)
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("reorder", [True, False])
+def test_a_bucket_is_copied_out_where_it_is_used(reorder: bool):
+    """A checkpointed block gathers all of its parameters where it begins."""
+
+    def block(x: Tensor, *shards: Tensor) -> Tensor:
+        first, second, third = [gather(shard) for shard in shards]
+        return ((x @ first).sin() @ second) @ third
+
+    shards = [torch.randn(8 // RANKS, 8) for _ in range(3)]
+    graph = traced(block, (torch.randn(5, 8), *shards))
+    before = copied(graph)
+    names = [n.name for n in graph.nodes if n.target in fx.KIND_OF]
+    of = Assignment(dict.fromkeys(names[1:], "rest"))
+    bucket_and_reorder(graph, Settings(of, layout="flat", reorder=reorder), ours)
+    order = targets(graph)
+    assert order.index(UNPACK) > order.index(torch.ops.aten.sin.default)
+    assert same_numbers(before, graph)
+
+
 @pytest.mark.parametrize("together", [(0, 1), (1, 2)])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_numbers_stay_without_kernels(name: str, together: tuple[int, ...]):

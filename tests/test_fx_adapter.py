@@ -411,14 +411,19 @@ def plan(graph: Graph, fqn_of: fx.FqnOf):
 
 
 def waits_together(merged: Program) -> list[str]:
-    """Each bucket's waits, in its order, where the first of them stood."""
-    wait_for = {n: op.name for op in merged.ops if op.kind == "wait" for n in op.reads}
-    together = {
-        wait_for[name]: [wait_for[n] for n in op.writes]
-        for _, op in merged.starts()
-        for name in op.writes
-    }
-    return list(dict.fromkeys(n for op in merged.ops for n in together.get(op.name, [op.name])))
+    """Each bucket's waits, in its order, before the first op that reads what they wait for."""
+    waits = {op.name: op for op in merged.ops if op.kind == "wait"}
+    wait_for = {n: name for name, op in waits.items() for n in op.reads}
+    order = [op.name for op in merged.ops]
+    for _, start in merged.starts():
+        theirs = [wait_for[n] for n in start.writes if n in wait_for]
+        if len(theirs) > 1:
+            arrived = {n for name in theirs for n in waits[name].writes}
+            first = next(op.name for op in merged.ops if arrived & set(op.reads))
+            order = [name for name in order if name not in theirs]
+            at = order.index(first)
+            order[at:at] = theirs
+    return order
 
 
 def renamed(program: Program, ops: Mapping[str, str], buffers: Mapping[str, str]) -> Program:
