@@ -104,7 +104,7 @@ def _alone_us(program: Program, cost: CostModel, i: int) -> float:
 
 def _with_order_of_compute(program: Program) -> list[tuple[int, ...]]:
     """Predecessors of each op, and the compute before it if both keep their places."""
-    moves = _moving(program)
+    moves = moving(program)
     before = list(program.predecessors)
     still = [i for i, op in enumerate(program.ops) if op.kind == "compute" and i not in moves]
     for j, i in pairwise(still):
@@ -112,7 +112,7 @@ def _with_order_of_compute(program: Program) -> list[tuple[int, ...]]:
     return before
 
 
-def _moving(program: Program) -> set[int]:
+def moving(program: Program) -> set[int]:
     """What gathers need, and what follows reduces: it moves with them."""
     kinds = {i: op.sends for i, op in program.starts()}
     early = {i for i, kind in kinds.items() if kind == "gather"}

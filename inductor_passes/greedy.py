@@ -8,13 +8,23 @@ from itertools import pairwise
 
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.chain import Chain, chain_of
+from inductor_passes.compact import room_of
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import rank_invariant
+from inductor_passes.merge import sent_together
 from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
-from inductor_passes.program import Program, ProgramError
-from inductor_passes.schedule import Schedule, Segment, buckets_of, singles
-from inductor_passes.wire import Rest, TransferTimes, What
+from inductor_passes.program import Collective, Program, ProgramError
+from inductor_passes.regular import least
+from inductor_passes.segments import (
+    Kind,
+    Lines,
+    State,
+    bare,
+    in_turn,
+    lines_of,
+    named_buckets,
+    with_window,
+)
 
 # Where the fit of a cost model's bandwidth was measured to; as large as buckets of one Llama 3 8B
 # layer in bf16 come.
@@ -45,100 +55,109 @@ def plan_greedy(
     """
     program, cost = rank_invariant(program, cost)
     bound = lower_bound_us(program, cost)
-    chain = chain_of(program, cost)
-    least = evaluate(program, cost, buckets_of(singles(chain), chain, fqns), bound)
-    if least is None:
+    lines = lines_of(bare(program))
+    low = evaluate(program, cost, named_buckets(least(lines), lines, fqns), bound)
+    if low is None:
         raise ProgramError("the program's collectives cannot be launched one by one")
     if budget_nbytes is None:
         by_module = plan_buckets(program, assign_by_module(fqns))
-        manual = evaluate(program, cost, by_module, bound) or least
-        budget_nbytes = default_budget(manual, least, device_nbytes)
-    if least.peak_nbytes > budget_nbytes:
-        raise budget_error(program, least, budget_nbytes)
-    wire, room = TransferTimes(chain, cost), budget_nbytes - least.peak_nbytes
+        manual = evaluate(program, cost, by_module, bound) or low
+        budget_nbytes = default_budget(manual, low, device_nbytes)
+    if low.peak_nbytes > budget_nbytes:
+        raise budget_error(program, low, budget_nbytes)
     for eighths in range(8, 0, -1):
-        allowed = least.peak_nbytes + room * eighths // 8
-        schedule = _Greedy(chain, wire, allowed, max_nbytes).schedule()
-        plan = evaluate(program, cost, buckets_of(schedule, chain, fqns), bound)
+        rule = _Greedy(program, cost, lines, budget_nbytes, max_nbytes, eighths / 8)
+        plan = evaluate(program, cost, named_buckets(rule.state(), lines, fqns), bound)
         if plan is not None and plan.peak_nbytes <= budget_nbytes:
             return replace(plan, budget_nbytes=budget_nbytes)
-    return replace(least, budget_nbytes=budget_nbytes)
+    return replace(low, budget_nbytes=budget_nbytes)
 
 
 class _Greedy:
     def __init__(
-        self, chain: Chain, wire: TransferTimes, budget_nbytes: int, max_nbytes: int
+        self,
+        program: Program,
+        cost: CostModel,
+        lines: Lines,
+        budget_nbytes: float,
+        most_nbytes: int,
+        share: float,
     ) -> None:
-        self.chain, self.wire = chain, wire
-        self.budget, self.most = budget_nbytes, max_nbytes
-        self.rest = Rest(chain, wire)
-        self.made_at_use = [event.made for event in chain.events if event.kind == "use"]
+        self.cost, self.lines, self.most, self.share = cost, lines, most_nbytes, share
+        late = bare(program)
+        self.room = room_of(late, lines, budget_nbytes)
+        # Of each gather, compute before its first use, and reduces that are ready by then.
+        self.used_us: list[float] = []
+        self.made: list[int] = []
+        self.ready_us: list[float] = []  # of each reduce, compute before it
+        now, waited = 0.0, set[str]()
+        for i, op in enumerate(late.ops):
+            now += cost.compute_us(late, op) if op.kind == "compute" else 0.0
+            for start in (late.ops[j] for j in late.start_of.get(i, ())):
+                if start.sends == "gather" and start.name not in waited:
+                    waited.add(start.name)
+                    self.used_us.append(now)
+                    self.made.append(len(self.ready_us))
+            if op.sends == "reduce":
+                self.ready_us.append(now)
 
-    def schedule(self) -> Schedule:
-        n = len(self.chain.reduces)
-        if self.chain.gathers:
-            begins = self._gathers()
-            flushes = {self.made_at_use[begin] for begin in begins} | {0, n}
-        else:
-            begins, flushes = [], self._reduces() | {0, n}
-        gathers = tuple(
-            Segment(begin, end, begins[max(0, k - 1)])
-            for k, (begin, end) in enumerate(pairwise([*begins, len(self.chain.gathers)]))
+    def state(self) -> State:
+        """The plan by the rule."""
+        gathers, reduces = len(self.used_us), len(self.ready_us)
+        begins = self._gathers() if gathers else []
+        ends = {self.made[begin] for begin in begins} if gathers else self._reduces()
+        alone = [(m,) for m in range(len(self.lines.starts["all_reduce"]))]
+        return (
+            *with_window("gather", self._runs("gather", [*begins, gathers])),
+            *with_window("reduce", self._runs("reduce", sorted(ends | {0, reduces}))),
+            *with_window("all_reduce", alone),
         )
-        cuts = sorted(flushes)
-        reduces = tuple(
-            Segment(begin, end, min([n, *cuts[k + 2 : k + 3]]))
-            for k, (begin, end) in enumerate(pairwise(cuts))
-        )
-        return Schedule(gathers, reduces, 0.0)
+
+    def _runs(self, kind: Kind, cuts: Sequence[int]) -> list[tuple[int, ...]]:
+        """Segments between ``cuts``, apart where classes differ."""
+        runs = []
+        for begin, end in pairwise(cuts):
+            of: dict[object, list[int]] = {}
+            for m in range(begin, end):
+                of.setdefault(self.lines.classes[kind][m], []).append(m)
+            runs += [tuple(members) for members in of.values()]
+        return in_turn(kind, runs)
 
     def _gathers(self) -> list[int]:
         """Where the buckets of gathers begin."""
         begins = [0]
-        for unit in range(1, len(self.chain.gathers)):
-            if not self._joins(begins, unit):
-                begins.append(unit)
+        for m in range(1, len(self.used_us)):
+            if not self._joins(begins, m):
+                begins.append(m)
         return begins
 
-    def _joins(self, begins: list[int], unit: int) -> bool:
-        """Whether a unit joins the last bucket."""
-        last, units = begins[-1], self.chain.gathers
-        if len(begins) == 1 or units[unit].alone or units[unit - 1].alone:
+    def _joins(self, begins: list[int], m: int) -> bool:
+        """Whether a gather joins the last bucket."""
+        last, nbytes = begins[-1], self.lines.nbytes["gather"]
+        if len(begins) == 1:
             return False  # nothing hides the first gather: it is as small as can be
-        if sum(c.nbytes for u in units[last : unit + 1] for c in u.collectives) > self.most:
+        size = sum(nbytes[last : m + 1])
+        if size > self.most or size > self.share * self.room["gather"][begins[-2]]:
             return False
-        before = begins[-2]
-        compute = self.rest.from_use[before] - self.rest.from_use[last]
-        flushed = [self.made_at_use[begin] for begin in begins]
-        reduced = (flushed[-3], flushed[-2]) if len(begins) > 2 else (0, flushed[-2])
-        busy = self._us("gather", last, unit + 1) + self._us("reduce", *reduced)
-        return busy <= compute and self._peak(before, last, unit + 1, reduced[0]) <= self.budget
+        ready = [self.made[begin] for begin in begins]
+        reduced = (ready[-3], ready[-2]) if len(begins) > 2 else (0, ready[-2])
+        busy = self._us("gather", last, m + 1) + self._us("reduce", *reduced)
+        return busy <= self.used_us[last] - self.used_us[begins[-2]]
 
-    def _us(self, what: What, begin: int, end: int) -> float:
-        return sum(us for _, us in self.wire.sends(what, begin, end))
-
-    def _peak(self, before: int, last: int, end: int, held: int) -> int:
-        """Live bytes at most while the bucket before is computed with and the last is in flight."""
-        gathered = self.chain.gathered
-        return max(
-            (
-                run.nbytes
-                + gathered[end]
-                - gathered[run.used]
-                # What is ready counts as launched: the rule is rough.
-                + self.chain.held(run.made, run.made, held)
-                for run in self.rest.runs_between(before, last)
-            ),
-            default=0,
-        )
+    def _us(self, kind: Kind, begin: int, end: int) -> float:
+        """Time on the wire of some that go as one, of each class."""
+        sent: dict[object, Collective] = {}
+        for m in range(begin, end):
+            key = self.lines.classes[kind][m]
+            sent[key] = sent_together(sent.get(key), self.lines.sent[self.lines.starts[kind][m]])
+        return sum(map(self.cost.collective_us, sent.values()))
 
     def _reduces(self) -> set[int]:
         """Where buckets of reduces end in a graph without gathers."""
-        flushes: set[int] = set()
-        opened, compute = 0, 0.0
-        for event in self.chain.events:
-            compute += event.us if event.kind == "run" else 0.0
-            if event.kind == "made" and self._us("reduce", opened, event.made) > compute:
-                opened, compute = event.made, 0.0
-                flushes.add(opened)
-        return flushes
+        ends: set[int] = set()
+        opened, before = 0, 0.0
+        for m, now in enumerate(self.ready_us):
+            if self._us("reduce", opened, m + 1) > now - before:
+                opened, before = m + 1, now
+                ends.add(opened)
+        return ends

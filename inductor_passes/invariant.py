@@ -84,6 +84,17 @@ def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCos
     return replace(program, buffers=buffers), FixedCost(op_us, cost)
 
 
+def common_ops(program: Program, cost: CostModel) -> list[int]:
+    """Positions of the ops that all ranks have, if ``cost`` is as :func:`rank_invariant` gives it:
+    collectives, and computes that take time. Ranks differ in the pads and views of their shards.
+    """
+    return [
+        i
+        for i, op in enumerate(program.ops)
+        if op.collective is not None or (op.kind == "compute" and cost.compute_us(program, op) > 0)
+    ]
+
+
 def _local(program: Program) -> tuple[set[int], dict[str, int]]:
     """Ops that handle shards alone, and the bytes of the shards' storages on every rank."""
     preparing = prepared(program)

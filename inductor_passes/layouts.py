@@ -82,7 +82,7 @@ def write_buckets(
                 launch, arrive = _write(graph, starts, waits, together)
             instead.update((name, []) for name in erase_unused(graph, inputs))
             instead[bucket.starts[0]] = launch
-            instead.update(dict.fromkeys(wait_names, []))
+            instead.update((name, []) for name in wait_names)
             arrivals[_arrival(wait_names, merged, first_reader)] += arrive
             starts = [n for n in launch if _torch.is_collective_start(n)]
         collective = merged.ops[merged.index[bucket.starts[0]]].collective
@@ -98,9 +98,7 @@ def write_buckets(
     )
 
 
-def _arrival(
-    wait_names: Sequence[str], merged: Program, first_reader: Mapping[str, str]
-) -> str:
+def _arrival(wait_names: Sequence[str], merged: Program, first_reader: Mapping[str, str]) -> str:
     """The op before which a bucket arrives: the first that reads a member. Not the first wait: a
     region that is recomputed gathers all of its parameters where it begins, and a copy out of the
     bucket, which counts as their first use, would be made there."""

@@ -118,7 +118,8 @@ def _topological(
             "they cannot be launched together; put them into different buckets"
         )
     after = replace(before, ops=tuple(ops[at] for at in order))
-    sent = before.storages(n for _, op in before.starts() for n in (*op.reads, *op.writes))
+    merged = (before.ops[before.index[name]] for name in members)
+    sent = before.storages(n for op in merged for n in (*op.reads, *op.writes))
     if sent.isdisjoint(before.in_place):  # else a wait touches what all of its bucket do
         # They are known, and dear to find again in a large program.
         now = {at: i for i, at in enumerate(order)}

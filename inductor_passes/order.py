@@ -59,8 +59,9 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
     uses = _place_gathers(program, policy, keys, first_use)
     late: set[int] = set()
     for kind in ("reduce", "all_reduce"):
-        _place_reduces(program, kind, policy, keys, late, uses, end)
-        _push_followers(program, keys, late)
+        if buckets := _buckets(program, kind):
+            _place_reduces(program, buckets, policy, keys, late, uses, end)
+            _push_followers(program, keys, late)
     if keep_starts:
         _keep_starts(program, keys, first_use)
     _float_views(program, keys, followers, late)
@@ -166,7 +167,7 @@ def _window(program: Program, starts: Iterable[int], default: int) -> int:
 
 def _place_reduces(
     program: Program,
-    kind: CollectiveKind,
+    buckets: list[list[int]],
     policy: OverlapPolicy,
     keys: list[Key],
     late: set[int],
@@ -176,7 +177,7 @@ def _place_reduces(
     end = float(len(program.ops))
     ready: list[tuple[Key, list[int]]] = []
     made = _made_at(program, keys)
-    for starts in _buckets(program, kind):
+    for starts in buckets:
         at = max((made[j] for i in starts for j in program.predecessors[i]), default=(-1, 0, 0))
         ready.append(((unit_end.get(at[0], at[0]), _REDUCE, at[2]), starts))
     ready.sort()

@@ -1,7 +1,7 @@
 """The plans that a sweep looks at: made once, for all cells, and then the best of each cell.
 
-They are the automatic planner's regular ones (:mod:`inductor_passes.regular`); what it searches
-for beyond them, which brings 0.5 to 1.5 % (``benchmarks/LOG.md``), takes seconds per cell.
+They are regular ones (:mod:`inductor_passes.regular`), at which the automatic planner's search
+begins; what it finds beyond them takes seconds per cell.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.grid import OpenProgram
 from inductor_passes.plan import scheduled
 from inductor_passes.program import Bucket, Program, ProgramError
-from inductor_passes.regular import in_parts, joined, sent_on
+from inductor_passes.regular import few_shapes, regular
+from inductor_passes.segments import bare, lines_of, named_buckets
 from simplefsdp.sweep.traced import OpenGraph, OpenStep
 
 SweepPlan = Literal["auto", "manual", "none"]
@@ -36,9 +37,11 @@ def plans_of(step: OpenStep, graph: OpenGraph, bucketing: SweepPlan) -> list[Ope
     by_module = plan_buckets(program, assign_by_module(list(step.fqns)))
     shapes: list[Sequence[Bucket]] = [by_module]
     if bucketing == "auto":
-        shapes += sent_on(by_module, program)
-        shapes += joined(by_module, program, step.fqns)
-        shapes += in_parts(by_module, program)
+        lines = lines_of(bare(program))
+        shapes += [
+            named_buckets(regular(shape, lines), lines, step.fqns)
+            for shape in few_shapes(len({bucket.label for bucket in by_module}))
+        ]
     found = [_scheduled(program, buckets) for buckets in shapes]
     found[0] = found[0] or program
     return [OpenProgram(p, graph.work, step.symbols) for p in found if p is not None]

@@ -24,10 +24,9 @@ from inductor_passes.program import Bucket, Program, ProgramError
 from inductor_passes.simulate import memory, simulate
 from inductor_passes.text import parse, to_text
 from inductor_passes.verify import verify_unchanged
-from inductor_passes.walk import SearchLimits
 
 NUMBER = 300
-FEW = SearchLimits(work=50)
+FEW = 2_000  # ops that a search simulates
 LIMITS = (1, 2, 3, 100)
 
 
@@ -49,12 +48,12 @@ def buckets_for(seed: int, program: Program, cost: CostModel, fqns: list[str]) -
         return list(plan_buckets(program, assign_by_module(fqns)))
     budget = rng.choice((None, rng.randint(50, 1200)))
     try:
-        plan = plan_auto(program, cost, fqns, budget_nbytes=budget, limits=FEW)
+        plan = plan_auto(program, cost, fqns, budget_nbytes=budget, work=FEW)
     except BudgetError as error:
         if budget is None or error.smallest_nbytes <= budget:
             raise
         budget = error.smallest_nbytes
-        plan = plan_auto(program, cost, fqns, budget_nbytes=budget, limits=FEW)
+        plan = plan_auto(program, cost, fqns, budget_nbytes=budget, work=FEW)
     assert budget is None or plan.peak_nbytes <= budget
     assert plan.lower_bound_us <= plan.step_us * (1 + 1e-9)
     return list(plan.buckets)

@@ -6,13 +6,14 @@ import pytest
 from programs import ROUND_COST
 
 from inductor_passes import auto
+from inductor_passes import buckets as module
 from inductor_passes.auto import plan_auto
-from inductor_passes.buckets import assign_by_module, new_label, plan_buckets
-from inductor_passes.merge import bucket_class, merge
-from inductor_passes.order import OverlapPolicy, overlap, starts_in
+from inductor_passes.buckets import assign_by_module, new_label, of_few_members, plan_buckets
+from inductor_passes.merge import bucket_class
 from inductor_passes.plan import evaluate
 from inductor_passes.program import Bucket
-from inductor_passes.regular import in_parts, joined
+from inductor_passes.regular import few_shapes, regular
+from inductor_passes.segments import bare, lines_of, named_buckets
 from inductor_passes.text import parse
 
 # The parameters of `norm` are read before and after the layers: two runs, norm and norm'.
@@ -57,33 +58,25 @@ def test_every_plan_that_is_looked_at(monkeypatch):
         return evaluate(program, cost, buckets, bound)
 
     monkeypatch.setattr(auto, "evaluate", recorded)
-    plan_auto(program, ROUND_COST, FQNS)
-    assert any(("g0",) in [b.starts for b in buckets] for buckets in looked_at)  # an edge is split
+    plan_auto(program, ROUND_COST, FQNS, budget_nbytes=10**9)
+    assert len(looked_at) > 2
     assert [shared(buckets, program) for buckets in looked_at] == [[] for _ in looked_at]
 
 
-def test_a_split_edge_is_ordered_by_itself():
-    """Under one label with the run after the layers it would start where that one is used."""
+@pytest.mark.parametrize("shape", few_shapes(3))
+def test_regular_plans(shape):
     program = program_of(FQNS)
-    manual = plan_buckets(program, assign_by_module(FQNS))
-    taken = [b.label for b in manual]
-    split = [part for bucket in manual for part in auto._split(bucket, ("g0",), taken)]
-    after = merge(program, split)
-    starts = starts_in(after, overlap(after, OverlapPolicy(1)))
-    assert starts == ["g0", "g1", "g2", "g3", "g4", "g5"]
+    lines = lines_of(bare(program))
+    assert shared(named_buckets(regular(shape, lines), lines, FQNS), program) == []
 
 
-@pytest.mark.parametrize(
-    "labels", [("m", "m/0", "m/0'"), ("a", "b+c", "a+b", "c"), ("m", "m'", "m''")]
-)
-def test_modules_may_be_called_as_parts_are(labels):
-    fqns = [f"{i}.{j}" for i in range(len(labels)) for j in range(3)]
-    program = program_of(fqns)
-    buckets = [
-        Bucket(label, tuple(f"g{3 * i + j}" for j in range(3))) for i, label in enumerate(labels)
-    ]
-    for shape in (*in_parts(buckets, program), *joined(buckets, program, fqns)):
-        assert shared(shape, program) == []
+def test_modules_may_be_called_as_parts_are(monkeypatch):
+    monkeypatch.setattr(module, "MOST_MEMBERS", 1)
+    program = program_of([f"{i}.{j}" for i in range(3) for j in range(2)])
+    labels = ("m", "m/0", "m/0'")
+    buckets = [Bucket(label, (f"g{2 * i}", f"g{2 * i + 1}")) for i, label in enumerate(labels)]
+    parts = of_few_members(buckets)
+    assert len(parts) == 6 and shared(parts, program) == []
 
 
 def test_a_new_label_is_new():

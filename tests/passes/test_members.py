@@ -19,7 +19,6 @@ from inductor_passes.presets import PRESETS, preset
 from inductor_passes.program import Bucket, Collective, Program
 from inductor_passes.simulate import simulate
 from inductor_passes.text import parse, to_text
-from inductor_passes.wire import merged_us
 
 LINK = Link(10.0, 1.0, member_us=4.0)
 ROUND = Cluster(
@@ -64,10 +63,6 @@ def test_each_member_but_the_first_costs_so_much() -> None:
 def test_one_buffer_has_one_member() -> None:
     flat = in_one_piece(merge(three_gathers(), [ALL]))
     assert simulate(flat, COST).wire_us == 13.0
-    # Planned for one buffer, members cost nothing before they are merged, either.
-    collectives = [op.collective for _, op in three_gathers().starts() if op.collective]
-    assert merged_us(collectives, COST) == {"dp": 21.0}
-    assert merged_us(collectives, ClusterCost(ROUND.with_flat_buckets())) == {"dp": 13.0}
 
 
 def test_the_bound_prices_members_as_the_simulator_does() -> None:

@@ -1,0 +1,313 @@
+"""A local search for plans: from a plan to a better one near it, as long as there is one.
+
+The only judge is the simulator, on a compact program. What stands still longest is looked at first:
+its bucket, and what is on the wire just before it::
+
+    regular plans --> the best few --> what does not fit is mended --> moves, one after the other
+                                       (moves.small_repairs, repairs)  (moves.around, ...)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, product
+from math import inf
+from typing import NamedTuple
+
+from inductor_passes.compact import compact, glued, room_of
+from inductor_passes.cost import CostModel
+from inductor_passes.invariant import common_ops
+from inductor_passes.moves import all_turned, around, everywhere_alike, repairs, small_repairs
+from inductor_passes.plan import scheduled
+from inductor_passes.program import Bucket, Collective, Program, ProgramError
+from inductor_passes.regular import Shape, by_room, gather_shapes, least, reduce_shapes, regular
+from inductor_passes.segments import (
+    Segment,
+    State,
+    bare,
+    lines_of,
+    named_buckets,
+    plain_buckets,
+    state_of,
+)
+from inductor_passes.simulate import Memory, Timeline, lifetimes, memory, simulate
+
+# Collectives of a kind that a search tells apart, about.
+UNITS = 48
+# Plans in a row that are no better, after which a climb ends; and how many of these are moves of
+# what stands still, before all buckets of a kind are moved.
+PATIENCE, FIRST_MOVES = 120, 40
+SHARE = 3 / 5  # of the work that is left, after which no further move of a climb is looked for
+GAIN = 3e-4  # of the bound, that a move must gain
+# Buckets that fill memory: their shares of what is free, with windows, of gathers and of reduces.
+# Where there is little, gathers are not ahead but large, and all reduces are waited for before.
+SHARES = (
+    *product(
+        ((1 / 8, 2), (1 / 6, 2), (1 / 4, 2), (1 / 3, 2)),
+        ((1 / 4, 1), (1 / 3, 1), (2 / 5, 1), (1 / 2, 1)),
+    ),
+    *product(((2 / 3, 1),), ((1 / 4, 1), (1 / 2, -1), (2 / 3, -1))),
+)
+SPARE = (0.0, 0.02)  # of the budget, that is not filled
+# What all launches of a plan by module are held to be worth, of the bound; and as many more.
+LAUNCHES, MORE_LAUNCHES = 0.005, 0.03
+
+
+class Score(NamedTuple):
+    """What a plan is worth; less is better, compared from left to right.
+
+    Attributes:
+        over_nbytes: bytes that do not fit, where most is alive and summed over the ops that all
+            ranks have.
+        price_us: time, and what launches are held to be worth.
+        step_us: time.
+    """
+
+    over_nbytes: int
+    price_us: float
+    step_us: float
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """A plan as a state of the search, its score, and what that was taken from."""
+
+    state: State
+    score: Score
+    program: Program
+    timeline: Timeline
+    memory: Memory
+
+
+class LocalSearch:
+    """The search of one program.
+
+    Args:
+        program: with nothing merged.
+        late: it, :func:`~inductor_passes.segments.bare`.
+        cost: of it.
+        fqns: of the parameters, in the order in which members travel.
+        bound_us: time that no plan can beat.
+        budget_nbytes: of live bytes.
+        by_module: launches of each kind of the plan by module.
+        work: ops that are simulated in all, of those that all ranks have; not seconds, so that
+            all ranks find the same.
+
+    Attributes:
+        work: plans that may be tried in all.
+        left: of these.
+        count: plans that were tried.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        late: Program,
+        cost: CostModel,
+        fqns: Sequence[str],
+        *,
+        bound_us: float,
+        budget_nbytes: float,
+        by_module: Mapping[str, int],
+        work: int,
+    ) -> None:
+        merged, self.first_of = glued(program, late, fqns, UNITS, budget_nbytes)
+        self.program, self.cost = compact(merged, cost)
+        self.lines = lines_of(bare(self.program))
+        self.fqns, self.bound_us, self.budget_nbytes = fqns, bound_us, budget_nbytes
+        self.by_module = by_module
+        self.work = self.left = work // max(1, len(common_ops(self.program, self.cost)))
+        self.sent = {op.name: op.collective for _, op in program.starts() if op.collective}
+        self.seen: set[frozenset[Segment]] = set()
+        self.count = 0
+
+    def starts(self) -> list[Tried]:
+        """Regular plans, the most promising first."""
+        low = self.tried(least(self.lines))  # first: it may be a regular plan
+        shapes = self._shapes(gather_shapes(self.lines, self._modules()))
+        for like in sorted(shapes, key=lambda shape: shapes[shape].score)[:2]:
+            shapes |= self._shapes(reduce_shapes(self.lines, self._modules(), like))
+        found = sorted(shapes.values(), key=lambda tried: tried.score.price_us)
+        if low is None or (found and not found[0].score.over_nbytes):
+            return found
+        room = room_of(low.program, self.lines, self.budget_nbytes)
+        for spare, shares in product(SPARE, SHARES):
+            free = {k: [n - spare * self.budget_nbytes for n in of] for k, of in room.items()}
+            found.append(self.tried(by_room(self.lines, free, *shares)) or low)
+        return sorted(dict.fromkeys([*found, low]), key=self._promise)
+
+    def _modules(self) -> int:
+        return max(1, *self.by_module.values()) if self.by_module else 1
+
+    def _shapes(self, shapes: Iterable[Shape]) -> dict[Shape, Tried]:
+        tried = {shape: self.tried(regular(shape, self.lines)) for shape in shapes}
+        return {shape: found for shape, found in tried.items() if found is not None}
+
+    def _promise(self, tried: Tried) -> float:
+        """What does not fit by little may, mended, be better than what fits; and what stands still
+        can be moved, but not what is computed and sent."""
+        over = tried.memory.peak_nbytes / max(1.0, self.budget_nbytes)
+        least_us = max(tried.timeline.wire_us, tried.timeline.compute_us)
+        return (tried.score.price_us + least_us) * max(1.0, over)
+
+    def by_buckets(self, buckets: Sequence[Bucket]) -> Tried | None:
+        """The plan that is nearest to ``buckets`` of the whole program, if it was not tried."""
+        return self.tried(state_of(buckets, self.lines, self.first_of))
+
+    def tried(self, state: State, below_us: float = inf) -> Tried | None:
+        """``state`` with its score, if it is a plan that was not tried before; and, if a price is
+        given, below that, and within the budget."""
+        key = frozenset(state)
+        if key in self.seen or self.left <= 0:
+            return None
+        self.seen.add(key)
+        self.left, self.count = self.left - 1, self.count + 1
+        buckets = plain_buckets(state, self.lines)
+        try:
+            after = scheduled(self.program, buckets)
+        except ProgramError:
+            return None
+        timeline = simulate(after, self.cost)
+        counts: Counter[str] = Counter(self.lines.sent[bucket.starts[0]].kind for bucket in buckets)
+        price_us = timeline.total_us + launches_price(counts, self.by_module) * self.bound_us
+        if price_us >= below_us:
+            return None
+        held = memory(after)
+        if below_us < inf and held.peak_nbytes > self.budget_nbytes:
+            return None
+        score = Score(self._over_nbytes(after, held), price_us, timeline.total_us)
+        return Tried(state, score, after, timeline, held)
+
+    def _over_nbytes(self, after: Program, held: Memory) -> int:
+        """See :class:`Score`; 0 if all fits."""
+        if held.peak_nbytes <= self.budget_nbytes:
+            return 0
+        room = self.budget_nbytes - held.resident_nbytes
+        live = held.live_nbytes
+        over = (live[i] - room for i in common_ops(after, self.cost) if live[i] > room)
+        return int(held.peak_nbytes - self.budget_nbytes + sum(over)) + 1
+
+    def with_less_room(self, end: Tried, nbytes: int) -> Tried:
+        """A climb from where another ended, in a budget that is ``nbytes`` smaller from now on."""
+        self.budget_nbytes -= nbytes
+        self.seen.clear()
+        again = self.tried(end.state)
+        return end if again is None else self.climb(again)
+
+    def climb(self, at: Tried) -> Tried:
+        """The best plan that moves lead to from ``at``; one that fits, if any was found. It takes
+        at most a share of the work that is left, for another climb may lead further."""
+        at = self._fit(at)
+        enough = self.left * (1 - SHARE)
+        moved: Tried | None = at
+        while moved is not None:
+            at = moved
+            moved = None if self._is_close(at) or self.left < enough else self._better(at)
+        return at
+
+    def _is_close(self, at: Tried) -> bool:
+        """Whether no other plan would matter."""
+        close_us = (1 + 2 * LAUNCHES) * self.bound_us
+        return not at.score.over_nbytes and at.score.price_us <= close_us
+
+    def _better(self, at: Tried) -> Tried | None:
+        since, below_us = self.count, inf
+        if not at.score.over_nbytes:
+            below_us = at.score.price_us - GAIN * self.bound_us
+        near = self._near(at)
+        for state in chain(islice(near, FIRST_MOVES), all_turned(at.state, self.lines), near):
+            for new in (everywhere_alike(at.state, state, self.lines), state):
+                found = None if new is None else self.tried(new, below_us)
+                if found is not None and self._is_better(found.score, at.score):
+                    return found
+            if self.count - since > PATIENCE or self.left <= 0:
+                break
+        return None
+
+    def _is_better(self, new: Score, old: Score) -> bool:
+        if new.over_nbytes != old.over_nbytes:
+            return new.over_nbytes < old.over_nbytes
+        return new.price_us < old.price_us - GAIN * self.bound_us
+
+    def _near(self, at: Tried) -> Iterator[State]:
+        for segment in self._by_stall(at):
+            yield from around(at.state, segment, self.lines)
+
+    def _by_stall(self, at: Tried) -> list[Segment]:
+        """All segments: those that are waited for longest and what is on the wire before first."""
+        of = self._segment_of(at)
+        sent = [span for span in at.timeline.spans if span.op in of]
+        index = {span.op: i for i, span in enumerate(sent)}
+        stalls = [(-us, index[n]) for n, us in at.timeline.exposed_us.items() if us and n in index]
+        found: list[Segment] = []
+        for _, i in sorted(stalls):
+            lane = [span for span in sent[: i + 1] if span.lane == sent[i].lane]
+            found += [of[span.op] for span in lane[:-4:-1]]
+        return list(dict.fromkeys([*found, *at.state]))
+
+    def _segment_of(self, at: Tried) -> dict[str, Segment]:
+        return {self.lines.starts[s.kind][m]: s for s in at.state for m in s.members}
+
+    def _fit(self, at: Tried) -> Tried:
+        """``at`` with what does not fit into memory mended, as far as that is possible."""
+        while at.score.over_nbytes and self.left > 0:
+            somewhere, worst = self._alive(at)
+            less = self._less(at, small_repairs(at.state, worst, self.lines))
+            less = less or self._less(at, repairs(at.state, (somewhere, worst), self.lines))
+            if not less:
+                break
+            at = min(less, key=partial(self._dear, at.score))
+        return at
+
+    def _less(self, at: Tried, states: Iterable[State]) -> list[Tried]:
+        """Those of ``states`` that take less than ``at`` where that takes too much."""
+        found = map(self.tried, states)
+        return [t for t in found if t and t.score.over_nbytes < at.score.over_nbytes]
+
+    def _dear(self, was: Score, tried: Tried) -> float:
+        """Time for each byte that fits; little time is as good as none."""
+        more_us = max(tried.score.price_us - was.price_us, GAIN * self.bound_us)
+        return more_us / (was.over_nbytes - tried.score.over_nbytes)
+
+    def _alive(self, at: Tried) -> tuple[set[Segment], set[Segment]]:
+        """Segments that hold memory where there is too much, and those where there is most."""
+        of, program = self._segment_of(at), at.program
+        live, lives = at.memory.live_nbytes, lifetimes(program)
+        room = self.budget_nbytes - at.memory.resident_nbytes
+        full = [i for i, nbytes in enumerate(live) if nbytes > room]
+        peak = max(range(len(live)), key=live.__getitem__)
+        given = program.storages(program.inputs)
+        somewhere, worst = set(), set()
+        for _, op in program.starts():
+            names = program.storages((*op.reads, *op.writes)) - given
+            own = [lives[s] for s in names if s in lives]
+            if op.name not in of or not own:
+                continue
+            begin, end = min(first for first, _ in own), max(last for _, last in own)
+            if bisect_right(full, end) > bisect_left(full, begin):
+                somewhere.add(of[op.name])
+            if begin <= peak <= end:
+                worst.add(of[op.name])
+        return somewhere, worst
+
+    def buckets_of(self, state: State) -> tuple[Bucket, ...]:
+        """The buckets of the whole program that ``state`` is."""
+        travel: defaultdict[str, list[tuple[str, Collective]]] = defaultdict(list)
+        for name, first in self.first_of.items():
+            travel[first].append((name, self.sent[name]))
+        return named_buckets(state, self.lines, self.fqns, travel)
+
+
+def launches_price(counts: Mapping[str, int], by_module: Mapping[str, int]) -> float:
+    """What launches are held to be worth, as a fraction of the time that no plan can beat.
+
+    All that the plan by module makes, half a percent; and as many more, three percent: hosts,
+    networks and kernels beside them pay for a launch in ways that no model of its time knows.
+    """
+    whole = max(1, sum(by_module.values()))
+    more = sum(max(0, n - by_module.get(kind, 0)) for kind, n in counts.items())
+    return (LAUNCHES * (sum(counts.values()) - more) + MORE_LAUNCHES * more) / whole

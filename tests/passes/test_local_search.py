@@ -1,0 +1,189 @@
+"""The local search: its states are plans, its moves legal, what it finds fits and is no worse."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from layered import KINDS, layered
+from programs import ROUND_COST, layers
+
+from inductor_passes import local_search
+from inductor_passes.bound import lower_bound_us
+from inductor_passes.buckets import assign_by_module, plan_buckets
+from inductor_passes.invariant import common_ops, rank_invariant
+from inductor_passes.local_search import LocalSearch, launches_price
+from inductor_passes.moves import all_turned, around, everywhere_alike, repairs, small_repairs
+from inductor_passes.plan import evaluate
+from inductor_passes.regular import Shape, least, regular
+from inductor_passes.segments import (
+    END,
+    FIRST,
+    Segment,
+    bare,
+    lines_of,
+    named_buckets,
+    of_kind,
+    plain_buckets,
+    state_of,
+    windows_of,
+)
+from inductor_passes.text import parse
+
+BACKWARD = parse(layers(8, "backward"))
+LINES = lines_of(bare(BACKWARD))
+
+
+def search_of(program, cost, fqns, budget_nbytes=10**9, work=30_000) -> LocalSearch:
+    program, cost = rank_invariant(program, cost)
+    return LocalSearch(
+        program,
+        bare(program),
+        cost,
+        fqns,
+        bound_us=lower_bound_us(program, cost),
+        budget_nbytes=budget_nbytes,
+        by_module={"gather": len(fqns), "reduce": len(fqns)},
+        work=work,
+    )
+
+
+def of_places(state) -> Counter[tuple[str, int]]:
+    return Counter((s.kind, m) for s in state for m in s.members)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_is_a_state_and_back(kind):
+    program, _, fqns = layered(1, 6, kind)
+    lines = lines_of(bare(program))
+    itself = {name: name for name in lines.sent}
+    for shape in (Shape(3, 2, 2, 1), Shape(2, 3, 6, -1), Shape(6, 1, 3, 3)):
+        state = regular(shape, lines)
+        again = state_of(named_buckets(state, lines, fqns), lines, itself)
+        assert set(again) == set(state)
+
+
+def test_a_turn_stays_where_it_is_when_others_are_cut():
+    state = (
+        Segment("gather", (0, 1), FIRST),
+        Segment("gather", (2, 3), FIRST),
+        Segment("gather", (4, 5), 2),
+    )
+    assert windows_of(of_kind(state, "gather")) == [2, 3, 2]
+    parted = (state[0], Segment("gather", (2,), FIRST), Segment("gather", (3,), 2), state[2])
+    assert windows_of(of_kind(parted, "gather")) == [2, 3, 2, 3]  # two buckets ahead of it now
+
+
+def test_reduces_count_from_themselves():
+    state = (
+        Segment("reduce", (0,), 1),
+        Segment("reduce", (1,), END),
+        Segment("reduce", (2,), -2),
+    )
+    assert windows_of(state) == [1, 2, -2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_move_is_a_plan_of_the_same_collectives(kind):
+    program, _, _ = layered(2, 6, kind)
+    lines = lines_of(bare(program))
+    state = regular(Shape(3, 2, 3, 1), lines)
+    everything, seen = of_places(state), 0
+    for segment in state:
+        near = list(around(state, segment, lines))
+        for new in (*near, *all_turned(state, lines)):
+            assert of_places(new) == everything
+            assert all(s.members == tuple(sorted(s.members)) for s in new)
+            for s in new:
+                assert len({lines.classes[s.kind][m] for m in s.members}) == 1
+            plain_buckets(new, lines)
+            alike = everywhere_alike(state, new, lines)
+            assert alike is None or of_places(alike) == everything
+            seen += new != state
+    assert seen > 20
+
+
+def test_what_helps_one_layer_is_done_at_all():
+    state = regular(Shape(4, 2, 4, 1), LINES)
+    first = of_kind(state, "gather")[1]
+    cut = [first._replace(members=first.members[:1]), first._replace(members=first.members[1:])]
+    new = (*(s for s in state if s != first), *cut)
+    alike = everywhere_alike(state, new, LINES)
+    # The first gather starts before everything, and its turn is like no other's.
+    assert [len(s.members) for s in of_kind(alike, "gather")] == [2, 1, 1, 1, 1, 1, 1]
+
+
+def test_repairs_take_less():
+    state = regular(Shape(2, 3, 2, 2), LINES)
+    gathers = {s for s in state if s.kind == "gather"}
+    for new in (*small_repairs(state, gathers, LINES), *repairs(state, (gathers, gathers), LINES)):
+        assert of_places(new) == of_places(state)
+    singles = list(repairs(state, (set(state), set(state)), LINES))
+    assert any({len(s.members) for s in new} == {1} for new in singles)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_climb_ends_at_a_plan_that_fits_and_is_no_worse(kind):
+    better = 0
+    for seed in range(4):
+        program, cost, fqns = layered(seed, 8, kind)
+        search = search_of(program, cost, fqns)
+        low = search.tried(least(search.lines))
+        search.budget_nbytes = low.memory.peak_nbytes * 1.2
+        search.seen.clear()
+        start = search.starts()[0]
+        end = search.climb(start)
+        assert not end.score.over_nbytes
+        assert start.score.over_nbytes or end.score.price_us <= start.score.price_us
+        better += end.score.price_us < start.score.price_us
+        whole = rank_invariant(program, cost)
+        plan = evaluate(*whole, search.buckets_of(end.state), 0.0)
+        rough = 1.1 if kind == "hybrid" else 1.0  # see test_compact
+        assert plan.peak_nbytes <= search.budget_nbytes * rough
+        if kind not in ("tensor_parallel", "hybrid"):
+            assert plan.step_us == pytest.approx(end.score.step_us)
+    assert better or kind == "replicate"
+
+
+def test_work_is_counted_in_ops_and_ends_the_search():
+    program, cost, fqns = layered(0, 8, "backward")
+    search = search_of(program, cost, fqns, work=20 * 200)
+    search.climb(search.starts()[0])
+    assert 0 < search.count * len(common_ops(search.program, search.cost)) <= 20 * 200
+
+
+def test_nothing_is_tried_twice():
+    search = search_of(BACKWARD, ROUND_COST, [f"layers.{k}.weight" for k in range(8)])
+    state = regular(Shape(4, 2, 4, 1), search.lines)
+    assert search.tried(state) is not None
+    assert search.tried(tuple(reversed(state))) is None
+
+
+def test_what_stands_still_longest_is_moved_first():
+    search = search_of(BACKWARD, ROUND_COST, [f"layers.{k}.weight" for k in range(8)])
+    tried = search.tried(regular(Shape(4, 2, 4, 1), search.lines))
+    worst = max(tried.timeline.exposed_us, key=tried.timeline.exposed_us.__getitem__)
+    first = search._by_stall(tried)[0]
+    assert worst in {search.lines.starts[first.kind][m] for m in first.members}
+
+
+def test_a_launch_more_than_by_module_must_bring_something():
+    by_module = {"gather": 10, "reduce": 10}
+    assert launches_price({"gather": 10, "reduce": 10}, by_module) == pytest.approx(0.005)
+    assert launches_price({"gather": 5, "reduce": 5}, by_module) == pytest.approx(0.0025)
+    # Fewer reduces are no excuse for more gathers.
+    more = launches_price({"gather": 12, "reduce": 8}, by_module)
+    assert more == pytest.approx((0.005 * 18 + 0.03 * 2) / 20)
+
+
+def test_a_plan_by_module_is_a_start(monkeypatch):
+    """Of many modules each start of the search stands for some collectives of the plan."""
+    monkeypatch.setattr(local_search, "UNITS", 20)
+    program, cost, fqns = layered(0, 40, "backward")
+    search = search_of(program, cost, fqns)
+    assert len(search.lines.starts["gather"]) < 40
+    buckets = plan_buckets(program, assign_by_module(fqns))
+    tried = search.by_buckets(buckets)
+    assert tried is not None
+    sent = [name for bucket in search.buckets_of(tried.state) for name in bucket.starts]
+    assert sorted(sent) == sorted(name for bucket in buckets for name in bucket.starts)
