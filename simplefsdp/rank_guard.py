@@ -7,6 +7,9 @@ compares them. What could come out differently is decided by one rank for all, b
 
 The store is one process: each rank asks it for a few things, however many ranks there are. All of
 them are gone through only by the last one, if they differ, and the first that loses patience.
+
+Options and launchers import this for its time limits: what takes a second to import is imported
+where it is used.
 """
 
 from __future__ import annotations
@@ -25,9 +28,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-
-from simplefsdp import _torch
 
 log = logging.getLogger("simplefsdp")
 TIMEOUT_S = 300.0
@@ -60,6 +60,8 @@ def ranks_of(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
 
 def ranks_of_model(model: nn.Module) -> tuple[int, ...]:
     """Global ranks that hold the parameters of ``model``; empty if they are not all real."""
+    from torch.distributed.tensor import DTensor
+
     return ranks_of([p.device_mesh for p in model.parameters() if isinstance(p, DTensor)])
 
 
@@ -198,6 +200,8 @@ def _digest(lines: Sequence[str]) -> str:
 
 def _store_of(ranks: Sequence[int]) -> Any:
     scope = hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]
+    from simplefsdp import _torch
+
     return _torch.shared_store(f"simplefsdp/{scope}")
 
 

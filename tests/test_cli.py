@@ -255,6 +255,20 @@ def test_help_and_a_wrong_option_need_no_torch(asked: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
+def test_a_launcher_checks_a_run_without_the_compiler(tmp_path: Path) -> None:
+    """Which takes a second or two to import, before a rank is started."""
+    code = (
+        "import sys, simplefsdp.launcher.launch\n"
+        "from simplefsdp.train import command, preflight\n"
+        f"config = command.parse(['--out', {str(tmp_path / 'run')!r}, '--steps', '3'])\n"
+        "plan = preflight.plan_run(config, 2, node_ranks=2, fits=False)\n"
+        "assert plan.layout.world_size == 2 and not plan.finished\n"
+        "heavy = {'torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'sympy'}\n"
+        "sys.exit(f'imported {heavy & {*sys.modules}}' if heavy & {*sys.modules} else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
 def test_all_public_names_are_there_when_asked_for() -> None:
     import simplefsdp
     import simplefsdp.full_parameters

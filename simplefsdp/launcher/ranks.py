@@ -1,4 +1,8 @@
-"""Ranks and devices: what this process is, and what rank 0 decides for all."""
+"""Ranks and devices: what this process is, and what rank 0 decides for all.
+
+A launcher imports this, too. What only a rank needs is imported where it is used: to import what
+reaches into torch's compiler takes a second and more, before a rank is started.
+"""
 
 import os
 import time
@@ -11,9 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from simplefsdp._torch import high_priority, mend_gloo_gathers
 from simplefsdp.launcher.errors import EXIT_BAD_INPUT, UserError
-from simplefsdp.rank_guard import waiting_s
 from simplefsdp.words import plural
 
 T = TypeVar("T")
@@ -47,6 +49,8 @@ def default_ranks() -> int:
 
 def _timeout() -> timedelta:
     """How long a rank waits in a collective for the others."""
+    from simplefsdp.rank_guard import waiting_s
+
     return timedelta(seconds=waiting_s(_TIMEOUT_S))
 
 
@@ -59,6 +63,8 @@ def join_ranks() -> Iterator[Rank]:
     seconds as SIMPLEFSDP_TIMEOUT_S says. Raises ValueError if this node has fewer devices than
     ranks.
     """
+    from simplefsdp._torch import high_priority, mend_gloo_gathers
+
     mend_gloo_gathers()  # for what gathers without a wrapped model
     device, timeout = local_device(), _timeout()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -75,6 +81,8 @@ def join_ranks() -> Iterator[Rank]:
 
 def group_of(ranks: list[int]) -> Any:
     """A process group of some ranks, like that of all; every rank must call it."""
+    from simplefsdp._torch import high_priority
+
     timeout = _timeout()
     options = high_priority(dist.get_backend_config(), timeout)
     return dist.new_group(ranks, timeout=timeout, pg_options=options)

@@ -1,4 +1,7 @@
-"""From options to a wrapped model, still on meta, and its loss."""
+"""From options to a wrapped model, still on meta, and its loss.
+
+A launcher makes the plain model to check a run: what wraps it is imported where that is done.
+"""
 
 import logging
 from dataclasses import replace
@@ -12,8 +15,6 @@ from simplefsdp.models.configs import config_of
 from simplefsdp.models.layout import data_parallel_mesh, precision_policy
 from simplefsdp.models.llama3 import Llama
 from simplefsdp.models.options import ModelOptions, ParallelOptions
-from simplefsdp.models.tensor_parallel import apply_tensor_parallel
-from simplefsdp.wrap import simple_fsdp
 
 
 def plain_model(options: ModelOptions, layers: int | None = None) -> Llama:
@@ -35,12 +36,16 @@ def wrapped_model(
     """The model on meta, split over ``tp`` if the mesh has it, then wrapped over the rest."""
     model = plain_model(model_options, layers)
     if options.tp > 1:
+        from simplefsdp.models.tensor_parallel import apply_tensor_parallel
+
         apply_tensor_parallel(model, mesh["tp"])
     return wrap(model, options, mesh)
 
 
 def wrap(model: nn.Module, options: ParallelOptions, mesh: DeviceMesh) -> nn.Module:
     """``model``, in place, wrapped over all dimensions of the mesh but ``tp``."""
+    from simplefsdp.wrap import simple_fsdp
+
     return simple_fsdp(
         model,
         data_parallel_mesh(mesh),

@@ -1,12 +1,17 @@
 """How ranks are laid out: their mesh, and what of it data parallelism takes."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp.models.options import ParallelOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def precision_policy(options: ParallelOptions, device: str) -> MixedPrecisionPolicy | None:
     """bfloat16 gathers and compute with float32 reductions, or None for full precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     wanted = options.mixed_precision
     if wanted == "bf16" or (wanted == "auto" and device == "cuda"):
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -21,6 +21,12 @@ from simplefsdp.models.options import ActivationCheckpointing
 _INIT_STD = 0.02
 
 
+def _init_normal(weight: Tensor, std: float) -> None:
+    # On meta there is nothing to fill, and for that torch imports its compiler, for a second.
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=std)
+
+
 class Linear(nn.Linear):
     """A matrix without bias, initialised from a normal distribution of the given deviation."""
 
@@ -29,7 +35,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.init_std)
+        _init_normal(self.weight, self.init_std)
 
 
 class Embedding(nn.Embedding):
@@ -40,7 +46,7 @@ class Embedding(nn.Embedding):
         super().__init__(num_embeddings, embedding_dim)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.init_std)
+        _init_normal(self.weight, self.init_std)
 
 
 class RMSNorm(nn.Module):
@@ -82,6 +88,8 @@ class RotaryEmbedding(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fills the tables on their own device, so `to_empty` and then this is enough."""
+        if self.cos.is_meta:
+            return
         position = torch.arange(self.config.max_seq_len, device=self.cos.device).float()
         angle = torch.outer(position, rope_frequencies(self.config, self.cos.device))
         self.cos.copy_(angle.cos())

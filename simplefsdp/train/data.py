@@ -19,6 +19,7 @@ from simplefsdp.models.configs import DOCUMENT_SEPARATOR
 MAX_CORPUS_NBYTES = 64 * 2**20
 """What `load_corpus` reads at most by default: about a quarter of a second from a warm disk."""
 
+PROMPT_NBYTES = 16  # of held-out text, with which a sample begins
 _VALIDATION_FRACTION = 0.05
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 # Tests of the standard library hold non-text and generated tables; third-party code differs from

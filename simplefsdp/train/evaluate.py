@@ -20,7 +20,6 @@ from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models.build import cross_entropy
 from simplefsdp.train.metrics import EvalRecord
 
-PROMPT_NBYTES = 16
 _WINDOW = 128
 _SMALL_NBYTES = 10**9  # in fp32, of what is kept as it is gathered
 _TEMPERATURE = 0.8

@@ -16,7 +16,8 @@ from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import config_of, flops_per_token
 from simplefsdp.train import elastic, preflight, runs
 from simplefsdp.train.checkpoint import SaveResult
-from simplefsdp.train.evaluate import PROMPT_NBYTES, evaluate, sample
+from simplefsdp.train.data import PROMPT_NBYTES
+from simplefsdp.train.evaluate import evaluate, sample
 from simplefsdp.train.metrics import (
     EvalRecord,
     StepRecord,

@@ -1,8 +1,13 @@
-"""Everything that can be refused before a rank is started, or before the others wait for it."""
+"""Everything that can be refused before a rank is started, or before the others wait for it.
+
+What reads checkpoints, and what predicts memory, is imported where a run asks for it.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from simplefsdp.launcher.errors import user_errors
 from simplefsdp.launcher.ranks import device_type
@@ -11,11 +16,12 @@ from simplefsdp.models.build import plain_model
 from simplefsdp.models.layout import RankLayout, plan_layout
 from simplefsdp.train import elastic, runs
 from simplefsdp.train.config import TrainConfig, check_options
-from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
-from simplefsdp.train.evaluate import PROMPT_NBYTES
-from simplefsdp.train.fit import fitted
-from simplefsdp.train.restore import Checkpoint, check_model, open_checkpoint
+from simplefsdp.train.data import PROMPT_NBYTES, Corpus, ShardedBatches, load_corpus
 from simplefsdp.train.room import check_room, nbytes_of_model
+
+if TYPE_CHECKING:
+    from simplefsdp.models.llama3 import Llama
+    from simplefsdp.train.restore import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -97,13 +103,11 @@ def plan_run(
         out = config.run.out or runs.new_run_folder(config.model.model)
         resumed = Path(config.run.resume) if config.run.resume else None
         runs.check_out(out, resumed)
-        checkpoint = open_checkpoint(resumed) if resumed else None
         model = plain_model(config.model)
-        if checkpoint:
-            check_model(checkpoint, model, config.model.model)
-            if checkpoint.trainer:
-                data = checkpoint.trainer.data
-                batches(divided.config, corpus, layout, dp_rank=0).load_state_dict(data)
+        checkpoint = _checkpoint_of(resumed, model, config) if resumed else None
+        if checkpoint and checkpoint.trainer:
+            data = checkpoint.trainer.data
+            batches(divided.config, corpus, layout, dp_rank=0).load_state_dict(data)
         nbytes = nbytes_of_model(model) if config.run.checkpoint_every else 0
         plan = RunPlan(
             divided.config,
@@ -119,11 +123,21 @@ def plan_run(
             check_room(out, nbytes)
         if fits and config.optim.microbatch_size == "auto" and not plan.finished:
             # It takes seconds: after all that is refused at once.
+            from simplefsdp.train.fit import fitted
+
             fitting = fitted(config, layout, device_type())
             limit = fitting.optim.microbatch_limit
             saved = replace(config, optim=replace(config.optim, microbatch_limit=limit))
             plan = replace(plan, **_divided(fitting, layout)._replace(saved=saved)._asdict())
     return plan
+
+
+def _checkpoint_of(path: Path, model: Llama, config: TrainConfig) -> Checkpoint:
+    from simplefsdp.train.restore import check_model, open_checkpoint
+
+    checkpoint = open_checkpoint(path)
+    check_model(checkpoint, model, config.model.model)
+    return checkpoint
 
 
 class _Divided(NamedTuple):
