@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import assign_by_module, of_few_members, plan_buckets
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import common_ops, rank_invariant
-from inductor_passes.local_search import LocalSearch, Tried, launches_price
+from inductor_passes.local_search import LocalSearch, launches_price
 from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.program import Bucket, Program, ProgramError
 from inductor_passes.regular import least
-from inductor_passes.segments import bare, lines_of, named_buckets
+from inductor_passes.segments import State, bare, lines_of, named_buckets
 
 CLOSE, NEAR = 1.005, 1.01
 # Nor is a plan searched for beyond this, if compute hardly ever stands still. What is left is then
@@ -41,9 +41,10 @@ def plan_auto(
 
     The plan of :func:`~inductor_passes.buckets.assign_by_module` is taken if it fits and takes at
     most 0.5 % longer than the lower bound; or 2 %, if compute stands still for at most 0.5 % of it.
-    Else a local search (:mod:`inductor_passes.local_search`) begins at the best of many regular
-    plans, and at that by module, until a plan is within 1 % of the bound or its work is done. Of
-    the two, it is that by module if it fits and takes at most 0.5 % longer: costs that differ a
+    Else a local search (:mod:`inductor_passes.local_search`) climbs from the most promising of many
+    regular plans, from that by module, and from the best that fits, until a plan is within 1 % of
+    the bound, moves lead no further, or the search's work is done. Of what it found and the plan
+    by module, it is the latter if that fits and takes at most 0.5 % longer: costs that differ a
     little give one plan.
 
     Args:
@@ -95,15 +96,21 @@ def plan_auto(
         work=WORK + WORK_PER_OP * len(common_ops(program, cost)) if work is None else work,
     )
 
-    def found(tried: Tried) -> Plan | None:
-        return evaluated(search.buckets_of(tried.state))
+    def found(state: State) -> Plan | None:
+        return evaluated(search.buckets_of(state))
 
     plans = [manual, low, *_climbed(search, manual, found, budget_nbytes)]
-    fitting = [plan for plan in plans if plan.peak_nbytes <= budget_nbytes]
+    fitting = _fitting(plans, budget_nbytes)
+    fitting = fitting or _fitting(map(found, search.smallest()), budget_nbytes)
     if not fitting:
-        smallest = min(plans, key=lambda plan: plan.peak_nbytes)
+        # Of these two, since a search within another budget may not find what this one did.
+        smallest = min((low, manual), key=lambda plan: plan.peak_nbytes)
         raise budget_error(program, smallest, budget_nbytes)
     return replace(_chosen(fitting, manual, program), budget_nbytes=budget_nbytes)
+
+
+def _fitting(plans: Iterable[Plan | None], budget_nbytes: int) -> list[Plan]:
+    return [plan for plan in plans if plan is not None and plan.peak_nbytes <= budget_nbytes]
 
 
 def _is_enough(manual: Plan) -> bool:
@@ -116,7 +123,7 @@ def _is_enough(manual: Plan) -> bool:
 def _climbed(
     search: LocalSearch,
     manual: Plan,
-    found: Callable[[Tried], Plan | None],
+    found: Callable[[State], Plan | None],
     budget_nbytes: int,
 ) -> list[Plan]:
     """What climbs end at that begin at the most promising plans."""
@@ -126,16 +133,19 @@ def _climbed(
     plans: list[Plan] = []
     first = dict.fromkeys([*starts[:1], *([near] if near else []), *fitting[:1]])
     for start in dict.fromkeys([*first, *starts[1:MORE_CLIMBS]]):
-        if start not in first and search.left < EASY * search.work:
+        if start not in first and search.left < EASY * search.allowed:
             break
         end = search.climb(start)
-        plan = found(end)
+        plan = found(end.state)
         for _ in range(AGAIN):
             # The compact program does not quite have the memory of the whole one.
             if plan is None or end.score.over_nbytes or plan.peak_nbytes <= budget_nbytes:
                 break
-            end = search.with_less_room(end, plan.peak_nbytes - end.memory.peak_nbytes)
-            plan = found(end)
+            again = search.with_less_room(end, plan.peak_nbytes - end.memory.peak_nbytes)
+            if again is None:
+                break
+            end = again
+            plan = found(end.state)
         if plan is not None:
             plans.append(plan)
             fits = plan.peak_nbytes <= budget_nbytes

@@ -2,8 +2,8 @@
 
 Compute between two places where a plan can launch or wait for something runs as one op, and views,
 which take no time, go. A plan takes the same time and the same memory in the compact program; but
-not quite where an all-reduce sends on what was reduced, which may be launched within a run, and
-where there are collectives of others, which count as compute.
+not quite where there are all-reduces, which may be launched within a run, and where there are
+collectives of others, which count as compute.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from math import inf
 
 from inductor_passes.bound import moving
 from inductor_passes.cost import CostModel
@@ -281,22 +282,23 @@ def glued(
             used, or made, stays by itself, too.
     """
     lines = lines_of(late)
-    room = room_of(late, lines, budget_nbytes)
+    room = room_of(late, lines, budget_nbytes, throughout=True)
     groups: list[list[str]] = []
     for kind in KINDS:
         limit = sum(lines.nbytes[kind]) / most
         edge = EDGE if len(lines.starts[kind]) > most else 0
         inner = range(edge, len(lines.starts[kind]) - edge)
-        latest: dict[object, tuple[int, list[str]]] = {}
+        latest: dict[object, tuple[int, float, list[str]]] = {}  # by class: the group that is open
         for i, name in enumerate(lines.starts[kind]):
             known, nbytes = lines.classes[kind][i], lines.nbytes[kind][i]
-            size, group = latest.get(known, (0, []))
-            if group and edge and i in inner and size + nbytes <= min(limit, room[kind][i] * PART):
+            size, free, group = latest.get(known, (0, inf, []))
+            free = min(free, room[kind][i])  # where the first of them is used, or made, too
+            if group and edge and i in inner and size + nbytes <= min(limit, free * PART):
                 group.append(name)
             else:
-                size, group = 0, [name]
+                size, free, group = 0, room[kind][i], [name]
                 groups.append(group)
-            latest[known] = (size + nbytes, group)
+            latest[known] = (size + nbytes, free, group)
             if i not in inner:
                 del latest[known]
     place = {fqn: i for i, fqn in enumerate(fqns)}
@@ -317,14 +319,24 @@ def glued(
     return replace(program, ops=tuple(ops)), of
 
 
-def room_of(late: Program, lines: Lines, budget_nbytes: float) -> dict[Kind, list[float]]:
-    """Bytes that are free where each collective of a program is used, or made, in which all are by
-    themselves, and as brief as can be."""
-    held, found = memory(late), dict[Kind, list[float]]()
-    free = budget_nbytes - held.resident_nbytes
+def room_of(
+    late: Program, lines: Lines, budget_nbytes: float, *, throughout: bool = False
+) -> dict[Kind, list[float]]:
+    """Bytes that are free where each collective starts, or as long as what it gathers is used, or
+    what it reduces is there; of a program in which all are by themselves, and as brief as can be.
+    """
+    held, lives, found = memory(late), lifetimes(late), dict[Kind, list[float]]()
+    free, given = budget_nbytes - held.resident_nbytes, late.storages(late.inputs)
+
+    def live_nbytes(name: str) -> int:
+        at = late.index[name]
+        names = late.ops[at].writes if late.ops[at].sends == "gather" else late.ops[at].reads
+        alive = [lives[storage] for storage in late.storages(names) - given] if throughout else []
+        begin, end = min([at, *(i for i, _ in alive)]), max([at, *(i for _, i in alive)])
+        return max(held.live_nbytes[begin : end + 1])
+
     for kind in KINDS:
-        at = [late.index[name] for name in lines.starts[kind]]
-        found[kind] = [free - held.live_nbytes[i] for i in at]
+        found[kind] = [free - live_nbytes(name) for name in lines.starts[kind]]
     return found
 
 

@@ -63,7 +63,10 @@ def write_buckets(
     # that hand out what arrived; for what was only copied from, nothing.
     instead: dict[str, list[Node]] = {}
     arrivals: defaultdict[str, list[Node]] = defaultdict(list)  # before which op
-    first_reader = {name: op.name for op in reversed(merged.ops) for name in op.reads}
+    readers: defaultdict[str, list[str]] = defaultdict(list)
+    for op in merged.ops:
+        for name in op.reads:
+            readers[name].append(op.name)
     for bucket in buckets:
         ops = [program.ops[program.index[name]] for name in bucket.starts]
         starts = [reading.nodes[name][0] for name in bucket.starts]
@@ -82,8 +85,9 @@ def write_buckets(
                 launch, arrive = _write(graph, starts, waits, together)
             instead.update((name, []) for name in erase_unused(graph, inputs))
             instead[bucket.starts[0]] = launch
-            instead.update((name, []) for name in wait_names)
-            arrivals[_arrival(wait_names, merged, first_reader)] += arrive
+            at, views = _arrival([*bucket.starts], wait_names, merged, readers)
+            instead.update((name, []) for name in (*wait_names, *views))
+            arrivals[at] += [*arrive, *(n for name in views for n in reading.nodes[name])]
             starts = [n for n in launch if _torch.is_collective_start(n)]
         collective = merged.ops[merged.index[bucket.starts[0]]].collective
         for start in starts:
@@ -98,13 +102,40 @@ def write_buckets(
     )
 
 
-def _arrival(wait_names: Sequence[str], merged: Program, first_reader: Mapping[str, str]) -> str:
-    """The op before which a bucket arrives: the first that reads a member. Not the first wait: a
-    region that is recomputed gathers all of its parameters where it begins, and a copy out of the
-    bucket, which counts as their first use, would be made there."""
+def _arrival(
+    starts: Sequence[str],
+    wait_names: Sequence[str],
+    merged: Program,
+    readers: Mapping[str, Sequence[str]],
+) -> tuple[str, list[str]]:
+    """The op before which a bucket arrives, and the views of members that come with it.
+
+    It is the first that reads a member, but a view. Not the first wait: a region that is recomputed
+    gathers all of its parameters where it begins, and a copy out of the bucket, which counts as
+    their first use, would be made there. Where what is sent or received is written in place, it
+    stays at the first wait.
+    """
     waits = [merged.ops[merged.index[name]] for name in wait_names]
-    readers = [first_reader[name] for wait in waits for name in wait.writes if name in first_reader]
-    return min(readers or wait_names, key=merged.index.__getitem__)
+    first_wait = min(wait_names, key=merged.index.__getitem__)
+    start = merged.ops[merged.index[starts[0]]]
+    if merged.storages((*start.reads, *start.writes)) & merged.in_place:
+        return first_wait, []
+    views: list[str] = []
+    used: list[str] = []
+    arrived = [name for wait in waits for name in wait.writes]
+    while arrived:
+        for name in readers.get(arrived.pop(), ()):
+            op = merged.ops[merged.index[name]]
+            if op.kind != "view":
+                used.append(name)
+            elif name not in views:
+                views.append(name)
+                arrived += op.writes
+    if not used:
+        return first_wait, []
+    at = min(used, key=merged.index.__getitem__)
+    before = merged.index[at]
+    return at, sorted((v for v in views if merged.index[v] < before), key=merged.index.__getitem__)
 
 
 def _write(

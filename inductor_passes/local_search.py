@@ -36,12 +36,13 @@ from inductor_passes.segments import (
 )
 from inductor_passes.simulate import Memory, Timeline, lifetimes, memory, simulate
 
-# Collectives of a kind that a search tells apart, about.
+# Parts of what a kind sends, of which none is larger than collectives that are glued together.
 UNITS = 48
 # Plans in a row that are no better, after which a climb ends; and how many of these are moves of
 # what stands still, before all buckets of a kind are moved.
 PATIENCE, FIRST_MOVES = 120, 40
 SHARE = 3 / 5  # of the work that is left, after which no further move of a climb is looked for
+SMALLEST = 12  # states, which are looked at as plans of the whole program if no end of a climb fits
 GAIN = 3e-4  # of the bound, that a move must gain
 # Buckets that fill memory: their shares of what is free, with windows, of gathers and of reduces.
 # Where there is little, gathers are not ahead but large, and all reduces are waited for before.
@@ -98,9 +99,9 @@ class LocalSearch:
             all ranks find the same.
 
     Attributes:
-        work: plans that may be tried in all.
+        allowed: plans that may be tried in all.
         left: of these.
-        count: plans that were tried.
+        peaks: most live bytes of each state that was tried, and whose memory was looked at.
     """
 
     def __init__(
@@ -120,10 +121,11 @@ class LocalSearch:
         self.lines = lines_of(bare(self.program))
         self.fqns, self.bound_us, self.budget_nbytes = fqns, bound_us, budget_nbytes
         self.by_module = by_module
-        self.work = self.left = work // max(1, len(common_ops(self.program, self.cost)))
+        self.allowed = self.left = work // max(1, len(common_ops(self.program, self.cost)))
         self.sent = {op.name: op.collective for _, op in program.starts() if op.collective}
         self.seen: set[frozenset[Segment]] = set()
-        self.count = 0
+        self.whole_nbytes, self.less_nbytes = budget_nbytes, 0
+        self.peaks: dict[State, int] = {}
 
     def starts(self) -> list[Tried]:
         """Regular plans, the most promising first."""
@@ -165,7 +167,7 @@ class LocalSearch:
         if key in self.seen or self.left <= 0:
             return None
         self.seen.add(key)
-        self.left, self.count = self.left - 1, self.count + 1
+        self.left -= 1
         buckets = plain_buckets(state, self.lines)
         try:
             after = scheduled(self.program, buckets)
@@ -177,6 +179,7 @@ class LocalSearch:
         if price_us >= below_us:
             return None
         held = memory(after)
+        self.peaks[state] = held.peak_nbytes
         if below_us < inf and held.peak_nbytes > self.budget_nbytes:
             return None
         score = Score(self._over_nbytes(after, held), price_us, timeline.total_us)
@@ -191,12 +194,18 @@ class LocalSearch:
         over = (live[i] - room for i in common_ops(after, self.cost) if live[i] > room)
         return int(held.peak_nbytes - self.budget_nbytes + sum(over)) + 1
 
-    def with_less_room(self, end: Tried, nbytes: int) -> Tried:
-        """A climb from where another ended, in a budget that is ``nbytes`` smaller from now on."""
-        self.budget_nbytes -= nbytes
+    def with_less_room(self, end: Tried, nbytes: int) -> Tried | None:
+        """A climb from where another ended, whose plan takes ``nbytes`` more than what it was tried
+        on; from now on there is room for that. None if the work is done."""
+        self.less_nbytes = max(self.less_nbytes, nbytes)
+        self.budget_nbytes = self.whole_nbytes - self.less_nbytes
         self.seen.clear()
         again = self.tried(end.state)
-        return end if again is None else self.climb(again)
+        return None if again is None else self.climb(again)
+
+    def smallest(self) -> list[State]:
+        """The states that take least memory."""
+        return sorted(self.peaks, key=self.peaks.__getitem__)[:SMALLEST]
 
     def climb(self, at: Tried) -> Tried:
         """The best plan that moves lead to from ``at``; one that fits, if any was found. It takes
@@ -215,7 +224,7 @@ class LocalSearch:
         return not at.score.over_nbytes and at.score.price_us <= close_us
 
     def _better(self, at: Tried) -> Tried | None:
-        since, below_us = self.count, inf
+        until, below_us = self.left - PATIENCE, inf
         if not at.score.over_nbytes:
             below_us = at.score.price_us - GAIN * self.bound_us
         near = self._near(at)
@@ -224,7 +233,7 @@ class LocalSearch:
                 found = None if new is None else self.tried(new, below_us)
                 if found is not None and self._is_better(found.score, at.score):
                     return found
-            if self.count - since > PATIENCE or self.left <= 0:
+            if self.left < max(1, until):
                 break
         return None
 
@@ -279,12 +288,13 @@ class LocalSearch:
         live, lives = at.memory.live_nbytes, lifetimes(program)
         room = self.budget_nbytes - at.memory.resident_nbytes
         full = [i for i, nbytes in enumerate(live) if nbytes > room]
-        peak = max(range(len(live)), key=live.__getitem__)
+        peak = max(range(len(live)), key=live.__getitem__, default=0)
         given = program.storages(program.inputs)
         somewhere, worst = set(), set()
         for _, op in program.starts():
             names = program.storages((*op.reads, *op.writes)) - given
-            own = [lives[s] for s in names if s in lives]
+            # What takes nothing may be what some ranks alone have, as a padded shard.
+            own = [lives[s] for s in names if s in lives and program.storage_nbytes[s]]
             if op.name not in of or not own:
                 continue
             begin, end = min(first for first, _ in own), max(last for _, last in own)

@@ -46,7 +46,7 @@ def around(state: State, segment: Segment, lines: Lines) -> Iterator[State]:
     for turned in _turned(state, segment, (1, 2, -1)):
         yield _swap(state, [segment], [turned])
     if segment.kind == "reduce" and lines.followers:
-        yield _swap(state, [segment], [segment._replace(held=not segment.held)])
+        yield _swap(state, [segment], [segment._replace(deferred=not segment.deferred)])
     same = of_class(state, segment, lines)
     k = same.index(segment)
     for pair in (same[max(0, k - 1) : k + 1], same[k : k + 2]):
@@ -63,7 +63,7 @@ def around(state: State, segment: Segment, lines: Lines) -> Iterator[State]:
 
 
 def all_turned(state: State, lines: Lines) -> Iterator[State]:
-    """States in which all segments of a kind have another turn, or hold back otherwise."""
+    """States in which all segments of a kind have another turn, or defer others."""
     for kind in KINDS:
         for step in (1, -1):
             yield tuple(next(_turned(state, s, (step,)), s) if s.kind == kind else s for s in state)
@@ -71,8 +71,8 @@ def all_turned(state: State, lines: Lines) -> Iterator[State]:
         yield tuple(s._replace(turn=use) if s.kind == "reduce" else s for s in state)
     reduces = of_kind(state, "reduce") if lines.followers else []
     for n in (1, 2, 4) if reduces else ():
-        held = {s: s._replace(held=k % n < n - 1) for k, s in enumerate(reduces)}
-        yield tuple(held.get(s, s) for s in state)
+        new = {s: s._replace(deferred=k % n < n - 1) for k, s in enumerate(reduces)}
+        yield tuple(new.get(s, s) for s in state)
 
 
 def everywhere_alike(state: State, new: State, lines: Lines) -> State | None:
@@ -230,7 +230,7 @@ def _split(state: State, s: Segment, lines: Lines) -> Iterator[State]:
         elif s.turn > 0:
             yield _swap(state, [s], [one._replace(turn=other.at), other])
         if s.kind == "reduce" and lines.followers:
-            yield _swap(state, [s], [one._replace(held=True), other])
+            yield _swap(state, [s], [one._replace(deferred=True), other])
 
 
 def _reparted(state: State, run: Sequence[Segment], n: int, lines: Lines) -> State:
@@ -243,7 +243,9 @@ def _reparted(state: State, run: Sequence[Segment], n: int, lines: Lines) -> Sta
     of = {s.members: window[s] for s in segments if s not in run} | dict.fromkeys(parts, usual)
     runs = in_turn(kind, of)
     made = with_window(kind, runs, [of[members] for members in runs])
-    return _swap(state, run, [s for s in made if s.members in set(parts)])
+    deferred = all(s.deferred for s in run)
+    new = [s._replace(deferred=deferred) for s in made if s.members in set(parts)]
+    return _swap(state, run, new)
 
 
 def _doubled_and_halved(state: State, run: Sequence[Segment], lines: Lines) -> Iterator[State]:

@@ -40,7 +40,8 @@ class BudgetError(ValueError):
     """No schedule meets the memory budget.
 
     Attributes:
-        smallest_nbytes: the smallest peak of those that were looked at.
+        smallest_nbytes: a budget that is met: the smaller peak of the plan by module and of single
+            collectives. A search may find less.
     """
 
     def __init__(self, message: str, smallest_nbytes: int) -> None:
@@ -81,7 +82,7 @@ def default_budget(manual: Plan, least: Plan, device_nbytes: int | None) -> int:
 
 
 def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> BudgetError:
-    """The error that no plan meets ``budget_nbytes``, if ``smallest`` takes the least memory."""
+    """The error that no plan meets ``budget_nbytes``; ``smallest`` is one that takes little."""
     room = "; ".join(
         f"{nbytes:,} bytes of {what}"
         for what, nbytes in live_by_use(scheduled(program, smallest.buckets)).items()

@@ -29,11 +29,11 @@ class Shape(NamedTuple):
     behind: int
 
 
-def gather_shapes(lines: Lines, modules: int, behind: int = 1) -> list[Shape]:
+def gather_shapes(lines: Lines, modules: int) -> list[Shape]:
     """Shapes that differ in their gathers, with a bucket of reduces for each of ``modules``."""
     if not lines.starts["gather"]:
-        return [Shape(1, 1, modules, behind)]
-    return [Shape(n, ahead, modules, behind) for n, ahead in product(_counts(modules), AHEAD)]
+        return [Shape(1, 1, modules, 1)]
+    return [Shape(n, ahead, modules, 1) for n, ahead in product(_counts(modules), AHEAD)]
 
 
 def reduce_shapes(lines: Lines, modules: int, like: Shape) -> list[Shape]:

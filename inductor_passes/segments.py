@@ -40,14 +40,14 @@ class Segment(NamedTuple):
         turn: of a gather, the place before whose bucket's first use it starts, or ``FIRST``; of a
             reduce, the place before whose bucket's launch it is waited for, or ``END``, or -n:
             just before the n-th next bucket of gathers is first used.
-        held: of a reduce, whether all-reduces of what it leaves are sent with those of the next
-            bucket.
+        deferred: of a reduce, whether the all-reduces of what it leaves are sent with those of the
+            next bucket.
     """
 
     kind: Kind
     members: tuple[int, ...]
     turn: int
-    held: bool = False
+    deferred: bool = False
 
     @property
     def at(self) -> int:
@@ -279,7 +279,7 @@ def buckets_of(state: State, lines: Lines) -> Iterator[tuple[Kind, tuple[str, ..
             for name in names:
                 for follower in lines.followers.get(name, ()):
                     sent_on[bucket_class(lines.sent[follower])].append(follower)
-            if not segment.held or segment == segments[-1]:
+            if not segment.deferred or segment == segments[-1]:
                 for found in sent_on.values():
                     yield "all_reduce", tuple(found), SENT_ON
                 sent_on.clear()

@@ -130,12 +130,14 @@ def test_the_numbers_stay(name: str, layout: BucketLayout, together: tuple[int, 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("reorder", [True, False])
-def test_a_bucket_is_copied_out_where_it_is_used(reorder: bool):
-    """A checkpointed block gathers all of its parameters where it begins."""
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_bucket_is_copied_out_where_it_is_used(reorder: bool, rows: int):
+    """A checkpointed block gathers all of its parameters where it begins, and cuts what ranks have
+    padded off there."""
 
     def block(x: Tensor, *shards: Tensor) -> Tensor:
-        first, second, third = [gather(shard) for shard in shards]
-        return ((x @ first).sin() @ second) @ third
+        first, second, third = [gather(shard)[:rows] for shard in shards]
+        return ((x[:, :rows] @ first).sin()[:, :rows] @ second)[:, :rows] @ third
 
     shards = [torch.randn(8 // RANKS, 8) for _ in range(3)]
     graph = traced(block, (torch.randn(5, 8), *shards))
@@ -146,6 +148,19 @@ def test_a_bucket_is_copied_out_where_it_is_used(reorder: bool):
     order = targets(graph)
     assert order.index(UNPACK) > order.index(torch.ops.aten.sin.default)
     assert same_numbers(before, graph)
+
+
+def test_what_is_sent_is_not_written_before_it_has_arrived():
+    def block(x: Tensor, *shards: Tensor) -> Tensor:
+        first, second = [gather(shard) for shard in shards]
+        shards[1].mul_(2)
+        return (x @ first) @ second
+
+    graph = traced(block, (torch.randn(5, 8), *(torch.randn(8 // RANKS, 8) for _ in range(2))))
+    write(graph, "coalesced")
+    order = targets(graph)
+    last_wait = len(order) - 1 - order[::-1].index(_ops.wait_tensor.default)
+    assert last_wait < next(i for i, target in enumerate(order) if "mul" in str(target))
 
 
 @pytest.mark.parametrize("together", [(0, 1), (1, 2)])

@@ -60,6 +60,28 @@ def test_no_plan_is_better(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_budget_that_an_error_names_is_met(kind):
+    for seed in range(6):
+        program, cost, fqns = layered(seed, 2 + seed % 4, kind)
+        with pytest.raises(BudgetError) as error:
+            plan_auto(program, cost, fqns, budget_nbytes=1, work=FEW)
+        enough = error.value.smallest_nbytes
+        found = plan_auto(program, cost, fqns, budget_nbytes=enough, work=FEW)
+        assert found.peak_nbytes <= enough, seed
+
+
+def test_what_was_tried_and_fits_is_found():
+    """Even if no climb ends there: of hybrid plans the compact program knows the memory roughly."""
+    program, cost, fqns = layered(2, 2, "hybrid")
+    assert plan_auto(program, cost, fqns, budget_nbytes=196, work=3000).peak_nbytes <= 196
+
+
+def test_a_program_without_ops():
+    with pytest.raises(BudgetError):
+        plan_auto(parse("input x: 8\noutput x"), ROUND_COST, [], budget_nbytes=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_planned_memory_is_that_of_even_shards(kind):
     """Gradients' shards count from their reduce to the end, parameters' do not."""
     for seed in range(8):

@@ -137,3 +137,23 @@ def test_what_would_fill_the_room_stays_by_itself():
     late = bare(program)
     room = room_of(late, lines_of(late), peak)["gather"]
     assert 0 <= min(room) < max(room)
+
+
+def test_small_neighbours_leave_room_where_the_first_is_used():
+    """Every fourth place has no room for a second gather."""
+    lines = ["input x0: 8"]
+    for k in range(200):
+        scratch = f", s{k}: 1000" if k % 4 == 1 else ""
+        lines += [
+            f"resident p{k}: 2",
+            f"start g{k}(p{k}) -> f{k}: 8 "
+            f"| gather group=dp ranks=4 nbytes=8 dtype=f32 fqns=layers.{k}.w",
+            f"wait w{k}(f{k}) -> v{k}: 8 @f{k}",
+            f"compute c{k}(x{k}, v{k}) -> x{k + 1}: 8{scratch}",
+        ]
+    program, _ = rank_invariant(parse("\n".join([*lines, "output x200"])), LinearCost(20, 1e-2))
+    late = bare(program)
+    least_nbytes = memory(late).peak_nbytes
+    few, _ = glued(program, late, [], 48, least_nbytes)
+    assert 50 < sum(1 for _ in few.starts()) < 200
+    assert memory(bare(few)).peak_nbytes <= least_nbytes

@@ -149,7 +149,8 @@ def test_work_is_counted_in_ops_and_ends_the_search():
     program, cost, fqns = layered(0, 8, "backward")
     search = search_of(program, cost, fqns, work=20 * 200)
     search.climb(search.starts()[0])
-    assert 0 < search.count * len(common_ops(search.program, search.cost)) <= 20 * 200
+    tried = search.allowed - search.left
+    assert 0 < tried * len(common_ops(search.program, search.cost)) <= 20 * 200
 
 
 def test_nothing_is_tried_twice():
