@@ -22,7 +22,7 @@ from inductor_passes.program import Bucket, Buffer, Op, Program
 from inductor_passes.segments import KINDS, Kind, Lines, bare, fqn_place, lines_of
 from inductor_passes.simulate import lifetimes, memory
 
-PART = 1 / 4  # of the room for it, above which a collective is not glued to others
+PART = 1 / 2  # of the room for it, above which a collective is not glued to others
 EDGE = 8  # collectives at both ends of a line that are not glued to others
 
 
