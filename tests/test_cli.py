@@ -164,7 +164,7 @@ def test_a_finished_run_is_not_an_error(
 ) -> None:
     config = command.parse(["--data", "text", "--steps", "20"])
     fake_checkpoint(Path("here"), 20, config)
-    monkeypatch.setattr("simplefsdp.train.preflight.check_model", lambda *_: None)
+    monkeypatch.setattr("simplefsdp.train.restore.check_model", lambda *_: None)
     monkeypatch.setattr("simplefsdp.train.data.ShardedBatches.load_state_dict", lambda *_: None)
     assert run("train", "--resume", "here") == 0
     assert "nothing to do: here is at step 20 of 20" in capsys.readouterr().out

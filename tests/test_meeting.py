@@ -66,7 +66,7 @@ class World:
         self.store = Interleaved()
         self._rank = threading.local()
         self._groups = {rank: dist.HashStore() for rank in range(8)}  # any object that can die
-        monkeypatch.setattr(rank_guard._torch, "shared_store", lambda prefix: self.store)
+        monkeypatch.setattr("simplefsdp._torch.shared_store", lambda prefix: self.store)
         monkeypatch.setattr(rank_guard, "dist", self)
 
     @property
