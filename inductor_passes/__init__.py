@@ -8,8 +8,9 @@ in this order:
 3. ``cost``, ``cluster``, ``links``, ``presets``, ``cluster_file`` (by ``json_file``): what a
    machine is, and what an op costs on it; ``simulate`` a timeline of a program, with its memory;
    ``bound`` a time that no plan beats; ``fusion`` which bytes reach memory.
-4. ``auto``, the planner: ``segments``, what it decides about; ``compact``, the program that it
-   tries plans on; ``regular``, where it begins; ``moves`` and ``local_search``, how it goes on.
+4. ``auto``, the planner: ``segments``, what it decides about; ``glue`` and ``compact``, the program
+   that it tries plans on; ``regular``, where it begins; ``moves`` and ``local_search``, how it goes
+   on.
    ``greedy``, the published rule; ``keep``, which parameters to keep from forward to backward;
    ``packing``, which members share a buffer.
 5. The adapters: ``fx`` and ``layouts`` read and write FX graphs, ``scheduler`` Inductor's nodes,

@@ -90,16 +90,14 @@ def plan_auto(
         fqns,
         bound_us=bound_us,
         budget_nbytes=budget_nbytes,
-        by_module=Counter(
-            program.ops[program.index[bucket.starts[0]]].sends for bucket in manual.buckets
-        ),
+        by_module=_launches(manual, program),
         work=WORK + WORK_PER_OP * len(common_ops(program, cost)) if work is None else work,
     )
 
     def found(state: State) -> Plan | None:
         return evaluated(search.buckets_of(state))
 
-    plans = [manual, low, *_climbed(search, manual, found, budget_nbytes)]
+    plans = [manual, low, *_climbed(search, manual, found)]
     fitting = _fitting(plans, budget_nbytes)
     fitting = fitting or _fitting(map(found, search.smallest()), budget_nbytes)
     if not fitting:
@@ -121,10 +119,7 @@ def _is_enough(manual: Plan) -> bool:
 
 
 def _climbed(
-    search: LocalSearch,
-    manual: Plan,
-    found: Callable[[State], Plan | None],
-    budget_nbytes: int,
+    search: LocalSearch, manual: Plan, found: Callable[[State], Plan | None]
 ) -> list[Plan]:
     """What climbs end at that begin at the most promising plans."""
     starts = search.starts()
@@ -139,7 +134,7 @@ def _climbed(
         plan = found(end.state)
         for _ in range(AGAIN):
             # The compact program does not quite have the memory of the whole one.
-            if plan is None or end.score.over_nbytes or plan.peak_nbytes <= budget_nbytes:
+            if plan is None or end.score.over_nbytes or plan.peak_nbytes <= search.whole_nbytes:
                 break
             again = search.with_less_room(end, plan.peak_nbytes - end.memory.peak_nbytes)
             if again is None:
@@ -148,7 +143,7 @@ def _climbed(
             plan = found(end.state)
         if plan is not None:
             plans.append(plan)
-            fits = plan.peak_nbytes <= budget_nbytes
+            fits = plan.peak_nbytes <= search.whole_nbytes
             if fits and plan.step_us <= NEAR * search.bound_us:
                 break
     return plans
@@ -156,16 +151,17 @@ def _climbed(
 
 def _chosen(plans: Sequence[Plan], manual: Plan, program: Program) -> Plan:
     """The fastest, launches counted as the search does; or that by module, if it is about so."""
-    kinds = {op.name: op.sends for _, op in program.starts()}
-
-    def counts(plan: Plan) -> Counter[str]:
-        return Counter(kinds[bucket.starts[0]] for bucket in plan.buckets)
-
-    by_module = counts(manual)
+    by_module = _launches(manual, program)
 
     def price_us(plan: Plan) -> float:
-        return plan.step_us + launches_price(counts(plan), by_module) * plan.lower_bound_us
+        share = launches_price(_launches(plan, program), by_module)
+        return plan.step_us + share * plan.lower_bound_us
 
     best = min(plans, key=price_us)
     about_as_fast = manual in plans and manual.step_us <= CLOSE * best.step_us
     return manual if about_as_fast else best
+
+
+def _launches(plan: Plan, program: Program) -> Counter[str]:
+    """How many of each kind a plan makes."""
+    return Counter(program.ops[program.index[b.starts[0]]].sends for b in plan.buckets)

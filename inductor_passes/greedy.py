@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.compact import room_of
 from inductor_passes.cost import CostModel
+from inductor_passes.glue import room_of
 from inductor_passes.invariant import rank_invariant
 from inductor_passes.merge import sent_together
 from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
@@ -55,7 +55,8 @@ def plan_greedy(
     """
     program, cost = rank_invariant(program, cost)
     bound = lower_bound_us(program, cost)
-    lines = lines_of(bare(program))
+    late = bare(program)
+    lines = lines_of(late)
     low = evaluate(program, cost, named_buckets(least(lines), lines, fqns), bound)
     if low is None:
         raise ProgramError("the program's collectives cannot be launched one by one")
@@ -66,7 +67,7 @@ def plan_greedy(
     if low.peak_nbytes > budget_nbytes:
         raise budget_error(program, low, budget_nbytes)
     for eighths in range(8, 0, -1):
-        rule = _Greedy(program, cost, lines, budget_nbytes, max_nbytes, eighths / 8)
+        rule = _Greedy(late, cost, lines, budget_nbytes, max_nbytes, eighths / 8)
         plan = evaluate(program, cost, named_buckets(rule.state(), lines, fqns), bound)
         if plan is not None and plan.peak_nbytes <= budget_nbytes:
             return replace(plan, budget_nbytes=budget_nbytes)
@@ -76,7 +77,7 @@ def plan_greedy(
 class _Greedy:
     def __init__(
         self,
-        program: Program,
+        late: Program,
         cost: CostModel,
         lines: Lines,
         budget_nbytes: float,
@@ -84,7 +85,6 @@ class _Greedy:
         share: float,
     ) -> None:
         self.cost, self.lines, self.most, self.share = cost, lines, most_nbytes, share
-        late = bare(program)
         self.room = room_of(late, lines, budget_nbytes)
         # Of each gather, compute before its first use, and reduces that are ready by then.
         self.used_us: list[float] = []

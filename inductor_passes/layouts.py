@@ -85,7 +85,7 @@ def write_buckets(
                 launch, arrive = _write(graph, starts, waits, together)
             instead.update((name, []) for name in erase_unused(graph, inputs))
             instead[bucket.starts[0]] = launch
-            at, views = _arrival([*bucket.starts], wait_names, merged, readers)
+            at, views = _arrival(merged.index[bucket.starts[0]], merged, readers)
             instead.update((name, []) for name in (*wait_names, *views))
             arrivals[at] += [*arrive, *(n for name in views for n in reading.nodes[name])]
             starts = [n for n in launch if _torch.is_collective_start(n)]
@@ -103,10 +103,7 @@ def write_buckets(
 
 
 def _arrival(
-    starts: Sequence[str],
-    wait_names: Sequence[str],
-    merged: Program,
-    readers: Mapping[str, Sequence[str]],
+    start: int, merged: Program, readers: Mapping[str, Sequence[str]]
 ) -> tuple[str, list[str]]:
     """The op before which a bucket arrives, and the views of members that come with it.
 
@@ -115,10 +112,9 @@ def _arrival(
     their first use, would be made there. Where what is sent or received is written in place, it
     stays at the first wait.
     """
-    waits = [merged.ops[merged.index[name]] for name in wait_names]
-    first_wait = min(wait_names, key=merged.index.__getitem__)
-    start = merged.ops[merged.index[starts[0]]]
-    if merged.storages((*start.reads, *start.writes)) & merged.in_place:
+    op, waits = merged.ops[start], [merged.ops[i] for i in merged.waits_of[start]]
+    first_wait = waits[0].name
+    if merged.storages((*op.reads, *op.writes)) & merged.in_place:
         return first_wait, []
     views: list[str] = []
     used: list[str] = []

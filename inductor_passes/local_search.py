@@ -18,8 +18,9 @@ from itertools import chain, islice, product
 from math import inf
 from typing import NamedTuple
 
-from inductor_passes.compact import compact, glued, room_of
+from inductor_passes.compact import compact
 from inductor_passes.cost import CostModel
+from inductor_passes.glue import glued, room_of
 from inductor_passes.invariant import common_ops
 from inductor_passes.moves import all_turned, around, everywhere_alike, repairs, small_repairs
 from inductor_passes.plan import scheduled
@@ -101,6 +102,7 @@ class LocalSearch:
     Attributes:
         allowed: plans that may be tried in all.
         left: of these.
+        whole_nbytes: the budget that was given; ends of climbs may have left less of it.
         peaks: most live bytes of each state that was tried, and whose memory was looked at.
     """
 

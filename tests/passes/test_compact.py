@@ -8,8 +8,9 @@ import pytest
 from layered import KINDS, layered
 from programs import random_program
 
-from inductor_passes.compact import compact, glued, room_of
+from inductor_passes.compact import compact
 from inductor_passes.cost import LinearCost
+from inductor_passes.glue import glued, room_of
 from inductor_passes.invariant import rank_invariant
 from inductor_passes.plan import evaluate
 from inductor_passes.program import Bucket, Program
