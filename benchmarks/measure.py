@@ -46,7 +46,7 @@ class Sample:
 
     @property
     def copy_s(self) -> float:
-        """What the calling thread copied in the place of a NIC."""
+        """What was copied in the place of a NIC, beside everything else."""
         return sum(t.copy_s for t in self.transfers)
 
     @property

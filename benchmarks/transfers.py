@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +29,7 @@ class Transfer:
         issued_s: when it was issued.
         modelled_s: what the wire takes for it, queueing left out.
         done_s: when the wire is done with it, queueing included.
-        copy_s: what the calling thread spent on the copies.
+        copy_s: what the copies took that a NIC would make, beside everything else.
         slept_s: what its waiter slept: the exposed time.
         by_future: it was waited for through a future, where sleeping cannot be seen.
         events: CUDA only: (before, after) the wait, on the waiting stream.
@@ -77,7 +78,7 @@ link = Link()
 
 
 def told_to_profiler(transfer: Transfer, queued_s: float) -> AbstractContextManager[object]:
-    """Around the copies: tell torch.profiler, if it runs, of a transfer that takes no thread.
+    """Around the issue: tell torch.profiler, if it runs, of a transfer that takes no thread.
 
     The name of the event has all that ``simplefsdp inspect`` needs to put the transfer into the
     profiler's own clock; :mod:`simplefsdp.inspection.profile` reads it.
@@ -109,10 +110,14 @@ def exposed_s(transfers: Sequence[Transfer]) -> float:
 
 
 class WireWork(dist.Work):
-    """The handle of one transfer."""
+    """The handle of one transfer, with what its copies are done by."""
 
     def __init__(
-        self, transfer: Transfer, inputs: object, outputs: object, done: torch.cuda.Event | None
+        self,
+        transfer: Transfer,
+        inputs: object,
+        outputs: object,
+        done: torch.cuda.Event | Future[None],
     ) -> None:
         super().__init__()
         self._transfer, self._done = transfer, done
@@ -120,21 +125,24 @@ class WireWork(dist.Work):
         self._inputs, self._outputs = inputs, outputs
 
     def is_completed(self) -> bool:
-        if self._done is not None:
+        if not isinstance(self._done, Future):
             return bool(self._done.query())
-        return time.perf_counter() >= self._transfer.done_s
+        return time.perf_counter() >= self._transfer.done_s and self._done.done()
 
     def is_success(self) -> bool:
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Sleep (CPU) or hold up the current stream (CUDA) until the transfer is done."""
-        if self._done is not None:
+        if not isinstance(self._done, Future):
             self._hold_up_stream(self._done)
         else:
             telling = profiler._is_profiler_enabled
             with profiler.record_function("wire:wait") if telling else nullcontext():
-                self._transfer.slept_s += _sleep_until(self._transfer.done_s)
+                begin = time.perf_counter()
+                self._done.result()
+                _sleep_until(self._transfer.done_s)
+                self._transfer.slept_s += time.perf_counter() - begin
         self._inputs = self._outputs = None
         return True
 
@@ -149,7 +157,7 @@ class WireWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that a thread completes in time: asleep till then, it takes nothing."""
-        if self._done is not None:
+        if not isinstance(self._done, Future):
             future = torch.futures.Future(devices=[torch.cuda.current_device()])
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda.current_stream().wait_event(self._done)
@@ -157,9 +165,10 @@ class WireWork(dist.Work):
             return future
         future = torch.futures.Future()
         self._transfer.by_future = True
-        held = (self._inputs, self._outputs)
+        held = (self._inputs, self._outputs, self._done)
 
         def complete() -> None:
+            held[2].result()
             _sleep_until(self._transfer.done_s, spin=False)
             future.set_result(held[1])
 
@@ -167,11 +176,10 @@ class WireWork(dist.Work):
         return future
 
 
-def _sleep_until(moment_s: float, *, spin: bool = True) -> float:
+def _sleep_until(moment_s: float, *, spin: bool = True) -> None:
     start = time.perf_counter()
     if start >= moment_s:
-        return 0.0
+        return
     time.sleep(max(0.0, moment_s - start - (_SPIN_S if spin else 0.0)))
     while time.perf_counter() < moment_s:
         pass
-    return time.perf_counter() - start

@@ -9,10 +9,12 @@ on its group's *lane*, one transfer after another in the order of issue. On CPU 
 than the time at which it is free: issuing a transfer moves it on, and waiting sleeps until that
 transfer's own end. On CUDA the device keeps the time (``wire_lane.py``).
 
-What a NIC would do by DMA, this does on the calling thread when a transfer is issued: N copies
-of the shard into a gathered tensor (left out, half the "parameters" would be stale memory), and
-one slot out of a reduced one. Every variant pays that per byte; `Transfer.copy_s` says how much.
-Each group is a lane of its own with the whole bandwidth, which two groups over one NIC would share.
+What a NIC does by DMA, a thread of its own does from when a transfer is issued: N copies of the
+shard into a gathered tensor (left out, half the "parameters" would be stale memory), and one slot
+out of a reduced one. Whoever waits, waits for that, too. Every variant has the same; on a machine
+with a core to spare it takes no time of compute, as a NIC does not. `Transfer.copy_s` says how long
+it was. Each group is a lane of its own with the whole bandwidth, which two groups over one NIC
+would share.
 
 The groups work under functional collectives (coalesced and not), Inductor's code, ``DTensor``,
 ``fully_shard`` and ``DistributedDataParallel``, on torch 2.11 to 2.13. Of what a real NCCL takes
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -34,6 +37,8 @@ from wire_lane import Lane
 
 # "fake" tells simplefsdp's guard against ranks that differ that the other ranks are not processes.
 BACKEND = "fake_wire"
+# What copies in the place of a NIC; one after another, as transfers are.
+_copier = ThreadPoolExecutor(1, "wire", initializer=torch.set_num_threads, initargs=(1,))
 # C++ (DDP's reducer, say) calls the methods of a group as Python frames that Dynamo would compile.
 _not_traced = torch.compiler.disable
 
@@ -194,14 +199,13 @@ class WireGroup(dist.ProcessGroup):
         self._free_s = free + modelled
         transfer = Transfer(kind, nbytes, self.group_name, now, modelled, self._free_s)
         link.transfers.append(transfer)
-        with torch.no_grad(), told_to_profiler(transfer, free - now):
+        with told_to_profiler(transfer, free - now):
             if full and full[0].is_cuda:
-                done = self._on_lane(copy, modelled, full[0].device)
-            else:
-                copy()
-                done = None
-        transfer.copy_s = time.perf_counter() - now
-        return WireWork(transfer, inputs, outputs, done)
+                with torch.no_grad():
+                    done = self._on_lane(copy, modelled, full[0].device)
+                return WireWork(transfer, inputs, outputs, done)
+            copied = _copier.submit(_copy, copy, transfer)
+        return WireWork(transfer, inputs, outputs, copied)
 
     def _on_lane(
         self, copy: Callable[[], None], seconds: float, device: torch.device
@@ -209,6 +213,13 @@ class WireGroup(dist.ProcessGroup):
         if self._lane is None:
             self._lane = Lane(device)
         return self._lane.transfer(copy, seconds, link.blocks)
+
+
+def _copy(copy: Callable[[], None], transfer: Transfer) -> None:
+    begin = time.perf_counter()
+    with torch.no_grad():
+        copy()
+    transfer.copy_s = time.perf_counter() - begin
 
 
 def _all_gather_out(shard: Tensor, size: int, group_name: Any, *, out: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule
 from inductor_passes import fx, regional
 from inductor_passes._torch_lowering import fusions_as_planned
 from inductor_passes.in_place import write_inputs_early
+from inductor_passes.matmuls import add_matmuls_in_place
 from inductor_passes.passes import REMEDY, ImposeOrder, PassError, bucket_and_reorder, rehearse
 from inductor_passes.portable import PortableBucket
 from inductor_passes.rehearsal import Rehearsal, Settings, launches
@@ -206,6 +207,7 @@ def observe(gm: GraphModule, is_backward: bool, compilation: Compilation) -> Obs
     begin = time.perf_counter()
     if is_backward:  # sums of gradients that are deferred
         write_inputs_early(gm.graph, lambda value: reduced_fqn(value) is not None)
+        add_matmuls_in_place(gm.graph)
     write_sums_unrounded(gm.graph)
     found, number = _planned(gm, part, compilation)
     seconds = time.perf_counter() - begin
