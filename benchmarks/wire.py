@@ -24,9 +24,10 @@ memory traffic of the copies.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -199,13 +200,14 @@ class WireGroup(dist.ProcessGroup):
         self._free_s = free + modelled
         transfer = Transfer(kind, nbytes, self.group_name, now, modelled, self._free_s)
         link.transfers.append(transfer)
+        timed = functools.partial(_copy, copy, transfer)
+        done: torch.cuda.Event | Future[None]
         with told_to_profiler(transfer, free - now):
             if full and full[0].is_cuda:
-                with torch.no_grad():
-                    done = self._on_lane(copy, modelled, full[0].device)
-                return WireWork(transfer, inputs, outputs, done)
-            copied = _copier.submit(_copy, copy, transfer)
-        return WireWork(transfer, inputs, outputs, copied)
+                done = self._on_lane(timed, modelled, full[0].device)
+            else:
+                done = _copier.submit(timed)
+        return WireWork(transfer, inputs, outputs, done)
 
     def _on_lane(
         self, copy: Callable[[], None], seconds: float, device: torch.device

@@ -10,13 +10,12 @@ in this order:
    ``bound`` a time that no plan beats; ``fusion`` which bytes reach memory.
 4. ``auto``, the planner: ``segments``, what it decides about; ``glue`` and ``compact``, the program
    that it tries plans on; ``regular``, where it begins; ``moves`` and ``local_search``, how it goes
-   on.
-   ``greedy``, the published rule; ``keep``, which parameters to keep from forward to backward;
+   on. ``greedy``, the published rule; ``keep``, which parameters to keep from forward to backward;
    ``packing``, which members share a buffer.
 5. The adapters: ``fx`` and ``layouts`` read and write FX graphs, ``scheduler`` Inductor's nodes,
    ``roofline``, ``loops`` and ``attention`` tell what a node computes. ``copies`` writes those
    around a bucket, with the operators of ``packs``, whose kernel is ``pack_kernels``;
-   ``unrounded`` and ``in_place`` change a graph before it is planned.
+   ``in_place``, ``matmuls`` and ``unrounded`` change a graph before it is planned.
 6. ``rehearsal`` says what the passes will do to a graph, ``passes`` is what the compiler calls,
    ``verify`` what a pass must leave alone. ``regional``, ``regions``, ``straight_line`` and
    ``units`` compile layers that are alike once. ``sizes``, ``cells`` and ``grid`` have a program

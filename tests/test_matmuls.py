@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_passes.loops import name_of
 from inductor_passes.matmuls import ADD_MATMUL, add_matmuls_in_place
 from inductor_passes.roofline import flops_of
+from simplefsdp import microbatch, simple_fsdp
+from simplefsdp.observers import observing
 
 
 def traced(step, *inputs):
@@ -50,3 +53,18 @@ def test_what_is_needed_elsewhere_or_cast_stays():
         graph = traced(step, torch.zeros(6, 5, dtype=dtype), left, right)
         add_matmuls_in_place(graph.graph)
         assert not graph.graph.find_nodes(op="call_function", target=ADD_MATMUL), step
+
+
+def test_deferred_gradients_of_a_model_are_added_in_place(fake_mesh):
+    model = simple_fsdp(nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4)), fake_mesh(2))
+    run = torch.compile(model, backend="simplefsdp", fullgraph=True)
+    found = []
+    with observing(found.append), microbatch(model, is_last=False):
+        run(torch.ones(4, 8)).sum().backward()
+    (backward,) = (graph for graph in found if graph.part == "backward")
+    program = backward.rehearsal.reading.program
+    sums = [op for op in program.ops if op.name.startswith("add_matmul_")]
+    assert len(sums) == 2  # the bias is no matmul's
+    totals = {op.reads[0] for op in sums}
+    assert totals <= {name for op in sums for name in op.writes}
+    assert totals <= set(program.outputs) & set(program.inputs)
