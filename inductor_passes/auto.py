@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -10,11 +9,12 @@ from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import assign_by_module, of_few_members, plan_buckets
 from inductor_passes.cost import CostModel
 from inductor_passes.invariant import common_ops, rank_invariant
-from inductor_passes.local_search import LocalSearch, launches_price
+from inductor_passes.local_search import LocalSearch
 from inductor_passes.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.program import Bucket, Program, ProgramError
 from inductor_passes.regular import least
 from inductor_passes.segments import State, bare, lines_of, named_buckets
+from inductor_passes.tried import launches_price
 
 CLOSE, NEAR = 1.005, 1.01
 # Nor is a plan searched for beyond this, if compute hardly ever stands still. What is left is then
@@ -45,7 +45,8 @@ def plan_auto(
     regular plans, from that by module, and from the best that fits, until a plan is within 1 % of
     the bound, moves lead no further, or the search's work is done. Of what it found and the plan
     by module, it is the latter if that fits and takes at most 0.5 % longer: costs that differ a
-    little give one plan.
+    little give one plan. If that by module fits, no plan makes more launches than it: hosts,
+    networks and kernels beside them pay for a launch in ways that no model of its time knows.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
@@ -88,9 +89,8 @@ def plan_auto(
         late,
         cost,
         fqns,
-        bound_us=bound_us,
+        manual=manual,
         budget_nbytes=budget_nbytes,
-        by_module=_launches(manual, program),
         work=WORK + WORK_PER_OP * len(common_ops(program, cost)) if work is None else work,
     )
 
@@ -104,7 +104,7 @@ def plan_auto(
         # Of these two, since a search within another budget may not find what this one did.
         smallest = min((low, manual), key=lambda plan: plan.peak_nbytes)
         raise budget_error(program, smallest, budget_nbytes)
-    return replace(_chosen(fitting, manual, program), budget_nbytes=budget_nbytes)
+    return replace(_chosen(fitting, manual), budget_nbytes=budget_nbytes)
 
 
 def _fitting(plans: Iterable[Plan | None], budget_nbytes: int) -> list[Plan]:
@@ -144,24 +144,21 @@ def _climbed(
         if plan is not None:
             plans.append(plan)
             fits = plan.peak_nbytes <= search.whole_nbytes
-            if fits and plan.step_us <= NEAR * search.bound_us:
+            few = len(plan.buckets) <= search.most_launches
+            if fits and few and plan.step_us <= NEAR * search.bound_us:
                 break
     return plans
 
 
-def _chosen(plans: Sequence[Plan], manual: Plan, program: Program) -> Plan:
-    """The fastest, launches counted as the search does; or that by module, if it is about so."""
-    by_module = _launches(manual, program)
+def _chosen(plans: Sequence[Plan], manual: Plan) -> Plan:
+    """The fastest of those that launch no more than that by module, if that is among them, launches
+    counted as the search does; or that by module, if it is about as fast."""
 
     def price_us(plan: Plan) -> float:
-        share = launches_price(_launches(plan, program), by_module)
+        share = launches_price(len(plan.buckets), len(manual.buckets))
         return plan.step_us + share * plan.lower_bound_us
 
-    best = min(plans, key=price_us)
-    about_as_fast = manual in plans and manual.step_us <= CLOSE * best.step_us
-    return manual if about_as_fast else best
-
-
-def _launches(plan: Plan, program: Program) -> Counter[str]:
-    """How many of each kind a plan makes."""
-    return Counter(program.ops[program.index[b.starts[0]]].sends for b in plan.buckets)
+    fits = manual in plans
+    few = [p for p in plans if not fits or len(p.buckets) <= len(manual.buckets)]
+    best = min(few, key=price_us)
+    return manual if fits and manual.step_us <= CLOSE * best.step_us else best

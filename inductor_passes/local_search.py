@@ -5,25 +5,32 @@ its bucket, and what is on the wire just before it::
 
     regular plans --> the best few --> what does not fit is mended --> moves, one after the other
                                        (moves.small_repairs, repairs)  (moves.around, ...)
+                                  --> neighbours joined, until launches are few enough --> moves
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, product
-from math import inf
-from typing import NamedTuple
+from math import ceil, inf
 
 from inductor_passes.compact import compact
 from inductor_passes.cost import CostModel
 from inductor_passes.glue import glued, room_of
 from inductor_passes.invariant import common_ops
-from inductor_passes.moves import all_turned, around, everywhere_alike, repairs, small_repairs
-from inductor_passes.plan import scheduled
+from inductor_passes.moves import (
+    all_turned,
+    apart,
+    around,
+    everywhere_alike,
+    joined,
+    pairs,
+    repairs,
+    small_repairs,
+)
+from inductor_passes.plan import Plan, scheduled
 from inductor_passes.program import Bucket, Collective, Program, ProgramError
 from inductor_passes.regular import Shape, by_room, gather_shapes, least, reduce_shapes, regular
 from inductor_passes.segments import (
@@ -35,7 +42,8 @@ from inductor_passes.segments import (
     plain_buckets,
     state_of,
 )
-from inductor_passes.simulate import Memory, Timeline, lifetimes, memory, simulate
+from inductor_passes.simulate import Memory, memory, simulate
+from inductor_passes.tried import LAUNCHES, Score, Tried, alive, launches_price
 
 # Parts of what a kind sends, of which none is larger than collectives that are glued together.
 UNITS = 48
@@ -55,34 +63,6 @@ SHARES = (
     *product(((2 / 3, 1),), ((1 / 4, 1), (1 / 2, -1), (2 / 3, -1))),
 )
 SPARE = (0.0, 0.02)  # of the budget, that is not filled
-# What all launches of a plan by module are held to be worth, of the bound; and as many more.
-LAUNCHES, MORE_LAUNCHES = 0.005, 0.03
-
-
-class Score(NamedTuple):
-    """What a plan is worth; less is better, compared from left to right.
-
-    Attributes:
-        over_nbytes: bytes that do not fit, where most is alive and summed over the ops that all
-            ranks have.
-        price_us: time, and what launches are held to be worth.
-        step_us: time.
-    """
-
-    over_nbytes: int
-    price_us: float
-    step_us: float
-
-
-@dataclass(frozen=True, eq=False)
-class Tried:
-    """A plan as a state of the search, its score, and what that was taken from."""
-
-    state: State
-    score: Score
-    program: Program
-    timeline: Timeline
-    memory: Memory
 
 
 class LocalSearch:
@@ -93,9 +73,9 @@ class LocalSearch:
         late: it, :func:`~inductor_passes.segments.bare`.
         cost: of it.
         fqns: of the parameters, in the order in which members travel.
-        bound_us: time that no plan can beat.
+        manual: the plan by module, or the one that takes least memory. If it fits, no plan should
+            make more launches.
         budget_nbytes: of live bytes.
-        by_module: launches of each kind of the plan by module.
         work: ops that are simulated in all, of those that all ranks have; not seconds, so that
             all ranks find the same.
 
@@ -103,6 +83,8 @@ class LocalSearch:
         allowed: plans that may be tried in all.
         left: of these.
         whole_nbytes: the budget that was given; ends of climbs may have left less of it.
+        most_launches: that a plan should make.
+        most: that it may make at this moment.
         peaks: most live bytes of each state that was tried, and whose memory was looked at.
     """
 
@@ -113,20 +95,21 @@ class LocalSearch:
         cost: CostModel,
         fqns: Sequence[str],
         *,
-        bound_us: float,
-        budget_nbytes: float,
-        by_module: Mapping[str, int],
+        manual: Plan,
+        budget_nbytes: int,
         work: int,
     ) -> None:
         merged, self.first_of = glued(program, late, fqns, UNITS, budget_nbytes)
         self.program, self.cost = compact(merged, cost)
         self.lines = lines_of(bare(self.program))
-        self.fqns, self.bound_us, self.budget_nbytes = fqns, bound_us, budget_nbytes
-        self.by_module = by_module
+        self.fqns, self.manual, self.bound_us = fqns, manual, manual.lower_bound_us
+        fits = manual.peak_nbytes <= budget_nbytes
+        self.most_launches, self.most = len(manual.buckets) if fits else inf, inf
         self.allowed = self.left = work // max(1, len(common_ops(self.program, self.cost)))
         self.sent = {op.name: op.collective for _, op in program.starts() if op.collective}
         self.seen: set[frozenset[Segment]] = set()
-        self.whole_nbytes, self.less_nbytes = budget_nbytes, 0
+        self.budget_nbytes = self.whole_nbytes = budget_nbytes
+        self.less_nbytes = 0
         self.peaks: dict[State, int] = {}
 
     def starts(self) -> list[Tried]:
@@ -145,7 +128,8 @@ class LocalSearch:
         return sorted(dict.fromkeys([*found, low]), key=self._promise)
 
     def _modules(self) -> int:
-        return max(1, *self.by_module.values()) if self.by_module else 1
+        counts = Counter(self.sent[bucket.starts[0]].kind for bucket in self.manual.buckets)
+        return max(counts.values(), default=1)
 
     def _shapes(self, shapes: Iterable[Shape]) -> dict[Shape, Tried]:
         tried = {shape: self.tried(regular(shape, self.lines)) for shape in shapes}
@@ -171,13 +155,15 @@ class LocalSearch:
         self.seen.add(key)
         self.left -= 1
         buckets = plain_buckets(state, self.lines)
+        if len(buckets) > self.most:
+            return None
         try:
             after = scheduled(self.program, buckets)
         except ProgramError:
             return None
         timeline = simulate(after, self.cost)
-        counts: Counter[str] = Counter(self.lines.sent[bucket.starts[0]].kind for bucket in buckets)
-        price_us = timeline.total_us + launches_price(counts, self.by_module) * self.bound_us
+        share = launches_price(len(buckets), len(self.manual.buckets))
+        price_us = timeline.total_us + share * self.bound_us
         if price_us >= below_us:
             return None
         held = memory(after)
@@ -185,7 +171,7 @@ class LocalSearch:
         if below_us < inf and held.peak_nbytes > self.budget_nbytes:
             return None
         score = Score(self._over_nbytes(after, held), price_us, timeline.total_us)
-        return Tried(state, score, after, timeline, held)
+        return Tried(state, len(buckets), score, after, timeline, held)
 
     def _over_nbytes(self, after: Program, held: Memory) -> int:
         """See :class:`Score`; 0 if all fits."""
@@ -211,9 +197,40 @@ class LocalSearch:
 
     def climb(self, at: Tried) -> Tried:
         """The best plan that moves lead to from ``at``; one that fits, if any was found. It takes
-        at most a share of the work that is left, for another climb may lead further."""
-        at = self._fit(at)
-        enough = self.left * (1 - SHARE)
+        at most a share of the work that is left, for another climb may lead further.
+
+        Moves one by one hardly lead from a plan of few launches to another: where one bucket is
+        parted, two others must be joined. So launches are not counted at first.
+        """
+        self.most, left = inf, self.left
+        share = SHARE if self.most_launches == inf else SHARE / 2
+        end = self._up(self._fit(at), left * (1 - share))
+        if end.score.over_nbytes or end.launches <= self.most_launches:
+            return end
+        self.seen.clear()  # of plans that were too slow, some have few launches
+        few = self._fewer(end)
+        self.most = self.most_launches
+        return self._up(self._fit(few), left * (1 - SHARE)) if few else end
+
+    def _fewer(self, at: Tried) -> Tried | None:
+        """``at`` with neighbours joined, where that costs least, until launches are few enough;
+        None if no more can be joined."""
+        while at.launches > self.most_launches:
+            of = {
+                pair: self.tried(joined(at.state, [pair])) for pair in pairs(at.state, self.lines)
+            }
+            tried = {pair: one for pair, one in of.items() if one is not None}
+            if not tried:
+                return None
+            best = sorted(tried, key=lambda pair: tried[pair].score)
+            # What one of them costs says little about so many at once: half of what is wanted.
+            some = apart(best, ceil((at.launches - self.most_launches) / 2))
+            several = self.tried(joined(at.state, some)) if len(some) > 1 else None
+            at = several or tried[best[0]]
+        return at
+
+    def _up(self, at: Tried, enough: float) -> Tried:
+        """The end of a climb from ``at`` that leaves ``enough`` of the work."""
         moved: Tried | None = at
         while moved is not None:
             at = moved
@@ -266,7 +283,7 @@ class LocalSearch:
     def _fit(self, at: Tried) -> Tried:
         """``at`` with what does not fit into memory mended, as far as that is possible."""
         while at.score.over_nbytes and self.left > 0:
-            somewhere, worst = self._alive(at)
+            somewhere, worst = alive(at, self._segment_of(at), self.budget_nbytes)
             less = self._less(at, small_repairs(at.state, worst, self.lines))
             less = less or self._less(at, repairs(at.state, (somewhere, worst), self.lines))
             if not less:
@@ -284,42 +301,9 @@ class LocalSearch:
         more_us = max(tried.score.price_us - was.price_us, GAIN * self.bound_us)
         return more_us / (was.over_nbytes - tried.score.over_nbytes)
 
-    def _alive(self, at: Tried) -> tuple[set[Segment], set[Segment]]:
-        """Segments that hold memory where there is too much, and those where there is most."""
-        of, program = self._segment_of(at), at.program
-        live, lives = at.memory.live_nbytes, lifetimes(program)
-        room = self.budget_nbytes - at.memory.resident_nbytes
-        full = [i for i, nbytes in enumerate(live) if nbytes > room]
-        peak = max(range(len(live)), key=live.__getitem__, default=0)
-        given = program.storages(program.inputs)
-        somewhere, worst = set(), set()
-        for _, op in program.starts():
-            names = program.storages((*op.reads, *op.writes)) - given
-            # What takes nothing may be what some ranks alone have, as a padded shard.
-            own = [lives[s] for s in names if s in lives and program.storage_nbytes[s]]
-            if op.name not in of or not own:
-                continue
-            begin, end = min(first for first, _ in own), max(last for _, last in own)
-            if bisect_right(full, end) > bisect_left(full, begin):
-                somewhere.add(of[op.name])
-            if begin <= peak <= end:
-                worst.add(of[op.name])
-        return somewhere, worst
-
     def buckets_of(self, state: State) -> tuple[Bucket, ...]:
         """The buckets of the whole program that ``state`` is."""
         travel: defaultdict[str, list[tuple[str, Collective]]] = defaultdict(list)
         for name, first in self.first_of.items():
             travel[first].append((name, self.sent[name]))
         return named_buckets(state, self.lines, self.fqns, travel)
-
-
-def launches_price(counts: Mapping[str, int], by_module: Mapping[str, int]) -> float:
-    """What launches are held to be worth, as a fraction of the time that no plan can beat.
-
-    All that the plan by module makes, half a percent; and as many more, three percent: hosts,
-    networks and kernels beside them pay for a launch in ways that no model of its time knows.
-    """
-    whole = max(1, sum(by_module.values()))
-    more = sum(max(0, n - by_module.get(kind, 0)) for kind, n in counts.items())
-    return (LAUNCHES * (sum(counts.values()) - more) + MORE_LAUNCHES * more) / whole

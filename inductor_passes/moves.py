@@ -62,6 +62,31 @@ def around(state: State, segment: Segment, lines: Lines) -> Iterator[State]:
         yield from _doubled_and_halved(state, run, lines)
 
 
+def pairs(state: State, lines: Lines) -> Iterator[tuple[Segment, Segment]]:
+    """Neighbours that could share a bucket."""
+    for segment in state:
+        same = of_class(state, segment, lines)
+        k = same.index(segment) + 1
+        if k < len(same):
+            yield segment, same[k]
+
+
+def apart(pairs: Iterable[tuple[Segment, Segment]], n: float) -> list[tuple[Segment, Segment]]:
+    """The first ``n`` of these pairs that have no segment in common."""
+    found: list[tuple[Segment, Segment]] = []
+    for pair in pairs:
+        if len(found) < n and not any(segment in other for other in found for segment in pair):
+            found.append(pair)
+    return found
+
+
+def joined(state: State, pairs: Iterable[tuple[Segment, Segment]]) -> State:
+    """``state`` with each of these pairs, which have no segment in common, in one bucket."""
+    for pair in pairs:
+        state = _swap(state, pair, [_joined(*pair)])
+    return state
+
+
 def all_turned(state: State, lines: Lines) -> Iterator[State]:
     """States in which all segments of a kind have another turn, or defer others."""
     for kind in KINDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 
 import pytest
 from layered import KINDS, layered
@@ -12,8 +13,17 @@ from inductor_passes import local_search
 from inductor_passes.bound import lower_bound_us
 from inductor_passes.buckets import assign_by_module, plan_buckets
 from inductor_passes.invariant import common_ops, rank_invariant
-from inductor_passes.local_search import LocalSearch, launches_price
-from inductor_passes.moves import all_turned, around, everywhere_alike, repairs, small_repairs
+from inductor_passes.local_search import LocalSearch
+from inductor_passes.moves import (
+    all_turned,
+    apart,
+    around,
+    everywhere_alike,
+    joined,
+    pairs,
+    repairs,
+    small_repairs,
+)
 from inductor_passes.plan import evaluate
 from inductor_passes.regular import Shape, least, regular
 from inductor_passes.segments import (
@@ -29,6 +39,7 @@ from inductor_passes.segments import (
     windows_of,
 )
 from inductor_passes.text import parse
+from inductor_passes.tried import launches_price
 
 BACKWARD = parse(layers(8, "backward"))
 LINES = lines_of(bare(BACKWARD))
@@ -36,15 +47,11 @@ LINES = lines_of(bare(BACKWARD))
 
 def search_of(program, cost, fqns, budget_nbytes=10**9, work=30_000) -> LocalSearch:
     program, cost = rank_invariant(program, cost)
+    by_module = plan_buckets(program, assign_by_module(fqns))
+    manual = evaluate(program, cost, by_module, lower_bound_us(program, cost))
+    assert manual is not None
     return LocalSearch(
-        program,
-        bare(program),
-        cost,
-        fqns,
-        bound_us=lower_bound_us(program, cost),
-        budget_nbytes=budget_nbytes,
-        by_module={"gather": len(fqns), "reduce": len(fqns)},
-        work=work,
+        program, bare(program), cost, fqns, manual=manual, budget_nbytes=budget_nbytes, work=work
     )
 
 
@@ -168,13 +175,40 @@ def test_what_stands_still_longest_is_moved_first():
     assert worst in {search.lines.starts[first.kind][m] for m in first.members}
 
 
-def test_a_launch_more_than_by_module_must_bring_something():
-    by_module = {"gather": 10, "reduce": 10}
-    assert launches_price({"gather": 10, "reduce": 10}, by_module) == pytest.approx(0.005)
-    assert launches_price({"gather": 5, "reduce": 5}, by_module) == pytest.approx(0.0025)
-    # Fewer reduces are no excuse for more gathers.
-    more = launches_price({"gather": 12, "reduce": 8}, by_module)
-    assert more == pytest.approx((0.005 * 18 + 0.03 * 2) / 20)
+def test_a_launch_must_bring_something():
+    assert launches_price(20, 20) == pytest.approx(0.005)
+    assert launches_price(10, 20) == pytest.approx(0.0025)
+    assert launches_price(0, 0) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_climb_ends_at_few_launches(kind):
+    """As few as are wanted, from a start with more; and it is worth more."""
+    program, cost, fqns = layered(1, 6, kind)
+    search = search_of(program, cost, fqns)
+    start = search.tried(least(search.lines))
+    search.most_launches = start.launches // 2
+    end = search.climb(start)
+    assert end.launches <= search.most_launches
+    assert len(search.buckets_of(end.state)) == end.launches
+    assert end.score < start.score
+
+
+def test_launches_are_not_counted_where_the_plan_by_module_does_not_fit():
+    program, cost, fqns = layered(1, 6, "backward")
+    manual = search_of(program, cost, fqns).manual
+    assert search_of(program, cost, fqns, manual.peak_nbytes).most_launches == len(manual.buckets)
+    assert search_of(program, cost, fqns, manual.peak_nbytes - 1).most_launches == inf
+
+
+def test_pairs_that_are_joined_at_once_are_apart():
+    state = least(LINES)
+    found = list(pairs(state, LINES))
+    some = apart(found, 3)
+    assert len(some) == 3
+    assert len({segment for pair in some for segment in pair}) == 6
+    assert of_places(joined(state, some)) == of_places(state)
+    assert len(joined(state, some)) == len(state) - 3
 
 
 def test_a_plan_by_module_is_a_start(monkeypatch):
