@@ -205,12 +205,16 @@ class LocalSearch:
         self.most, left = inf, self.left
         share = SHARE if self.most_launches == inf else SHARE / 2
         end = self._up(self._fit(at), left * (1 - share))
-        if end.score.over_nbytes or end.launches <= self.most_launches:
+        if end.score.over_nbytes or share == SHARE:
             return end
-        self.seen.clear()  # of plans that were too slow, some have few launches
-        few = self._fewer(end)
+        if end.launches > self.most_launches:
+            self.seen.clear()  # of plans that were too slow, some have few launches
+            few = self._fewer(end)
+            if few is None:
+                return end
+            end = few
         self.most = self.most_launches
-        return self._up(self._fit(few), left * (1 - SHARE)) if few else end
+        return self._up(self._fit(end), left * (1 - SHARE))
 
     def _fewer(self, at: Tried) -> Tried | None:
         """``at`` with neighbours joined, where that costs least, until launches are few enough;
