@@ -120,24 +120,28 @@ def _scale_cell(v: dict[str, Any] | None) -> str:
     return f"{v['to_bound']:.3f}, {v['exposed_ms']:.0f}, {v['peak_gb']:.1f}{too_much}"
 
 
+ACCUMULATE = ("accumulate", "accumulate_default")
 LAUNCHES = {"gathers": "gather", "reduces": "reduce", "all-reduces": "all_reduce"}
 
 
 def accumulation() -> str:
-    """The cells of ``accumulate.py``: steps of several micro-batches on the modelled wire."""
-    found = json.loads((RESULTS / "accumulate.json").read_text())
-    heads = ["mode", "micro-batches", "variant", "step s", "/ limit", "exposed s", *LAUNCHES]
+    """The cells of ``accumulate.py``, for two rows of ``step.py``'s grid: steps of several
+    micro-batches on the modelled wire."""
+    runs = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ACCUMULATE]
+    heads = ["row", "mode", "micro-batches", "variant", "step s", "/ limit", "exposed s"]
     rows = []
-    for cell in found["cells"]:
-        row = [cell["mode"], cell["microbatches"], cell["variant"]]
+    for of, cell in ((found["options"]["row"], cell) for found in runs for cell in found["cells"]):
+        row = [of, cell["mode"], cell["microbatches"], cell["variant"]]
         if "failure" in cell:
             rows.append([*row, f"failed: {cell['failure']}"])
             continue
         row += [f"{cell[key]:.3f}" for key in ("step_s", "to_limit", "exposed_s")]
         row += [cell["launches"].get(kind, 0) for kind in LAUNCHES.values()]
         sent, peak = sum(cell["nbytes"].values()) / 1e6, cell["peak_nbytes"] / MIB
-        rows.append([*row, f"{sent:.0f}", f"{peak:.0f}"])
-    return _where(found) + _lines([*heads, "sent MB", "peak MiB"], rows)
+        error = cell["gradient_error"]
+        rows.append([*row, f"{sent:.0f}", f"{peak:.0f}", "" if error is None else f"{error:.1e}"])
+    heads = [*heads, *LAUNCHES, "sent MB", "peak MiB", "gradient error"]
+    return "".join(map(_where, runs)) + _lines(heads, rows)
 
 
 def accumulation_on_ranks() -> str:
