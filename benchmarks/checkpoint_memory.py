@@ -38,7 +38,7 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 
 from simplefsdp import load_pretrained, save_pretrained, simple_fsdp
-from simplefsdp.placement import local_nbytes
+from simplefsdp.frontend.placement import local_nbytes
 from simplefsdp.pretrained.files import entries_of
 from simplefsdp.pretrained.named import nbytes_of
 from simplefsdp.pretrained.writer import Writer, complete_folder, in_files

@@ -8,8 +8,8 @@ import torch
 from rows import Row
 from transfers import link
 
-from inductor_passes.cluster import LINK_KINDS, Cluster, Wire
-from inductor_passes.links import Link
+from inductor_passes.machine.cluster import LINK_KINDS, Cluster, Wire
+from inductor_passes.machine.links import Link
 from simplefsdp.calibrate.measure import sweep_for
 from simplefsdp.calibrate.report import CalibrationReport
 from simplefsdp.calibrate.session import measure_compute

@@ -25,8 +25,8 @@ from faults_ranks import end_together
 from faults_rows import Skip
 from faults_run import COMPILED, EAGER, End, Scene
 
-from inductor_passes.cluster_file import as_json
-from inductor_passes.presets import preset
+from inductor_passes.machine.cluster_file import as_json
+from inductor_passes.machine.presets import preset
 from simplefsdp.checkpoints import checksums
 from simplefsdp.train import runs
 

@@ -97,7 +97,7 @@ def settings(recomputed: Any, kept: bool, precision: MixedPrecision) -> tuple[An
 
 def device(memory_gb: float) -> Any:
     """The CPU, with so much memory for each rank."""
-    from inductor_passes.presets import preset
+    from inductor_passes.machine.presets import preset
 
     return replace(preset("cpu-gloo"), memory_gb=memory_gb)
 
@@ -122,7 +122,7 @@ def measured_of(options: Options, trial: Trial) -> tuple[int, int]:
     """What rank 0 held with the two batches."""
     import torch.multiprocessing as mp
 
-    from inductor_passes.cluster_file import save
+    from inductor_passes.machine.cluster_file import save
 
     with tempfile.TemporaryDirectory() as folder:
         save(f"{folder}/{CLUSTER}", device(options.memory_gb))
@@ -136,10 +136,10 @@ def peak_nbytes(options: Options, trial: Trial, batch: int, cluster: str) -> int
     import torch
     from memory import allocated_peak
 
-    from simplefsdp.initialize import init_weights
+    from simplefsdp.frontend.initialize import init_weights
+    from simplefsdp.frontend.placement import local_nbytes
     from simplefsdp.models.build import wrapped_model
     from simplefsdp.models.layout import make_mesh, plan_layout
-    from simplefsdp.placement import local_nbytes
     from simplefsdp.sweep.models import tokens_and_targets
     from simplefsdp.train.build import loss_of
     from simplefsdp.train.config import CompileOptions, OptimOptions

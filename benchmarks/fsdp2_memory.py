@@ -10,7 +10,7 @@ from scale_cells import Cell, in_fake_model, rank_of, tokens_and_targets
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from inductor_passes.simulate import memory
+from inductor_passes.machine.simulate import memory
 
 CHECKED = (
     Cell("debug", 8, 2, seq_len=512),

@@ -1,10 +1,10 @@
 """A model of FSDP2 eager: what it would launch, in which order, and when it would wait.
 
 FSDP2's own code runs a step, on fake tensors in a fake process group, and every op is noted as one
-op of a :class:`~inductor_passes.program.Program` (``fsdp2_recorder.py``): a kernel of its own that
-reads and writes its own buffers, casts and the copies into and out of the buffers of collectives
-(``all_gather_copy_in``, ``split_with_sizes_copy``, ``chunk_cat``) included. The units are
-torchtitan's: the embedding, each layer, final norm and output matrix together (which stay
+op of a :class:`~inductor_passes.ir.program.Program` (``fsdp2_recorder.py``): a kernel of its own
+that reads and writes its own buffers, casts and the copies into and out of the buffers of
+collectives (``all_gather_copy_in``, ``split_with_sizes_copy``, ``chunk_cat``) included. The units
+are torchtitan's: the embedding, each layer, final norm and output matrix together (which stay
 gathered from forward to backward), the root.
 
 What no op tells is when streams wait for each other; that follows FSDP2's source:
@@ -40,9 +40,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from variants import LlamaLoss, cast_recomputed_inputs
 
-from inductor_passes.cluster import Work
-from inductor_passes.program import Op, Program
-from inductor_passes.simulate import live_at_peak, sum_by_use
+from inductor_passes.ir.program import Op, Program
+from inductor_passes.machine.cluster import Work
+from inductor_passes.machine.simulate import live_at_peak, sum_by_use
 
 
 @dataclass(frozen=True)

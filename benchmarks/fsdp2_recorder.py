@@ -1,4 +1,4 @@
-"""Ops that run, FSDP2's among them, as a :class:`~inductor_passes.program.Program`."""
+"""Ops that run, FSDP2's among them, as a :class:`~inductor_passes.ir.program.Program`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from inductor_passes.cluster import Work
-from inductor_passes.loops import touches_of
-from inductor_passes.program import Buffer, Collective, CollectiveKind, Op, Program
-from inductor_passes.roofline import work_of_node
+from inductor_passes.adapters.loops import touches_of
+from inductor_passes.adapters.roofline import work_of_node
+from inductor_passes.ir.program import Buffer, Collective, CollectiveKind, Op, Program
+from inductor_passes.machine.cluster import Work
 
 _COLLECTIVES: dict[object, CollectiveKind] = {
     torch.ops.c10d._allgather_base_.default: "gather",

@@ -35,7 +35,7 @@ from transfers import link
 from variants import BUILDERS, Workload
 
 import simplefsdp
-from inductor_passes.cluster import Cluster
+from inductor_passes.machine.cluster import Cluster
 
 CPU = torch.device("cpu")
 

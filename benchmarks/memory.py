@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from variants import Variant
 
-from simplefsdp.placement import local_nbytes
+from simplefsdp.frontend.placement import local_nbytes
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import simplefsdp.backend
+import simplefsdp.compiler.backend
 from simplefsdp import simple_fsdp
-from simplefsdp.observers import CompiledGraph, observing
+from simplefsdp.compiler.observers import CompiledGraph, observing
 
 STEPS = 3
 LEARNING_RATE = 1e-3
@@ -243,7 +243,7 @@ def compiled(model: nn.Module, system: str, executor: str) -> Iterator[Launches]
         else:
             simple_fsdp(model, init_device_mesh("cpu", (RANKS,)))
             options = {"executor": executor, "bucketing": system}
-            model.compile(backend=simplefsdp.backend.simplefsdp, options=options)
+            model.compile(backend=simplefsdp.compiler.backend.simplefsdp, options=options)
         yield launches
 
 

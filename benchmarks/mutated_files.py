@@ -16,10 +16,10 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
-from inductor_passes import cluster_file
-from inductor_passes.cluster import Work
-from inductor_passes.presets import preset
-from inductor_passes.text import parse
+from inductor_passes.ir.text import parse
+from inductor_passes.machine import cluster_file
+from inductor_passes.machine.cluster import Work
+from inductor_passes.machine.presets import preset
 from simplefsdp.checkpoints import checksums
 from simplefsdp.checkpoints.saving import ChecksumWriter
 from simplefsdp.inspection.measured import measure, measured_document, print_measured

@@ -31,14 +31,14 @@ from torch.fx import Graph, GraphModule
 
 from inductor_passes.passes import ImposeOrder, bucket_and_reorder, rehearse
 from simplefsdp import _torch, simple_fsdp
-from simplefsdp.backend import pass_settings
-from simplefsdp.census import describe_passes
-from simplefsdp.dedupe import dedupe_gathers
+from simplefsdp.compiler.backend import pass_settings
+from simplefsdp.compiler.census import describe_passes
+from simplefsdp.compiler.dedupe import dedupe_gathers
+from simplefsdp.compiler.options import Options
+from simplefsdp.compiler.recompute import tag_for_recompute
 from simplefsdp.models import CONFIGS
 from simplefsdp.models.llama3 import Llama
-from simplefsdp.options import Options
 from simplefsdp.provenance import carried_fqn as fqn_of
-from simplefsdp.recompute import tag_for_recompute
 
 LAYERS = {"8B": 32, "70B": 80, "405B": 126}
 RANKS = 8

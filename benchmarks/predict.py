@@ -31,14 +31,14 @@ from report import environment
 from rows import ROWS, Row
 from variants import LlamaLoss, Workload
 
-from inductor_passes.cluster import Cluster, Work
-from inductor_passes.cluster_file import as_json
-from inductor_passes.program import Program
+from inductor_passes.ir.program import Program
+from inductor_passes.machine.cluster import Cluster, Work
+from inductor_passes.machine.cluster_file import as_json
 from simplefsdp import simple_fsdp
+from simplefsdp.frontend.placement import local_nbytes
 from simplefsdp.inspection.plans import PlanName, settings_of
-from simplefsdp.placement import local_nbytes
-from simplefsdp.prediction import StepPrediction, predict_step
-from simplefsdp.trace import TracedStep, trace
+from simplefsdp.simulation.prediction import StepPrediction, predict_step
+from simplefsdp.simulation.trace import TracedStep, trace
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parent / "results"

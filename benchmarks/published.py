@@ -24,20 +24,21 @@ from report import environment
 from rich.console import Console
 from rich.table import Table
 
-from inductor_passes.cluster import Cluster
-from inductor_passes.fusion import traffic_of
-from inductor_passes.loops import touches_of
+from inductor_passes.adapters.loops import touches_of
+from inductor_passes.adapters.roofline import cost_of, work_of_node
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.fusion import traffic_of
+from inductor_passes.machine.presets import preset
 from inductor_passes.passes import rehearse
-from inductor_passes.portable import in_program
-from inductor_passes.presets import preset
 from inductor_passes.rehearsal import Rehearsal, Settings, arranged
-from inductor_passes.roofline import cost_of, work_of_node
+from inductor_passes.transform.portable import in_program
 from simplefsdp.inspection.plans import settings_of
 from simplefsdp.inspection.subject import trace_llama
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.layout import make_mesh, plan_layout
 from simplefsdp.models.options import ActivationCheckpointing, ModelOptions, ParallelOptions
-from simplefsdp.prediction import (
+from simplefsdp.provenance import carried_fqn
+from simplefsdp.simulation.prediction import (
     GraphPrediction,
     StepPrediction,
     optimizer_us,
@@ -45,7 +46,6 @@ from simplefsdp.prediction import (
     predict_rehearsed,
     shards_of,
 )
-from simplefsdp.provenance import carried_fqn
 
 RESULTS = Path(__file__).parent / "results" / "published.json"
 GIB = 1 << 30

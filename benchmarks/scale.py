@@ -40,7 +40,7 @@ from scale_cells import LAYOUTS, Cell, makes_sense, rank_of, traced_step
 from scale_report import as_row, compared, print_cell, print_summary
 from scale_variants import VARIANTS, Traced, outcomes
 
-from inductor_passes.presets import PRESETS, preset
+from inductor_passes.machine.presets import PRESETS, preset
 from simplefsdp.models import CONFIGS
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"

@@ -16,13 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from variants import LlamaLoss
 
 from simplefsdp import simple_fsdp
-from simplefsdp.extrapolate_depth import trace_deep
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models import CONFIGS, LlamaConfig
 from simplefsdp.models.configs import flops_per_token
 from simplefsdp.models.options import ActivationCheckpointing
 from simplefsdp.models.tensor_parallel import apply_tensor_parallel
-from simplefsdp.trace import TracedStep, averaging, trace
+from simplefsdp.simulation.extrapolate_depth import trace_deep
+from simplefsdp.simulation.trace import TracedStep, averaging, trace
 
 LayoutName = Literal["shard", "hybrid", "tp"]
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)

@@ -12,7 +12,7 @@ from rich.table import Table
 from scale_cells import Cell
 from scale_variants import Outcome
 
-from inductor_passes.cluster import Cluster
+from inductor_passes.machine.cluster import Cluster
 
 GIB = 1 << 30
 AUTO_TO_BOUND, PUBLISHED_WITHIN, PLAN_S = 1.03, 0.15, 10.0

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from fsdp2_model import Recording
 from torch.fx import GraphModule
 
-from inductor_passes.cluster import Cluster, ClusterCost
-from inductor_passes.program import Program
-from inductor_passes.roofline import nodes_of
-from inductor_passes.simulate import simulate
+from inductor_passes.adapters.roofline import nodes_of
+from inductor_passes.ir.program import Program
+from inductor_passes.machine.cluster import Cluster, ClusterCost
+from inductor_passes.machine.simulate import simulate
 from simplefsdp.inspection.plans import settings_of
 from simplefsdp.inspection.torch_passes import (
     predict_as_it_is,
@@ -21,8 +21,8 @@ from simplefsdp.inspection.torch_passes import (
     torch_manual,
     units_of,
 )
-from simplefsdp.prediction import StepPrediction, predict_step
-from simplefsdp.trace import TracedStep
+from simplefsdp.simulation.prediction import StepPrediction, predict_step
+from simplefsdp.simulation.trace import TracedStep
 
 VARIANTS = ("none", "manual", "greedy", "auto", "torch_manual", "torch_auto", "fsdp2")
 

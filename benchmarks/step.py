@@ -99,7 +99,7 @@ def run(options: Options) -> None:
     import wire
     from cluster_here import cluster_here
 
-    from inductor_passes.cluster_file import as_json
+    from inductor_passes.machine.cluster_file import as_json
 
     torch.set_num_threads(options.threads)
     torch._dynamo.config.recompile_limit = 64  # the variants share the code of the model

@@ -20,7 +20,7 @@ from report import environment
 from rich.console import Console
 from rich.table import Table
 
-from inductor_passes.presets import preset
+from inductor_passes.machine.presets import preset
 from simplefsdp.models.options import ActivationCheckpointing, ModelOptions, ParallelOptions
 from simplefsdp.sweep.cells import Cell
 from simplefsdp.sweep.models import swept_llama

@@ -24,9 +24,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from transfers import link
 
-from simplefsdp.dedupe import dedupe_gathers
+from simplefsdp.compiler.dedupe import dedupe_gathers
+from simplefsdp.compiler.recompute import tag_for_recompute
 from simplefsdp.inspection.torch_passes import module_stack
-from simplefsdp.recompute import tag_for_recompute
 
 GPU_PROBES_REPLACED = (
     "torch_manual and torch_auto on CPU: GPU probes replaced in benchmarks/torch_passes.py "

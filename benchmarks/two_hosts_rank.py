@@ -33,8 +33,8 @@ from torch.fx import Node
 from transfers import link as modelled_link
 from two_hosts import ADDRESSES, INTERFACE, RANKS, Options
 
-from inductor_passes.cluster import Cluster
-from inductor_passes.cluster_file import as_json
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.cluster_file import as_json
 from simplefsdp.calibrate.measure import sweep_for
 from simplefsdp.calibrate.report import CalibrationReport
 from simplefsdp.calibrate.session import measure_beside, measure_compute, measure_wires

@@ -19,7 +19,7 @@ from torch_passes import auto_backend, manual_backend
 
 from inductor_passes.rehearsal import Settings
 from simplefsdp import simple_fsdp
-from simplefsdp.backend import simplefsdp
+from simplefsdp.compiler.backend import simplefsdp
 from simplefsdp.models.llama3 import Llama
 
 

@@ -2,7 +2,7 @@
 
     python -m inductor_passes program.txt -p merge,order,simulate
 
-The text is that of :mod:`inductor_passes.text`; each program that is printed can be read again.
+The text is that of :mod:`inductor_passes.ir.text`; each program that is printed can be read again.
 ``TORCH_TRACE`` has the program of every graph that the backend compiles, before the passes and
 after them. No torch is needed.
 """
@@ -13,18 +13,18 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from inductor_passes.auto import plan_auto
-from inductor_passes.bound import lower_bound_us
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.cluster import ClusterCost
-from inductor_passes.cluster_file import as_cluster
-from inductor_passes.cost import CostModel, LinearCost
-from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, overlap
-from inductor_passes.presets import PRESETS
-from inductor_passes.program import Program
-from inductor_passes.simulate import memory, simulate
-from inductor_passes.text import parse, to_text
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.program import Program
+from inductor_passes.ir.text import parse, to_text
+from inductor_passes.machine.bound import lower_bound_us
+from inductor_passes.machine.cluster import ClusterCost
+from inductor_passes.machine.cluster_file import as_cluster
+from inductor_passes.machine.cost import CostModel, LinearCost
+from inductor_passes.machine.presets import PRESETS
+from inductor_passes.machine.simulate import memory, simulate
+from inductor_passes.planner.auto import plan_auto
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.order import OverlapPolicy, overlap
 
 Pass = Callable[[Program, CostModel], Program]
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="passes:\n" + "\n".join(f"  {name:10}{f.__doc__}" for name, f in PASSES.items()),
     )
-    parser.add_argument("program", help="a file in the language of inductor_passes.text, or -")
+    parser.add_argument("program", help="a file in the language of inductor_passes.ir.text, or -")
     parser.add_argument(
         "-p", "--passes", default="merge,order,simulate", help="in turn; default: %(default)s"
     )

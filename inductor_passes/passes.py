@@ -8,15 +8,14 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from inductor_passes import fx, scheduler
-from inductor_passes.layouts import Packs, write_buckets
-from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, in_sequence, overlap, starts_in
-from inductor_passes.packing import members_to_pack
-from inductor_passes.packs import has_kernel
-from inductor_passes.plan import Plan
-from inductor_passes.portable import PortableBucket, in_program
-from inductor_passes.program import Bucket, ProgramError
+from inductor_passes.adapters import fx, scheduler
+from inductor_passes.adapters.layouts import Packs, write_buckets
+from inductor_passes.adapters.packs import has_kernel
+from inductor_passes.adapters.roofline import device_of, nodes_of
+from inductor_passes.ir.program import Bucket, ProgramError
+from inductor_passes.ir.verify import verify_unchanged
+from inductor_passes.machine.packing import members_to_pack
+from inductor_passes.planner.plan import Plan
 from inductor_passes.rehearsal import (
     Rehearsal,
     Settings,
@@ -25,8 +24,9 @@ from inductor_passes.rehearsal import (
     read,
     rehearsed,
 )
-from inductor_passes.roofline import device_of, nodes_of
-from inductor_passes.verify import verify_unchanged
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.order import OverlapPolicy, in_sequence, overlap, starts_in
+from inductor_passes.transform.portable import PortableBucket, in_program
 
 REMEDY = 'options={"bucketing": "none"} compiles without the passes'
 
@@ -47,7 +47,7 @@ def bucket_and_reorder(
     Args:
         graph: changed in place.
         settings: what to do.
-        fqn_of: as for :func:`inductor_passes.fx.read`.
+        fqn_of: as for :func:`inductor_passes.adapters.fx.read`.
         planned: the buckets, if :func:`rehearse` chose them; else they are chosen here.
 
     Raises:

@@ -10,23 +10,23 @@ from typing import Literal
 
 from torch.fx import Graph
 
-from inductor_passes import _torch, fx
-from inductor_passes.auto import plan_auto
-from inductor_passes.bound import lower_bound_us
-from inductor_passes.buckets import Assignment, plan_buckets
-from inductor_passes.cells import with_plain_sizes
-from inductor_passes.cluster import Cluster
-from inductor_passes.greedy import plan_greedy
-from inductor_passes.invariant import rank_invariant
-from inductor_passes.layouts import BucketLayout
-from inductor_passes.merge import in_one_piece, merge
-from inductor_passes.order import OverlapPolicy, overlap
-from inductor_passes.plan import Plan, evaluate
-from inductor_passes.portable import PortableBucket, in_names, in_program
-from inductor_passes.presets import preset
-from inductor_passes.program import Bucket, Collective, Op, Program, ProgramError
-from inductor_passes.roofline import cluster_of, cost_of, device_of, fused_program
-from inductor_passes.simulate import simulate
+from inductor_passes.adapters import _torch, fx
+from inductor_passes.adapters.layouts import BucketLayout
+from inductor_passes.adapters.roofline import cluster_of, cost_of, device_of, fused_program
+from inductor_passes.ir.buckets import Assignment, plan_buckets
+from inductor_passes.ir.cells import with_plain_sizes
+from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
+from inductor_passes.machine.bound import lower_bound_us
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.presets import preset
+from inductor_passes.machine.simulate import simulate
+from inductor_passes.planner.auto import plan_auto
+from inductor_passes.planner.greedy import plan_greedy
+from inductor_passes.planner.invariant import rank_invariant
+from inductor_passes.planner.plan import Plan, evaluate
+from inductor_passes.transform.merge import in_one_piece, merge
+from inductor_passes.transform.order import OverlapPolicy, overlap
+from inductor_passes.transform.portable import PortableBucket, in_names, in_program
 
 USABLE = 0.9
 """Share of a device's memory that is not left for its context, communication's own buffers and
@@ -53,8 +53,8 @@ class Auto:
 
     Attributes:
         cluster: what the machine is.
-        budget_nbytes: of memory, see :func:`inductor_passes.auto.plan_auto`; a default is at
-            most what :func:`room_nbytes` says that the cluster's devices have.
+        budget_nbytes: of memory, see :func:`inductor_passes.planner.auto.plan_auto`; a default is
+            at most what :func:`room_nbytes` says that the cluster's devices have.
         planner: ``"search"``, or ``"greedy"``, the published rule.
     """
 
@@ -75,7 +75,7 @@ class Settings:
         layout: how the members of a bucket travel.
         policy: limits of the reordering.
         units: repeated modules, whose computes collectives stay out of; see
-            :mod:`inductor_passes.units`. Without any, collectives may go anywhere.
+            :mod:`inductor_passes.planner.units`. Without any, collectives may go anywhere.
     """
 
     assignment: Assignment
@@ -206,7 +206,7 @@ def launches(rehearsal: Rehearsal) -> list[str]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the passes make of a graph, by :mod:`inductor_passes.cluster`.
+    """What the passes make of a graph, by :mod:`inductor_passes.machine.cluster`.
 
     Attributes:
         collectives: number of gathers, reduces and all-reduces before.

@@ -1,7 +1,7 @@
 """Within which sizes a plan holds that was made at one of them, from the formulas of its numbers.
 
 A graph whose sizes are open is planned once, and what is planned runs at every size: buckets and
-order stay. What it takes there follows from the formulas (:mod:`inductor_passes.sizes`); nothing
+order stay. What it takes there follows from the formulas (:mod:`inductor_passes.ir.sizes`); nothing
 is traced or planned again.
 """
 
@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import sympy
 
-from inductor_passes import _torch
-from inductor_passes.bound import lower_bound_us
-from inductor_passes.cells import Formulas, SizedProgram, Symbols
-from inductor_passes.cluster import Cluster, ClusterCost, Work
-from inductor_passes.grid import OpenProgram, Peaks
-from inductor_passes.invariant import rank_invariant
-from inductor_passes.portable import in_program
+from inductor_passes.adapters import _torch
+from inductor_passes.adapters.roofline import cost_of, fused_program
+from inductor_passes.ir.cells import Formulas, SizedProgram, Symbols
+from inductor_passes.ir.sizes import formula_of, noted
+from inductor_passes.machine.bound import lower_bound_us
+from inductor_passes.machine.cluster import Cluster, ClusterCost, Work
+from inductor_passes.machine.grid import OpenProgram, Peaks
+from inductor_passes.machine.simulate import simulate
+from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.rehearsal import Rehearsal, Settings, arranged
-from inductor_passes.roofline import cost_of, fused_program
-from inductor_passes.simulate import simulate
-from inductor_passes.sizes import formula_of, noted
+from inductor_passes.transform.portable import in_program
 
 ENDLESS = 1 << 24
 """A size that none is larger than; larger ones are not looked at."""

@@ -5,26 +5,18 @@ Wrap once, compile, train::
     simple_fsdp(model, mesh)
     model.compile(backend="simplefsdp")
 
-Read the code in this order:
+Read the code in this order; each folder imports only those above it:
 
-1. The wrap. ``wrap`` and ``placement`` make parameters shards; ``parametrization`` makes reading
-   one a gather, and ``gather`` is that gather with its backward, the reduce. ``init_flow``,
-   ``full_parameters``, ``slots``, ``outside``, ``after_wrap`` and ``refused`` make FSDP2's habits
-   work outside of forward, or refuse them by name. ``accumulation`` defers reduces, ``kept`` keeps
-   full parameters, and ``control`` is FSDP2's methods for both.
-2. The compiler's backend. ``options`` are the user's; ``backend`` checks a Dynamo graph and asks
-   the ranks to agree on it (``rank_guard``); ``dedupe`` leaves one gather per parameter,
-   ``recompute`` and ``reshard`` say which are made again in backward; ``compilation`` plans each
-   graph (``plans``: one rank for all), logs it (``census``; ``size_limits``, if sizes are open),
-   and calls the passes of ``inductor_passes``. Of layers that are alike a few are traced:
-   ``shorten`` puts a ``stand_in`` for the others, and ``lengthen`` takes it out again.
-3. Steps that are not run. ``trace`` makes the graphs of a step without memory,
-   ``repeated_layers`` and ``extrapolate_depth`` those of a deep model from a shallow one's, and
-   ``prediction`` prices them.
+1. ``frontend``, the wrap: parameters become shards, and reading one gathers it.
+2. ``compiler``, the backend: it checks a graph, plans it, and calls ``inductor_passes``.
+3. ``simulation``: steps that are not run, and what they take.
 4. ``pretrained``: values from a folder of safetensors files, and back. ``checkpoints``: the files
    of distributed ones, which are checked and never unpickled.
-5. ``inspection``, ``models``, ``train``, ``calibrate``, ``integrations`` and ``cli``, which nothing
-   above imports.
+5. ``models`` and ``launcher``, then ``sweep``, then ``inspection``, ``train``, ``calibrate`` and
+   ``integrations``, and ``cli``.
+
+All use the files beside this one, such as ``rank_guard``: ranks that are about to communicate
+differently find out before they do.
 
 What is named here is imported when it is asked for, as the command line needs no torch to be read.
 
@@ -39,15 +31,15 @@ from simplefsdp.cache_folder import leave_cache_folder_that_cannot_be_written
 from simplefsdp.version import __version__
 
 if TYPE_CHECKING:
-    from simplefsdp.accumulation import microbatch
-    from simplefsdp.full_parameters import raw_parameters, unsharded
-    from simplefsdp.grad_norm import clip_grad_norm_
-    from simplefsdp.initialize import init_weights
+    from simplefsdp.frontend.accumulation import microbatch
+    from simplefsdp.frontend.full_parameters import raw_parameters, unsharded
+    from simplefsdp.frontend.grad_norm import clip_grad_norm_
+    from simplefsdp.frontend.initialize import init_weights
+    from simplefsdp.frontend.parametrization import register_forward_method
+    from simplefsdp.frontend.wrap import simple_fsdp
     from simplefsdp.inspection.capture import inspect
-    from simplefsdp.parametrization import register_forward_method
     from simplefsdp.pretrained.load import load_pretrained
     from simplefsdp.pretrained.save import full_state_dict, save_pretrained
-    from simplefsdp.wrap import simple_fsdp
 
 __all__ = [
     "__version__",
@@ -65,17 +57,17 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "clip_grad_norm_": "grad_norm",
+    "clip_grad_norm_": "frontend.grad_norm",
     "full_state_dict": "pretrained.save",
-    "init_weights": "initialize",
+    "init_weights": "frontend.initialize",
     "inspect": "inspection.capture",
     "load_pretrained": "pretrained.load",
-    "microbatch": "accumulation",
-    "raw_parameters": "full_parameters",
-    "register_forward_method": "parametrization",
+    "microbatch": "frontend.accumulation",
+    "raw_parameters": "frontend.full_parameters",
+    "register_forward_method": "frontend.parametrization",
     "save_pretrained": "pretrained.save",
-    "simple_fsdp": "wrap",
-    "unsharded": "full_parameters",
+    "simple_fsdp": "frontend.wrap",
+    "unsharded": "frontend.full_parameters",
 }
 
 

@@ -13,7 +13,8 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch.fx import GraphModule, Node
 
-from simplefsdp import compilation, provenance
+from simplefsdp import provenance
+from simplefsdp.compiler import compilation
 
 _ops = torch.ops._c10d_functional
 STARTS = {

@@ -8,8 +8,8 @@ import torch
 from pack_checks import cases, same_bits
 from torch import Tensor
 
-from inductor_passes import packs
-from inductor_passes.roofline import cluster_of
+from inductor_passes.adapters import packs
+from inductor_passes.adapters.roofline import cluster_of
 
 
 def planned_for(device: torch.device) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_passes import packs
+from inductor_passes.adapters import packs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 COMPILED = (
@@ -69,7 +69,7 @@ def interpret() -> dict[str, Any]:
     import numpy as np
     from triton.runtime import interpreter
 
-    from inductor_passes import pack_kernels
+    from inductor_passes.adapters import pack_kernels
 
     builder, tl = interpreter.InterpreterBuilder, interpreter.tl
     cast, load, store = builder.cast_impl, builder.create_masked_load, builder.create_masked_store
@@ -130,7 +130,7 @@ def compile_for(capabilities: list[int]) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from inductor_passes import pack_kernels
+    from inductor_passes.adapters import pack_kernels
 
     class NoGpu:
         """One device per capability, of that number."""

@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx import Graph
 from zoo import Small, Zoo, batch, loss_of
 
-from inductor_passes.in_place import write_inputs_early
-from inductor_passes.simulate import live_by_use, memory
+from inductor_passes.adapters.in_place import write_inputs_early
+from inductor_passes.machine.simulate import live_by_use, memory
 from simplefsdp import clip_grad_norm_, microbatch, simple_fsdp
-from simplefsdp.observers import observing
+from simplefsdp.compiler.observers import observing
 from simplefsdp.rank_guard import RankMismatchError
 
 MICRO = 3

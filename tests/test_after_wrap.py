@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from simplefsdp import after_wrap, simple_fsdp
+from simplefsdp import simple_fsdp
+from simplefsdp.frontend import after_wrap
 
 
 def test_an_optimizer_made_before_the_wrap_is_refused_at_its_step(fake_mesh):

@@ -9,11 +9,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("inductor_passes", "simplefsdp")
 
-# Each part may import those to the left of it. The first is a package of its own.
+# Each part may import those above it. Those to ``inductor_passes`` are a package of their own.
 ORDER = (
+    ("ir",),
+    ("transform",),
+    ("machine",),
+    ("planner",),
+    ("adapters",),
+    ("executor",),
     ("inductor_passes",),
     ("_torch",),
-    ("core",),  # the wrap, the backend, and steps that are not run
+    ("core",),  # what everybody uses
+    ("frontend",),
+    ("compiler",),
+    ("simulation",),
     ("pretrained", "checkpoints"),
     ("models", "launcher"),
     ("sweep",),
@@ -48,13 +57,14 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 
 def part_of(name: str) -> str:
     package, _, rest = name.partition(".")
-    if package == "inductor_passes" or not rest:
+    if not rest:
         return package
     first = rest.split(".")[0]
-    if first in COMMANDS:
-        return "cli"
-    is_folder = (ROOT / package / first).is_dir()
-    return first if is_folder else "core"
+    if (ROOT / package / first).is_dir():
+        return first
+    if package == "inductor_passes":
+        return package
+    return "cli" if first in COMMANDS else "core"
 
 
 KNOWN = modules()

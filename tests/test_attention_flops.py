@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from inductor_passes import attention, roofline
+from inductor_passes.adapters import roofline
+from inductor_passes.machine import attention
 
 _aten = torch.ops.aten
 BATCH, HEADS, QUERIES, KEYS, WIDE, NARROW = 2, 6, 5, 7, 16, 8  # key and value differ in width

@@ -15,10 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from inductor_passes import _torch, fx, roofline
-from inductor_passes._torch_calls import call_of
-from inductor_passes.cluster import Work
-from inductor_passes.program import ProgramError
+from inductor_passes.adapters import _torch, fx, roofline
+from inductor_passes.adapters._torch_calls import call_of
+from inductor_passes.ir.program import ProgramError
+from inductor_passes.machine.cluster import Work
 
 _aten = torch.ops.aten
 BATCH, HEADS, KV_HEADS, LENGTH, CHANNELS = 2, 8, 2, 64, 16

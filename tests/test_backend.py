@@ -21,9 +21,10 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 from zoo import Zoo, batch, loss_of
 
-from simplefsdp import backend, simple_fsdp
-from simplefsdp.backend import pass_settings
-from simplefsdp.options import Options, parse_options
+from simplefsdp import simple_fsdp
+from simplefsdp.compiler import backend
+from simplefsdp.compiler.backend import pass_settings
+from simplefsdp.compiler.options import Options, parse_options
 
 EAGER = {"executor": "aot_eager"}
 
@@ -299,7 +300,8 @@ import torch, torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from simplefsdp import backend, simple_fsdp
+from simplefsdp import simple_fsdp
+from simplefsdp.compiler import backend
 
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
 model = simple_fsdp(torch.nn.Linear(8, 8), init_device_mesh("cpu", (4,)))

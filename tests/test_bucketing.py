@@ -15,10 +15,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from zoo import Small, Zoo, batch, loss_of
 
-from inductor_passes.order import OverlapPolicy
 from inductor_passes.rehearsal import Settings
+from inductor_passes.transform.order import OverlapPolicy
 from simplefsdp import simple_fsdp
-from simplefsdp.backend import simplefsdp as simplefsdp_backend
+from simplefsdp.compiler.backend import simplefsdp as simplefsdp_backend
 
 STARTS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 

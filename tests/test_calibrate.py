@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from inductor_passes.cluster_file import load
-from inductor_passes.links import Link, check_ramp
-from inductor_passes.presets import preset
+from inductor_passes.machine.cluster_file import load
+from inductor_passes.machine.links import Link, check_ramp
+from inductor_passes.machine.presets import preset
 from simplefsdp.calibrate import command, measure
 from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp, ramp_us, worst_error
 from simplefsdp.cli import main

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from inductor_passes.links import Link
+from inductor_passes.machine.links import Link
 from simplefsdp import _torch
 from simplefsdp.calibrate import collectives, measure, timers
 from simplefsdp.calibrate.fit import BucketSample, Sample, with_members

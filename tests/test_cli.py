@@ -229,7 +229,7 @@ def test_dry_run_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_import_stays_light() -> None:
     code = (
-        "import sys, simplefsdp, simplefsdp.backend\n"
+        "import sys, simplefsdp, simplefsdp.compiler.backend\n"
         "heavy = {'tyro', 'rich', 'tensorboard', 'safetensors', 'transformers', 'plotly',\n"
         "         'simplefsdp.inspection'} & {*sys.modules}\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
@@ -271,10 +271,10 @@ def test_a_launcher_checks_a_run_without_the_compiler(tmp_path: Path) -> None:
 
 def test_all_public_names_are_there_when_asked_for() -> None:
     import simplefsdp
-    import simplefsdp.full_parameters
+    import simplefsdp.frontend.full_parameters
 
     assert {name for name in simplefsdp.__all__ if not hasattr(simplefsdp, name)} == set()
-    assert simplefsdp.unsharded is simplefsdp.full_parameters.unsharded
+    assert simplefsdp.unsharded is simplefsdp.frontend.full_parameters.unsharded
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = simplefsdp.nothing
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_passes import fx, rehearsal
+from inductor_passes import rehearsal
+from inductor_passes.adapters import fx
+from inductor_passes.ir.program import ProgramError
 from inductor_passes.passes import PassError
-from inductor_passes.program import ProgramError
-from simplefsdp import census, compilation, simple_fsdp
-from simplefsdp.observers import observing
+from simplefsdp import simple_fsdp
+from simplefsdp.compiler import census, compilation
+from simplefsdp.compiler.observers import observing
 
 
 @pytest.fixture

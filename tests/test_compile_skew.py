@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from simplefsdp import compilation, simple_fsdp
+from simplefsdp import simple_fsdp
+from simplefsdp.compiler import compilation
 from simplefsdp.rank_guard import RankMismatchError
 
 GROUP_TIMEOUT_S, SLOW_S = 1.0, 3.0

@@ -20,14 +20,15 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Graph, Node
 
-import simplefsdp.compilation
+import simplefsdp.compiler.compilation
 import simplefsdp.provenance
-from inductor_passes import fx, passes, scheduler
-from inductor_passes._torch import origins_of
-from inductor_passes.layouts import BucketLayout
-from inductor_passes.order import OverlapPolicy
-from inductor_passes.program import Program
+from inductor_passes import passes
+from inductor_passes.adapters import fx, scheduler
+from inductor_passes.adapters._torch import origins_of
+from inductor_passes.adapters.layouts import BucketLayout
+from inductor_passes.ir.program import Program
 from inductor_passes.rehearsal import Settings
+from inductor_passes.transform.order import OverlapPolicy
 from simplefsdp import simple_fsdp
 from simplefsdp.models import CONFIGS
 from simplefsdp.models.llama3 import Llama
@@ -121,7 +122,7 @@ class Recorder:
         self.placed: list[tuple[list[str], list[str]]] = []
         self.in_graph: list[str] = []
         self.impose_order = passes.ImposeOrder.__call__
-        patch.setattr(simplefsdp.compilation, "bucket_and_reorder", self.graph_pass)
+        patch.setattr(simplefsdp.compiler.compilation, "bucket_and_reorder", self.graph_pass)
         recorder = self
 
         def order(impose_order, snodes):

@@ -18,19 +18,20 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
 
-from inductor_passes import copies, fx, packs, passes
-from inductor_passes.buckets import Assignment
-from inductor_passes.copies import source_of
-from inductor_passes.layouts import BucketLayout, write_buckets
-from inductor_passes.merge import merge
-from inductor_passes.packs import PACK, UNPACK
+from inductor_passes import passes
+from inductor_passes.adapters import copies, fx, packs
+from inductor_passes.adapters.copies import source_of
+from inductor_passes.adapters.layouts import BucketLayout, write_buckets
+from inductor_passes.adapters.packs import PACK, UNPACK
+from inductor_passes.adapters.roofline import work_of
+from inductor_passes.ir.buckets import Assignment
+from inductor_passes.ir.program import Bucket
+from inductor_passes.ir.verify import verify_unchanged
+from inductor_passes.machine.presets import preset
 from inductor_passes.passes import bucket_and_reorder
-from inductor_passes.portable import Member, PortableBucket
-from inductor_passes.presets import preset
-from inductor_passes.program import Bucket
 from inductor_passes.rehearsal import Auto, Settings
-from inductor_passes.roofline import work_of
-from inductor_passes.verify import verify_unchanged
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.portable import Member, PortableBucket
 
 _aten, _ops, _prims = torch.ops.aten, torch.ops._c10d_functional, torch.ops.prims
 BF16, FP32 = torch.bfloat16, torch.float32

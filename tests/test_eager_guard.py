@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from simplefsdp import eager_guard, simple_fsdp
+from simplefsdp import simple_fsdp
+from simplefsdp.frontend import eager_guard
 from simplefsdp.rank_guard import RankMismatchError, agree, waiting_s
 
 

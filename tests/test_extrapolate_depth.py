@@ -17,17 +17,17 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from inductor_passes import fx
-from inductor_passes.presets import preset
-from inductor_passes.program import Program
-from inductor_passes.roofline import cost_of
-from inductor_passes.simulate import memory
+from inductor_passes.adapters import fx
+from inductor_passes.adapters.roofline import cost_of
+from inductor_passes.ir.program import Program
+from inductor_passes.machine.presets import preset
+from inductor_passes.machine.simulate import memory
 from simplefsdp import _torch, simple_fsdp
-from simplefsdp.extrapolate_depth import SHALLOW, deepen, trace_deep
+from simplefsdp.frontend.placement import local_nbytes
 from simplefsdp.inspection.modules import modules_of_step
-from simplefsdp.placement import local_nbytes
 from simplefsdp.provenance import carried_fqn as fqn_of
-from simplefsdp.trace import TracedStep, trace
+from simplefsdp.simulation.extrapolate_depth import SHALLOW, deepen, trace_deep
+from simplefsdp.simulation.trace import TracedStep, trace
 
 DEPTH = SHALLOW + 2
 

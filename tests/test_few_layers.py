@@ -14,8 +14,9 @@ from torch import nn
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from simplefsdp import lengthen, shorten, simple_fsdp
-from simplefsdp.observers import observing
+from simplefsdp import simple_fsdp
+from simplefsdp.compiler import lengthen, shorten
+from simplefsdp.compiler.observers import observing
 
 DIM, DEPTH = 8, 9
 LEFT_OUT = DEPTH - shorten.HEAD - 1 - shorten.TAIL

@@ -13,12 +13,12 @@ from test_fx_adapter import Recorder, same_numbers
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from inductor_passes import fx
-from inductor_passes.order import OverlapPolicy
-from inductor_passes.program import Program
-from inductor_passes.verify import verify_unchanged
+from inductor_passes.adapters import fx
+from inductor_passes.ir.program import Program
+from inductor_passes.ir.verify import verify_unchanged
+from inductor_passes.transform.order import OverlapPolicy
 from simplefsdp import simple_fsdp
-from simplefsdp.backend import simplefsdp
+from simplefsdp.compiler.backend import simplefsdp
 from simplefsdp.provenance import carried_fqn as fqn_of
 
 WIDTH, VOCAB = 6, 7  # neither divides among 4 ranks

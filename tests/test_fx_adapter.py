@@ -16,17 +16,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from zoo import Zoo, batch, loss_of
 
-import simplefsdp.compilation
+import simplefsdp.compiler.compilation
 import simplefsdp.provenance
-from inductor_passes import _torch, fx, passes
-from inductor_passes.buckets import Assignment, plan_buckets
-from inductor_passes.layouts import BucketLayout, write_buckets
-from inductor_passes.merge import in_one_piece, merge
+from inductor_passes import passes
+from inductor_passes.adapters import _torch, fx
+from inductor_passes.adapters.layouts import BucketLayout, write_buckets
+from inductor_passes.ir.buckets import Assignment, plan_buckets
+from inductor_passes.ir.program import Program, ProgramError
+from inductor_passes.ir.text import parse
+from inductor_passes.ir.verify import verify_unchanged
 from inductor_passes.passes import PassError, bucket_and_reorder
-from inductor_passes.program import Program, ProgramError
 from inductor_passes.rehearsal import Settings
-from inductor_passes.text import parse
-from inductor_passes.verify import verify_unchanged
+from inductor_passes.transform.merge import in_one_piece, merge
 from simplefsdp import simple_fsdp
 
 _ops, _aten = torch.ops._c10d_functional, torch.ops.aten
@@ -98,7 +99,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.before: list[Graph] = []
         self.after: list[Graph] = []
-        monkeypatch.setattr(simplefsdp.compilation, "bucket_and_reorder", self)
+        monkeypatch.setattr(simplefsdp.compiler.compilation, "bucket_and_reorder", self)
 
     def __call__(self, graph: Graph, settings: Settings, *args: Any) -> None:
         self.before.append(copied(graph))

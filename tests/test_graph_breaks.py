@@ -14,7 +14,8 @@ from test_parity import compare_gradients, global_loss
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from simplefsdp import breaks, inspect, simple_fsdp
+from simplefsdp import inspect, simple_fsdp
+from simplefsdp.compiler import breaks
 
 
 def train_and_compare(names, options):

@@ -25,7 +25,7 @@ def no_collectives(monkeypatch):
     def refuse(*args):
         raise AssertionError("gathered")
 
-    monkeypatch.setattr("simplefsdp.parametrization.gather", refuse)
+    monkeypatch.setattr("simplefsdp.frontend.parametrization.gather", refuse)
 
 
 def meta_zoo() -> nn.Module:

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from inductor_passes import json_file
-from inductor_passes.cluster_file import as_json, load
-from inductor_passes.json_file import parse_json, read_json
-from inductor_passes.presets import preset
+from inductor_passes.ir import json_file
+from inductor_passes.ir.json_file import parse_json, read_json
+from inductor_passes.machine.cluster_file import as_json, load
+from inductor_passes.machine.presets import preset
 from simplefsdp.cache_folder import leave_cache_folder_that_cannot_be_written
 from simplefsdp.cli import main
 from simplefsdp.inspection.profile import read_profiles

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from simplefsdp import init_weights, initialize, simple_fsdp
+from simplefsdp import init_weights, simple_fsdp
+from simplefsdp.frontend import initialize
 
 
 class Net(nn.Module):

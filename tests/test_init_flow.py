@@ -10,7 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from simplefsdp import init_flow, rank_guard, simple_fsdp
+from simplefsdp import rank_guard, simple_fsdp
+from simplefsdp.frontend import init_flow
 
 
 class Layer(nn.Module):

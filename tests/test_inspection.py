@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, overlap
-from inductor_passes.simulate import memory, simulate
-from inductor_passes.text import parse
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.simulate import memory, simulate
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.order import OverlapPolicy, overlap
 from simplefsdp.inspection.diff import describe_changes, texts
 from simplefsdp.inspection.document import graph_document
 from simplefsdp.inspection.explain import Limits, explain
@@ -25,7 +25,7 @@ from simplefsdp.inspection.memory import memory_report
 from simplefsdp.inspection.names import shorten_blocks, shorten_fqns
 from simplefsdp.inspection.report import GraphReport, report_graph
 from simplefsdp.inspection.tables import print_graph
-from simplefsdp.prediction import predict_program
+from simplefsdp.simulation.prediction import predict_program
 
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
 

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import simplefsdp
-from inductor_passes.text import parse
+from inductor_passes.ir.text import parse
 from simplefsdp.inspection.capture import compare
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from inductor_passes.presets import preset
-from inductor_passes.text import parse
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.presets import preset
 from simplefsdp.cli import main
 from simplefsdp.inspection import options
 from simplefsdp.inspection.explain import Reason

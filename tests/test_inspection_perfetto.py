@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, overlap
-from inductor_passes.text import parse
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.text import parse
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.order import OverlapPolicy, overlap
 from simplefsdp.inspection.explain import Limits
 from simplefsdp.inspection.perfetto import trace_events
 from simplefsdp.inspection.report import PlanReport, report_graph
-from simplefsdp.prediction import StepPrediction, predict_program
+from simplefsdp.simulation.prediction import StepPrediction, predict_program
 
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
 

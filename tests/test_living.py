@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from simplefsdp import simple_fsdp
-from simplefsdp.living import known_fqns
+from simplefsdp.frontend.living import known_fqns
 
 
 class Named(nn.Module):

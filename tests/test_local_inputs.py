@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from simplefsdp import simple_fsdp
-from simplefsdp.observers import observing
+from simplefsdp.compiler.observers import observing
 
 
 class _Shifted(nn.Module):

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_passes.loops import name_of
-from inductor_passes.matmuls import ADD_MATMUL, add_matmuls_in_place
-from inductor_passes.roofline import flops_of
+from inductor_passes.adapters.loops import name_of
+from inductor_passes.adapters.matmuls import ADD_MATMUL, add_matmuls_in_place
+from inductor_passes.adapters.roofline import flops_of
 from simplefsdp import microbatch, simple_fsdp
-from simplefsdp.observers import observing
+from simplefsdp.compiler.observers import observing
 
 
 def traced(step, *inputs):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from inductor_passes import _torch
+from inductor_passes.adapters import _torch
 from simplefsdp import clip_grad_norm_, init_weights, microbatch, simple_fsdp, unsharded
 from simplefsdp.models import LlamaConfig
 from simplefsdp.models.llama3 import Llama

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from simplefsdp import initialize, outside, simple_fsdp, unsharded
+from simplefsdp import simple_fsdp, unsharded
+from simplefsdp.frontend import initialize, outside
 
 
 def fill(model: nn.Module) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch._inductor import config
 from zoo import VOCAB, WIDTH, Zoo
 
-from inductor_passes import copies, packs, passes
-from inductor_passes.program import Collective
+from inductor_passes import passes
+from inductor_passes.adapters import copies, packs
+from inductor_passes.ir.program import Collective
 from simplefsdp import simple_fsdp
 
 

@@ -15,8 +15,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_passes import fx, packs
-from inductor_passes.roofline import work_of
+from inductor_passes.adapters import fx, packs
+from inductor_passes.adapters.roofline import work_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -128,8 +128,8 @@ def test_triton_is_not_needed_where_there_is_no_gpu():
     script = """
 import sys
 sys.modules["triton"] = None  # as if it were not installed
-import torch, simplefsdp.backend
-from inductor_passes import packs
+import torch, simplefsdp.compiler.backend
+from inductor_passes.adapters import packs
 assert packs.PACK([torch.ones(2)], 1, [2], torch.bfloat16).tolist() == [1, 1]
 assert not packs.has_kernel(torch.device("cpu"))
 """

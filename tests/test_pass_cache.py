@@ -18,10 +18,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from inductor_passes.order import OverlapPolicy
 from inductor_passes.passes import ImposeOrder
-from simplefsdp import backend, cache_key, simple_fsdp
-from simplefsdp.options import parse_options
+from inductor_passes.transform.order import OverlapPolicy
+from simplefsdp import simple_fsdp
+from simplefsdp.compiler import backend, cache_key
+from simplefsdp.compiler.options import parse_options
 
 WIDTH = 8
 MANUAL = {"bucketing": "manual"}

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_passes import _torch, _torch_lowering
-from inductor_passes._torch_calls import flops_formula, is_size
-from inductor_passes.stored import RepeatLimits
+from inductor_passes.adapters import _torch, _torch_lowering
+from inductor_passes.adapters._torch_calls import flops_formula, is_size
+from inductor_passes.machine.stored import RepeatLimits
 from simplefsdp import _torch as simplefsdp_torch
 
 _ops, _aten = torch.ops._c10d_functional, torch.ops.aten
@@ -532,7 +532,7 @@ def test_fusions_that_hold_more(asked, frees):
 
 
 def test_one_hot_is_compared():
-    """What `inductor_passes.loops` takes for a loop: a number in each row of a constant."""
+    """A loop to `inductor_passes.adapters.loops`: a number in each row of a constant."""
     from torch._inductor.utils import run_and_get_code
 
     def function(i):

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import rehearsal
 from inductor_passes.passes import PassError
-from simplefsdp import plans, simple_fsdp
-from simplefsdp.observers import observing
+from simplefsdp import simple_fsdp
+from simplefsdp.compiler import plans
+from simplefsdp.compiler.observers import observing
 from simplefsdp.rank_guard import RankMismatchError
 
 AUTO = {"executor": "aot_eager", "rank_guard_timeout_s": 30}

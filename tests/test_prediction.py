@@ -9,18 +9,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from inductor_passes import fx
-from inductor_passes.buckets import assign_by_module
-from inductor_passes.invariant import rank_invariant
+from inductor_passes.adapters import fx
+from inductor_passes.adapters.roofline import cost_of, fused_program
+from inductor_passes.ir.buckets import assign_by_module
+from inductor_passes.machine.presets import preset
+from inductor_passes.machine.simulate import memory
 from inductor_passes.passes import rehearse
-from inductor_passes.presets import preset
+from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.rehearsal import Auto, Settings, room_nbytes
-from inductor_passes.roofline import cost_of, fused_program
-from inductor_passes.simulate import memory
 from simplefsdp import simple_fsdp
-from simplefsdp.prediction import StepPrediction, predict_step
 from simplefsdp.provenance import carried_fqn as fqn_of
-from simplefsdp.trace import trace
+from simplefsdp.simulation.prediction import StepPrediction, predict_step
+from simplefsdp.simulation.trace import trace
 
 WIDTH, ROWS = 256, 8
 

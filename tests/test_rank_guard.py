@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from simplefsdp import plans, simple_fsdp
+from simplefsdp import simple_fsdp
+from simplefsdp.compiler import plans
 from simplefsdp.rank_guard import RankMismatchError, agree
 
 OPTIONS = {"executor": "aot_eager", "rank_guard_timeout_s": 5}

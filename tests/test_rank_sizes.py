@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import sympy
 
-from inductor_passes.cells import CellError, SizedProgram, Symbols
-from inductor_passes.text import parse
-from simplefsdp.rank_sizes import RankFormulas, with_ranks
+from inductor_passes.ir.cells import CellError, SizedProgram, Symbols
+from inductor_passes.ir.text import parse
+from simplefsdp.simulation.rank_sizes import RankFormulas, with_ranks
 
 RANKS = sympy.Symbol("ranks", positive=True, integer=True)
 

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from simplefsdp import raw_parameters, reading, register_forward_method, simple_fsdp
+from simplefsdp import raw_parameters, register_forward_method, simple_fsdp
+from simplefsdp.frontend import reading
 
 
 class Probe(nn.Module):
@@ -36,7 +37,7 @@ def no_collectives(monkeypatch):
     def refuse(*args):
         raise AssertionError("gathered")
 
-    return lambda: monkeypatch.setattr("simplefsdp.parametrization.gather", refuse)
+    return lambda: monkeypatch.setattr("simplefsdp.frontend.parametrization.gather", refuse)
 
 
 def test_outside_forward_it_is_the_parameter_that_is_trained(solo_mesh, no_collectives):

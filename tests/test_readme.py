@@ -14,7 +14,7 @@ import pytest
 import torch
 from launched import launch
 
-from simplefsdp.options import Options
+from simplefsdp.compiler.options import Options
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

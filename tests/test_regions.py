@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from inductor_passes import _torch_lowering, regional, straight_line
-from inductor_passes.regions import Region, cut, graph_of, structure_of
+from inductor_passes.adapters import _torch_lowering
+from inductor_passes.executor import regional, straight_line
+from inductor_passes.executor.regions import Region, cut, graph_of, structure_of
 from simplefsdp import simple_fsdp
+from simplefsdp.compiler.observers import observing
 from simplefsdp.models import CONFIGS
 from simplefsdp.models.llama3 import Llama
-from simplefsdp.observers import observing
 
 DIM = 16
 

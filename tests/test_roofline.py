@@ -12,14 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 from torch.utils.flop_counter import flop_registry
 
-from inductor_passes import _torch, fx, roofline
-from inductor_passes.cluster import ClusterCost, Work
-from inductor_passes.fx import Reading
+from inductor_passes.adapters import _torch, fx, roofline
+from inductor_passes.adapters.fx import Reading
+from inductor_passes.adapters.roofline import cluster_of, device_of, nodes_of, work_of
+from inductor_passes.machine.cluster import ClusterCost, Work
+from inductor_passes.machine.presets import PRESETS, preset
+from inductor_passes.machine.simulate import simulate
 from inductor_passes.passes import rehearse
-from inductor_passes.presets import PRESETS, preset
 from inductor_passes.rehearsal import predict
-from inductor_passes.roofline import cluster_of, device_of, nodes_of, work_of
-from inductor_passes.simulate import simulate
 from simplefsdp import simple_fsdp
 from simplefsdp.models import LlamaConfig
 from simplefsdp.models.llama3 import Llama

@@ -19,10 +19,10 @@ from scale_cells import Cell, makes_sense, rank_of
 from scale_report import PUBLISHED, compared, misses, print_cell, print_summary
 from scale_variants import VARIANTS
 
-from inductor_passes.cluster import ClusterCost
-from inductor_passes.presets import preset
-from inductor_passes.roofline import nodes_of
-from inductor_passes.simulate import simulate
+from inductor_passes.adapters.roofline import nodes_of
+from inductor_passes.machine.cluster import ClusterCost
+from inductor_passes.machine.presets import preset
+from inductor_passes.machine.simulate import simulate
 
 LAYERS = 2
 CELL = Cell("debug", 16, 1, layers=LAYERS, seq_len=256)

@@ -13,11 +13,13 @@ from layers import Layers
 from torch import nn
 
 import simplefsdp
-from inductor_passes.cells import SizedProgram, Symbols
-from inductor_passes.cluster import ClusterCost, Work
-from inductor_passes.layouts import BucketLayout
-from inductor_passes.presets import preset
-from inductor_passes.program import Program
+from inductor_passes.adapters.layouts import BucketLayout
+from inductor_passes.ir.cells import SizedProgram, Symbols
+from inductor_passes.ir.program import Program
+from inductor_passes.ir.sizes import Size
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.cluster import ClusterCost, Work
+from inductor_passes.machine.presets import preset
 from inductor_passes.size_range import (
     ENDLESS,
     OpenPlan,
@@ -27,12 +29,11 @@ from inductor_passes.size_range import (
     open_plan,
     range_of,
 )
-from inductor_passes.sizes import Size
-from inductor_passes.text import parse
-from simplefsdp import simple_fsdp, size_limits
-from simplefsdp.observers import observing
-from simplefsdp.prediction import predict_rehearsed
-from simplefsdp.size_limits import SizeLimits, describe_range
+from simplefsdp import simple_fsdp
+from simplefsdp.compiler import size_limits
+from simplefsdp.compiler.observers import observing
+from simplefsdp.compiler.size_limits import SizeLimits, describe_range
+from simplefsdp.simulation.prediction import predict_rehearsed
 
 ROWS, OTHER = sympy.symbols("rows other", positive=True, integer=True)
 H100 = preset("h100")

@@ -11,26 +11,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.cells import CellError, Formulas, SizedProgram, Symbols
-from inductor_passes.cluster import ClusterCost
-from inductor_passes.plan import scheduled
-from inductor_passes.presets import preset
-from inductor_passes.program import Program
-from inductor_passes.simulate import memory, simulate
-from inductor_passes.text import parse
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.cells import CellError, Formulas, SizedProgram, Symbols
+from inductor_passes.ir.program import Program
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.cluster import ClusterCost
+from inductor_passes.machine.presets import preset
+from inductor_passes.machine.simulate import memory, simulate
+from inductor_passes.planner.plan import scheduled
 from simplefsdp import simple_fsdp
-from simplefsdp.extrapolate_depth import trace_deep
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.layout import make_mesh, plan_layout
 from simplefsdp.models.options import ModelOptions, ParallelOptions
-from simplefsdp.prediction import shards_of
+from simplefsdp.simulation.extrapolate_depth import trace_deep
+from simplefsdp.simulation.prediction import shards_of
+from simplefsdp.simulation.trace import TracedStep, averaging, trace
 from simplefsdp.sweep.cells import Cell, cell_steps, planned
 from simplefsdp.sweep.models import SweptModel, _are_alike, swept_llama, swept_target
 from simplefsdp.sweep.plans import plans_of
 from simplefsdp.sweep.traced import OpenGraph, OpenStep, open_step
 from simplefsdp.sweep.traces import CellSweep
-from simplefsdp.trace import TracedStep, averaging, trace
 
 H100 = preset("h100")
 

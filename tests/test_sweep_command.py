@@ -9,19 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from inductor_passes.cells import CellError
-from inductor_passes.cluster import UnknownLinkError
+from inductor_passes.ir.cells import CellError
+from inductor_passes.machine.cluster import UnknownLinkError
 from simplefsdp.cli import main
 from simplefsdp.inspection.names import nbytes_text, over_text, time_text
 from simplefsdp.inspection.options import DESCRIPTION, InspectOptions
 from simplefsdp.inspection.sweep_command import _largest, _told_options
 from simplefsdp.inspection.sweep_document import pareto, reason
 from simplefsdp.launcher.errors import UserError
+from simplefsdp.simulation.trace import UntraceableError
 from simplefsdp.sweep.axes import cells_of, parse_axes
 from simplefsdp.sweep.cells import Cell, CellStep
 from simplefsdp.sweep.fit import largest
 from simplefsdp.sweep.traces import CellSweep
-from simplefsdp.trace import UntraceableError
 
 DEFAULT = Cell(1, 8192, 64)
 SMALL = ["--model", "debug", "--layers", "1"]

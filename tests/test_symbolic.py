@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from inductor_passes.cells import CellError, Symbols
+from inductor_passes.ir.cells import CellError, Symbols
 from inductor_passes.size_range import ENDLESS
 from simplefsdp._torch.symbolic import open_inputs, open_sizes, opened
 

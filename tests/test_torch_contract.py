@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from simplefsdp import _torch, reading, recurrent
+from simplefsdp import _torch
 from simplefsdp._torch import backends, checkpoints, tensors
 from simplefsdp.checkpoints.metadata import metadata_of, read_metadata
+from simplefsdp.frontend import reading, recurrent
 from simplefsdp.rank_guard import RankMismatchError
 
 
@@ -420,7 +421,7 @@ def test_dynamo_starts_at_no_function_of_torchs(monkeypatch):
 
 def test_a_reset_of_torchs_reaches_a_backend(monkeypatch):
     """For what was compiled by name, and, since we say so, for what is compiled again after one."""
-    from simplefsdp.backend import simplefsdp
+    from simplefsdp.compiler.backend import simplefsdp
 
     called = []
     monkeypatch.setattr(simplefsdp, "reset", lambda: called.append(1))

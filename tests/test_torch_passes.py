@@ -10,8 +10,8 @@ import pytest
 import torch
 from graphs import capture
 
-from inductor_passes import fx
-from inductor_passes.program import Program
+from inductor_passes.adapters import fx
+from inductor_passes.ir.program import Program
 from simplefsdp import simple_fsdp
 from simplefsdp.inspection.torch_passes import torch_manual, units_of
 from simplefsdp.models import CONFIGS

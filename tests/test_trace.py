@@ -10,13 +10,13 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inductor_passes import fx
+from inductor_passes.adapters import fx
 from simplefsdp import simple_fsdp
+from simplefsdp.frontend.placement import data_parallel, shard
 from simplefsdp.models import CONFIGS
 from simplefsdp.models.llama3 import Llama
-from simplefsdp.placement import data_parallel, shard
 from simplefsdp.provenance import carried_fqn as fqn_of
-from simplefsdp.trace import trace
+from simplefsdp.simulation.trace import trace
 
 
 def test_a_model_that_no_machine_holds(fake_mesh):

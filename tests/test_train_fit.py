@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from inductor_passes.cluster import Cluster
-from inductor_passes.cluster_file import save
-from inductor_passes.presets import preset
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.cluster_file import save
+from inductor_passes.machine.presets import preset
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.models.layout import plan_layout
 from simplefsdp.models.options import ModelOptions, ParallelOptions

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_passes import fx
-from inductor_passes.roofline import work_of
-from inductor_passes.unrounded import write_sums_unrounded
+from inductor_passes.adapters import fx
+from inductor_passes.adapters.roofline import work_of
+from inductor_passes.adapters.unrounded import write_sums_unrounded
 from simplefsdp import simple_fsdp
-from simplefsdp.compilation import Compilation, observe
-from simplefsdp.size_limits import SizeLimits
-from simplefsdp.trace import trace
+from simplefsdp.compiler.compilation import Compilation, observe
+from simplefsdp.compiler.size_limits import SizeLimits
+from simplefsdp.simulation.trace import trace
 
 _aten, _ops, _prims = torch.ops.aten, torch.ops._c10d_functional, torch.ops.prims
 RANKS, M, K, N = 4, 24, 16, 8

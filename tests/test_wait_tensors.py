@@ -21,12 +21,12 @@ from test_fx_adapter import (
 from torch._inductor import config
 from torch.distributed import _functional_collectives as funcol
 
-from inductor_passes import fx, scheduler
-from inductor_passes.layouts import BucketLayout
+from inductor_passes.adapters import fx, scheduler
+from inductor_passes.adapters.layouts import BucketLayout
+from inductor_passes.ir.program import ProgramError
+from inductor_passes.ir.verify import verify_unchanged
 from inductor_passes.passes import bucket_and_reorder
-from inductor_passes.program import ProgramError
 from inductor_passes.rehearsal import Settings
-from inductor_passes.verify import verify_unchanged
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.15", reason="there is none before 2.15")
 _ops = torch.ops._c10d_functional

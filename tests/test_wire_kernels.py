@@ -17,7 +17,7 @@ from rows import Row
 from transfers import link
 from wire_lane import Kernels, Lane
 
-from inductor_passes.presets import preset
+from inductor_passes.machine.presets import preset
 
 
 def test_the_kernels_are_accepted_for_an_h100(tmp_path, monkeypatch):

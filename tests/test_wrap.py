@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from zoo import Zoo, batch, loss_of
 
 from simplefsdp import simple_fsdp
+from simplefsdp.frontend.wrapped import LAYOUTS
 from simplefsdp.rank_guard import RankMismatchError
-from simplefsdp.wrapped import LAYOUTS
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def no_collectives(monkeypatch):
     def refuse(*args):
         raise AssertionError("gathered")
 
-    monkeypatch.setattr("simplefsdp.parametrization.gather", refuse)
+    monkeypatch.setattr("simplefsdp.frontend.parametrization.gather", refuse)
 
 
 def test_names_shapes_and_classes_are_those_of_the_plain_model(fake_mesh):

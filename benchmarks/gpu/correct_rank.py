@@ -31,8 +31,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import simplefsdp
-from inductor_passes import copies, packs, passes
-from simplefsdp import backend
+from inductor_passes import passes
+from inductor_passes.adapters import copies, packs
+from simplefsdp.compiler import backend
 from simplefsdp.launcher.follow import follow
 
 RANKS = 2
@@ -226,7 +227,7 @@ def _operators(device_type: str) -> Any:
     """On CUDA the kernel, which is nowhere else, on CPU its plain twin."""
     if device_type != "cuda":
         return packs
-    from inductor_passes import pack_kernels
+    from inductor_passes.adapters import pack_kernels
 
     return pack_kernels
 

@@ -17,7 +17,7 @@ from variants import BUILDERS
 from wire_lane import PRIORITY
 from workloads import disconnect, rows, use_calibration
 
-from inductor_passes.cluster_file import as_json
+from inductor_passes.machine.cluster_file import as_json
 
 # First those that the others are held against, then ours, so that a part cut short says the most.
 VARIANTS = (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ledger import NOTED, Part
 from rows import GPU_ROWS, Row
 
-from inductor_passes.cluster import Peak
+from inductor_passes.machine.cluster import Peak
 
 # One layer and a wire that is slow enough to be seen.
 SMALLEST = {"smallest": Row(layers=1, dim=128, vocab=256, seq_len=32, batch=1, latency_us=500.0)}

@@ -144,4 +144,4 @@ __all__ = [
     "tree_map_only",
 ]
 
-compile_modules_of_torch_too("simplefsdp", "simplefsdp.backend.simplefsdp")
+compile_modules_of_torch_too("simplefsdp", "simplefsdp.compiler.backend.simplefsdp")

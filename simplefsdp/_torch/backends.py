@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
-from inductor_passes._torch_lowering import reuse_at_once
+from inductor_passes.adapters._torch_lowering import reuse_at_once
 from simplefsdp._torch.cache_files import broken_files_removed
 from simplefsdp._torch.cpp_kernels import kernels_together
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner

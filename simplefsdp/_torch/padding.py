@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from inductor_passes._torch import size_hint
+from inductor_passes.adapters._torch import size_hint
 
 log = logging.getLogger("simplefsdp")
 

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 
-from inductor_passes.cells import CellError
+from inductor_passes.ir.cells import CellError
 from inductor_passes.size_range import ENDLESS, OpenSize
 from simplefsdp._torch.dynamo import input_name
 

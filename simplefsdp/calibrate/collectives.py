@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from inductor_passes.cluster import LINK_KINDS
-from inductor_passes.program import CollectiveKind
+from inductor_passes.ir.program import CollectiveKind
+from inductor_passes.machine.cluster import LINK_KINDS
 from simplefsdp.calibrate.fit import BucketSample, Sample
 from simplefsdp.calibrate.measure import Sweep, matmuls
 from simplefsdp.calibrate.timers import Call, medians_us, timer_for

@@ -9,8 +9,8 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inductor_passes.cluster import Cluster
-from inductor_passes.cluster_file import as_cluster, save
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.cluster_file import as_cluster, save
 from simplefsdp.launcher.errors import user_errors
 from simplefsdp.launcher.follow import follow_launcher, under_torchrun
 from simplefsdp.models.configs import config_of, layer_numels

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from inductor_passes.links import Link, Ramp, fraction
+from inductor_passes.machine.links import Link, Ramp, fraction
 
 _TOLERANCE = 0.1  # of relative errors, within which the simpler fit is taken
 

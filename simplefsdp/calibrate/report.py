@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from inductor_passes.cluster import Peak
-from inductor_passes.links import Link
-from inductor_passes.program import CollectiveKind
+from inductor_passes.ir.program import CollectiveKind
+from inductor_passes.machine.cluster import Peak
+from inductor_passes.machine.links import Link
 from simplefsdp.calibrate.fit import Sample, ramp_us
 from simplefsdp.words import plural
 

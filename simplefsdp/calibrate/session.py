@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inductor_passes.cluster import Peak, Wire
-from inductor_passes.links import Ramp
+from inductor_passes.machine.cluster import Peak, Wire
+from inductor_passes.machine.links import Ramp
 from simplefsdp.calibrate import collectives, measure
 from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp, with_members, without_delays
 from simplefsdp.calibrate.measure import Sweep

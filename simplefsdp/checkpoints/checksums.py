@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from inductor_passes.json_file import MIB, read_json, typed
+from inductor_passes.ir.json_file import MIB, read_json, typed
 
 NAME = "checksums.json"
 _FORMAT = "simplefsdp checksums"

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from inductor_passes.cluster import Cluster
-from inductor_passes.cluster_file import as_cluster
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.cluster_file import as_cluster
 from inductor_passes.rehearsal import Rehearsal, Settings, launches
+from simplefsdp.compiler.observers import CompiledGraph, assumed_cluster, observing
 from simplefsdp.inspection.document import document
 from simplefsdp.inspection.modules import modules_of
 from simplefsdp.inspection.plans import limits_of
 from simplefsdp.inspection.report import GraphReport, PlanReport, report_graph
-from simplefsdp.observers import CompiledGraph, assumed_cluster, observing
-from simplefsdp.prediction import StepPrediction, predict_rehearsed
+from simplefsdp.simulation.prediction import StepPrediction, predict_rehearsed
 
 if TYPE_CHECKING:
     from simplefsdp.inspection.matching import Comparison

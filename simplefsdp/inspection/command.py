@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from inductor_passes.cluster import Cluster
+from inductor_passes.machine.cluster import Cluster
 from simplefsdp.inspection.options import (
     FILES,
     InspectOptions,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from inductor_passes.program import Collective, Op, Program
-from inductor_passes.text import to_text
+from inductor_passes.ir.program import Collective, Op, Program
+from inductor_passes.ir.text import to_text
 from simplefsdp.inspection.names import shorten_fqns
 from simplefsdp.words import plural
 
@@ -13,7 +13,7 @@ Places = dict[str | tuple[str, str], tuple[int, int]]
 
 
 def texts(before: Program, after: Program) -> str:
-    """Both programs in full, in the language of :mod:`inductor_passes.text`."""
+    """Both programs in full, in the language of :mod:`inductor_passes.ir.text`."""
     return f"# before the passes\n{to_text(before)}\n# after the passes\n{to_text(after)}"
 
 

@@ -27,8 +27,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from simplefsdp.compiler.size_limits import describe_range
 from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
-from simplefsdp.size_limits import describe_range
 
 VERSION = 1
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from simplefsdp.wrap import simple_fsdp
+from simplefsdp.frontend.wrap import simple_fsdp
 
 WIDTH = 2048
 

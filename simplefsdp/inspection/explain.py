@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from inductor_passes.order import OverlapPolicy
-from inductor_passes.program import Collective, Program
-from inductor_passes.simulate import Span, Timeline
+from inductor_passes.ir.program import Collective, Program
+from inductor_passes.machine.simulate import Span, Timeline
+from inductor_passes.transform.order import OverlapPolicy
 from simplefsdp.inspection.lanes import Lane, arrivals, lanes_of
 from simplefsdp.inspection.names import nbytes_text
 from simplefsdp.words import plural

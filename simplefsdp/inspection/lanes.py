@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from inductor_passes.program import Program
-from inductor_passes.simulate import Span, Timeline
+from inductor_passes.ir.program import Program
+from inductor_passes.machine.simulate import Span, Timeline
 
 
 def arrivals(program: Program, timeline: Timeline) -> list[float]:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from inductor_passes.program import Program
-from inductor_passes.simulate import Memory, live_at_peak, live_by_use
+from inductor_passes.ir.program import Program
+from inductor_passes.machine.simulate import Memory, live_at_peak, live_by_use
 from simplefsdp.inspection.names import block_of
 
 
@@ -43,7 +43,7 @@ def memory_report(
 
     Args:
         program: the one that ``memory`` is of.
-        memory: see :func:`inductor_passes.simulate.memory`.
+        memory: see :func:`inductor_passes.machine.simulate.memory`.
         arrival: when each op begins, and the end.
         module_of: module path by op or input name; what is not there has no module.
     """

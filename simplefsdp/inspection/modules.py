@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch.fx import Graph, Node
 
-from simplefsdp.trace import TracedStep
+from simplefsdp.simulation.trace import TracedStep
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
 

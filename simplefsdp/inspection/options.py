@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from inductor_passes.cluster import Cluster
-from inductor_passes.cluster_file import as_cluster
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.cluster_file import as_cluster
 from simplefsdp.choices import Mode
 from simplefsdp.models.options import ActivationCheckpointing, ParallelOptions
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from simplefsdp.compiler.size_limits import describe_range
 from simplefsdp.inspection.document import bucket_document, plan_document
 from simplefsdp.inspection.names import block_of, shorten_blocks, time_text
 from simplefsdp.inspection.report import GraphReport, PlanReport
-from simplefsdp.size_limits import describe_range
 from simplefsdp.words import counted, plural
 
 _ASSETS = Path(__file__).parent / "assets"

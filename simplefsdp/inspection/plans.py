@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from inductor_passes.buckets import assign_by_module
-from inductor_passes.cluster import Cluster
-from inductor_passes.invariant import rank_invariant
+from inductor_passes.ir.buckets import assign_by_module
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.simulate import memory
+from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.rehearsal import Auto, Settings
-from inductor_passes.simulate import memory
 from simplefsdp.inspection.explain import Limits
 from simplefsdp.inspection.options import OwnPlan, PlanName
 from simplefsdp.inspection.report import PlanReport, report_plan
 from simplefsdp.inspection.subject import Subject
-from simplefsdp.prediction import GraphPrediction, predict_step
+from simplefsdp.simulation.prediction import GraphPrediction, predict_step
 
 
 def settings_of(
@@ -42,7 +42,7 @@ def inspect_plan(
         budget_nbytes: of an automatic plan, see :class:`inductor_passes.rehearsal.Auto`.
 
     Raises:
-        BudgetError, ValueError: as for :func:`simplefsdp.prediction.predict_step`, and
+        BudgetError, ValueError: as for :func:`simplefsdp.simulation.prediction.predict_step`, and
             :func:`simplefsdp.inspection.torch_passes.predict_torch_step`.
     """
     traced, nbytes = subject.step, subject.parameters_nbytes

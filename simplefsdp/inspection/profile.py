@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inductor_passes.json_file import shown
+from inductor_passes.ir.json_file import shown
 from simplefsdp.inspection.intervals import Intervals, difference, union
 from simplefsdp.inspection.trace_json import events_of, load_trace, spans_of
 from simplefsdp.inspection.wire_events import Told, told_by, transfer_of_launches
@@ -44,7 +44,7 @@ class Transfer:
     """A measured collective.
 
     Attributes:
-        kind: as of :class:`inductor_passes.program.Collective`.
+        kind: as of :class:`inductor_passes.ir.program.Collective`.
         name: of the event.
         begin_us: in the trace's clock.
         end_us: likewise.

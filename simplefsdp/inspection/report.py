@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from inductor_passes.cluster import ClusterCost
-from inductor_passes.program import Op, Program
-from inductor_passes.simulate import Span
+from inductor_passes.ir.program import Op, Program
+from inductor_passes.machine.cluster import ClusterCost
+from inductor_passes.machine.simulate import Span
 from inductor_passes.size_range import SizeRange
 from simplefsdp.inspection.explain import Exposure, Limits, explain
 from simplefsdp.inspection.lanes import Lane, arrivals, lanes_of
 from simplefsdp.inspection.memory import MemoryReport, memory_report
 from simplefsdp.inspection.names import block_of, shorten_fqns
-from simplefsdp.prediction import GraphPrediction, StepPrediction
+from simplefsdp.simulation.prediction import GraphPrediction, StepPrediction
 
 BY_CONFIG = "6 per parameter and token, and attention without its mask (PaLM, appendix B)"
 BY_TRACE = "three times those of the forward's matmuls, as traced"
@@ -29,7 +29,7 @@ class BucketReport:
         name: of its start op.
         label: what the planner calls it.
         kind, nbytes, dtype, group, ranks, fqns, window: see
-            :class:`inductor_passes.program.Collective`.
+            :class:`inductor_passes.ir.program.Collective`.
         members: how many collectives were merged.
         exposure: when it runs, what is exposed, and why.
         launched_at: the first compute after its start, with its module.

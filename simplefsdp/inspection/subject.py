@@ -21,14 +21,14 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from simplefsdp.extrapolate_depth import trace_deep
+from simplefsdp.frontend.placement import local_nbytes
 from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.models import config_of, flops_per_token
 from simplefsdp.models.build import llama_with_loss
 from simplefsdp.models.options import ModelOptions, ParallelOptions
-from simplefsdp.placement import local_nbytes
-from simplefsdp.trace import TracedStep, UntraceableError, averaging, trace
+from simplefsdp.simulation.extrapolate_depth import trace_deep
+from simplefsdp.simulation.trace import TracedStep, UntraceableError, averaging, trace
 
 
 @dataclass(frozen=True)

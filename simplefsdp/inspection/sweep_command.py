@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from inductor_passes.cells import CellError
-from inductor_passes.cluster import Cluster, UnknownLinkError
+from inductor_passes.ir.cells import CellError
+from inductor_passes.machine.cluster import Cluster, UnknownLinkError
 from inductor_passes.rehearsal import USABLE
 from simplefsdp.inspection.names import nbytes_text, over_text, time_text
 from simplefsdp.inspection.options import InspectOptions, parallel_options, recomputed
@@ -23,6 +23,7 @@ from simplefsdp.inspection.tables import console
 from simplefsdp.inspection.working import working
 from simplefsdp.launcher.errors import UserError, user_errors
 from simplefsdp.models.options import ActivationCheckpointing, ModelOptions
+from simplefsdp.simulation.trace import UntraceableError
 from simplefsdp.sweep.axes import cells_of, parse_axes
 from simplefsdp.sweep.cells import Cell, CellStep
 from simplefsdp.sweep.fit import MOST, largest
@@ -34,7 +35,6 @@ from simplefsdp.sweep.models import (
 )
 from simplefsdp.sweep.plans import SWEEP_PLANS, SweepPlan
 from simplefsdp.sweep.traces import CellSweep
-from simplefsdp.trace import UntraceableError
 from simplefsdp.words import plural
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from simplefsdp.compiler.size_limits import describe_range
 from simplefsdp.inspection.names import (
     block_of,
     nbytes_text,
@@ -12,7 +13,6 @@ from simplefsdp.inspection.names import (
     time_text,
 )
 from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
-from simplefsdp.size_limits import describe_range
 from simplefsdp.words import counted, plural
 
 if TYPE_CHECKING:

@@ -31,18 +31,18 @@ from unittest.mock import patch
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from inductor_passes import fx
-from inductor_passes.buckets import assign_by_module
-from inductor_passes.cluster import Cluster, ClusterCost
-from inductor_passes.program import Program
+from inductor_passes.adapters import fx
+from inductor_passes.adapters.roofline import cost_of, fused_program
+from inductor_passes.ir.buckets import assign_by_module
+from inductor_passes.ir.program import Program
+from inductor_passes.machine.cluster import Cluster, ClusterCost
+from inductor_passes.machine.simulate import memory, simulate
 from inductor_passes.rehearsal import no_garbage_collection
-from inductor_passes.roofline import cost_of, fused_program
-from inductor_passes.simulate import memory, simulate
 from simplefsdp import provenance
 from simplefsdp.inspection.options import TorchPlan
-from simplefsdp.prediction import GraphPrediction, StepPrediction, predict_step
 from simplefsdp.provenance import carried_fqn as fqn_of
-from simplefsdp.trace import TracedStep
+from simplefsdp.simulation.prediction import GraphPrediction, StepPrediction, predict_step
+from simplefsdp.simulation.trace import TracedStep
 
 _FX_PASSES = "torch._inductor.fx_passes."
 _MANUAL = ("overlap_manual_scheduling", "manual_overlap_bucketing")

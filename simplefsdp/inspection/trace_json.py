@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from inductor_passes.json_file import MIB, read_json, shown
+from inductor_passes.ir.json_file import MIB, read_json, shown
 
 _MAX_NBYTES = 4096 * MIB
 _LATEST_US = 1e18  # thousands of years

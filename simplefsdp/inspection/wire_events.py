@@ -26,7 +26,7 @@ class Told(NamedTuple):
     """A transfer, as its event tells of it.
 
     Attributes:
-        kind: as of :class:`inductor_passes.program.Collective`.
+        kind: as of :class:`inductor_passes.ir.program.Collective`.
         nbytes: of the full tensors.
         after_us: when it begins, counted from the begin of the launch, on CPU.
         takes_us: what the model says, on CPU.

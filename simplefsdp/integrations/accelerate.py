@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from simplefsdp.grad_norm import clip_grad_norm_
+from simplefsdp.frontend.grad_norm import clip_grad_norm_
+from simplefsdp.frontend.wrapped import LAYOUTS
 from simplefsdp.integrations import checkpoint
 from simplefsdp.pretrained.save import full_state_dict
-from simplefsdp.wrapped import LAYOUTS
 
 
 class Accelerator(accelerate.Accelerator):

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from simplefsdp.checkpoints.metadata import NAME as METADATA
 from simplefsdp.checkpoints.opened import CheckpointFiles, fill, open_files, verify
 from simplefsdp.checkpoints.saving import ChecksumWriter
-from simplefsdp.full_parameters import full_of
+from simplefsdp.frontend.full_parameters import full_of
+from simplefsdp.frontend.wrapped import is_wrapped
 from simplefsdp.rank_guard import agree, ranks_of
-from simplefsdp.wrapped import is_wrapped
 
 log = logging.getLogger("simplefsdp")
 FOLDER = "simplefsdp"  # in a library's own checkpoint folder

@@ -31,12 +31,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from simplefsdp._torch import is_compiled
-from simplefsdp.accumulation import microbatch
-from simplefsdp.grad_norm import clip_grad_norm_
-from simplefsdp.parametrization import cast_in_forward
-from simplefsdp.precision import without_override
-from simplefsdp.wrap import simple_fsdp
-from simplefsdp.wrapped import POLICY, is_wrapped
+from simplefsdp.frontend.accumulation import microbatch
+from simplefsdp.frontend.grad_norm import clip_grad_norm_
+from simplefsdp.frontend.parametrization import cast_in_forward
+from simplefsdp.frontend.precision import without_override
+from simplefsdp.frontend.wrap import simple_fsdp
+from simplefsdp.frontend.wrapped import POLICY, is_wrapped
 
 _Strategy: Any = object  # of Lightning, one or the other
 

@@ -20,10 +20,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from torchtitan.trainer import Trainer
 
-from simplefsdp.accumulation import microbatch
-from simplefsdp.control import set_gradient_divide_factor
-from simplefsdp.wrap import simple_fsdp
-from simplefsdp.wrapped import is_wrapped
+from simplefsdp.frontend.accumulation import microbatch
+from simplefsdp.frontend.control import set_gradient_divide_factor
+from simplefsdp.frontend.wrap import simple_fsdp
+from simplefsdp.frontend.wrapped import is_wrapped
 
 _FAMILIES = ("llama3", "qwen3")  # in torchtitan.models
 

@@ -44,7 +44,7 @@ def wrapped_model(
 
 def wrap(model: nn.Module, options: ParallelOptions, mesh: DeviceMesh) -> nn.Module:
     """``model``, in place, wrapped over all dimensions of the mesh but ``tp``."""
-    from simplefsdp.wrap import simple_fsdp
+    from simplefsdp.frontend.wrap import simple_fsdp
 
     return simple_fsdp(
         model,

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simplefsdp.initialize import reset_parameters
+from simplefsdp.frontend.initialize import reset_parameters
+from simplefsdp.frontend.wrapped import is_wrapped, plain_classes
 from simplefsdp.pretrained.huggingface import is_transformers
 from simplefsdp.pretrained.named import few
-from simplefsdp.wrapped import is_wrapped, plain_classes
 
 _KEEP = "_is_hf_initialized"  # transformers' initialisers leave alone what has it
 

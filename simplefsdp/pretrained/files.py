@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inductor_passes.json_file import MIB, read_json, shown, typed
+from inductor_passes.ir.json_file import MIB, read_json, shown, typed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from simplefsdp.initialize import materialize, shard_offsets
+from simplefsdp.frontend.initialize import materialize, shard_offsets
 from simplefsdp.pretrained import buffers
 from simplefsdp.pretrained.files import Entry, entries_of, opened
 from simplefsdp.pretrained.match import Rename, match

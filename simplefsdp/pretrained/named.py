@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplefsdp.wrapped import is_wrapped
+from simplefsdp.frontend.wrapped import is_wrapped
 
 _COMPILED = "_orig_mod."  # torch.compile(module) puts it into names
 

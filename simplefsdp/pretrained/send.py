@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from simplefsdp.full_parameters import full_of
+from simplefsdp.frontend.full_parameters import full_of
 
 # Of all ranks' pieces together, on the receiver.
 _PIECE_NBYTES = 1 << 24

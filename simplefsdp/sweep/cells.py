@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from inductor_passes.cells import Formulas
-from inductor_passes.cluster import Cluster, ClusterCost
-from inductor_passes.grid import OpenProgram, Taken, taken
+from inductor_passes.ir.cells import Formulas
+from inductor_passes.machine.cluster import Cluster, ClusterCost
+from inductor_passes.machine.grid import OpenProgram, Taken, taken
 from inductor_passes.rehearsal import USABLE
-from simplefsdp.prediction import optimizer_us
+from simplefsdp.simulation.prediction import optimizer_us
 from simplefsdp.sweep.plans import SweepPlan, plans_of
 from simplefsdp.sweep.traced import OpenStep
 
@@ -102,7 +102,7 @@ def cell_steps(
 
     Args:
         planned: the step.
-        cells: that it holds for, see :meth:`inductor_passes.cells.Symbols.check`.
+        cells: that it holds for, see :meth:`inductor_passes.ir.cells.Symbols.check`.
         cluster: the machine.
         nodes_of: how many nodes a group of each dimension of the mesh spans, by the number of
             ranks.

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from inductor_passes.json_file import MIB, read_json, shown, typed
-from simplefsdp.extrapolate_depth import SHALLOW
+from inductor_passes.ir.json_file import MIB, read_json, shown, typed
 from simplefsdp.models.build import WithLoss, llama_with_loss, wrap
 from simplefsdp.models.configs import config_of, flops_per_token
 from simplefsdp.models.options import ModelOptions, ParallelOptions
+from simplefsdp.simulation.extrapolate_depth import SHALLOW
 
 _MAX_NBYTES = 16 * MIB
 

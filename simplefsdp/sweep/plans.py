@@ -1,7 +1,7 @@
 """The plans that a sweep looks at: made once, for all cells, and then the best of each cell.
 
-They are regular ones (:mod:`inductor_passes.regular`), at which the automatic planner's search
-begins; what it finds beyond them takes seconds per cell.
+They are regular ones (:mod:`inductor_passes.planner.regular`), at which the automatic planner's
+search begins; what it finds beyond them takes seconds per cell.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.grid import OpenProgram
-from inductor_passes.plan import scheduled
-from inductor_passes.program import Bucket, Program, ProgramError
-from inductor_passes.regular import few_shapes, regular
-from inductor_passes.segments import bare, lines_of, named_buckets
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.program import Bucket, Program, ProgramError
+from inductor_passes.machine.grid import OpenProgram
+from inductor_passes.planner.plan import scheduled
+from inductor_passes.planner.regular import few_shapes, regular
+from inductor_passes.planner.segments import bare, lines_of, named_buckets
 from simplefsdp.sweep.traced import OpenGraph, OpenStep
 
 SweepPlan = Literal["auto", "manual", "none"]

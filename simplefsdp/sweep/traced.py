@@ -11,16 +11,16 @@ import sympy
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from inductor_passes import fx
-from inductor_passes.cells import Symbols
-from inductor_passes.cluster import Work
-from inductor_passes.program import Program
-from inductor_passes.roofline import fused_program, work_of
-from inductor_passes.sizes import formula_of, noted
+from inductor_passes.adapters import fx
+from inductor_passes.adapters.roofline import fused_program, work_of
+from inductor_passes.ir.cells import Symbols
+from inductor_passes.ir.program import Program
+from inductor_passes.ir.sizes import formula_of, noted
+from inductor_passes.machine.cluster import Work
 from simplefsdp._torch.symbolic import opened
 from simplefsdp.provenance import carried_fqn
-from simplefsdp.rank_sizes import RankFormulas, with_ranks
-from simplefsdp.trace import TracedStep
+from simplefsdp.simulation.rank_sizes import RankFormulas, with_ranks
+from simplefsdp.simulation.trace import TracedStep
 
 RANKS = "ranks"
 

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from inductor_passes.cells import CellError
-from inductor_passes.cluster import Cluster, nodes_spanned
+from inductor_passes.ir.cells import CellError
+from inductor_passes.machine.cluster import Cluster, nodes_spanned
 from inductor_passes.rehearsal import no_garbage_collection
 from simplefsdp._torch.symbolic import open_sizes
-from simplefsdp.extrapolate_depth import trace_deep
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.layout import RankLayout, make_mesh, plan_layout
 from simplefsdp.models.options import ParallelOptions
-from simplefsdp.prediction import shards_of
+from simplefsdp.simulation.extrapolate_depth import trace_deep
+from simplefsdp.simulation.prediction import shards_of
+from simplefsdp.simulation.trace import TracedStep, averaging, trace
 from simplefsdp.sweep.cells import Cell, CellStep, PlannedStep, cell_steps, planned
 from simplefsdp.sweep.models import SweptModel
 from simplefsdp.sweep.plans import SweepPlan
 from simplefsdp.sweep.traced import OpenStep, RankGroup, open_step
-from simplefsdp.trace import TracedStep, averaging, trace
 
 _GROWING = ("dp", "replicate")
 _BATCHES = (3, 5)  # no powers of two: products with them are like no sizes of a model

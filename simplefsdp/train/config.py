@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
-from inductor_passes.json_file import shown, typed
+from inductor_passes.ir.json_file import shown, typed
 from simplefsdp.choices import Bucketing, Executor
 from simplefsdp.models.options import ModelOptions, ParallelOptions
 
@@ -262,7 +262,7 @@ def _number(value: int | str | None) -> int | None:
 
 
 def _check_compile(options: CompileOptions) -> None:
-    from simplefsdp.options import parse_options  # with torch
+    from simplefsdp.compiler.options import parse_options  # with torch
 
     try:
         parse_options(backend_options(options))

@@ -7,10 +7,10 @@ from rich.table import Table
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Parameter
 
+from simplefsdp.frontend.placement import local_nbytes
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.build import wrapped_model
 from simplefsdp.models.layout import RankLayout, make_mesh, precision_policy
-from simplefsdp.placement import local_nbytes
 from simplefsdp.train import elastic
 from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.optim import allocate_state, make_optimizer

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from simplefsdp.control import reshard, unshard
+from simplefsdp.frontend.control import reshard, unshard
 from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models.build import cross_entropy
 from simplefsdp.train.metrics import EvalRecord

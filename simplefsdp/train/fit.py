@@ -11,9 +11,9 @@ from multiprocessing import get_context
 
 import torch
 
-from inductor_passes.cluster import Cluster
-from inductor_passes.cluster_file import as_cluster
-from inductor_passes.roofline import cluster_of
+from inductor_passes.adapters.roofline import cluster_of
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.cluster_file import as_cluster
 from simplefsdp.launcher.follow import follow
 from simplefsdp.models.layout import RankLayout
 from simplefsdp.sweep.cells import Cell, CellStep

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simplefsdp.accumulation import microbatch
-from simplefsdp.compilation import begin_preparing
-from simplefsdp.grad_norm import clip_grad_norm_
+from simplefsdp.compiler.compilation import begin_preparing
+from simplefsdp.frontend.accumulation import microbatch
+from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import config_of, flops_per_token

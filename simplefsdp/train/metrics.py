@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inductor_passes.json_file import parse_json
+from inductor_passes.ir.json_file import parse_json
 from simplefsdp.train import runs
 
 # Dense bfloat16 peaks in FLOP/s, from NVIDIA's data sheets, by part of the device's name.

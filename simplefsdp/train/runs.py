@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from inductor_passes.json_file import MIB, read_json, typed
+from inductor_passes.ir.json_file import MIB, read_json, typed
 from simplefsdp.checkpoints import checksums
 from simplefsdp.train.config import TrainConfig
 

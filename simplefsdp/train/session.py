@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from simplefsdp.checkpoints.opened import verify
-from simplefsdp.initialize import init_weights
+from simplefsdp.frontend.initialize import init_weights
 from simplefsdp.launcher.errors import UserError, user_errors
 from simplefsdp.launcher.launch import StopRequest
 from simplefsdp.launcher.ranks import Rank, refuse

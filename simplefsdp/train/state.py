@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inductor_passes.json_file import parse_json
+from inductor_passes.ir.json_file import parse_json
 
 MODEL = "model"
 OPTIMIZER = "optimizer"

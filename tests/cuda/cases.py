@@ -33,16 +33,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from inductor_passes import regional
-from inductor_passes._torch_calls import call_of
+from inductor_passes.adapters._torch_calls import call_of
+from inductor_passes.executor import regional
 from inductor_passes.rehearsal import Rehearsal
 from simplefsdp import simple_fsdp
+from simplefsdp.compiler.observers import CompiledGraph, observing
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models import LlamaConfig
 from simplefsdp.models.build import cross_entropy
 from simplefsdp.models.llama3 import Llama
 from simplefsdp.models.tensor_parallel import apply_tensor_parallel
-from simplefsdp.observers import CompiledGraph, observing
 
 
 @dataclass(frozen=True)

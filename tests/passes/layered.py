@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from inductor_passes.cost import LinearCost
-from inductor_passes.program import Bucket, Program
-from inductor_passes.text import parse
+from inductor_passes.ir.program import Bucket, Program
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.cost import LinearCost
 
 KINDS = ("forward", "backward", "hybrid", "replicate", "mixed", "tensor_parallel")
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from inductor_passes.cost import LinearCost
-from inductor_passes.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
+from inductor_passes.ir.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
+from inductor_passes.machine.cost import LinearCost
 
 # Easy to add up by hand: a compute op takes 10 us, a collective 1 us per byte.
 ROUND_COST = LinearCost(latency_us=0, link_gb_s=1e-3, memory_gb_s=float("inf"), launch_us=10)

@@ -14,16 +14,16 @@ from dataclasses import replace
 from layered import KINDS, layered
 from programs import random_program
 
-from inductor_passes.auto import plan_auto
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.cost import CostModel, LinearCost
-from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, overlap, starts_in
-from inductor_passes.plan import BudgetError
-from inductor_passes.program import Bucket, Program, ProgramError
-from inductor_passes.simulate import memory, simulate
-from inductor_passes.text import parse, to_text
-from inductor_passes.verify import verify_unchanged
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.program import Bucket, Program, ProgramError
+from inductor_passes.ir.text import parse, to_text
+from inductor_passes.ir.verify import verify_unchanged
+from inductor_passes.machine.cost import CostModel, LinearCost
+from inductor_passes.machine.simulate import memory, simulate
+from inductor_passes.planner.auto import plan_auto
+from inductor_passes.planner.plan import BudgetError
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.order import OverlapPolicy, overlap, starts_in
 
 NUMBER = 300
 FEW = 2_000  # ops that a search simulates

@@ -11,17 +11,17 @@ import pytest
 from layered import KINDS, all_plans, layered
 from programs import ROUND_COST, layers, random_program, renamed
 
-from inductor_passes import auto
-from inductor_passes import buckets as module
-from inductor_passes.auto import plan_auto
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.cost import LinearCost
-from inductor_passes.greedy import plan_greedy
-from inductor_passes.invariant import rank_invariant
-from inductor_passes.plan import BudgetError, Plan, evaluate, scheduled
-from inductor_passes.program import Program
-from inductor_passes.simulate import memory
-from inductor_passes.text import parse
+from inductor_passes.ir import buckets as module
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.program import Program
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.cost import LinearCost
+from inductor_passes.machine.simulate import memory
+from inductor_passes.planner import auto
+from inductor_passes.planner.auto import plan_auto
+from inductor_passes.planner.greedy import plan_greedy
+from inductor_passes.planner.invariant import rank_invariant
+from inductor_passes.planner.plan import BudgetError, Plan, evaluate, scheduled
 
 ROOM = 10**9
 FEW = 4_000  # ops that a search simulates

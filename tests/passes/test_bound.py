@@ -9,14 +9,14 @@ import pytest
 from layered import KINDS, all_plans, layered
 from programs import ROUND_COST, layers, random_program
 
-from inductor_passes.bound import lower_bound_us
-from inductor_passes.buckets import Assignment, plan_buckets
-from inductor_passes.cost import LinearCost
-from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, overlap
-from inductor_passes.program import ProgramError
-from inductor_passes.simulate import simulate
-from inductor_passes.text import parse
+from inductor_passes.ir.buckets import Assignment, plan_buckets
+from inductor_passes.ir.program import ProgramError
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.bound import lower_bound_us
+from inductor_passes.machine.cost import LinearCost
+from inductor_passes.machine.simulate import simulate
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.order import OverlapPolicy, overlap
 
 
 @pytest.mark.parametrize(

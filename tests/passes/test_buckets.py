@@ -8,10 +8,10 @@ import random
 import pytest
 from programs import layers, random_program
 
-from inductor_passes import buckets as module
-from inductor_passes.buckets import Assignment, assign_by_module, plan_buckets
-from inductor_passes.program import Bucket
-from inductor_passes.text import parse
+from inductor_passes.ir import buckets as module
+from inductor_passes.ir.buckets import Assignment, assign_by_module, plan_buckets
+from inductor_passes.ir.program import Bucket
+from inductor_passes.ir.text import parse
 
 LLAMA = [
     "embed.weight",

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from programs import GROUPS, random_program
 
-from inductor_passes import cluster as cluster_module
-from inductor_passes.cluster import Cluster, ClusterCost, Peak, Wire, Work, nodes_spanned
-from inductor_passes.cluster_file import as_cluster, load, save
-from inductor_passes.links import Link, fraction
-from inductor_passes.presets import PRESETS, preset
-from inductor_passes.program import Collective
-from inductor_passes.simulate import simulate
+from inductor_passes.ir.program import Collective
+from inductor_passes.machine import cluster as cluster_module
+from inductor_passes.machine.cluster import Cluster, ClusterCost, Peak, Wire, Work, nodes_spanned
+from inductor_passes.machine.cluster_file import as_cluster, load, save
+from inductor_passes.machine.links import Link, fraction
+from inductor_passes.machine.presets import PRESETS, preset
+from inductor_passes.machine.simulate import simulate
 
 # Easy to add up by hand: 1 TFLOP/s, 1 GB/s of memory, links of 10 us and 1 GB/s.
 ROUND = Cluster(

@@ -9,7 +9,7 @@ import pytest
 from programs import layers
 
 from inductor_passes.__main__ import main
-from inductor_passes.text import parse
+from inductor_passes.ir.text import parse
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 from layered import KINDS, layered
 from programs import ROUND_COST, layers
 
-from inductor_passes.auto import CLOSE, plan_auto
-from inductor_passes.greedy import plan_greedy
-from inductor_passes.plan import BudgetError
-from inductor_passes.text import parse
+from inductor_passes.ir.text import parse
+from inductor_passes.planner.auto import CLOSE, plan_auto
+from inductor_passes.planner.greedy import plan_greedy
+from inductor_passes.planner.plan import BudgetError
 
 ROOM = 10**9
 FQNS = [f"layers.{k}.weight" for k in range(6)]

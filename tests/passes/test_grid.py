@@ -8,13 +8,13 @@ import pytest
 import sympy
 from programs import random_program
 
-from inductor_passes.cells import Formulas, SizedProgram, Symbols, with_plain_sizes
-from inductor_passes.cluster import ClusterCost, Work
-from inductor_passes.grid import OpenProgram, taken
-from inductor_passes.presets import preset
-from inductor_passes.program import Program
-from inductor_passes.simulate import memory, simulate
-from inductor_passes.sizes import Size
+from inductor_passes.ir.cells import Formulas, SizedProgram, Symbols, with_plain_sizes
+from inductor_passes.ir.program import Program
+from inductor_passes.ir.sizes import Size
+from inductor_passes.machine.cluster import ClusterCost, Work
+from inductor_passes.machine.grid import OpenProgram, taken
+from inductor_passes.machine.presets import preset
+from inductor_passes.machine.simulate import memory, simulate
 
 SEQ = sympy.Symbol("seq", positive=True, integer=True)
 SYMBOLS = Symbols({"seq": (SEQ,)})

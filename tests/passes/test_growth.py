@@ -9,12 +9,12 @@ from typing import Any
 
 from layered import layered
 
-from inductor_passes.fusion import Loop
-from inductor_passes.merge import merge
-from inductor_passes.plan import evaluate
-from inductor_passes.program import Bucket, Program
-from inductor_passes.stored import as_stored
-from inductor_passes.text import parse
+from inductor_passes.ir.program import Bucket, Program
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.fusion import Loop
+from inductor_passes.machine.stored import as_stored
+from inductor_passes.planner.plan import evaluate
+from inductor_passes.transform.merge import merge
 
 
 def steps(work: Callable[[], object]) -> int:

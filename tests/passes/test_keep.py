@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.cost import LinearCost
-from inductor_passes.keep import Costed, choose_kept, keeping
-from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, overlap
-from inductor_passes.simulate import memory, simulate
-from inductor_passes.text import parse
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.cost import LinearCost
+from inductor_passes.machine.simulate import memory, simulate
+from inductor_passes.planner.keep import Costed, choose_kept, keeping
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.order import OverlapPolicy, overlap
 
 LAYERS = 4
 FQNS = [f"layers.{k}.weight" for k in range(LAYERS)]

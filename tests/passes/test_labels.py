@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from programs import ROUND_COST
 
-from inductor_passes import auto
-from inductor_passes import buckets as module
-from inductor_passes.auto import plan_auto
-from inductor_passes.buckets import assign_by_module, new_label, of_few_members, plan_buckets
-from inductor_passes.merge import bucket_class
-from inductor_passes.plan import evaluate
-from inductor_passes.program import Bucket
-from inductor_passes.regular import few_shapes, regular
-from inductor_passes.segments import bare, lines_of, named_buckets
-from inductor_passes.text import parse
+from inductor_passes.ir import buckets as module
+from inductor_passes.ir.buckets import assign_by_module, new_label, of_few_members, plan_buckets
+from inductor_passes.ir.program import Bucket
+from inductor_passes.ir.text import parse
+from inductor_passes.planner import auto
+from inductor_passes.planner.auto import plan_auto
+from inductor_passes.planner.plan import evaluate
+from inductor_passes.planner.regular import few_shapes, regular
+from inductor_passes.planner.segments import bare, lines_of, named_buckets
+from inductor_passes.transform.merge import bucket_class
 
 # The parameters of `norm` are read before and after the layers: two runs, norm and norm'.
 FQNS = [

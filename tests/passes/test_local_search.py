@@ -9,12 +9,13 @@ import pytest
 from layered import KINDS, layered
 from programs import ROUND_COST, layers
 
-from inductor_passes import local_search
-from inductor_passes.bound import lower_bound_us
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.invariant import common_ops, rank_invariant
-from inductor_passes.local_search import LocalSearch
-from inductor_passes.moves import (
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.bound import lower_bound_us
+from inductor_passes.planner import local_search
+from inductor_passes.planner.invariant import common_ops, rank_invariant
+from inductor_passes.planner.local_search import LocalSearch
+from inductor_passes.planner.moves import (
     all_turned,
     apart,
     around,
@@ -24,9 +25,9 @@ from inductor_passes.moves import (
     repairs,
     small_repairs,
 )
-from inductor_passes.plan import evaluate
-from inductor_passes.regular import Shape, least, regular
-from inductor_passes.segments import (
+from inductor_passes.planner.plan import evaluate
+from inductor_passes.planner.regular import Shape, least, regular
+from inductor_passes.planner.segments import (
     END,
     FIRST,
     Segment,
@@ -38,8 +39,7 @@ from inductor_passes.segments import (
     state_of,
     windows_of,
 )
-from inductor_passes.text import parse
-from inductor_passes.tried import launches_price
+from inductor_passes.planner.tried import launches_price
 
 BACKWARD = parse(layers(8, "backward"))
 LINES = lines_of(bare(BACKWARD))

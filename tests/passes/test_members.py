@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from inductor_passes.bound import lower_bound_us
-from inductor_passes.cluster import Cluster, ClusterCost, Peak, Wire
-from inductor_passes.cluster_file import load, save
-from inductor_passes.cost import LinearCost
-from inductor_passes.links import Link, between
-from inductor_passes.merge import in_one_piece, merge
-from inductor_passes.presets import PRESETS, preset
-from inductor_passes.program import Bucket, Collective, Program
-from inductor_passes.simulate import simulate
-from inductor_passes.text import parse, to_text
+from inductor_passes.ir.program import Bucket, Collective, Program
+from inductor_passes.ir.text import parse, to_text
+from inductor_passes.machine.bound import lower_bound_us
+from inductor_passes.machine.cluster import Cluster, ClusterCost, Peak, Wire
+from inductor_passes.machine.cluster_file import load, save
+from inductor_passes.machine.cost import LinearCost
+from inductor_passes.machine.links import Link, between
+from inductor_passes.machine.presets import PRESETS, preset
+from inductor_passes.machine.simulate import simulate
+from inductor_passes.transform.merge import in_one_piece, merge
 
 LINK = Link(10.0, 1.0, member_us=4.0)
 ROUND = Cluster(

@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 from programs import layers, random_program
 
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.merge import merge
-from inductor_passes.program import Bucket, Program, ProgramError
-from inductor_passes.text import parse, to_text
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.program import Bucket, Program, ProgramError
+from inductor_passes.ir.text import parse, to_text
+from inductor_passes.transform.merge import merge
 
 TWO = """\
 input x: 64

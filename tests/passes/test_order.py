@@ -14,13 +14,13 @@ from functools import cache
 import pytest
 from programs import ROUND_COST, ancestors, descendants, layers, random_program, renamed
 
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.cost import LinearCost
-from inductor_passes.merge import merge
-from inductor_passes.order import OverlapPolicy, in_sequence, overlap, starts_in
-from inductor_passes.program import Bucket, Program
-from inductor_passes.simulate import simulate
-from inductor_passes.text import parse
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.program import Bucket, Program
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.cost import LinearCost
+from inductor_passes.machine.simulate import simulate
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.order import OverlapPolicy, in_sequence, overlap, starts_in
 
 LIMITS = (1, 2, 3)
 

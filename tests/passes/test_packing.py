@@ -8,10 +8,10 @@ from itertools import chain, combinations
 
 import pytest
 
-from inductor_passes.cluster import Cluster, Peak, Wire
-from inductor_passes.links import Link
-from inductor_passes.packing import members_to_pack
-from inductor_passes.program import Collective
+from inductor_passes.ir.program import Collective
+from inductor_passes.machine.cluster import Cluster, Peak, Wire
+from inductor_passes.machine.links import Link
+from inductor_passes.machine.packing import members_to_pack
 
 MB = 1 << 20
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from programs import layers, random_program, renamed
 
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.portable import (
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.program import Bucket
+from inductor_passes.ir.text import parse
+from inductor_passes.transform.portable import (
     Member,
     PortableBucket,
     from_json,
@@ -13,8 +15,6 @@ from inductor_passes.portable import (
     in_program,
     to_json,
 )
-from inductor_passes.program import Bucket
-from inductor_passes.text import parse
 
 TWICE = """\
 resident p: 4

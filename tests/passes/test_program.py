@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from programs import layers, random_program
 
-from inductor_passes.buckets import assign_by_module, plan_buckets
-from inductor_passes.merge import merge
-from inductor_passes.program import Buffer, Collective, Op, Program, ProgramError
-from inductor_passes.text import parse
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.program import Buffer, Collective, Op, Program, ProgramError
+from inductor_passes.ir.text import parse
+from inductor_passes.transform.merge import merge
 
 GATHER = "gather group=dp ranks=4 nbytes=64 dtype=f32"
 REDUCE = "reduce group=dp ranks=4 nbytes=64 dtype=f32 op=sum"

@@ -6,10 +6,10 @@ import pytest
 from layered import KINDS, layered
 from programs import ROUND_COST, layers
 
-from inductor_passes.invariant import rank_invariant
-from inductor_passes.merge import bucket_class
-from inductor_passes.plan import evaluate
-from inductor_passes.regular import (
+from inductor_passes.ir.text import parse
+from inductor_passes.planner.invariant import rank_invariant
+from inductor_passes.planner.plan import evaluate
+from inductor_passes.planner.regular import (
     PER_MODULE,
     Shape,
     by_room,
@@ -19,8 +19,15 @@ from inductor_passes.regular import (
     reduce_shapes,
     regular,
 )
-from inductor_passes.segments import bare, even, lines_of, named_buckets, of_kind, windows_of
-from inductor_passes.text import parse
+from inductor_passes.planner.segments import (
+    bare,
+    even,
+    lines_of,
+    named_buckets,
+    of_kind,
+    windows_of,
+)
+from inductor_passes.transform.merge import bucket_class
 
 SIZES = (10, 10, 60, 10, 10)
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from programs import ROUND_COST, layers, random_program
 
-from inductor_passes.cost import LinearCost
-from inductor_passes.program import Collective
-from inductor_passes.simulate import Span, memory, simulate, slowed_us
-from inductor_passes.text import parse
+from inductor_passes.ir.program import Collective
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.cost import LinearCost
+from inductor_passes.machine.simulate import Span, memory, simulate, slowed_us
 
 
 def gather(name: str, nbytes: int, group: str = "dp") -> str:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import sympy
 
-from inductor_passes.cells import CellError, Formulas, SizedProgram, Symbols
-from inductor_passes.sizes import Quotient, Size, fixed, formula_of, least, noted
-from inductor_passes.text import parse
+from inductor_passes.ir.cells import CellError, Formulas, SizedProgram, Symbols
+from inductor_passes.ir.sizes import Quotient, Size, fixed, formula_of, least, noted
+from inductor_passes.ir.text import parse
 
 S, B = sympy.symbols("s b", positive=True, integer=True)
 SYMBOLS = Symbols({"seq": (S,), "batch": (B,)})

@@ -7,11 +7,11 @@ from collections.abc import Collection
 import pytest
 from programs import random_program
 
-from inductor_passes.fusion import Loop
-from inductor_passes.program import Program
-from inductor_passes.simulate import memory
-from inductor_passes.stored import RepeatLimits, as_stored
-from inductor_passes.text import parse
+from inductor_passes.ir.program import Program
+from inductor_passes.ir.text import parse
+from inductor_passes.machine.fusion import Loop
+from inductor_passes.machine.simulate import memory
+from inductor_passes.machine.stored import RepeatLimits, as_stored
 
 ADD = Loop(8, 8, elementwise=True)
 COPY = Loop(8, 8)

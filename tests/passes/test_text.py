@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from programs import layers, random_program, renamed
 
-from inductor_passes.program import Buffer, Collective, Op, Program, ProgramError
-from inductor_passes.text import parse, to_text
+from inductor_passes.ir.program import Buffer, Collective, Op, Program, ProgramError
+from inductor_passes.ir.text import parse, to_text
 
 EXAMPLE = """\
 input x: 64

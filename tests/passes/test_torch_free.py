@@ -21,7 +21,10 @@ class NoTorch(MetaPathFinder):
 
 sys.meta_path.insert(0, NoTorch())
 
-from inductor_passes import auto, buckets, cost, greedy, merge, order, program, simulate, text
+from inductor_passes.ir import buckets, program, text
+from inductor_passes.machine import cost, simulate
+from inductor_passes.planner import auto, greedy
+from inductor_passes.transform import merge, order
 
 layers = text.parse(sys.stdin.read())
 fqns = [fqn for _, op in layers.starts() for fqn in op.collective.fqns]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from programs import layers
 
-from inductor_passes.order import OverlapPolicy, overlap
-from inductor_passes.text import parse, to_text
-from inductor_passes.units import Part, parts_of, with_units
+from inductor_passes.ir.text import parse, to_text
+from inductor_passes.planner.units import Part, parts_of, with_units
+from inductor_passes.transform.order import OverlapPolicy, overlap
 
 FORWARD = """
 resident p0: 16

@@ -1,0 +1,301 @@
+"""Every private part of PyTorch that the passes touch, behind a name of our own.
+
+Each has a contract test in ``tests/test_passes_contract.py`` that says what moved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from inductor_passes.adapters._torch_calls import (
+    call_of,
+    generator_written_by,
+    has_schema,
+    saves_generator,
+)
+from inductor_passes.ir.sizes import Size, is_open
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+_wait_for_several = getattr(torch.ops._c10d_functional, "wait_tensors", None)  # since 2.15
+_WAITS = {WAIT} | ({_wait_for_several.default} if _wait_for_several is not None else set())
+_COLLECTIVE_NAMESPACES = {"_c10d_functional", "_dtensor"}
+_ARGUMENTS = re.compile(r"primals_|tangents_|arg\d+_|fwd_rng_|bwd_rng_|_")  # by AOTAutograd
+_OF_NUMBERS = {getattr(torch, name) for name in dir(torch) if name.startswith("sym_")}
+
+
+def is_op(node: Node) -> bool:
+    """Whether a node calls an operator that has a schema, and not within another call."""
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def is_wait(node: Node) -> bool:
+    """Whether a node waits for functional collectives: for one result, or for a list of them."""
+    return node.target in _WAITS
+
+
+def is_collective_start(node: Node) -> bool:
+    """Whether a node launches a functional collective, data parallelism's or another."""
+    if not is_op(node) or is_wait(node):
+        return False
+    return node.target.namespace in _COLLECTIVE_NAMESPACES  # type: ignore[union-attr]
+
+
+def is_pure_python(node: Node) -> bool:
+    """Whether a node calls a function of numbers or containers: ``getitem``, ``sym_max``."""
+    module = getattr(node.target, "__module__", None)
+    return module in ("_operator", "math", "builtins") or node.target in _OF_NUMBERS
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws from a generator, so that its place among such nodes matters."""
+    if saves_generator(node):
+        return True
+    return is_op(node) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+
+
+def is_saved(name: str) -> bool:
+    """Whether an input of this name is what forward has left for backward, and no argument."""
+    return functorch_config.donated_buffer and not _ARGUMENTS.match(name)
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's one result is a view of its first tensor argument."""
+    if not is_op(node):
+        return False
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    alias = returns[0].alias_info if len(returns) == 1 else None
+    return alias is not None and not alias.is_write
+
+
+def multiplies_matrices(node: Node) -> bool:
+    """Whether a node is a matmul, a convolution or attention."""
+    packet = getattr(call_of(node).target, "overloadpacket", None)
+    return packet in flop_registry or "attention" in str(packet)
+
+
+def is_lookup_of_seed(node: Node) -> bool:
+    """Whether a node takes one of the seeds that Inductor draws for a graph at a time."""
+    from torch._inductor import inductor_prims
+
+    return node.target is inductor_prims.lookup_seed
+
+
+def module_path(node: Node) -> str | None:
+    """Path of the innermost module whose forward made a node, or whose backward it belongs to.
+
+    It begins with what the compiled function calls the model. None if it is of no module.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    path = str(list(stack.values())[-1][0])
+    # L['self']._modules['layers']._modules['3'] or L['self'].layers[3] is self.layers.3 to people.
+    return re.sub(r"(\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]", r".\2", path)
+
+
+def draws_from_seed(node: Node) -> bool:
+    """Whether a node draws random numbers from a seed that it is given. Only code that Inductor
+    generates does so: run as it is, it draws from the generator of the device."""
+    from torch._inductor import inductor_prims
+
+    return node.target in (inductor_prims.random, inductor_prims.randint)
+
+
+def has_symbols(value: Any) -> bool:
+    """Whether a traced value, or any of several, is a symbolic number or has one in its layout."""
+    if isinstance(value, (list, tuple)):
+        return any(map(has_symbols, value))
+    if isinstance(value, torch.Tensor):
+        return any(map(has_symbols, (*value.shape, *value.stride(), value.storage_offset())))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def layout_text(value: Any) -> str:
+    """How a traced value lies in memory, as far as code that is generated for it depends on it."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value) if isinstance(value, (bool, int, float)) else f"<{id(value)}>"
+    aligned = value.storage_offset() * value.element_size() % 64 == 0
+    bits = f"{aligned} {value.is_conj()} {value.is_neg()}"
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device} {bits}"
+
+
+def mutated_arguments(node: Node) -> Iterable[Node]:
+    """Nodes whose tensors ``node`` writes in place.
+
+    Of a call without a schema (a higher-order op, a user's Triton kernel) they may be any.
+    """
+    if is_pure_python(node):
+        return ()
+    call = call_of(node)
+    if not has_schema(call):
+        return node.all_input_nodes
+    found = generator_written_by(node)
+    for i, argument in enumerate(call.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = call.args[i] if i < len(call.args) else call.kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            found += [v for v in values if isinstance(v, Node)]
+    return found
+
+
+def size_hint(value: Any) -> int:
+    """``value`` if it is a number; what it was when traced if it is symbolic, 0 if unknown.
+
+    Of a symbolic one it is a :class:`~inductor_passes.ir.sizes.Size`, which knows the formula.
+    """
+    node = getattr(value, "node", None)
+    if node is None:
+        return int(value)
+    hint = getattr(node, "hint", None)
+    if hint is None:
+        return 0
+    return Size(int(hint), node.expr) if is_open(node.expr) else int(hint)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element, by the name of its dtype."""
+    return int(getattr(torch, dtype).itemsize)
+
+
+def fake_mode_of(value: Any) -> Any:
+    """The mode of a traced (fake) tensor, or list of them; operators run in it cost nothing."""
+    tensor = value[0] if isinstance(value, (list, tuple)) else value
+    return tensor.fake_mode
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Tensors made inside are real and on the CPU, though a compiler traces with fake ones, and
+    whatever the default device is."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.device("cpu"):
+        yield
+
+
+def ranks_of_group(name: str) -> list[int] | None:
+    """Global ranks of the process group with this name; None if this process has no such group."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        group = distributed_c10d._resolve_process_group(name)  # type: ignore
+    except (LookupError, RuntimeError, ValueError):
+        return None
+    return distributed_c10d.get_process_group_ranks(group)
+
+
+def device_name(device: torch.device) -> str:
+    """What a device's maker calls it, or its type if there is none here (a fake one)."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+# Inductor
+
+
+def has_wide_matmul(device: torch.device) -> bool:
+    """Whether a matmul of 16-bit numbers can write its fp32 sums there: cuBLAS's can.
+
+    Not if the user wants other libraries or generated kernels only, which Inductor has none of.
+    """
+    from torch._inductor import config
+
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    libraries = config.max_autotune_gemm_backends.upper().replace(" ", "").split(",")
+    return "ATEN" in libraries and not getattr(config.triton, "native_matmul", False)
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Operators inside run in the dtypes that they are given, whatever autocast is on."""
+    return torch._C._DisableAutocast()
+
+
+def report_output_strides(values: Sequence[Any]) -> None:
+    """Tell AOTAutograd that the outputs of the graph that is compiled lie as they were traced."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        for value in values:
+            is_tensor = isinstance(value, torch.Tensor)
+            context.output_strides.append(tuple(value.stride()) if is_tensor else None)
+
+
+# Inductor's scheduler
+
+
+def is_scheduled_start(snode: Any) -> bool:
+    """Whether a scheduler node is one collective's launch."""
+    from torch._inductor.utils import is_collective
+
+    return bool(is_collective(snode.node))
+
+
+def is_scheduled_wait(snode: Any) -> bool:
+    """Whether a scheduler node is a wait."""
+    from torch._inductor.utils import is_wait
+
+    return bool(is_wait(snode.node))
+
+
+def is_scheduled_item(snode: Any) -> bool:
+    """Whether a scheduler node only names one of several results of another."""
+    from torch._inductor import ir
+
+    return isinstance(snode.node, ir.MultiOutput)
+
+
+def scheduled_reads(
+    snode: Any, launched: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """Names of the buffers whose writers must run before a scheduler node.
+
+    Dependencies that stand for a sequence, not for data, are marked as fake. Inductor chains the
+    launches of collectives by such; they are left out. A write in place has them on the reads
+    before it, which are kept. If what was read into is by now being reduced in place, Inductor
+    names what the reduce makes of it, and so a write that must only come after the read would wait
+    for the reduce; it gets the name from before the launch.
+
+    Args:
+        snode: a scheduler node.
+        launched: of buffers that collectives fill, those that they do it in, if they are in place.
+    """
+    reads: set[str] = set()
+    for dep in snode.unmet_dependencies:
+        name = str(dep.name)
+        is_sequence = getattr(dep, "is_fake", False) and name in launched
+        if is_sequence and is_scheduled_start(snode):
+            continue
+        in_place = is_sequence and not is_scheduled_wait(snode)
+        reads.update((in_place and launched[name]) or (name,))
+    return tuple(sorted(reads))
+
+
+def scheduled_mutations(snode: Any) -> dict[str, tuple[str, ...]]:
+    """Of the buffers that a scheduler node makes or writes to, which ones they were before."""
+    return {str(b.get_name()): tuple(map(str, b.get_mutations())) for b in snode.get_outputs()}
+
+
+def scheduled_writes(snode: Any) -> tuple[str, ...]:
+    """Names of the buffers that a scheduler node makes or writes to."""
+    return tuple(sorted(map(str, snode.get_buffer_names())))
+
+
+def lowered_at(snode: Any) -> int:
+    """Place of a scheduler node before fusion, in the order of the graph; the first, if it is of
+    several: what that one reads is not to live until the last one's turn."""
+    return int(snode.min_order)
+
+
+def origins_of(snode: Any) -> list[Node]:
+    """The FX nodes that a scheduler node was lowered from."""
+    return list(getattr(snode.node, "origins", ()))

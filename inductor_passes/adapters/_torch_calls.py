@@ -1,0 +1,136 @@
+"""Which operator a node really calls, with which arguments, and how much it computes.
+
+A private part of PyTorch, as those of :mod:`inductor_passes.adapters._torch`, and under the same
+contract.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch._prims import rng_prims
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from inductor_passes.ir.sizes import fixed
+
+# Where the operator stands among the arguments of a call that runs it with a generator's state.
+_OPERATOR_AT = {
+    rng_prims.run_and_save_rng_state: 0,
+    rng_prims.graphsafe_run_with_rng_state: 0,
+    rng_prims.run_with_rng_state: 1,
+}
+
+_SIZES = {
+    torch.ops.aten.sym_size.int,
+    torch.ops.aten.sym_stride.int,
+    torch.ops.aten.sym_numel.default,
+    torch.ops.aten.sym_storage_offset.default,
+}
+
+
+class Call(NamedTuple):
+    """An operator, or another function, and its arguments."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def call_of(node: Node) -> Call:
+    """What a node really calls.
+
+    Under activation checkpointing, an operator that may draw random numbers, as attention may for
+    its dropout, is an argument of a call that gives it the state which the generator had. It is
+    that operator that is called.
+    """
+    at = _OPERATOR_AT.get(node.target)
+    if at is None:
+        return Call(node.target, node.args, node.kwargs)
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    return Call(node.args[at], node.args[at + 1 :], kwargs)
+
+
+def has_schema(call: Call) -> bool:
+    """Whether a call is of an operator that has a schema."""
+    return isinstance(call.target, torch._ops.OpOverload)
+
+
+def note_values(graph: Graph) -> None:
+    """Note in ``meta["val"]`` the values of such calls, which the partitioner leaves out.
+
+    Inductor finds them out before its passes, but a graph may be read before that. Several results
+    are known from the users that take one each; a single one is computed, on fake tensors.
+    """
+    for node in graph.nodes:
+        if node.target in _OPERATOR_AT and "val" not in node.meta:
+            items = {
+                user.args[1]: user.meta.get("val")
+                for user in node.users
+                if user.target is operator.getitem
+            }
+            if items:
+                node.meta["val"] = tuple(items.get(i) for i in range(max(items) + 1))
+            else:
+                node.meta["val"] = _computed(call_of(node))
+
+
+def _computed(call: Call) -> Any:
+    """The value of a call, if one of its arguments is a fake tensor."""
+    args, kwargs = map_arg((call.args, dict(call.kwargs)), lambda node: node.meta.get("val"))
+    mode = next((v.fake_mode for v in (*args, *kwargs.values()) if hasattr(v, "fake_mode")), None)
+    if mode is None:
+        return None
+    with mode:
+        return call.target(*args, **kwargs)
+
+
+def saves_generator(node: Node) -> bool:
+    """Whether a node draws from the device's generator, and returns the state that it had before.
+
+    Its recomputation draws from that state and leaves the generator as it was.
+    """
+    return node.target is rng_prims.run_and_save_rng_state
+
+
+def generator_written_by(node: Node) -> list[Node]:
+    """The input that holds a generator of its own for a node, which drawing from it moves on."""
+    if node.target is not rng_prims.graphsafe_run_with_rng_state:
+        return []
+    state = node.kwargs.get("rng_state")
+    return [state] if isinstance(state, Node) else []
+
+
+def is_size(node: Node) -> bool:
+    """Whether a node asks a tensor for a size or a stride, which takes no time and no memory."""
+    return node.target in _SIZES
+
+
+def flops_formula(target: object) -> Callable[..., int] | None:
+    """Torch's formula of an operator's floating-point operations, called with its arguments and
+    ``out_val``, of tensors their shapes; None if it has none."""
+    formula: Callable[..., int] | None = flop_registry.get(target)
+    if formula is None or hasattr(formula, "__wrapped__"):  # which takes shapes of tensors
+        return formula
+
+    def of_shapes(*args: Any, **kwargs: Any) -> int:
+        args, kwargs = pytree.tree_map(_of_shape, (args, kwargs), is_leaf=_is_shape)
+        return formula(*args, **kwargs)
+
+    return of_shapes
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(n, int) for n in value)
+
+
+def _of_shape(value: Any) -> Any:
+    """For a formula of tensors: it looks at all sorts of their methods, and knows no open sizes."""
+    if not _is_shape(value):
+        return value
+    return torch.empty([fixed(n) for n in value], device="meta")

@@ -1,0 +1,136 @@
+"""Which nodes of a graph Inductor fuses, and what they touch: torch's ops -> the fusion rule's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from inductor_passes.adapters import _torch
+from inductor_passes.adapters._torch_calls import call_of, has_schema
+from inductor_passes.machine.fusion import Loop, Reduces
+
+# fmt: off
+# Loops that torch does not tag as pointwise: they copy, make or select elements.
+_COPIES = {
+    "aten::arange", "aten::cat", "aten::constant_pad_nd", "aten::copy", "aten::copy_",
+    "aten::empty", "aten::fill", "aten::flip", "aten::full", "aten::full_like", "aten::repeat",
+    "aten::roll", "aten::scalar_tensor", "aten::stack", "aten::tril", "aten::triu",
+    "prims::broadcast_in_dim", "prims::inductor_random", "prims::inductor_randint", "prims::iota",
+}
+_REDUCTIONS = {"aten::logsumexp", "aten::var_mean", "prims::prepare_softmax_online"}
+# Ops that read as much of a table as they return; and that write into one that they are given.
+_LOOKUPS = {
+    "aten::embedding", "aten::gather", "aten::index", "aten::index_select", "aten::take",
+    "aten::_unsafe_index", "aten::_unsafe_masked_index",
+}
+_UPDATES = {
+    "aten::index_add", "aten::index_copy", "aten::index_put", "aten::index_put_", "aten::scatter",
+    "aten::scatter_add", "aten::scatter_reduce", "aten::select_scatter", "aten::slice_scatter",
+    "aten::_unsafe_index_put", "aten::_unsafe_masked_index_put_accumulate",
+}
+# What Inductor does not do twice on a CPU. (There it also stores what `cat` makes.)
+_HEAVY_ON_CPU = {
+    "aten::exp", "aten::log", "aten::log10", "aten::log1p", "aten::log2", "aten::sigmoid",
+    "aten::tanh",
+}
+# What fills this rank's part of a buffer that is to be gathered into.
+_FILLS_PART = {"bucketing::_pre_bucket_all_gather", "fsdp::all_gather_copy_in"}
+# fmt: on
+_UNROLLED = 8  # Inductor unrolls reductions of so few elements: they are pointwise
+
+
+def loop_of(node: Node) -> Loop | None:
+    """What can share a kernel, and over what it runs; None for a kernel of its own."""
+    if not _torch.is_op(node):
+        return None
+    name, tags = name_of(node), node.target.tags  # type: ignore[union-attr]
+    result = max(map(_numel, tensors_of(node.meta.get("val"))), default=0)
+    if torch.Tag.reduction in tags or name in _REDUCTIONS:
+        source = max(map(_numel, inputs_of(node)), default=0)
+        if source <= _UNROLLED * result:
+            return Loop(result, result)
+        return Loop(source, result, _reduces(node, result))
+    if torch.Tag.pointwise in tags or name in _COPIES or name in _LOOKUPS or _is_one_hot(node):
+        moves = name in _COPIES or name in _LOOKUPS or name == "aten::clone"
+        on_cpu = _is_on_cpu(node)
+        heavy, stored = on_cpu and name in _HEAVY_ON_CPU, on_cpu and name == "aten::cat"
+        return Loop(result, result, elementwise=not moves, heavy=heavy, stored=stored)
+    return None
+
+
+def _is_on_cpu(node: Node) -> bool:
+    value = next(iter(tensors_of(node.meta.get("val"))), None)
+    return value is not None and value.device.type == "cpu"
+
+
+def _is_one_hot(node: Node) -> bool:
+    """Whether a node writes one number into a row of a constant, as the loss's gradient does:
+    Inductor compares positions instead."""
+    if name_of(node) != "aten::scatter" or len(node.args) != 4:
+        return False
+    table, dim, index, value = node.args
+    if not (isinstance(table, Node) and isinstance(dim, int) and isinstance(index, Node)):
+        return False
+    size = index.meta["val"].shape[dim]
+    one = isinstance(size, int) and size == 1  # of an open one, nothing is asked
+    return one and name_of(table) == "aten::full" and not isinstance(value, Node)
+
+
+def _reduces(node: Node, result: int) -> Reduces:
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    given = dims if isinstance(dims, (list, tuple)) else [dims]
+    ndim = next(v.dim() for v in inputs_of(node))
+    last = any(isinstance(d, int) and d % ndim == ndim - 1 for d in given)
+    return "inner" if last and result > 1 else "outer"
+
+
+def touches_of(node: Node) -> int | None:
+    """Bytes that an op touches of a table, or None if it reads and writes all of everything."""
+    if not _torch.is_op(node):
+        return None
+    name = name_of(node)
+    if name in _LOOKUPS:
+        return sum(map(_nbytes, tensors_of(node.meta.get("val"))))
+    if name in _FILLS_PART:
+        parts: Any = node.args[0]
+        return sum(_nbytes(v) for n in parts for v in tensors_of(n.meta.get("val")))
+    if name not in _UPDATES or _is_one_hot(node):
+        return None
+    table = node.args[0]
+    if not isinstance(table, Node) or table.op == "placeholder" or len(table.users) > 1:
+        return None  # the old value is needed: the table is copied first
+    given = [n for n in node.all_input_nodes if n is not table]
+    return max((sum(map(_nbytes, tensors_of(n.meta.get("val")))) for n in given), default=0)
+
+
+def name_of(node: Node) -> str:
+    """``aten::mm`` of ``aten.mm.default``."""
+    call = call_of(node)
+    name = call.target.name() if has_schema(call) else str(call.target)
+    return name.split(".")[0]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of a traced value, of lists inside lists, too."""
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_of(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def inputs_of(node: Node) -> list[torch.Tensor]:
+    """The tensors that a node's operator is called with."""
+    call = call_of(node)
+    found: dict[Node, None] = {}
+    torch.fx.node.map_arg((call.args, call.kwargs), found.setdefault)
+    return [v for n in found for v in tensors_of(n.meta.get("val"))]
+
+
+def _numel(value: torch.Tensor) -> int:
+    return math.prod(_torch.size_hint(n) for n in value.shape)
+
+
+def _nbytes(value: torch.Tensor) -> int:
+    return _numel(value) * value.element_size()

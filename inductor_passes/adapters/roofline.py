@@ -1,0 +1,181 @@
+"""What the ops of an FX graph do, for :class:`~.cluster.ClusterCost` to price."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from inductor_passes.adapters import _torch, _torch_lowering
+from inductor_passes.adapters._torch_calls import call_of, flops_formula, has_schema
+from inductor_passes.adapters.fx import Reading
+from inductor_passes.adapters.loops import inputs_of, loop_of, name_of, tensors_of, touches_of
+from inductor_passes.ir.program import Program
+from inductor_passes.machine import attention
+from inductor_passes.machine.cluster import Cluster, ClusterCost, Work, nodes_spanned
+from inductor_passes.machine.fusion import traffic_of
+from inductor_passes.machine.presets import DEVICES, PRESETS, preset
+from inductor_passes.machine.stored import as_stored
+
+log = logging.getLogger("simplefsdp")
+
+_ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+
+
+def work_of(reading: Reading) -> dict[str, Work]:
+    """The work of each compute op by name, once Inductor has fused them.
+
+    Operations are counted for matmuls, convolutions and attention, half of them for
+    causal attention, which is computed blockwise; bytes by the rule in
+    :mod:`inductor_passes.machine.fusion`. Symbolic sizes count as what they were when traced.
+    """
+    program, nodes = reading.program, _compute_nodes(reading)
+    loops = {name: loop for name, node in nodes.items() if (loop := loop_of(node))}
+    touches = {name: n for name, node in nodes.items() if (n := touches_of(node)) is not None}
+    traffic = traffic_of(program, loops, touches)
+    return {
+        name: work_of_node(node, traffic[name].nbytes, traffic[name].kernels)
+        for name, node in nodes.items()
+    }
+
+
+def fused_program(reading: Reading) -> Program:
+    """The program as it lies in memory once Inductor has lowered it, see
+    :mod:`inductor_passes.machine.stored`."""
+    nodes = _compute_nodes(reading)
+    loops = {name: loop for name, node in nodes.items() if (loop := loop_of(node))}
+    saved = [name for name in reading.program.inputs if _torch.is_saved(name)]
+    limits = _torch_lowering.limits_of_repeating(device_of(reading))
+    return as_stored(reading.program, loops, saved, limits)
+
+
+def _compute_nodes(reading: Reading) -> dict[str, Node]:
+    ops = reading.program.ops
+    return {op.name: reading.nodes[op.name][0] for op in ops if op.kind == "compute"}
+
+
+def cost_of(reading: Reading, cluster: Cluster) -> ClusterCost:
+    """What the ops of a graph cost on a cluster."""
+    groups = nodes_of(reading.program, cluster.ranks_per_node)
+    return ClusterCost(cluster, groups, work_of(reading))
+
+
+def work_of_node(node: Node, nbytes: int, kernels: int) -> Work:
+    """The work of one op, if it moves ``nbytes`` in so many kernels."""
+    if name_of(node) in _ALLOCATIONS:
+        return Work(kind="view", kernels=0)
+    flops = flops_of(node)
+    if not flops:
+        return Work(0, nbytes, kernels=kernels)
+    attends = _attends(node)
+    dtype = next((str(v.dtype) for v in inputs_of(node)), "torch.float32").removeprefix("torch.")
+    if attends and _is_causal(node):
+        flops //= 2
+    return Work(flops, nbytes, "attention" if attends else "matmul", dtype, kernels)
+
+
+def flops_of(node: Node) -> int:
+    """Floating-point operations of a matmul, convolution or attention; 0 for anything else.
+
+    The formulas are given plain sizes: to compute with a symbol could guard on it, on this rank
+    alone.
+    """
+    call = call_of(node)
+    target = getattr(call.target, "overloadpacket", call.target)
+    count = attention.FLOPS.get(name_of(node)) or flops_formula(target)
+    if count is None:
+        if _attends(node):
+            _warn_of_formula(name_of(node), "there is no formula for it")
+        return 0
+
+    def plain(argument: Node) -> Any:
+        return _plain(argument.meta.get("val"))
+
+    args, kwargs = torch.fx.node.map_arg((call.args, call.kwargs), plain)
+    try:
+        return count(*args, **kwargs, out_val=plain(node))  # type: ignore[no-any-return]
+    except Exception as error:  # most formulas are torch's, and so is what they raise
+        _warn_of_formula(name_of(node), f"{type(error).__name__}: {error}")
+        return 0
+
+
+def _attends(node: Node) -> bool:
+    """Whether a node is attention, to judge by its name: torch's operators and other libraries'."""
+    name = name_of(node).lower()
+    return "attention" in name or "attn" in name
+
+
+_without_formula: set[str] = set()
+
+
+def _warn_of_formula(op: str, why: str) -> None:
+    """Once per op: its time is then predicted from its bytes alone."""
+    if op not in _without_formula:
+        _without_formula.add(op)
+        log.warning(
+            "%s: its floating-point operations cannot be counted and are taken for none, so it "
+            "is predicted to be as fast as its bytes allow (%s)",
+            op,
+            why,
+        )
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with the numbers that its symbols stood for; of a tensor its shape alone, which
+    is what torch's formulas are of."""
+    if isinstance(value, torch.Tensor):
+        return tuple(_torch.size_hint(n) for n in value.shape)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    return _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _is_causal(node: Node) -> bool:
+    call = call_of(node)
+    names = [a.name for a in call.target._schema.arguments] if has_schema(call) else []
+    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    return given.get("is_causal") is True
+
+
+def nodes_of(program: Program, ranks_per_node: int) -> dict[str, int]:
+    """How many nodes each process group of a program spans; see :func:`nodes_spanned`.
+
+    A group that this process does not know, as in a graph made by hand, is left out.
+    """
+    found = {}
+    for group in {op.collective.group for _, op in program.starts() if op.collective}:
+        ranks = _torch.ranks_of_group(group)
+        if ranks is not None:
+            world_size = torch.distributed.get_world_size()
+            found[group] = nodes_spanned(ranks, world_size, ranks_per_node)
+    return found
+
+
+def device_of(reading: Reading) -> torch.device:
+    """The device of what a graph sends, else of its first tensor; the CPU if it has none."""
+    starts = [reading.nodes[op.name] for _, op in reading.program.starts()]
+    values = (
+        node.meta.get("val") for found in (starts, reading.nodes.values()) for node, *_ in found
+    )
+    tensors = (tensor for value in values for tensor in tensors_of(value))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def cluster_of(device: torch.device) -> Cluster:
+    """The preset for a device, by its name.
+
+    Raises:
+        ValueError: there is none; lists the presets.
+    """
+    name = "cpu" if device.type == "cpu" else _torch.device_name(device)
+    if name == "cpu":
+        return preset("cpu-gloo")
+    if name in DEVICES:
+        return preset(DEVICES[name])
+    raise ValueError(
+        f"there is no preset for {name!r}: pass options={{'cluster': ...}}, one of "
+        f"{', '.join(PRESETS)}, or the path of a file that `simplefsdp calibrate` wrote; or "
+        "options={'bucketing': 'manual'}, which needs none"
+    )

@@ -1,0 +1,5 @@
+"""The executor of regions: layers that are alike are compiled once.
+
+``regions`` cuts an ordered graph, ``regional`` has Inductor compile each structure, and
+``straight_line`` writes the Python that calls them, with launches and waits, in the planned order.
+"""

@@ -1,0 +1,76 @@
+"""The executor of regions: Inductor compiles each structure once, Python calls them in order."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from inductor_passes.adapters import _torch, _torch_lowering
+from inductor_passes.executor.regions import Region, cut, graph_of, structure_of
+from inductor_passes.executor.straight_line import Compiled, straight_line
+
+log = logging.getLogger("simplefsdp")
+
+
+class Codes:
+    """Compiled regions by structure, of the forward and the backward graph of one compilation."""
+
+    def __init__(self) -> None:
+        self._code_of: dict[tuple[str, bool], Compiled] = {}
+
+    def __len__(self) -> int:
+        return len(self._code_of)
+
+    def code_of(self, region: Region, *, is_backward: bool) -> Compiled:
+        """The code of ``region``, compiled now if it is like no other."""
+        key = (structure_of(region), is_backward)
+        if key not in self._code_of:
+            values = [node.meta["val"] for node in region.inputs]
+            self._code_of[key] = _torch_lowering.compile_region(
+                graph_of(region), values, is_backward=is_backward
+            )
+        return self._code_of[key]
+
+
+def compile_by_regions(gm: GraphModule, codes: Codes, *, is_backward: bool) -> Compiled:
+    """Compile a forward or backward graph without symbols, in the order in which it is.
+
+    Args:
+        gm: the graph, whose collectives are bucketed and in order.
+        codes: that are known; those of new structures are added.
+        is_backward: as AOTAutograd says.
+    """
+    pieces = cut(gm.graph)
+    before = len(codes)
+
+    def code_of(region: Region) -> Compiled:
+        return codes.code_of(region, is_backward=is_backward)
+
+    program = straight_line(gm, pieces, code_of)
+    regions = sum(isinstance(piece, Region) for piece in pieces)
+    log.debug(
+        "%s graph: %d regions, of which %d were compiled; %d calls of single operators",
+        "backward" if is_backward else "forward",
+        regions,
+        len(codes) - before,
+        len(pieces) - regions,
+    )
+    _torch.report_output_strides([_value(v) for v in _outputs(gm)])
+    return program
+
+
+def has_symbols(gm: GraphModule) -> bool:
+    """Whether sizes in a graph are symbols, as those of a second batch, or those that depend on
+    data: Inductor must see such a graph as a whole."""
+    return any(_torch.has_symbols(node.meta.get("val")) for node in gm.graph.nodes)
+
+
+def _outputs(gm: GraphModule) -> tuple[Any, ...]:
+    (output,) = gm.graph.find_nodes(op="output")
+    return tuple(output.args[0])
+
+
+def _value(output: Any) -> Any:
+    return output.meta.get("val") if isinstance(output, Node) else output

@@ -1,0 +1,227 @@
+"""Cut an ordered graph into regions, which are compiled once for all that are alike.
+
+Launches and waits stay where the plan has put them, as calls of a straight-line program; the
+computes between two of them are a region. Layers that compute the same are one structure: the
+126th is the first one's code.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from inductor_passes.adapters import _torch
+from inductor_passes.adapters.fx import place_of, unit_of
+
+_aten = torch.ops.aten
+_CONSTANTS = {_aten.full.default, torch.ops.prims.iota.default}
+
+
+class Region(NamedTuple):
+    """Computes that are compiled together.
+
+    Attributes:
+        nodes: in an order that does not depend on the plan; constants that others make, too,
+            first.
+        inputs: values from outside, in the order of their first use.
+        outputs: nodes whose values are used outside.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+def cut(graph: Graph) -> list[Node | Region]:
+    """What runs one after the other: nodes that are called as they are, and regions."""
+    pieces: list[Node | Region] = []
+    for run in _runs(graph):
+        pieces += [run] if isinstance(run, Node) else _without_views_of_others(run)
+    return _without_unused(graph, pieces)
+
+
+def _runs(graph: Graph) -> list[Node | list[Node]]:
+    """Launches, waits and writes in place by themselves; computes of one unit between them."""
+    runs: list[Node | list[Node]] = []
+    open_run: list[Node] | None = None
+    unit: int | None = None
+    for node in _items_behind_their_sources(graph):
+        if _is_alone(node):
+            runs.append(node)
+            open_run = None
+            continue
+        own = None if _is_free(node) else unit_of(node)
+        if open_run is None or (own is not None and unit is not None and own != unit):
+            open_run, unit = [], None
+            runs.append(open_run)
+        open_run.append(node)
+        unit = own if own is not None else unit
+    return runs
+
+
+def _items_behind_their_sources(graph: Graph) -> Iterator[Node]:
+    """The calls of a graph, with what takes one of several results directly behind what gives
+    them: nothing that is not a tensor goes from one region to another."""
+    for node in graph.nodes:
+        if node.op == "call_function" and not _is_item(node):
+            left = [node]
+            while left:
+                yield (current := left.pop(0))
+                left += [user for user in current.users if _is_item(user, of=current)]
+
+
+def _is_item(node: Node, of: Node | None = None) -> bool:
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return False
+    return node.args[0].op == "call_function" and of in (None, node.args[0])
+
+
+def _is_alone(node: Node) -> bool:
+    if _is_item(node):
+        return _is_alone(node.args[0])  # type: ignore[arg-type]
+    if _torch.is_collective_start(node) or _torch.is_wait(node):
+        return True
+    return _torch.is_op(node) and any(True for _ in _torch.mutated_arguments(node))
+
+
+def _is_free(node: Node) -> bool:
+    """Whether a node costs no kernel: a view, or a function of numbers and containers."""
+    return _torch.is_view(node) or _torch.is_pure_python(node) or _torch.is_lookup_of_seed(node)
+
+
+def _without_views_of_others(run: Sequence[Node]) -> list[Node | Region]:
+    """A run as a region, behind those views of other runs' values that others need, too.
+
+    If there is nothing to fuse in it, its nodes one by one: then kernels are as good as code.
+    """
+    here = set(run)
+    before: set[Node] = set()
+    for node in run:
+        if _is_free(node) and all(n not in here or n in before for n in node.all_input_nodes):
+            before.add(node)
+    for node in reversed(run):
+        only_here = all(user in here and user not in before for user in node.users)
+        # Which seed a layer draws from would tell it apart from the others.
+        if node in before and only_here and not _torch.is_lookup_of_seed(node):
+            before.discard(node)
+    rest = [node for node in run if node not in before]
+    first: list[Node | Region] = [node for node in run if node in before]
+    if not _is_worth_compiling(rest):
+        return [*first, *rest]
+    return [*first, _region(rest)]
+
+
+def _is_worth_compiling(nodes: Sequence[Node]) -> bool:
+    """Whether a node reads what another one made, or there is one that only a compiler knows."""
+    made: set[Node] = set()
+    for node in nodes:
+        if _torch.draws_from_seed(node):
+            return True
+        if not (_torch.is_op(node) or _torch.is_pure_python(node)):
+            return True
+        reads = any(n in made for n in node.all_input_nodes)
+        if reads and not _is_free(node):
+            return True
+        if reads or not _is_free(node):
+            made.add(node)
+    return False
+
+
+def _region(nodes: Sequence[Node]) -> Region:
+    if all(place_of(node) is not None for node in nodes):
+        nodes = sorted(nodes, key=place_of)  # type: ignore[arg-type,type-var]
+    here, outside = set(nodes), _inputs(nodes)
+    made_anew = [n for n in outside if _is_constant(n)]
+    inputs = [n for n in outside if n not in made_anew and not _is_submodule(n)]
+    outputs = [node for node in nodes if any(user not in here for user in node.users)]
+    return Region((*made_anew, *nodes), tuple(inputs), tuple(outputs))
+
+
+def _inputs(nodes: Sequence[Node]) -> list[Node]:
+    """What ``nodes`` read that none of them makes, in the order of first use."""
+    here = set(nodes)
+    return list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in here))
+
+
+def _is_constant(node: Node) -> bool:
+    return node.target in _CONSTANTS and not node.all_input_nodes
+
+
+def _is_submodule(node: Node) -> bool:
+    return node.op == "get_attr" and isinstance(_attribute(node), GraphModule)
+
+
+def _attribute(node: Node) -> Any:
+    module = node.graph.owning_module
+    return operator.attrgetter(str(node.target))(module)
+
+
+def _without_unused(graph: Graph, pieces: list[Node | Region]) -> list[Node | Region]:
+    """Leave out constants that every user makes anew."""
+    needed: set[Node] = set(next(iter(reversed(graph.nodes))).all_input_nodes)
+    for piece in pieces:
+        needed.update(piece.all_input_nodes if isinstance(piece, Node) else piece.inputs)
+    found: list[Node | Region] = []
+    for piece in pieces:
+        if isinstance(piece, Region):
+            outputs = tuple(node for node in piece.outputs if node in needed)
+            found.append(piece._replace(outputs=outputs))
+        elif piece in needed or not _is_constant(piece):
+            found.append(piece)
+    return found
+
+
+def structure_of(region: Region) -> str:
+    """What tells the code of a region from others': operators, wiring, constants, layouts."""
+    number = {n: i for i, n in enumerate((*region.inputs, *region.nodes))}
+
+    def named(node: Node) -> Any:
+        return _Name(f"%{number[node]}" if node in number else _submodule_text(node))
+
+    lines = [_torch.layout_text(node.meta["val"]) for node in region.inputs]
+    lines += [
+        f"{node.target} {map_arg((node.args, node.kwargs), named)!r}" for node in region.nodes
+    ]
+    return "\n".join([*lines, repr([number[node] for node in region.outputs])])
+
+
+class _Name(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _submodule_text(node: Node) -> str:
+    """The code of a submodule that is an argument, and of those inside it; one that holds
+    anything but submodules is like no other."""
+    module = _attribute(node)
+    inner = [m for m in module.modules() if isinstance(m, GraphModule)]
+    held = [n for m in inner for n in m.graph.find_nodes(op="get_attr") if not _is_submodule(n)]
+    return f"<{id(module) if held else module.print_readable(print_output=False)}>"
+
+
+def graph_of(region: Region) -> GraphModule:
+    """The region as a graph by itself."""
+    root, graph = torch.nn.Module(), Graph()
+    made: dict[Node, Node] = {}
+    for node in region.inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = {"val": node.meta["val"]}
+
+    def own(node: Node) -> Node:
+        if node not in made:  # a submodule
+            name = str(node.target).replace(".", "_")
+            setattr(root, name, _attribute(node))
+            made[node] = graph.get_attr(name)
+            made[node].meta = dict(node.meta)
+        return made[node]
+
+    for node in region.nodes:
+        made[node] = graph.node_copy(node, own)
+    output = graph.output(tuple(made[node] for node in region.outputs))
+    output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
+    return GraphModule(root, graph)

@@ -1,0 +1,116 @@
+"""The program above the regions: call after call, each value dropped after its last use."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from inductor_passes.adapters import _torch
+from inductor_passes.executor.regions import Region
+
+Compiled = Callable[[list[Any]], Any]
+_LITERALS = (bool, int, str, type(None))
+
+
+def straight_line(
+    gm: GraphModule, pieces: Sequence[Node | Region], code_of: Callable[[Region], Compiled]
+) -> Compiled:
+    """A function of a list of arguments, which it empties, that runs ``pieces``.
+
+    What it runs, as Python, is its attribute ``source``.
+
+    Args:
+        gm: the graph.
+        pieces: what :func:`inductor_passes.executor.regions.cut` made of it.
+        code_of: compiles a region.
+    """
+    writer = _Writer(gm, pieces)
+    source = writer.source(code_of)
+    exec(compile(source, "<simplefsdp regions>", "exec"), writer.scope)
+    ordered = writer.scope["run"]
+
+    def run(args: list[Any]) -> Any:
+        # Of the dtypes that regions were compiled for; AOTAutograd leaves backward's autocast on.
+        with _torch.no_autocast():
+            return ordered(args)
+
+    run.source = source  # type: ignore[attr-defined]
+    run._boxed_call = True  # type: ignore[attr-defined]  # by which torch knows such a function
+    return run
+
+
+class _Writer:
+    def __init__(self, gm: GraphModule, pieces: Sequence[Node | Region]) -> None:
+        self.gm, self.pieces = gm, pieces
+        self.name = {node: f"v{i}" for i, node in enumerate(gm.graph.nodes)}
+        self.output = next(iter(reversed(gm.graph.nodes)))
+        self.scope: dict[str, Any] = {}
+        self.last = self._last_uses()
+
+    def source(self, code_of: Callable[[Region], Compiled]) -> str:
+        inputs = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
+        lines = ["def run(args):"]
+        lines += [f"    {', '.join(self.name[n] for n in inputs)}, = args"] if inputs else []
+        lines += ["    args.clear()", *self._dropped(n for n in inputs if n not in self.last)]
+        for node in self.gm.graph.nodes:
+            if node.op == "get_attr":
+                self.scope[self.name[node]] = operator.attrgetter(str(node.target))(self.gm)
+        for i, piece in enumerate(self.pieces):
+            if isinstance(piece, Node):
+                lines += self._call_node(i, piece)
+            else:
+                lines += self._call_region(i, piece, code_of(piece))
+        lines.append(f"    return {self._text(self.output.args[0])}")
+        return "\n".join(lines) + "\n"
+
+    def _last_uses(self) -> dict[Node, int]:
+        """The piece after which each value is not needed any more."""
+        last: dict[Node, int] = {}
+        for i, piece in enumerate(self.pieces):
+            made = [piece] if isinstance(piece, Node) else list(piece.outputs)
+            used = piece.all_input_nodes if isinstance(piece, Node) else piece.inputs
+            last.update(dict.fromkeys((*made, *used), i))
+        last.update(dict.fromkeys(self.output.all_input_nodes, len(self.pieces)))
+        return last
+
+    def _dropped(self, nodes: Iterable[Node]) -> list[str]:
+        names = [self.name[node] for node in nodes if node.op != "get_attr"]
+        return [f"    del {', '.join(names)}"] if names else []
+
+    def _call_node(self, i: int, node: Node) -> list[str]:
+        function = f"f{i}"
+        self.scope[function] = node.target
+        arguments = [self._text(a) for a in node.args]
+        arguments += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
+        line = f"    {self.name[node]} = {function}({', '.join(arguments)})  # {node.target}"
+        used = dict.fromkeys((*node.all_input_nodes, node))
+        return [line, *self._dropped(n for n in used if self.last[n] == i)]
+
+    def _call_region(self, i: int, region: Region, code: Compiled) -> list[str]:
+        function = f"f{i}"
+        self.scope[function] = code
+        lines = [f"    a = [{', '.join(self.name[n] for n in region.inputs)}]"]
+        lines += self._dropped(n for n in region.inputs if self.last[n] == i)
+        made = "".join(f"{self.name[n]}, " for n in region.outputs)
+        lines.append(f"    {made and made + '= '}{function}(a)")
+        return lines
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Node):
+            return self.name[value]
+        if isinstance(value, (list, tuple)):
+            items = "".join(f"{self._text(item)}, " for item in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items})"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{k!r}: {self._text(v)}' for k, v in value.items())}}}"
+        if isinstance(value, slice):
+            ends = map(self._text, (value.start, value.stop, value.step))
+            return f"slice({', '.join(ends)})"
+        if type(value) in _LITERALS:
+            return repr(value)
+        key = f"c{len(self.scope)}"
+        self.scope[key] = value
+        return key

@@ -1,0 +1,187 @@
+"""A program for other sizes than it was traced with: each combination of them is a cell.
+
+What a program counts (:class:`~inductor_passes.ir.sizes.Size`) is computed anew from its formulas;
+the ops and their order stay. Whether they would be the same there is checked, not assumed: exactly
+for the program of one cell (:class:`SizedProgram`), which is what a fresh trace gives; where many
+cells are priced at once (:class:`Formulas`), but for what is equal by chance, which changes little.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from inductor_passes.ir.program import Program
+from inductor_passes.ir.sizes import formula_of
+
+# The functions of formulas; some are torch's own (torch.utils._sympy.functions), by their names.
+_OF_NUMBERS = {
+    "FloorDiv": operator.floordiv,
+    "Quotient": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "PythonMod": operator.mod,
+    "Mod": operator.mod,
+}
+_OF_TENSORS = _OF_NUMBERS | {
+    "Min": lambda *values: reduce(torch.minimum, map(torch.as_tensor, values)),
+    "Max": lambda *values: reduce(torch.maximum, map(torch.as_tensor, values)),
+    "ceiling": torch.ceil,
+    "floor": torch.floor,
+}
+
+
+class CellError(ValueError):
+    """A graph would be another one for the sizes that are asked for."""
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """What was left open when a graph was traced.
+
+    Attributes:
+        by_name: the symbols, by what users call them: ``"batch"``. One size may have several.
+        holds: what must hold of them for the graph to be the same.
+        apart: numbers that were taken to differ, as they do but by chance: where they are equal,
+            a compiler may share a constant or a kernel that it has twice elsewhere.
+    """
+
+    by_name: Mapping[str, tuple[sympy.Symbol, ...]]
+    holds: frozenset[sympy.Basic] = frozenset()
+    apart: frozenset[sympy.Basic] = frozenset()
+
+    def check(self, sizes: Mapping[str, int], *, exactly: bool = True) -> None:
+        """See that the graph is the same for ``sizes``.
+
+        Args:
+            sizes: by name.
+            exactly: also that no numbers are equal by chance.
+
+        Raises:
+            CellError: it is not; names what does not hold.
+            ValueError: a size is missing, unknown, or below 1.
+        """
+        self._check_names(sizes)
+        values = {s: sizes[name] for name, symbols in self.by_name.items() for s in symbols}
+        for condition in (*self.holds, *(self.apart if exactly else ())):
+            if condition.xreplace(values) != sympy.true:
+                names = {s: sympy.Symbol(n) for n, symbols in self.by_name.items() for s in symbols}
+                told = ", ".join(f"{name} {sizes[name]}" for name in self.by_name)
+                raise CellError(
+                    f"{told}: the graph was traced where {condition.xreplace(names)}; trace it "
+                    "anew for these sizes"
+                )
+
+    def of(self, sizes: Mapping[str, Any]) -> list[Any]:
+        """The value of each symbol, in the order of :attr:`all`."""
+        return [sizes[name] for name, symbols in self.by_name.items() for _ in symbols]
+
+    @property
+    def all(self) -> list[sympy.Symbol]:
+        """Of all names."""
+        return [symbol for symbols in self.by_name.values() for symbol in symbols]
+
+    def _check_names(self, sizes: Mapping[str, int]) -> None:
+        if set(sizes) != set(self.by_name):
+            raise ValueError(
+                f"sizes: expected {', '.join(self.by_name)}, got {', '.join(sizes) or 'none'}"
+            )
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected a whole number of at least 1, got {size!r}")
+
+
+class Formulas:
+    """Some numbers, to be had for other sizes.
+
+    Args:
+        numbers: Sizes or their formulas; or plain numbers, which are the same everywhere.
+        symbols: of their formulas.
+    """
+
+    def __init__(self, numbers: Sequence[Any], symbols: Symbols) -> None:
+        formulas = [formula_of(number) for number in numbers]
+        distinct = {formula: i for i, formula in enumerate(dict.fromkeys(formulas))}
+        self._index = [distinct[formula] for formula in formulas]
+        self._formulas, self._symbols = list(distinct), symbols
+
+    def at(self, sizes: Mapping[str, int]) -> list[int]:
+        """The numbers for some sizes."""
+        found = [round(number) for number in self._function(*self._symbols.of(sizes))]
+        return [found[i] for i in self._index]
+
+    def many(self, cells: Sequence[Mapping[str, int]]) -> Tensor:
+        """The numbers for many sizes, ``[numbers, cells]``, float64: exact up to 2 ** 53."""
+        columns = torch.tensor([self._symbols.of(cell) for cell in cells], dtype=torch.float64).T
+        found = torch.empty(len(self._formulas), len(cells), dtype=torch.float64)
+        for row, number in zip(found, self._of_tensors(*columns), strict=True):
+            row[:] = number
+        return found[self._index]
+
+    @cached_property
+    def _of_tensors(self) -> Callable[..., list[Any]]:
+        return sympy.lambdify(self._symbols.all, self._formulas, modules=[_OF_TENSORS])  # type: ignore[no-any-return]
+
+    @cached_property
+    def _function(self) -> Callable[..., list[int]]:
+        return sympy.lambdify(self._symbols.all, self._formulas, modules=[_OF_NUMBERS, "math"])  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class SizedProgram:
+    """A program whose sizes were left open.
+
+    Attributes:
+        program: it, as it was traced; its numbers are Sizes.
+        symbols: of them.
+    """
+
+    program: Program
+    symbols: Symbols
+
+    def at(self, **sizes: int) -> Program:
+        """The program for some sizes, as if it had been traced with them.
+
+        Raises:
+            CellError, ValueError: as for :meth:`Symbols.check`.
+        """
+        self.symbols.check(sizes)
+        return _with_numbers(self.program, self._formulas.at(sizes))
+
+    @cached_property
+    def _formulas(self) -> Formulas:
+        return Formulas(_numbers_of(self.program), self.symbols)
+
+
+def with_plain_sizes(program: Program) -> Program:
+    """The program as it is where it was traced; passes that compute with plain numbers make no
+    formulas, and take a third of the time or less."""
+    return _with_numbers(program, map(int, _numbers_of(program)))
+
+
+def _numbers_of(program: Program) -> list[int]:
+    numbers = [buffer.nbytes for buffer in program.buffers.values()]
+    for op in program.ops:
+        if op.collective is not None:
+            numbers += [op.collective.nbytes, op.collective.ranks]
+    return numbers
+
+
+def _with_numbers(program: Program, numbers: Iterable[int]) -> Program:
+    """The program with others in place of its :func:`_numbers_of`."""
+    each = iter(numbers)
+    buffers = {name: replace(buffer, nbytes=next(each)) for name, buffer in program.buffers.items()}
+    ops = tuple(
+        op
+        if op.collective is None
+        else replace(op, collective=replace(op.collective, nbytes=next(each), ranks=next(each)))
+        for op in program.ops
+    )
+    return replace(program, ops=ops, buffers=buffers)

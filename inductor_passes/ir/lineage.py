@@ -1,0 +1,72 @@
+"""What stems from which collective, and what a collective stems from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from inductor_passes.ir.program import Program
+
+
+def reduced_nbytes(program: Program) -> dict[str, int]:
+    """Bytes on every rank, by storage, of what reduces leave and of what is made of it.
+
+    What a reduce sends, in equal parts to all ranks, and by its results; what is made of it has as
+    many elements. The bytes of this rank's own shards have no part in it.
+    """
+    nbytes: dict[str, int] = {}
+    for i, op in enumerate(program.ops):
+        c, made = op.collective, program.first_written(i)
+        if c is not None and c.kind == "reduce":
+            nbytes.update(dict.fromkeys(made, -(-c.nbytes // (c.ranks * max(1, len(made))))))
+        elif op.sends in ("", "all_reduce"):
+            given = {s: nbytes[s] for s in program.storages(op.reads) if s in nbytes}
+            for storage in made - nbytes.keys() if given else ():
+                nbytes[storage] = max(
+                    n * program.buffers[storage].itemsize // program.buffers[s].itemsize
+                    for s, n in given.items()
+                )
+    return nbytes
+
+
+def origins(program: Program) -> dict[str, int]:
+    """By storage, the reduce that it stems from, if it stems from one alone."""
+    origin: dict[str, int] = {}
+    for i, op in enumerate(program.ops):
+        if op.sends == "reduce":
+            origin.update(dict.fromkeys(program.storages(op.writes), i))
+        elif not op.sends:
+            sources = {origin[s] for s in program.storages(op.reads) if s in origin}
+            if len(sources) == 1:
+                origin.update(dict.fromkeys(program.storages(op.writes), *sources))
+    return origin
+
+
+def following(program: Program, origin: Mapping[str, int]) -> dict[int, int]:
+    """The reduce that each all-reduce follows, if it is of what one reduce left."""
+    follows: dict[int, int] = {}
+    for i, op in enumerate(program.ops):
+        sources = {origin[s] for s in program.storages(op.reads) if s in origin}
+        if op.sends == "all_reduce" and len(sources) == 1:
+            follows[i] = sources.pop()
+    return follows
+
+
+def dependent(program: Program, follows: Mapping[int, int]) -> set[int]:
+    """Gathers of what a collective made, and reduces of which a collective is made."""
+    found: set[int] = set()
+    made: set[str] = set()
+    for i, op in enumerate(program.ops):
+        after = not made.isdisjoint(program.storages(op.reads))
+        if op.sends == "gather" and after:
+            found.add(i)
+        if op.sends or after:
+            made |= program.storages(op.writes)
+    needed: set[str] = set()
+    for i in reversed(range(len(program.ops))):
+        op = program.ops[i]
+        feeds = not needed.isdisjoint(program.storages(op.writes))
+        if "reduce" in op.sends and feeds:
+            found.update((i, follows.get(i, i)))
+        if feeds or (op.sends and i not in follows):
+            needed |= program.storages(op.reads)
+    return found

@@ -1,0 +1,348 @@
+"""``Program``: the one representation that planning, ordering, simulation and inspection share.
+
+A program is a list of ops over buffers, for one forward or backward graph. It says what depends
+on what and what communicates; what an op costs is the business of a cost model, how it is
+executed that of the backend it was read from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Literal
+
+Kind = Literal["compute", "view", "start", "wait"]
+CollectiveKind = Literal["gather", "reduce", "all_reduce", "other"]
+KINDS: tuple[Kind, ...] = ("compute", "view", "start", "wait")
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce", "all_reduce", "other")
+
+
+class ProgramError(ValueError):
+    """A program, or a change of one, that breaks a rule; the message names the op."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor.
+
+    Attributes:
+        name: unique in its program.
+        nbytes: bytes of its storage if it is the first buffer on it.
+        storage: name of the buffer whose memory this one is a view of; its own name if none.
+        itemsize: bytes of an element.
+    """
+
+    name: str
+    nbytes: int
+    storage: str = ""
+    itemsize: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.storage:
+            object.__setattr__(self, "storage", self.name)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a start op sends.
+
+    Attributes:
+        kind: ``"gather"``, ``"reduce"`` (a reduce-scatter) and ``"all_reduce"`` are data
+            parallelism's; ``"other"`` is anybody else's, and is never merged.
+        group: name of the process group, which is also its communication lane. Names may differ
+            between ranks: compare them, print them, but never sort by them.
+        ranks: size of the group.
+        nbytes: bytes of the full (gathered, or not yet scattered) tensors, the same on all ranks.
+        dtype: of the tensors on the wire.
+        reduce_op: ``"sum"`` or ``"avg"``; empty for a gather.
+        fqns: the parameters whose shards or gradients it carries, in their order on the wire.
+        bucket: label that members of one bucket share; empty if the planner made none.
+        window: see :class:`Bucket`.
+        members: tensors that are launched as one and sent apart, as of a coalesced bucket; 1 if
+            it is one buffer.
+    """
+
+    kind: CollectiveKind
+    group: str
+    ranks: int
+    nbytes: int
+    dtype: str
+    reduce_op: str = ""
+    fqns: tuple[str, ...] = ()
+    bucket: str = ""
+    window: int = 0
+    members: int = 1
+
+
+@dataclass(frozen=True)
+class Op:
+    """One step of a program.
+
+    Attributes:
+        name: unique in its program.
+        kind: ``"view"`` takes no time and moves no bytes; ``"start"`` launches a collective, and
+            ``"wait"`` blocks until the buffers it reads have arrived.
+        reads: names of buffers.
+        writes: names of buffers. One that was written before, or is an input, is mutated in place.
+        collective: of a start.
+        unit: of computes that run as one piece, a number that they share: no collective is
+            launched or waited for between two of them. 0 for an op by itself.
+    """
+
+    name: str
+    kind: Kind
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    collective: Collective | None = None
+    unit: int = 0
+
+    @property
+    def sends(self) -> CollectiveKind | Literal[""]:
+        """Kind of the collective that a start launches; empty for other ops."""
+        return self.collective.kind if self.collective is not None else ""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Collectives that are to be launched as one.
+
+    Attributes:
+        label: what the user calls it, a module FQN mostly.
+        starts: names of the start ops, in their order on the wire.
+        window: buckets in flight when a gather starts, or pending before a reduce is waited for,
+            itself included; 0 leaves it to the policy of :mod:`inductor_passes.transform.order`. A
+            reduce's may be negative: -n waits just before the n-th next bucket of gathers is first
+            used.
+    """
+
+    label: str
+    starts: tuple[str, ...]
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """Ops in the order in which they run.
+
+    Attributes:
+        ops: see :class:`Op`.
+        buffers: by name; each is read or written by an op, or is an input or output.
+        inputs: buffers that exist before the first op.
+        resident: those inputs that the caller keeps (parameter shards), so never freed.
+        outputs: buffers that must exist after the last op.
+    """
+
+    ops: tuple[Op, ...]
+    buffers: dict[str, Buffer] = field(hash=False)
+    inputs: tuple[str, ...] = ()
+    resident: frozenset[str] = frozenset()
+    outputs: tuple[str, ...] = ()
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each op."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
+    def writer(self) -> dict[str, int]:
+        """Position of the op that first writes each buffer; inputs have none."""
+        writers: dict[str, int] = {}
+        known = set(self.inputs)
+        for i, op in enumerate(self.ops):
+            for name in op.writes:
+                if name not in known:
+                    known.add(name)
+                    writers[name] = i
+        return writers
+
+    @cached_property
+    def start_of(self) -> dict[int, tuple[int, ...]]:
+        """The starts whose buffers each wait waits for, by position."""
+        pending = {b: i for i, op in enumerate(self.ops) if op.kind == "start" for b in op.writes}
+        return {
+            i: tuple(dict.fromkeys(pending[b] for b in op.reads if b in pending))
+            for i, op in enumerate(self.ops)
+            if op.kind == "wait"
+        }
+
+    @cached_property
+    def waits_of(self) -> dict[int, tuple[int, ...]]:
+        """The waits of each start, by position."""
+        waits: dict[int, list[int]] = {i: [] for i, op in self.starts()}
+        for wait, starts in self.start_of.items():
+            for start in starts:
+                waits[start].append(wait)
+        return {start: tuple(found) for start, found in waits.items()}
+
+    def starts(self) -> Iterator[tuple[int, Op]]:
+        """Position and op of each start."""
+        return ((i, op) for i, op in enumerate(self.ops) if op.kind == "start")
+
+    @cached_property
+    def touched(self) -> list[list[str]]:
+        """The storages that each op needs alive, each once.
+
+        A collective reads its inputs until its last wait, which touches them, too.
+        """
+        storage = {name: buffer.storage for name, buffer in self.buffers.items()}
+        last = {start: waits[-1] for start, waits in self.waits_of.items() if waits}
+        found = []
+        for i, op in enumerate(self.ops):
+            names = [*op.reads, *op.writes]
+            for start in (s for s in self.start_of.get(i, ()) if last[s] == i):
+                names += [*self.ops[start].reads, *self.ops[start].writes]
+            found.append(list(dict.fromkeys([storage[name] for name in names])))
+        return found
+
+    def storages(self, names: Iterable[str]) -> set[str]:
+        """Of some buffers."""
+        return {self.buffers[name].storage for name in names}
+
+    def first_written(self, i: int) -> set[str]:
+        """Storages of the buffers that op ``i`` is the first to write."""
+        return self.storages(n for n in self.ops[i].writes if self.writer.get(n) == i)
+
+    @cached_property
+    def storage_nbytes(self) -> dict[str, int]:
+        """Bytes of each storage; a view that repeats elements may have more."""
+        own = {buffer.storage: None for buffer in self.buffers.values()}
+        return {storage: self.buffers[storage].nbytes for storage in own}
+
+    @cached_property
+    def _overwritten(self) -> list[list[str]]:
+        """Storages of what each op writes and is not the first to write."""
+        where, by = self.buffers, self.writer
+        return [
+            [where[n].storage for n in op.writes if by.get(n) != i] for i, op in enumerate(self.ops)
+        ]
+
+    def mutated(self, i: int) -> Iterator[str]:
+        """Storages that op ``i`` writes in place."""
+        return chain.from_iterable(self._overwritten[j] for j in (i, *self.start_of.get(i, ())))
+
+    @cached_property
+    def in_place(self) -> frozenset[str]:
+        """Storages that are written in place."""
+        return frozenset(chain.from_iterable(self._overwritten))
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """For each op, positions of the ops that must come before it.
+
+        The writer of what it reads; and, for storages that are mutated in place, the mutation
+        and everything that touches the storage keep their order. So do the starts of collectives
+        that are not data parallelism's: whoever made them chose their sequence.
+        """
+        before = self._after_mutations()
+        arrival: dict[str, int] = {}
+        for i, op in enumerate(self.ops):
+            for name in (*op.reads, *op.writes):
+                if name in self.writer:
+                    before[i][self.writer[name]] = None
+                if name in arrival:
+                    before[i][arrival[name]] = None
+            if op.kind == "wait":
+                arrival.update(dict.fromkeys(op.reads, i))
+            before[i].pop(i, None)
+        others = [i for i, op in self.starts() if op.sends == "other"]
+        for j, i in pairwise(others):
+            before[i][j] = None
+        return tuple(map(tuple, before))
+
+    def _after_mutations(self) -> list[dict[int, None]]:
+        """For each op, those before it that its storages' being written in place puts there."""
+        before: list[dict[int, None]] = [{} for _ in self.ops]
+        if not self.in_place:
+            return before
+        mutated = [set(self.mutated(i)) for i in range(len(self.ops))]
+        mutation: dict[str, int] = {}
+        since: dict[str, list[int]] = {s: [] for s in self.in_place}
+        own = [self.storages((*op.reads, *op.writes)) & self.in_place for op in self.ops]
+        for i in range(len(self.ops)):
+            for storage in sorted(own[i].union(*(own[j] for j in self.start_of.get(i, ())))):
+                if storage in mutation:
+                    before[i][mutation[storage]] = None
+                if storage in mutated[i]:
+                    before[i].update(dict.fromkeys(since[storage]))
+                    mutation[storage], since[storage] = i, []
+                else:
+                    since[storage].append(i)
+        return before
+
+    def reorder(self, order: Sequence[str]) -> Program:
+        """The same program with its ops in another order.
+
+        Raises:
+            ProgramError: not a permutation, or an op comes before what it needs.
+        """
+        if len(order) != len(self.ops) or set(order) != set(self.index):
+            counts = Counter(order)
+            odd = [n for n in self.index if counts[n] != 1] or [n for n in order if counts[n] != 1]
+            raise ProgramError(f"the new order must name every op once; it does not for {odd[:5]}")
+        place = {name: i for i, name in enumerate(order)}
+        for i, op in enumerate(self.ops):
+            for j in self.predecessors[i]:
+                if place[self.ops[j].name] > place[op.name]:
+                    raise ProgramError(
+                        f"{op.name} is placed before {self.ops[j].name}, which it needs"
+                    )
+        return replace(self, ops=tuple(self.ops[self.index[name]] for name in order))
+
+    def verify(self) -> Program:
+        """Check every rule of the representation, and return the program itself.
+
+        Raises:
+            ProgramError: with the op or buffer and the rule it breaks.
+        """
+        _unique("op", [op.name for op in self.ops])
+        _unique("input", self.inputs)
+        for buffer in self.buffers.values():
+            if buffer.nbytes < 0:
+                raise ProgramError(f"buffer {buffer.name}: negative size {buffer.nbytes}")
+            if buffer.storage not in self.buffers:
+                raise ProgramError(f"buffer {buffer.name}: unknown storage {buffer.storage}")
+        self._verify_ops()
+        _known(self.outputs, set(self.inputs) | set(self.writer), "output")
+        _known(sorted(self.resident), set(self.inputs), "resident buffer")
+        return self
+
+    def _verify_ops(self) -> None:
+        available, pending = set(self.inputs), dict[str, str]()
+        _known(self.inputs, self.buffers, "input")
+        for op in self.ops:
+            if (op.kind == "start") != (op.collective is not None):
+                raise ProgramError(f"{op.name}: a start, and only a start, has a collective")
+            _known(op.writes, self.buffers, f"{op.name}: buffer")
+            _known(op.reads, available, f"{op.name}: buffer to read")
+            if op.kind == "wait":
+                self._verify_wait(op, pending)
+            elif early := next((n for n in (*op.reads, *op.writes) if n in pending), None):
+                raise ProgramError(f"{op.name} uses {early} before the wait for {pending[early]}")
+            if op.kind == "start":
+                pending.update(dict.fromkeys(op.writes, op.name))
+            available.update(op.writes)
+        if pending:
+            name, start = next(iter(pending.items()))
+            raise ProgramError(f"{start}: its buffer {name} is never waited for")
+
+    def _verify_wait(self, op: Op, pending: dict[str, str]) -> None:
+        for name in op.reads:
+            if pending.pop(name, None) is None:
+                raise ProgramError(f"{op.name} waits for {name}, which no collective is filling")
+        if any(self.buffers[n].storage not in self.storages(op.reads) for n in op.writes):
+            raise ProgramError(f"{op.name}: the result of a wait shares its input's storage")
+
+
+def _unique(what: str, names: Sequence[str]) -> None:
+    twice = [name for name, n in Counter(names).items() if n > 1]
+    if twice:
+        raise ProgramError(f"{what} {twice[0]} appears more than once")
+
+
+def _known(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    missing = next((name for name in names if name not in known), None)
+    if missing is not None:
+        raise ProgramError(f"{what} {missing} does not exist there")

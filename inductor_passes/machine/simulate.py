@@ -1,0 +1,232 @@
+"""Run a program on paper: one compute lane, one communication lane per group; and its memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from inductor_passes.ir.program import Program
+from inductor_passes.machine.cost import CostModel
+
+USES = ("activations", "gathered parameters", "full gradients", "gradient shards")
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an op ran. A collective's span is that of its transfer on the lane.
+
+    Attributes:
+        op: name.
+        lane: ``"compute"`` or the group of the collective.
+        begin_us: from the start of the program.
+        end_us: likewise.
+    """
+
+    op: str
+    lane: str
+    begin_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulated run took.
+
+    Attributes:
+        spans: of compute ops and collectives, in program order.
+        exposed_us: per start op, how long the compute lane stood still in its waits.
+        total_us: end of the last op on the compute lane: compute, what it was slowed by, and what
+            is exposed.
+        compute_us: sum over compute ops, if nothing were in transfer.
+        slowed_us: how much longer they took beside transfers.
+        wire_us: sum over collectives.
+    """
+
+    spans: tuple[Span, ...]
+    exposed_us: dict[str, float]
+    total_us: float
+    compute_us: float
+    wire_us: float
+    slowed_us: float = 0.0
+
+    @property
+    def stalled_us(self) -> float:
+        """All that is exposed."""
+        return sum(self.exposed_us.values())
+
+
+def slowed_us(
+    us: Any,
+    in_transfer_us: Any,
+    compute_beside: float,
+    later: Callable[..., Any] = max,
+    sooner: Callable[..., Any] = min,
+) -> Any:
+    """How much longer compute takes that would take ``us``, if something is in transfer at first.
+
+    For ``in_transfer_us``, which may be below 0, it has only ``compute_beside`` of its speed.
+    """
+    beside = sooner(later(us * 0.0, in_transfer_us), us / compute_beside)
+    return beside * (1 - compute_beside)
+
+
+def run(
+    program: Program,
+    us: Callable[[int], Any],
+    compute_beside: float,
+    now: Any = 0.0,
+    later: Callable[..., Any] = max,
+    sooner: Callable[..., Any] = min,
+) -> Iterator[tuple[int, int, Any, Any]]:
+    """Execute ``program`` in its order: launches cost nothing, lanes run one transfer at a time.
+
+    Times are numbers; or tensors with a number for each of many machines or sizes, if ``now``,
+    what ``us`` gives, and ``later`` and ``sooner`` are of such.
+
+    Args:
+        program: it.
+        us: the time of a compute op by itself, or of a transfer, by the op's position.
+        compute_beside: see :class:`~inductor_passes.machine.cost.CostModel`.
+        now: the time at the start.
+        later: of two times.
+        sooner: of two times.
+
+    Yields:
+        The position of an op, when it began, and when it ended: of computes, of transfers on
+        their lanes, and of the compute lane's standing still for a transfer, by the position of
+        the wait and of the start. Where they are one op, both positions are its own.
+    """
+    lane_free: dict[str, Any] = {}
+    done: dict[int, Any] = {}
+    zero = now
+    for i, op in enumerate(program.ops):
+        if op.kind == "compute":
+            alone = us(i)
+            end = now + alone
+            if lane_free:
+                in_transfer = reduce(later, lane_free.values()) - now
+                end = end + slowed_us(alone, in_transfer, compute_beside, later, sooner)
+            yield i, i, now, end
+            now = end
+        elif op.collective is not None:
+            begin = later(now, lane_free.get(op.collective.group, zero))
+            done[i] = lane_free[op.collective.group] = begin + us(i)
+            yield i, i, begin, done[i]
+        elif op.kind == "wait":
+            for start in program.start_of[i]:
+                end = later(now, done[start])
+                yield i, start, now, end
+                now = end
+
+
+def simulate(program: Program, cost: CostModel) -> Timeline:
+    """What a :func:`run` of ``program`` takes by a cost model."""
+    ops = program.ops
+    took: dict[int, float] = {}
+
+    def us(i: int) -> float:
+        c = ops[i].collective
+        took[i] = cost.compute_us(program, ops[i]) if c is None else cost.collective_us(c)
+        return took[i]
+
+    total = compute = wire = slowed = 0.0
+    exposed: dict[str, float] = {op.name: 0.0 for _, op in program.starts()}
+    spans: list[Span] = []
+    for i, start, begin, end in run(program, us, cost.compute_beside):
+        op = ops[i]
+        if op.kind == "wait":
+            exposed[ops[start].name] += end - begin
+            total = end
+        elif op.collective is not None:
+            spans.append(Span(op.name, op.collective.group, begin, end))
+            wire += end - begin
+        else:
+            spans.append(Span(op.name, "compute", begin, end))
+            compute, slowed, total = compute + took[i], slowed + end - (begin + took[i]), end
+    return Timeline(tuple(spans), exposed, total, compute, wire, slowed)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Live bytes during each op, and what is resident throughout.
+
+    Attributes:
+        live_nbytes: per op, inputs that may be freed included, resident inputs not.
+        resident_nbytes: of inputs that the caller keeps.
+        peak_nbytes: largest of ``live_nbytes``, plus the resident bytes.
+        peak_op: name of the op at the peak; empty for a program without ops.
+    """
+
+    live_nbytes: tuple[int, ...]
+    resident_nbytes: int
+    peak_nbytes: int
+    peak_op: str
+
+
+def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
+    """The ops from and to which each storage is alive, by their positions, if one is freed after
+    the last op that touches it. Inputs that the caller keeps are not among them.
+
+    The output of a gather lives from its start to the last use of any view of it; the input of a
+    collective lives until the wait; an input that nothing touches is never freed.
+    """
+    resident, end = program.storages(program.resident), max(0, len(program.ops) - 1)
+    found = dict.fromkeys(program.storages(program.inputs) - resident, (0, end))
+    for i, storages in enumerate(program.touched):
+        for storage in storages:
+            found[storage] = (found[storage][0] if storage in found else i, i)
+    for storage in program.storages(program.outputs) & found.keys():
+        found[storage] = (found[storage][0], end)
+    return {storage: found[storage] for storage in found.keys() - resident}
+
+
+def memory(program: Program) -> Memory:
+    """Live bytes over ``program``, see :func:`lifetimes`."""
+    size = program.storage_nbytes
+    changes = [0] * (max(1, len(program.ops)) + 1)
+    for storage, (first, last) in lifetimes(program).items():
+        changes[first] += size[storage]
+        changes[last + 1] -= size[storage]
+    live = list(itertools.accumulate(changes[:-1]))
+    at_rest = sum(size[storage] for storage in program.storages(program.resident))
+    peak = max(range(len(live)), key=live.__getitem__)
+    if not program.ops:
+        return Memory((), at_rest, at_rest + live[peak], "")
+    return Memory(tuple(live), at_rest, at_rest + live[peak], program.ops[peak].name)
+
+
+def live_at_peak(program: Program) -> dict[str, int]:
+    """Bytes by storage during the op at the peak, without what is resident."""
+    at = program.index.get(memory(program).peak_op, 0)
+    alive = lifetimes(program).items()
+    size = program.storage_nbytes
+    return {s: size[s] for s, (first, last) in sorted(alive) if first <= at <= last}
+
+
+def live_by_use(program: Program) -> dict[str, int]:
+    """Bytes of :func:`live_at_peak` by what they are for; "activations" are all the others."""
+    # What a backward adds up for a later one is written to, and stays.
+    written = {name for op in program.ops for name in op.writes} & set(program.inputs)
+    use = dict.fromkeys(program.storages(written & set(program.outputs)), "full gradients")
+    for op in program.ops:
+        reads, writes = map(program.storages, (op.reads, op.writes))
+        if op.sends == "gather":
+            use.update(dict.fromkeys(writes, "gathered parameters"))
+        elif op.sends in ("reduce", "all_reduce"):
+            for storage in reads:  # of a second reduce: what the first one left
+                use.setdefault(storage, "full gradients")
+            use.update(dict.fromkeys(writes, "gradient shards"))
+        elif reads and all(use.get(storage) == "gradient shards" for storage in reads):
+            use.update(dict.fromkeys(writes, "gradient shards"))
+    return sum_by_use(live_at_peak(program), use)
+
+
+def sum_by_use(live: Mapping[str, int], use: Mapping[str, str]) -> dict[str, int]:
+    """Bytes by what they are for, from those of each storage."""
+    found = dict.fromkeys(USES, 0)
+    for storage, nbytes in live.items():
+        found[use.get(storage, "activations")] += nbytes
+    return found

@@ -1,0 +1,165 @@
+"""The auto planner: buckets and windows by cost model, within a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from inductor_passes.ir.buckets import assign_by_module, of_few_members, plan_buckets
+from inductor_passes.ir.program import Bucket, Program, ProgramError
+from inductor_passes.machine.bound import lower_bound_us
+from inductor_passes.machine.cost import CostModel
+from inductor_passes.planner.invariant import common_ops, rank_invariant
+from inductor_passes.planner.local_search import LocalSearch
+from inductor_passes.planner.plan import Plan, budget_error, default_budget, evaluate
+from inductor_passes.planner.regular import least
+from inductor_passes.planner.segments import State, bare, lines_of, named_buckets
+from inductor_passes.planner.tried import launches_price
+
+CLOSE, NEAR = 1.005, 1.01
+# Nor is a plan searched for beyond this, if compute hardly ever stands still. What is left is then
+# what compute loses beside transfers; the bound takes them for one transfer, which no memory holds.
+HIDDEN = 1.02
+AGAIN = 3  # times that a climb whose end does not fit goes on, with less room
+# Climbs begin at the most promising plan, at that by module, and at the best that fits; and at some
+# more of the promising ones, as long as so much of the work is left, as in small programs.
+MORE_CLIMBS, EASY = 6, 4 / 5
+# Ops that a search simulates, of those that all ranks have: at least, and for each of the program.
+WORK, WORK_PER_OP = 140_000, 15
+
+
+def plan_auto(
+    program: Program,
+    cost: CostModel,
+    fqns: Sequence[str],
+    *,
+    budget_nbytes: int | None = None,
+    device_nbytes: int | None = None,
+    work: int | None = None,
+) -> Plan:
+    """The buckets and windows that make one graph fast.
+
+    The plan of :func:`~inductor_passes.ir.buckets.assign_by_module` is taken if it fits and takes
+    at most 0.5 % longer than the lower bound; or 2 %, if compute stands still for at most 0.5 % of
+    it. Else a local search (:mod:`inductor_passes.planner.local_search`) climbs from the most
+    promising of many regular plans, from that by module, and from the best that fits, until a plan
+    is within 1 % of the bound, moves lead no further, or the search's work is done. Of what it
+    found and the plan by module, it is the latter if that fits and takes at most 0.5 % longer:
+    costs that differ a little give one plan. If that by module fits, no plan makes more launches
+    than it: hosts, networks and kernels beside them pay for a launch in ways that no model of its
+    time knows.
+
+    Args:
+        program: a forward or backward graph as it was read, nothing merged.
+        cost: the same on all ranks.
+        fqns: of the parameters, in an order that all ranks share.
+        budget_nbytes: of live bytes, those of parameters' shards not counted (see
+            :func:`~inductor_passes.planner.invariant.rank_invariant`); default: what the buckets by
+            module take, or ``device_nbytes``, if that is less and single collectives meet it.
+        device_nbytes: that a device has for them.
+        work: ops that the search simulates in all.
+
+    Raises:
+        BudgetError: no schedule meets the budget.
+        ValueError: the cost model has no time for an op.
+        ProgramError: the collectives cannot be launched one by one.
+    """
+    program, cost = rank_invariant(program, cost)
+    bound_us = lower_bound_us(program, cost)
+
+    def evaluated(buckets: Sequence[Bucket]) -> Plan | None:
+        return evaluate(program, cost, of_few_members(buckets), bound_us)
+
+    late = bare(program)
+    by_module = evaluated(plan_buckets(program, assign_by_module(fqns)))
+    if by_module is None or budget_nbytes is not None or device_nbytes is not None:
+        lines = lines_of(late)
+        low = evaluated(named_buckets(least(lines), lines, fqns))
+        if low is None:
+            raise ProgramError("the program's collectives cannot be launched one by one")
+    else:
+        low = by_module  # which is what the budget is
+    manual = by_module or low
+    if budget_nbytes is None:
+        budget_nbytes = default_budget(manual, low, device_nbytes)
+    fits = manual.peak_nbytes <= budget_nbytes
+    if fits and _is_enough(manual):
+        return replace(manual, budget_nbytes=budget_nbytes)
+    search = LocalSearch(
+        program,
+        late,
+        cost,
+        fqns,
+        manual=manual,
+        budget_nbytes=budget_nbytes,
+        work=WORK + WORK_PER_OP * len(common_ops(program, cost)) if work is None else work,
+    )
+
+    def found(state: State) -> Plan | None:
+        return evaluated(search.buckets_of(state))
+
+    plans = [manual, low, *_climbed(search, manual, found)]
+    fitting = _fitting(plans, budget_nbytes)
+    fitting = fitting or _fitting(map(found, search.smallest()), budget_nbytes)
+    if not fitting:
+        # Of these two, since a search within another budget may not find what this one did.
+        smallest = min((low, manual), key=lambda plan: plan.peak_nbytes)
+        raise budget_error(program, smallest, budget_nbytes)
+    return replace(_chosen(fitting, manual), budget_nbytes=budget_nbytes)
+
+
+def _fitting(plans: Iterable[Plan | None], budget_nbytes: int) -> list[Plan]:
+    return [plan for plan in plans if plan is not None and plan.peak_nbytes <= budget_nbytes]
+
+
+def _is_enough(manual: Plan) -> bool:
+    """Whether a search could find no more than fewer and larger buckets, for little."""
+    bound_us = manual.lower_bound_us
+    hidden = manual.exposed_us <= (CLOSE - 1) * bound_us
+    return manual.step_us <= (HIDDEN if hidden else CLOSE) * bound_us
+
+
+def _climbed(
+    search: LocalSearch, manual: Plan, found: Callable[[State], Plan | None]
+) -> list[Plan]:
+    """What climbs end at that begin at the most promising plans."""
+    starts = search.starts()
+    fitting = [tried for tried in starts if not tried.score.over_nbytes]
+    near = search.by_buckets(manual.buckets)
+    plans: list[Plan] = []
+    first = dict.fromkeys([*starts[:1], *([near] if near else []), *fitting[:1]])
+    for start in dict.fromkeys([*first, *starts[1:MORE_CLIMBS]]):
+        if start not in first and search.left < EASY * search.allowed:
+            break
+        end = search.climb(start)
+        plan = found(end.state)
+        for _ in range(AGAIN):
+            # The compact program does not quite have the memory of the whole one.
+            if plan is None or end.score.over_nbytes or plan.peak_nbytes <= search.whole_nbytes:
+                break
+            again = search.with_less_room(end, plan.peak_nbytes - end.memory.peak_nbytes)
+            if again is None:
+                break
+            end = again
+            plan = found(end.state)
+        if plan is not None:
+            plans.append(plan)
+            fits = plan.peak_nbytes <= search.whole_nbytes
+            few = len(plan.buckets) <= search.most_launches
+            if fits and few and plan.step_us <= NEAR * search.bound_us:
+                break
+    return plans
+
+
+def _chosen(plans: Sequence[Plan], manual: Plan) -> Plan:
+    """The fastest of those that launch no more than that by module, if that is among them, launches
+    counted as the search does; or that by module, if it is about as fast."""
+
+    def price_us(plan: Plan) -> float:
+        share = launches_price(len(plan.buckets), len(manual.buckets))
+        return plan.step_us + share * plan.lower_bound_us
+
+    fits = manual in plans
+    few = [p for p in plans if not fits or len(p.buckets) <= len(manual.buckets)]
+    best = min(few, key=price_us)
+    return manual if fits and manual.step_us <= CLOSE * best.step_us else best

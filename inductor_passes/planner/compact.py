@@ -1,0 +1,263 @@
+"""A program of the same plans with a tenth of the ops: what plans are tried on.
+
+Compute between two places where a plan can launch or wait for something runs as one op, and views,
+which take no time, go. A plan takes the same time and the same memory in the compact program; but
+not quite where there are all-reduces, which may be launched within a run, and where there are
+collectives of others, which count as compute.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from inductor_passes.ir.program import Buffer, Op, Program
+from inductor_passes.machine.bound import moving
+from inductor_passes.machine.cost import CostModel
+from inductor_passes.machine.simulate import lifetimes, memory
+from inductor_passes.planner.invariant import FixedCost
+from inductor_passes.planner.segments import bare
+
+
+def compact(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
+    """``program`` and its cost with as few ops as a plan can tell apart.
+
+    Args:
+        program: with nothing merged, or only what :mod:`inductor_passes.planner.glue` keeps
+            together.
+        cost: of its ops.
+    """
+    # Gathers are waited for at their uses, and reduces launched when they are ready: so every
+    # place where a plan can launch or wait lies between two runs.
+    late = bare(program)
+    sides = _Sides(late)
+    runs = _Runs(late, cost, sides)
+
+    def run_of(i: int) -> object:
+        """What neighbours in a run agree in; an op that stays by itself is alone in its own."""
+        op = late.ops[i]
+        plain = i in sides.in_turn or (op.kind in ("compute", "view") and i not in sides.moving)
+        return ("run", op.unit) if plain and late.in_place.isdisjoint(late.touched[i]) else i
+
+    for key, run in groupby(sides.kept(), run_of):
+        members = list(run)
+        if isinstance(key, tuple):
+            runs.add(members[0], members[-1] + 1)
+        else:
+            runs.keep(members[0])
+    return runs.program(), FixedCost(runs.op_us, cost)
+
+
+class _Sides:
+    """What is only done for one start: it goes with the start, or with its wait.
+
+    Attributes:
+        moving: ops that keep no place, but go with collectives.
+        before: of a start, the ops whose results it alone needs.
+        behind: of a start, the ops that need what it left, and nothing of other collectives.
+        waits: of a start, all of its waits, if they wait for nothing else.
+        in_turn: starts of somebody else's collectives that are waited for at once, and the waits.
+            They count as compute, so what is in transfer slows them: of a plan that is found with
+            them the time is taken anew.
+    """
+
+    def __init__(self, bare: Program) -> None:
+        self.bare = bare
+        self.moving = moving(bare)
+        self.before: defaultdict[int, list[int]] = defaultdict(list)
+        self.behind: defaultdict[int, list[int]] = defaultdict(list)
+        followers: list[list[int]] = [[] for _ in bare.ops]
+        for i, found in enumerate(bare.predecessors):
+            for j in found:
+                followers[j].append(i)
+        self.waits = {
+            start: waits
+            for start, waits in bare.waits_of.items()
+            if len(waits) > 1 and all(len(bare.start_of[w]) == 1 for w in waits)
+        }
+        self._prepare(followers)
+        self._follow(followers)
+        self.in_turn: set[int] = set()
+        for i, op in bare.starts():
+            alone = bare.waits_of[i] == (i + 1,) and bare.start_of[i + 1] == (i,)
+            if op.sends == "other" and alone:
+                self.in_turn |= {i, i + 1}
+        self.gone = {i for found in (*self.before.values(), *self.behind.values()) for i in found}
+        self.gone.update(w for waits in self.waits.values() for w in waits[1:])
+
+    def _is_side(self, i: int) -> bool:
+        op = self.bare.ops[i]
+        plain = op.kind in ("compute", "view") and i in self.moving
+        return plain and self.bare.in_place.isdisjoint(self.bare.touched[i])
+
+    def _prepare(self, followers: Sequence[Sequence[int]]) -> None:
+        start_of: dict[int, int] = {}
+        kept = self.bare.storages(self.bare.outputs)
+        for i in reversed(range(len(self.bare.ops))):
+            if self.bare.ops[i].sends == "gather":
+                start_of[i] = i
+            elif self._is_side(i) and followers[i]:
+                starts = {start_of.get(j, -1) for j in followers[i]}
+                own = kept.isdisjoint(self.bare.storages(self.bare.ops[i].writes))
+                if len(starts) == 1 and -1 not in starts and own:
+                    start_of[i] = starts.pop()
+                    self.before[start_of[i]].insert(0, i)
+
+    def _follow(self, followers: Sequence[Sequence[int]]) -> None:
+        start_of: dict[int, int] = {}
+        for i in range(len(self.bare.ops)):
+            if self.bare.ops[i].kind == "wait":
+                waited = self.bare.start_of[i]
+                if len(waited) == 1 and self.bare.ops[waited[0]].sends == "reduce":
+                    start_of[i] = waited[0]
+            elif self._is_side(i) and all(self._is_side(j) for j in followers[i]):
+                starts = {start_of.get(j, -1) for j in self.bare.predecessors[i]}
+                if len(starts) == 1 and -1 not in starts:
+                    start_of[i] = starts.pop()
+                    self.behind[start_of[i]].append(i)
+
+    def kept(self) -> Iterator[int]:
+        """Positions of the ops that are left."""
+        return (i for i in range(len(self.bare.ops)) if i not in self.gone)
+
+
+class _Runs:
+    """The compact program, as it is made.
+
+    Attributes:
+        ops: so far.
+        op_us: times of its computes.
+    """
+
+    def __init__(self, bare: Program, cost: CostModel, sides: _Sides) -> None:
+        self.bare, self.cost, self.sides = bare, cost, sides
+        self.ops: list[Op] = []
+        self.op_us: dict[str, float] = {}
+        self.scratch: dict[str, Buffer] = {}
+        self.size, self.live = bare.storage_nbytes, memory(bare).live_nbytes
+        self.lives = lifetimes(bare)
+        self.given, self.kept = bare.storages(bare.inputs), bare.storages(bare.outputs)
+        self.as_one = self._as_one()
+
+    def _as_one(self) -> dict[str, str]:
+        """What comes and goes together, under the name of the first: what is prepared for one
+        start, what a reduce leaves, or what follows it."""
+        found: dict[str, str] = {}
+        for i, op in self.bare.starts():
+            before, behind = self.sides.before[i], self.sides.behind[i]
+            for ops in ([i] if op.sends == "reduce" else [], before, behind):
+                fresh = [
+                    self.bare.buffers[name].storage
+                    for j in ops
+                    for name in self.bare.ops[j].writes
+                    if self._is_new(name, j)
+                ]
+                if op.sends != "other":
+                    found.update((storage, fresh[0]) for storage in fresh)
+        return found
+
+    def keep(self, i: int) -> None:
+        """Op ``i`` as it is, but a view of what is there already; with what goes with it."""
+        op = self.bare.ops[i]
+        if op.kind == "wait":
+            self._keep_wait(i)
+            return
+        reads, writes = self._storages(op.reads), self._storages(op.writes)
+        if op.kind == "view" and set(writes) <= set(reads):
+            return
+        if op.kind == "compute":
+            self.op_us[op.name] = self.cost.compute_us(self.bare, op)
+        if op.kind == "start":
+            own = self._made(self.sides.before[i])
+            reads = tuple(s for s in self._read((*self.sides.before[i], i)) if s not in own)
+            writes = (*writes, *own)
+        self.ops.append(replace(op, reads=reads, writes=writes))
+
+    def _keep_wait(self, i: int) -> None:
+        op, starts = self.bare.ops[i], self.bare.start_of[i]
+        reads, behind = self._storages(op.reads), list[int]()
+        if len(starts) == 1:
+            reads = self._read(self.sides.waits.get(starts[0], (i,)))
+            behind = self.sides.behind[starts[0]]
+        for start in starts:
+            if i == self.sides.waits.get(start, self.bare.waits_of[start][-1:])[0]:
+                reads = (*reads, *self._made(self.sides.before[start]))
+        self.ops.append(replace(op, reads=reads, writes=()))
+        if behind:
+            own = self._made(behind)
+            reads = tuple(s for s in self._read(behind) if s not in own)
+            self._compute(self.bare.ops[behind[-1]].name, sum(map(self._us, behind)), reads, own)
+
+    def add(self, begin: int, end: int) -> None:
+        """Ops from ``begin`` to before ``end`` as one; as two, if that would take more memory."""
+        members = [i for i in range(begin, end) if i not in self.sides.gone]
+        made = self._made(members)
+        left = [s for s in made if self.lives[s][1] >= end or s in self.kept]
+        begun = [s for s in self.bare.touched[begin] if s not in self.given]
+        before = self.live[begin] - sum(self.size[s] for s in begun if self.lives[s][0] == begin)
+        room = max(self.live[begin:end]) - before - sum(self.size[s] for s in left)
+        own = set(made)
+        reads = tuple(s for s in self._read(members) if s not in own)
+        name = self.bare.ops[members[-1]].name
+        unit = self.bare.ops[members[-1]].unit
+        if room < 0:  # what is read last here is freed before all that is left is there
+            room = max(self.live[begin:end]) - before
+            self._compute(f"{name} (reads)", 0.0, reads, self._scratch(name, room), unit)
+            reads, room = (), 0
+        us = sum(map(self._us, members))
+        self._compute(name, us, reads, (*left, *self._scratch(name, room)), unit)
+
+    def _scratch(self, name: str, nbytes: int) -> tuple[str, ...]:
+        """A buffer of ``nbytes`` that is alive during an op, if there are any."""
+        if nbytes:
+            self.scratch[name] = Buffer(f"{name} scratch", nbytes)
+        return (f"{name} scratch",) if nbytes else ()
+
+    def _compute(
+        self, name: str, us: float, reads: Iterable[str], writes: Iterable[str], unit: int = 0
+    ) -> None:
+        self.op_us[name] = us
+        self.ops.append(Op(name, "compute", tuple(reads), tuple(writes), unit=unit))
+
+    def _us(self, i: int) -> float:
+        op = self.bare.ops[i]
+        if op.collective is not None:
+            return self.cost.collective_us(op.collective)
+        return self.cost.compute_us(self.bare, op) if op.kind == "compute" else 0.0
+
+    def _made(self, ops: Iterable[int]) -> tuple[str, ...]:
+        """Storages that some ops make."""
+        names = (n for i in sorted(set(ops)) for n in self.bare.ops[i].writes if self._is_new(n, i))
+        return self._storages(names)
+
+    def _is_new(self, name: str, i: int) -> bool:
+        storage = self.bare.buffers[name].storage
+        return storage not in self.given and self.lives[storage][0] == i
+
+    def _read(self, ops: Iterable[int]) -> tuple[str, ...]:
+        return self._storages(n for i in ops for n in self.bare.ops[i].reads)
+
+    def _storages(self, names: Iterable[str]) -> tuple[str, ...]:
+        storages = (self.bare.buffers[name].storage for name in names)
+        return tuple(dict.fromkeys([self.as_one.get(s, s) for s in storages]))
+
+    def program(self) -> Program:
+        """The program that they are."""
+        size: defaultdict[str, int] = defaultdict(int)
+        for storage, nbytes in self.size.items():
+            size[self.as_one.get(storage, storage)] += nbytes
+        buffers = {s: Buffer(s, nbytes) for s, nbytes in size.items()}
+        buffers |= {buffer.name: buffer for buffer in self.scratch.values()}
+        ends = {side: self._storages(getattr(self.bare, side)) for side in ("inputs", "outputs")}
+        used = {name for op in self.ops for name in (*op.reads, *op.writes)}
+        used.update(*ends.values())
+        return replace(
+            self.bare,
+            ops=tuple(self.ops),
+            buffers={name: buffer for name, buffer in buffers.items() if name in used},
+            inputs=ends["inputs"],
+            resident=frozenset(self._storages(sorted(self.bare.resident))),
+            outputs=ends["outputs"],
+        )

@@ -1,0 +1,98 @@
+"""Small neighbours launched together, so that a search has fewer collectives to tell apart."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from inductor_passes.ir.program import Bucket, Program
+from inductor_passes.machine.simulate import lifetimes, memory
+from inductor_passes.planner.segments import KINDS, Kind, Lines, fqn_place, lines_of
+from inductor_passes.transform.merge import bucket_class, merge
+
+PART = 1 / 2  # of the room for it, above which a collective is not glued to others
+EDGE = 8  # collectives at both ends of a line that are not glued to others
+
+
+def glued(
+    program: Program, late: Program, fqns: Sequence[str], most: int, budget_nbytes: float
+) -> tuple[Program, dict[str, str]]:
+    """``program`` with small neighbours launched together, and under whose name each travels.
+
+    Args:
+        program: with nothing merged.
+        late: it, :func:`~inductor_passes.planner.segments.bare`.
+        fqns: of the parameters, in the order in which members travel.
+        most: collectives of a kind that are left, about; the first and the last few of each stay
+            by themselves, since what is exposed has its place there.
+        budget_nbytes: of live bytes; what would take a good part of what is left of it where it is
+            used, or made, stays by itself, too.
+    """
+    lines = lines_of(late)
+    room = room_of(late, lines, budget_nbytes, throughout=True)
+    groups: list[list[str]] = []
+    for kind in KINDS:
+        limit = sum(lines.nbytes[kind]) / most
+        edge = EDGE if len(lines.starts[kind]) > most else 0
+        inner = range(edge, len(lines.starts[kind]) - edge)
+        latest: dict[object, tuple[int, float, list[str]]] = {}  # by class: the group that is open
+        for i, name in enumerate(lines.starts[kind]):
+            known, nbytes = lines.classes[kind][i], lines.nbytes[kind][i]
+            size, free, group = latest.get(known, (0, inf, []))
+            free = min(free, room[kind][i])  # where the first of them is used, or made, too
+            if group and edge and i in inner and size + nbytes <= min(limit, free * PART):
+                group.append(name)
+            else:
+                size, free, group = 0, room[kind][i], [name]
+                groups.append(group)
+            latest[known] = (size + nbytes, free, group)
+            if i not in inner:
+                del latest[known]
+    place = {fqn: i for i, fqn in enumerate(fqns)}
+    of: dict[str, str] = {}
+    buckets: list[Bucket] = []
+    for group in groups:
+        together = [group, *_sent_on(group, lines)]
+        for names in together:
+            names.sort(key=lambda name: fqn_place(lines.sent[name], place))
+            of.update(dict.fromkeys(names, names[0]))
+            buckets.append(Bucket(str(len(buckets)), tuple(names)))
+    ops = [
+        op
+        if op.collective is None
+        else replace(op, collective=replace(op.collective, bucket="", window=0))
+        for op in merge(program, buckets).ops
+    ]
+    return replace(program, ops=tuple(ops)), of
+
+
+def room_of(
+    late: Program, lines: Lines, budget_nbytes: float, *, throughout: bool = False
+) -> dict[Kind, list[float]]:
+    """Bytes that are free where each collective starts, or as long as what it gathers is used, or
+    what it reduces is there; of a program in which all are by themselves, and as brief as can be.
+    """
+    held, lives, found = memory(late), lifetimes(late), dict[Kind, list[float]]()
+    free, given = budget_nbytes - held.resident_nbytes, late.storages(late.inputs)
+
+    def live_nbytes(name: str) -> int:
+        at = late.index[name]
+        names = late.ops[at].writes if late.ops[at].sends == "gather" else late.ops[at].reads
+        alive = [lives[storage] for storage in late.storages(names) - given] if throughout else []
+        begin, end = min([at, *(i for i, _ in alive)]), max([at, *(i for _, i in alive)])
+        return max(held.live_nbytes[begin : end + 1])
+
+    for kind in KINDS:
+        found[kind] = [free - live_nbytes(name) for name in lines.starts[kind]]
+    return found
+
+
+def _sent_on(group: Sequence[str], lines: Lines) -> list[list[str]]:
+    """The all-reduces that follow the reduces of a group, by what may be one."""
+    found: defaultdict[object, list[str]] = defaultdict(list)
+    for name in group:
+        for follower in lines.followers.get(name, ()):
+            found[bucket_class(lines.sent[follower])].append(follower)
+    return list(found.values())

@@ -1,0 +1,180 @@
+"""What all ranks see of a program: plans are made from this, so that they come out alike.
+
+Shards differ in size between ranks, and so may the ops around them (pads, slices, casts). Here
+they take no time: what only prepares shards for a gather, and what only follows the wait for a
+reduce. (What follows an all-reduce handles full gradients; it takes no time either, as it moves
+with the wait.) Shards of parameters take no bytes, as they are there throughout. What is made of
+them for a gather to send, and shards of gradients, take an equal part of what is gathered or
+reduced. What is left is full tensors, whose sizes all ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from inductor_passes.ir.lineage import reduced_nbytes
+from inductor_passes.ir.program import Collective, Op, Program
+from inductor_passes.machine.cost import CostModel, check_compute_beside
+
+
+@dataclass(frozen=True)
+class FixedCost:
+    """Compute times by op name, which hold whatever is merged; collectives by another model.
+
+    Attributes:
+        op_us: of each compute op.
+        wire: prices the collectives.
+    """
+
+    op_us: Mapping[str, float]
+    wire: CostModel
+
+    @property
+    def compute_beside(self) -> float:
+        return self.wire.compute_beside
+
+    def compute_us(self, program: Program, op: Op) -> float:
+        return self.op_us[op.name]
+
+    def collective_us(self, collective: Collective) -> float:
+        c = collective
+        what = f"{c.kind} of {c.nbytes} bytes {c.dtype} on {c.ranks} ranks ({', '.join(c.fqns)})"
+        return checked_us(what, self.wire.collective_us(c))
+
+
+def checked_us(what: str, value: object) -> float:
+    """``value``, if it is a time.
+
+    Raises:
+        ValueError: it is None, NaN, infinite, negative or no number.
+    """
+    if isinstance(value, (int, float)) and isfinite(value) and value >= 0:
+        return float(value)
+    raise ValueError(
+        f"cost model: expected microseconds, a finite number of at least 0, for {what}; got "
+        f"{value!r}; mend the cost model or its cluster file"
+    )
+
+
+def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
+    """The program with shards of sizes that all ranks share, and the cost without what is done to
+    them.
+
+    Compute times are rounded to three significant digits. (Times of collectives are not: they are
+    functions of sizes that all ranks share, and rounding could make a merged one dearer than its
+    parts.)
+
+    Raises:
+        ValueError: the cost model has no time for an op, or no fraction in ``compute_beside``.
+    """
+    check_compute_beside(cost)
+    local, shard_nbytes = _local(program)
+    free = local | following(program, ("all_reduce",))
+    op_us = {}
+    for i, op in enumerate(program.ops):
+        if op.kind == "compute":
+            us = 0.0 if i in free else checked_us(op.name, cost.compute_us(program, op))
+            op_us[op.name] = float(f"{us:.3g}")
+    buffers = {
+        name: replace(buffer, nbytes=shard_nbytes.get(buffer.storage, buffer.nbytes))
+        for name, buffer in program.buffers.items()
+    }
+    return replace(program, buffers=buffers), FixedCost(op_us, cost)
+
+
+def common_ops(program: Program, cost: CostModel) -> list[int]:
+    """Positions of the ops that all ranks have, if ``cost`` is as :func:`rank_invariant` gives it:
+    collectives, and computes that take time. Ranks differ in the pads and views of their shards.
+    """
+    return [
+        i
+        for i, op in enumerate(program.ops)
+        if op.collective is not None or (op.kind == "compute" and cost.compute_us(program, op) > 0)
+    ]
+
+
+def _local(program: Program) -> tuple[set[int], dict[str, int]]:
+    """Ops that handle shards alone, and the bytes of the shards' storages on every rank."""
+    preparing = prepared(program)
+    reduced = reduced_nbytes(program)
+    shards = program.storages(program.resident)
+    local: set[int] = set()
+    for i, op in enumerate(program.ops):
+        reads, made = program.storages(op.reads), program.first_written(i)
+        if op.sends == "reduce" or (reads & reduced.keys() and op.sends in ("", "all_reduce")):
+            local.add(i)
+        elif not op.sends and (i in preparing or (reads and reads <= shards)):
+            shards |= made
+            local.add(i)
+    sent = _sent_nbytes(program, preparing)
+    return local, dict.fromkeys(shards | _shard_inputs(program, local), 0) | sent | reduced
+
+
+def _sent_nbytes(program: Program, preparing: set[int]) -> dict[str, int]:
+    """Bytes on every rank, by storage, of casts that gathers send.
+
+    A rank with a smaller shard also makes a padded copy of it to send. Other ranks do not, so the
+    copy is counted on no rank.
+    """
+    itemsize = {s: program.buffers[s].itemsize for s in program.buffers}
+    shard_itemsize = {s: itemsize[s] for s in program.storages(program.inputs)}
+    for i in sorted(preparing):
+        sources = program.storages(program.ops[i].reads) & shard_itemsize.keys()
+        was = max((shard_itemsize[s] for s in sources), default=0)
+        for storage in program.first_written(i):
+            shard_itemsize.setdefault(storage, was)
+    return {
+        storage: -(-op.collective.nbytes // op.collective.ranks)
+        for _, op in program.starts()
+        if op.collective is not None and op.sends == "gather"
+        for storage in program.storages(op.reads)
+        if shard_itemsize.get(storage, itemsize[storage]) != itemsize[storage]
+    }
+
+
+def following(program: Program, kinds: Collection[str]) -> set[int]:
+    """Computes, views and waits of what collectives of these ``kinds`` left."""
+    left: set[str] = set()
+    found: set[int] = set()
+    for i, op in enumerate(program.ops):
+        if not op.sends and any(program.buffers[name].storage in left for name in op.reads):
+            found.add(i)
+        if i in found or op.sends in kinds:
+            left |= program.storages(op.writes)
+    return found
+
+
+def prepared(program: Program) -> set[int]:
+    """Computes and views, of inputs alone, whose results go into gathers alone."""
+    from_inputs = program.storages(program.inputs)
+    of_inputs: set[int] = set()
+    for i, op in enumerate(program.ops):
+        mutates = any(program.writer.get(name) != i for name in op.writes)
+        known = all(program.buffers[name].storage in from_inputs for name in op.reads)
+        if op.kind in ("compute", "view") and known and not mutates:
+            of_inputs.add(i)
+            from_inputs |= program.storages(op.writes)
+    found: set[int] = set()
+    elsewhere = set(program.outputs)
+    read: set[str] = set()
+    for i in reversed(range(len(program.ops))):
+        op = program.ops[i]
+        useful = read.issuperset(op.writes) and elsewhere.isdisjoint(op.writes)
+        gathers = op.sends == "gather"
+        if i in of_inputs and op.writes and useful:
+            found.add(i)
+        elif not gathers:
+            elsewhere.update(op.reads)
+        read.update(op.reads)
+    return found
+
+
+def _shard_inputs(program: Program, local: set[int]) -> set[str]:
+    """Storages of the inputs that only local ops and gathers read, or that nobody reads."""
+    alone = program.storages(program.inputs) - program.storages(program.outputs)
+    for i, op in enumerate(program.ops):
+        if op.sends != "gather" and i not in local:
+            alone -= program.storages((*op.reads, *op.writes))
+    return alone

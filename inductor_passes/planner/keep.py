@@ -1,0 +1,156 @@
+"""Which full parameters to keep from forward to backward: memory spent, and a gather saved.
+
+What is kept lives from its use in forward to its use in backward, so the parameters that backward
+needs first cost least and save most: nothing can hide the first gather of a graph. Modules are
+kept in that order, as many as pay and as the budget holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from inductor_passes.ir.buckets import Assignment, plan_buckets
+from inductor_passes.ir.program import Op, Program
+from inductor_passes.machine.cost import CostModel
+from inductor_passes.planner.invariant import rank_invariant
+from inductor_passes.planner.plan import evaluate
+
+CLOSE = 1.002
+
+
+@dataclass(frozen=True)
+class Costed:
+    """A program and what its ops cost."""
+
+    program: Program
+    cost: CostModel
+
+
+def choose_kept(
+    forward: Costed,
+    backward: Costed,
+    assignment: Assignment,
+    candidates: Collection[str],
+    *,
+    budget_nbytes: int | None = None,
+    device_nbytes: int | None = None,
+) -> frozenset[str]:
+    """The parameters to keep, with which the step by module is fastest within the budget.
+
+    Args:
+        forward: in which every parameter is gathered.
+        backward: in which every parameter that it needs is gathered again.
+        assignment: modules are kept whole, as far as they are candidates.
+        candidates: parameters that may be kept.
+        budget_nbytes: of live bytes in either graph; default: what they take with none kept, or
+            ``device_nbytes``, if that is less.
+            Bytes are those that all ranks share, see :func:`~inductor_passes.planner.plan.Plan`.
+        device_nbytes: that a device has for them.
+
+    Returns:
+        Of the choices that take at most 0.2 % longer than the fastest, the smallest.
+
+    Raises:
+        ValueError: the cost model has no time for an op.
+    """
+    graphs = tuple(Costed(*rank_invariant(g.program, g.cost)) for g in (forward, backward))
+    modules = _modules(backward.program, assignment, candidates)
+
+    def kept(n: int) -> frozenset[str]:
+        return frozenset(fqn for module in modules[:n] for fqn in module)
+
+    def worth(n: int) -> tuple[float, int] | None:
+        """Time and peak memory with the first ``n`` modules kept."""
+        programs = keeping(graphs[0].program, graphs[1].program, kept(n))
+        plans = [
+            evaluate(program, graph.cost, plan_buckets(program, assignment), 0.0)
+            for program, graph in zip(programs, graphs, strict=True)
+        ]
+        if None in plans:
+            return None
+        found = [plan for plan in plans if plan is not None]
+        return sum(plan.step_us for plan in found), max(plan.peak_nbytes for plan in found)
+
+    none = worth(0)
+    if none is None:
+        return frozenset()
+    budget = none[1] if device_nbytes is None else min(none[1], device_nbytes)
+    budget = budget if budget_nbytes is None else budget_nbytes
+    fitting = {0: none[0]}
+    for n in _growing(len(modules)):
+        found = worth(n)
+        if found is not None and found[1] <= budget:
+            fitting[n] = found[0]
+    fastest = min(fitting.values())
+    return kept(min(n for n, us in fitting.items() if us <= CLOSE * fastest))
+
+
+def _growing(n: int) -> list[int]:
+    """A few numbers up to ``n``: each by half, or by one, larger than the one before."""
+    numbers, at = [], 0
+    while at < n:
+        at = min(n, at + max(1, at // 2))
+        numbers.append(at)
+    return numbers
+
+
+def _modules(
+    backward: Program, assignment: Assignment, candidates: Collection[str]
+) -> list[list[str]]:
+    """The candidates of the modules that backward gathers something of, in the order of their use.
+
+    All of a module: if a weight is kept and its bias is not, it may pay the compiler to gather
+    the bias again, which it did not need, rather than to save what was made of both.
+    """
+    label_of = {fqn: assignment.label_of.get(fqn, fqn) for fqn in sorted(candidates)}
+    gathered = (fqn for _, op in _gathers(backward) for fqn in op.collective.fqns)  # type: ignore[union-attr]
+    used = dict.fromkeys(label_of[fqn] for fqn in gathered if fqn in label_of)
+    return [[fqn for fqn, its in label_of.items() if its == label] for label in used]
+
+
+def _gathers(program: Program) -> list[tuple[int, Op]]:
+    return [(i, op) for i, op in program.starts() if op.sends == "gather"]
+
+
+def keeping(forward: Program, backward: Program, fqns: Collection[str]) -> tuple[Program, Program]:
+    """The two programs if full parameters are kept from one to the other.
+
+    Args:
+        forward: what it gathers of ``fqns`` becomes an output.
+        backward: what it gathers of ``fqns`` becomes an input, and the ops that led to it go.
+        fqns: of parameters; their collectives are single.
+    """
+    outputs = [name for _, op in _gathers(forward) if _carries(op, fqns) for name in op.writes]
+    forward = replace(forward, outputs=tuple(dict.fromkeys((*forward.outputs, *outputs))))
+    gathers = [op for _, op in _gathers(backward) if _carries(op, fqns)]
+    names = {op.name for op in gathers}
+    waits = {w for i, op in _gathers(backward) if op.name in names for w in backward.waits_of[i]}
+    ops = [
+        replace(op, kind="view") if i in waits else op
+        for i, op in enumerate(backward.ops)
+        if op.name not in names
+    ]
+    given = [name for op in gathers for name in op.writes]
+    led = {name for op in gathers for name in op.reads}
+    backward = replace(backward, ops=(), inputs=(*backward.inputs, *given))
+    return forward, replace(backward, ops=tuple(_without(ops, led, backward.outputs)))
+
+
+def _without(ops: Sequence[Op], unread: set[str], outputs: Collection[str]) -> list[Op]:
+    """``ops`` without those that only made what is ``unread`` now."""
+    left: list[Op] = []
+    read = set(outputs)
+    for op in reversed(ops):
+        makes = op.kind in ("compute", "view") and bool(op.writes)
+        if makes and unread.issuperset(op.writes) and read.isdisjoint(op.writes):
+            unread = unread | set(op.reads)
+        else:
+            left.append(op)
+            read.update(op.reads)
+    return left[::-1]
+
+
+def _carries(op: Op, fqns: Collection[str]) -> bool:
+    found: Sequence[str] = op.collective.fqns if op.collective is not None else ()
+    return bool(found) and all(fqn in fqns for fqn in found)

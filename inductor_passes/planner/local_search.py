@@ -1,0 +1,320 @@
+"""A local search for plans: from a plan to a better one near it, as long as there is one.
+
+The only judge is the simulator, on a compact program. What stands still longest is looked at first:
+its bucket, and what is on the wire just before it::
+
+    regular plans --> the best few --> what does not fit is mended --> moves, one after the other
+                                       (moves.small_repairs, repairs)  (moves.around, ...)
+                                  --> neighbours joined, until launches are few enough --> moves
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, islice, product
+from math import ceil, inf
+
+from inductor_passes.ir.program import Bucket, Collective, Program, ProgramError
+from inductor_passes.machine.cost import CostModel
+from inductor_passes.machine.simulate import Memory, memory, simulate
+from inductor_passes.planner.compact import compact
+from inductor_passes.planner.glue import glued, room_of
+from inductor_passes.planner.invariant import common_ops
+from inductor_passes.planner.moves import (
+    all_turned,
+    apart,
+    around,
+    everywhere_alike,
+    joined,
+    pairs,
+    repairs,
+    small_repairs,
+)
+from inductor_passes.planner.plan import Plan, scheduled
+from inductor_passes.planner.regular import (
+    Shape,
+    by_room,
+    gather_shapes,
+    least,
+    reduce_shapes,
+    regular,
+)
+from inductor_passes.planner.segments import (
+    Segment,
+    State,
+    bare,
+    lines_of,
+    named_buckets,
+    plain_buckets,
+    state_of,
+)
+from inductor_passes.planner.tried import LAUNCHES, Score, Tried, alive, launches_price
+
+# Parts of what a kind sends, of which none is larger than collectives that are glued together.
+UNITS = 48
+# Plans in a row that are no better, after which a climb ends; and how many of these are moves of
+# what stands still, before all buckets of a kind are moved.
+PATIENCE, FIRST_MOVES = 120, 40
+SHARE = 3 / 5  # of the work that is left, after which no further move of a climb is looked for
+SMALLEST = 12  # states, which are looked at as plans of the whole program if no end of a climb fits
+GAIN = 3e-4  # of the bound, that a move must gain
+# Buckets that fill memory: their shares of what is free, with windows, of gathers and of reduces.
+# Where there is little, gathers are not ahead but large, and all reduces are waited for before.
+SHARES = (
+    *product(
+        ((1 / 8, 2), (1 / 6, 2), (1 / 4, 2), (1 / 3, 2)),
+        ((1 / 4, 1), (1 / 3, 1), (2 / 5, 1), (1 / 2, 1)),
+    ),
+    *product(((2 / 3, 1),), ((1 / 4, 1), (1 / 2, -1), (2 / 3, -1))),
+)
+SPARE = (0.0, 0.02)  # of the budget, that is not filled
+
+
+class LocalSearch:
+    """The search of one program.
+
+    Args:
+        program: with nothing merged.
+        late: it, :func:`~inductor_passes.planner.segments.bare`.
+        cost: of it.
+        fqns: of the parameters, in the order in which members travel.
+        manual: the plan by module, or the one that takes least memory. If it fits, no plan should
+            make more launches.
+        budget_nbytes: of live bytes.
+        work: ops that are simulated in all, of those that all ranks have; not seconds, so that
+            all ranks find the same.
+
+    Attributes:
+        allowed: plans that may be tried in all.
+        left: of these.
+        whole_nbytes: the budget that was given; ends of climbs may have left less of it.
+        most_launches: that a plan should make.
+        most: that it may make at this moment.
+        peaks: most live bytes of each state that was tried, and whose memory was looked at.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        late: Program,
+        cost: CostModel,
+        fqns: Sequence[str],
+        *,
+        manual: Plan,
+        budget_nbytes: int,
+        work: int,
+    ) -> None:
+        merged, self.first_of = glued(program, late, fqns, UNITS, budget_nbytes)
+        self.program, self.cost = compact(merged, cost)
+        self.lines = lines_of(bare(self.program))
+        self.fqns, self.manual, self.bound_us = fqns, manual, manual.lower_bound_us
+        fits = manual.peak_nbytes <= budget_nbytes
+        self.most_launches, self.most = len(manual.buckets) if fits else inf, inf
+        self.allowed = self.left = work // max(1, len(common_ops(self.program, self.cost)))
+        self.sent = {op.name: op.collective for _, op in program.starts() if op.collective}
+        self.seen: set[frozenset[Segment]] = set()
+        self.budget_nbytes = self.whole_nbytes = budget_nbytes
+        self.less_nbytes = 0
+        self.peaks: dict[State, int] = {}
+
+    def starts(self) -> list[Tried]:
+        """Regular plans, the most promising first."""
+        low = self.tried(least(self.lines))  # first: it may be a regular plan
+        shapes = self._shapes(gather_shapes(self.lines, self._modules()))
+        for like in sorted(shapes, key=lambda shape: shapes[shape].score)[:2]:
+            shapes |= self._shapes(reduce_shapes(self.lines, self._modules(), like))
+        found = sorted(shapes.values(), key=lambda tried: tried.score.price_us)
+        if low is None or (found and not found[0].score.over_nbytes):
+            return found
+        room = room_of(low.program, self.lines, self.budget_nbytes)
+        for spare, shares in product(SPARE, SHARES):
+            free = {k: [n - spare * self.budget_nbytes for n in of] for k, of in room.items()}
+            found.append(self.tried(by_room(self.lines, free, *shares)) or low)
+        return sorted(dict.fromkeys([*found, low]), key=self._promise)
+
+    def _modules(self) -> int:
+        counts = Counter(self.sent[bucket.starts[0]].kind for bucket in self.manual.buckets)
+        return max(counts.values(), default=1)
+
+    def _shapes(self, shapes: Iterable[Shape]) -> dict[Shape, Tried]:
+        tried = {shape: self.tried(regular(shape, self.lines)) for shape in shapes}
+        return {shape: found for shape, found in tried.items() if found is not None}
+
+    def _promise(self, tried: Tried) -> float:
+        """What does not fit by little may, mended, be better than what fits; and what stands still
+        can be moved, but not what is computed and sent."""
+        over = tried.memory.peak_nbytes / max(1.0, self.budget_nbytes)
+        least_us = max(tried.timeline.wire_us, tried.timeline.compute_us)
+        return (tried.score.price_us + least_us) * max(1.0, over)
+
+    def by_buckets(self, buckets: Sequence[Bucket]) -> Tried | None:
+        """The plan that is nearest to ``buckets`` of the whole program, if it was not tried."""
+        return self.tried(state_of(buckets, self.lines, self.first_of))
+
+    def tried(self, state: State, below_us: float = inf) -> Tried | None:
+        """``state`` with its score, if it is a plan that was not tried before; and, if a price is
+        given, below that, and within the budget."""
+        key = frozenset(state)
+        if key in self.seen or self.left <= 0:
+            return None
+        self.seen.add(key)
+        self.left -= 1
+        buckets = plain_buckets(state, self.lines)
+        if len(buckets) > self.most:
+            return None
+        try:
+            after = scheduled(self.program, buckets)
+        except ProgramError:
+            return None
+        timeline = simulate(after, self.cost)
+        share = launches_price(len(buckets), len(self.manual.buckets))
+        price_us = timeline.total_us + share * self.bound_us
+        if price_us >= below_us:
+            return None
+        held = memory(after)
+        self.peaks[state] = held.peak_nbytes
+        if below_us < inf and held.peak_nbytes > self.budget_nbytes:
+            return None
+        score = Score(self._over_nbytes(after, held), price_us, timeline.total_us)
+        return Tried(state, len(buckets), score, after, timeline, held)
+
+    def _over_nbytes(self, after: Program, held: Memory) -> int:
+        """See :class:`Score`; 0 if all fits."""
+        if held.peak_nbytes <= self.budget_nbytes:
+            return 0
+        room = self.budget_nbytes - held.resident_nbytes
+        live = held.live_nbytes
+        over = (live[i] - room for i in common_ops(after, self.cost) if live[i] > room)
+        return int(held.peak_nbytes - self.budget_nbytes + sum(over)) + 1
+
+    def with_less_room(self, end: Tried, nbytes: int) -> Tried | None:
+        """A climb from where another ended, whose plan takes ``nbytes`` more than what it was tried
+        on; from now on there is room for that. None if the work is done."""
+        self.less_nbytes = max(self.less_nbytes, nbytes)
+        self.budget_nbytes = self.whole_nbytes - self.less_nbytes
+        self.seen.clear()
+        again = self.tried(end.state)
+        return None if again is None else self.climb(again)
+
+    def smallest(self) -> list[State]:
+        """The states that take least memory."""
+        return sorted(self.peaks, key=self.peaks.__getitem__)[:SMALLEST]
+
+    def climb(self, at: Tried) -> Tried:
+        """The best plan that moves lead to from ``at``; one that fits, if any was found. It takes
+        at most a share of the work that is left, for another climb may lead further.
+
+        Moves one by one hardly lead from a plan of few launches to another: where one bucket is
+        parted, two others must be joined. So launches are not counted at first.
+        """
+        self.most, left = inf, self.left
+        share = SHARE if self.most_launches == inf else SHARE / 2
+        end = self._up(self._fit(at), left * (1 - share))
+        if end.score.over_nbytes or share == SHARE:
+            return end
+        if end.launches > self.most_launches:
+            self.seen.clear()  # of plans that were too slow, some have few launches
+            few = self._fewer(end)
+            if few is None:
+                return end
+            end = few
+        self.most = self.most_launches
+        return self._up(self._fit(end), left * (1 - SHARE))
+
+    def _fewer(self, at: Tried) -> Tried | None:
+        """``at`` with neighbours joined, where that costs least, until launches are few enough;
+        None if no more can be joined."""
+        while at.launches > self.most_launches:
+            of = {
+                pair: self.tried(joined(at.state, [pair])) for pair in pairs(at.state, self.lines)
+            }
+            tried = {pair: one for pair, one in of.items() if one is not None}
+            if not tried:
+                return None
+            best = sorted(tried, key=lambda pair: tried[pair].score)
+            # What one of them costs says little about so many at once: half of what is wanted.
+            some = apart(best, ceil((at.launches - self.most_launches) / 2))
+            several = self.tried(joined(at.state, some)) if len(some) > 1 else None
+            at = several or tried[best[0]]
+        return at
+
+    def _up(self, at: Tried, enough: float) -> Tried:
+        """The end of a climb from ``at`` that leaves ``enough`` of the work."""
+        moved: Tried | None = at
+        while moved is not None:
+            at = moved
+            moved = None if self._is_close(at) or self.left < enough else self._better(at)
+        return at
+
+    def _is_close(self, at: Tried) -> bool:
+        """Whether no other plan would matter."""
+        close_us = (1 + 2 * LAUNCHES) * self.bound_us
+        return not at.score.over_nbytes and at.score.price_us <= close_us
+
+    def _better(self, at: Tried) -> Tried | None:
+        until, below_us = self.left - PATIENCE, inf
+        if not at.score.over_nbytes:
+            below_us = at.score.price_us - GAIN * self.bound_us
+        near = self._near(at)
+        for state in chain(islice(near, FIRST_MOVES), all_turned(at.state, self.lines), near):
+            for new in (everywhere_alike(at.state, state, self.lines), state):
+                found = None if new is None else self.tried(new, below_us)
+                if found is not None and self._is_better(found.score, at.score):
+                    return found
+            if self.left < max(1, until):
+                break
+        return None
+
+    def _is_better(self, new: Score, old: Score) -> bool:
+        if new.over_nbytes != old.over_nbytes:
+            return new.over_nbytes < old.over_nbytes
+        return new.price_us < old.price_us - GAIN * self.bound_us
+
+    def _near(self, at: Tried) -> Iterator[State]:
+        for segment in self._by_stall(at):
+            yield from around(at.state, segment, self.lines)
+
+    def _by_stall(self, at: Tried) -> list[Segment]:
+        """All segments: those that are waited for longest and what is on the wire before first."""
+        of = self._segment_of(at)
+        sent = [span for span in at.timeline.spans if span.op in of]
+        index = {span.op: i for i, span in enumerate(sent)}
+        stalls = [(-us, index[n]) for n, us in at.timeline.exposed_us.items() if us and n in index]
+        found: list[Segment] = []
+        for _, i in sorted(stalls):
+            lane = [span for span in sent[: i + 1] if span.lane == sent[i].lane]
+            found += [of[span.op] for span in lane[:-4:-1]]
+        return list(dict.fromkeys([*found, *at.state]))
+
+    def _segment_of(self, at: Tried) -> dict[str, Segment]:
+        return {self.lines.starts[s.kind][m]: s for s in at.state for m in s.members}
+
+    def _fit(self, at: Tried) -> Tried:
+        """``at`` with what does not fit into memory mended, as far as that is possible."""
+        while at.score.over_nbytes and self.left > 0:
+            somewhere, worst = alive(at, self._segment_of(at), self.budget_nbytes)
+            less = self._less(at, small_repairs(at.state, worst, self.lines))
+            less = less or self._less(at, repairs(at.state, (somewhere, worst), self.lines))
+            if not less:
+                break
+            at = min(less, key=partial(self._dear, at.score))
+        return at
+
+    def _less(self, at: Tried, states: Iterable[State]) -> list[Tried]:
+        """Those of ``states`` that take less than ``at`` where that takes too much."""
+        found = map(self.tried, states)
+        return [t for t in found if t and t.score.over_nbytes < at.score.over_nbytes]
+
+    def _dear(self, was: Score, tried: Tried) -> float:
+        """Time for each byte that fits; little time is as good as none."""
+        more_us = max(tried.score.price_us - was.price_us, GAIN * self.bound_us)
+        return more_us / (was.over_nbytes - tried.score.over_nbytes)
+
+    def buckets_of(self, state: State) -> tuple[Bucket, ...]:
+        """The buckets of the whole program that ``state`` is."""
+        travel: defaultdict[str, list[tuple[str, Collective]]] = defaultdict(list)
+        for name, first in self.first_of.items():
+            travel[first].append((name, self.sent[name]))
+        return named_buckets(state, self.lines, self.fqns, travel)

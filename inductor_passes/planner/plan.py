@@ -1,0 +1,96 @@
+"""A plan, what it is worth, and the error if there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inductor_passes.ir.program import Bucket, Program, ProgramError
+from inductor_passes.machine.cost import CostModel
+from inductor_passes.machine.simulate import live_by_use, memory, simulate
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.order import OverlapPolicy, overlap
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Buckets, and what is predicted of the program that they make.
+
+    Times and bytes are of what all ranks share (see :mod:`inductor_passes.planner.invariant`):
+    shards of parameters, and ops on shards, count nothing.
+
+    Attributes:
+        buckets: with windows; all gathers, reduces and all-reduces of the program.
+        step_us: simulated time of the graph.
+        lower_bound_us: time that no plan can beat.
+        exposed_us: time that the compute lane stands still.
+        peak_nbytes: most live bytes.
+        budget_nbytes: that it was chosen within; 0 if it was not chosen.
+    """
+
+    buckets: tuple[Bucket, ...]
+    step_us: float
+    lower_bound_us: float
+    exposed_us: float
+    peak_nbytes: int
+    budget_nbytes: int = 0
+
+
+class BudgetError(ValueError):
+    """No schedule meets the memory budget.
+
+    Attributes:
+        smallest_nbytes: a budget that is met: the smaller peak of the plan by module and of single
+            collectives. A search may find less.
+    """
+
+    def __init__(self, message: str, smallest_nbytes: int) -> None:
+        super().__init__(message, smallest_nbytes)  # both, so that it can be pickled
+        self.smallest_nbytes = smallest_nbytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def scheduled(program: Program, buckets: Sequence[Bucket]) -> Program:
+    """``program`` with its buckets merged and in their order."""
+    merged = merge(program, buckets)
+    return merged.reorder(overlap(merged, OverlapPolicy()))
+
+
+def evaluate(
+    program: Program, cost: CostModel, buckets: Sequence[Bucket], lower_bound_us: float
+) -> Plan | None:
+    """The plan that ``buckets`` are; None if their members depend on each other."""
+    try:
+        after = scheduled(program, buckets)
+    except ProgramError:
+        return None
+    timeline, peak = simulate(after, cost), memory(after).peak_nbytes
+    return Plan(tuple(buckets), timeline.total_us, lower_bound_us, timeline.stalled_us, peak)
+
+
+def default_budget(manual: Plan, least: Plan, device_nbytes: int | None) -> int:
+    """What ``manual`` takes; what a device has left if that is less.
+
+    If not even ``least`` meets that, it was estimated wrongly (fewer bytes of optimizer state,
+    frozen parameters, evaluation), and a plan that is slow for its sake helps nobody.
+    """
+    if device_nbytes is None or device_nbytes < least.peak_nbytes:
+        return manual.peak_nbytes
+    return min(manual.peak_nbytes, device_nbytes)
+
+
+def budget_error(program: Program, smallest: Plan, budget_nbytes: int) -> BudgetError:
+    """The error that no plan meets ``budget_nbytes``; ``smallest`` is one that takes little."""
+    room = "; ".join(
+        f"{nbytes:,} bytes of {what}"
+        for what, nbytes in live_by_use(scheduled(program, smallest.buckets)).items()
+    )
+    enough = smallest.peak_nbytes * 1.0005 / 1e9  # not less once it is rounded
+    return BudgetError(
+        f"memory budget: no schedule fits {budget_nbytes:,} bytes; the smallest peak found is "
+        f"{smallest.peak_nbytes:,} bytes ({room}). Allow this graph that much (memory_budget_gb="
+        f"{enough:.4g} or more; another may need more), lower the batch, or recompute activations",
+        smallest.peak_nbytes,
+    )

@@ -1,0 +1,128 @@
+"""Regular plans: where a search starts.
+
+Where one layer is much like the next, buckets of as many bytes and windows that are all alike are
+about as good as the best plan; a search need only mend their ends, and what does not fit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from inductor_passes.planner.segments import KINDS, Kind, Lines, State, even, in_turn, with_window
+
+# Buckets of a kind, for each module; windows of gathers; windows of reduces where there are gathers
+# at whose uses they can be waited for, and where there are none.
+PER_MODULE = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 2 / 3, 1, 3 / 2, 2, 3)
+AHEAD = (2, 3)
+BEHIND, BEHIND_ALONE = (1, -1), (1, 2)
+
+
+class Shape(NamedTuple):
+    """A regular plan: buckets of gathers and their window, buckets of reduces and theirs."""
+
+    gathers: int
+    ahead: int
+    reduces: int
+    behind: int
+
+
+def gather_shapes(lines: Lines, modules: int) -> list[Shape]:
+    """Shapes that differ in their gathers, with a bucket of reduces for each of ``modules``."""
+    if not lines.starts["gather"]:
+        return [Shape(1, 1, modules, 1)]
+    return [Shape(n, ahead, modules, 1) for n, ahead in product(_counts(modules), AHEAD)]
+
+
+def reduce_shapes(lines: Lines, modules: int, like: Shape) -> list[Shape]:
+    """Shapes that differ in their reduces, with the gathers of ``like``."""
+    windows = BEHIND if lines.starts["gather"] else BEHIND_ALONE
+    if len(lines.starts["gather"]) == len(lines.place):
+        return [like]
+    return [
+        like._replace(reduces=n, behind=behind) for n, behind in product(_counts(modules), windows)
+    ]
+
+
+def few_shapes(modules: int) -> list[Shape]:
+    """Shapes for who has no time to search: as many gathers as reduces, and little or much of them
+    in flight."""
+    few = [Shape(n, 2, n, 1) for n in _counts(modules)]
+    return few + [Shape(n, 3, n, -1) for n in _counts(modules) if n >= modules]
+
+
+def _counts(modules: int) -> list[int]:
+    return sorted({max(1, round(modules * share)) for share in PER_MODULE})
+
+
+def regular(shape: Shape, lines: Lines) -> State:
+    """The plan of a shape."""
+    return (
+        *_of_kind(lines, "gather", shape.gathers, shape.ahead),
+        *_of_kind(lines, "reduce", shape.reduces, shape.behind),
+        *_of_kind(lines, "all_reduce", shape.reduces, max(1, shape.behind)),
+    )
+
+
+def least(lines: Lines) -> State:
+    """Every collective by itself, as late and as briefly as can be: what takes least memory."""
+    state: State = ()
+    for kind in KINDS:
+        runs = [(m,) for m in range(len(lines.starts[kind]))]
+        windows = [1] * len(runs)
+        if kind == "reduce":
+            windows = [-1 if used else 1 for used in lines.used_next]
+        state += with_window(kind, runs, windows)
+    return state
+
+
+def by_room(
+    lines: Lines,
+    room: Mapping[Kind, Sequence[float]],
+    gathers: tuple[float, int],
+    reduces: tuple[float, int],
+) -> State:
+    """Buckets that take a share of the memory that is free where they are used, or made.
+
+    Args:
+        lines: of the program.
+        room: bytes that are free at each place, by kind.
+        gathers: the share of a bucket, and its window.
+        reduces: likewise.
+    """
+    return (
+        *_filling(lines, "gather", room, *gathers),
+        *_filling(lines, "reduce", room, *reduces),
+        *_filling(lines, "all_reduce", room, reduces[0], 1),
+    )
+
+
+def _filling(
+    lines: Lines, kind: Kind, room: Mapping[Kind, Sequence[float]], share: float, window: int
+) -> State:
+    open_runs: dict[object, tuple[float, list[int]]] = {}
+    runs: list[list[int]] = []
+    for m, known in enumerate(lines.classes[kind]):
+        nbytes = lines.nbytes[kind][m]
+        size, run = open_runs.get(known, (0.0, []))
+        if run and size + nbytes <= share * room[kind][run[0]]:
+            run.append(m)
+            open_runs[known] = (size + nbytes, run)
+        else:
+            runs.append([m])
+            open_runs[known] = (nbytes, runs[-1])
+    return with_window(kind, in_turn(kind, map(tuple, runs)), None, window)
+
+
+def _of_kind(lines: Lines, kind: Kind, n: int, window: int) -> State:
+    """All of a kind in about ``n`` buckets of as many bytes, by class."""
+    nbytes, classes = lines.nbytes[kind], defaultdict[object, list[int]](list)
+    for m, known in enumerate(lines.classes[kind]):
+        classes[known].append(m)
+    whole = max(1, sum(nbytes))
+    runs: list[tuple[int, ...]] = []
+    for members in classes.values():
+        runs += even(members, max(1, round(n * sum(nbytes[m] for m in members) / whole)), nbytes)
+    return with_window(kind, in_turn(kind, runs), None, window)

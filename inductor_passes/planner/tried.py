@@ -1,0 +1,78 @@
+"""What a search knows about a plan that it has tried."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from inductor_passes.ir.program import Program
+from inductor_passes.machine.simulate import Memory, Timeline, lifetimes
+from inductor_passes.planner.segments import Segment, State
+
+LAUNCHES = 0.005  # of the bound, that all launches of a plan by module are held to be worth
+
+
+class Score(NamedTuple):
+    """What a plan is worth; less is better, compared from left to right.
+
+    Attributes:
+        over_nbytes: bytes that do not fit, where most is alive and summed over the ops that all
+            ranks have.
+        price_us: time, and what launches are held to be worth.
+        step_us: time.
+    """
+
+    over_nbytes: int
+    price_us: float
+    step_us: float
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """A plan as a state of the search, its score, and what that was taken from."""
+
+    state: State
+    launches: int
+    score: Score
+    program: Program
+    timeline: Timeline
+    memory: Memory
+
+
+def launches_price(launches: int, by_module: int) -> float:
+    """What launches are held to be worth, as a fraction of the time that no plan can beat; those
+    of the plan by module, half a percent: hosts pay for each of them."""
+    return LAUNCHES * launches / max(1, by_module)
+
+
+def alive(
+    tried: Tried, segment_of: Mapping[str, Segment], budget_nbytes: float
+) -> tuple[set[Segment], set[Segment]]:
+    """Segments that hold memory where there is too much, and those where there is most.
+
+    Args:
+        tried: a plan.
+        segment_of: each start of its program.
+        budget_nbytes: beyond which memory is too much.
+    """
+    program = tried.program
+    live, lives = tried.memory.live_nbytes, lifetimes(program)
+    room = budget_nbytes - tried.memory.resident_nbytes
+    full = [i for i, nbytes in enumerate(live) if nbytes > room]
+    peak = max(range(len(live)), key=live.__getitem__, default=0)
+    given = program.storages(program.inputs)
+    somewhere, worst = set(), set()
+    for _, op in program.starts():
+        names = program.storages((*op.reads, *op.writes)) - given
+        # What takes nothing may be what some ranks alone have, as a padded shard.
+        own = [lives[s] for s in names if s in lives and program.storage_nbytes[s]]
+        if op.name not in segment_of or not own:
+            continue
+        begin, end = min(first for first, _ in own), max(last for _, last in own)
+        if bisect_right(full, end) > bisect_left(full, begin):
+            somewhere.add(segment_of[op.name])
+        if begin <= peak <= end:
+            worst.add(segment_of[op.name])
+    return somewhere, worst

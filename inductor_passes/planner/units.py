@@ -1,0 +1,108 @@
+"""Units: the computes of half a layer or so, in one direction, which run as one piece.
+
+A whole-graph compiler sees what a model repeats as often as it is repeated. If launches and waits
+stand only between units, layers are alike whatever the plan, and one is compiled for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from inductor_passes.ir.program import Program
+from inductor_passes.planner.invariant import following, prepared
+
+
+class Part(NamedTuple):
+    """Where in a model an op belongs.
+
+    Attributes:
+        module: the repeated module, a layer; empty outside of all of them.
+        child: of that module; empty for what it computes itself.
+    """
+
+    module: str
+    child: str
+
+
+def with_units(
+    program: Program, part_of: Callable[[str], Part | None], heavy: Collection[str] = ()
+) -> Program:
+    """``program`` with its computes in units.
+
+    A layer is cut between its children, behind one that multiplies matrices: attention and what
+    norms its input are a unit, and so are the feed-forward network and its norm. What is outside
+    of layers is like nothing else, and in no unit. Neither is what prepares a gather, which
+    belongs to its launch, nor what follows a reduce, which belongs to its wait.
+
+    Args:
+        program: in the order of the model.
+        part_of: where an op, given by name, belongs; None if nobody knows: it goes with what is
+            before it.
+        heavy: ops that multiply matrices.
+    """
+    moved = prepared(program) | following(program, ("reduce", "all_reduce"))
+    computes = [i for i, op in enumerate(program.ops) if op.kind == "compute" and i not in moved]
+    parts = _parts(program, computes, part_of)
+    ops, unit, worked = list(program.ops), 0, False
+    for i, part, before, works in zip(
+        computes,
+        parts,
+        [Part("", ""), *parts[:-1]],
+        _will_work(program, computes, parts, heavy),
+        strict=True,
+    ):
+        if part.module != before.module or (part != before and worked and works):
+            unit, worked = unit + 1, False
+        worked = worked or ops[i].name in heavy
+        if part.module:
+            ops[i] = replace(ops[i], unit=unit)
+    return replace(program, ops=tuple(ops))
+
+
+def _parts(
+    program: Program, computes: Sequence[int], part_of: Callable[[str], Part | None]
+) -> list[Part]:
+    """The part of each op; of one that nobody knows, or that a layer does itself, the last one's:
+    a residual sum goes with what it adds."""
+    parts: list[Part] = []
+    current = Part("", "")
+    for i in computes:
+        part = part_of(program.ops[i].name) or current
+        current = current if part == Part(current.module, "") else part
+        parts.append(current)
+    return parts
+
+
+def _will_work(
+    program: Program, computes: Sequence[int], parts: Sequence[Part], heavy: Collection[str]
+) -> list[bool]:
+    """Whether matrices are multiplied by each op or behind it, before its layer ends."""
+    found, works, module = [], False, ""
+    for i, part in zip(reversed(computes), reversed(parts), strict=True):
+        works = (works and part.module == module) or program.ops[i].name in heavy
+        module = part.module
+        found.append(works)
+    return found[::-1]
+
+
+def parts_of(modules: Collection[str]) -> Callable[[str], Part]:
+    """A function that gives the part that a module's path leads to, of a model that repeats
+    ``modules``.
+
+    A path may begin outside of the wrapped model: ``model.layers.3.mlp`` is in ``layers.3``. Of
+    several modules that fit it is the longest.
+    """
+    known = frozenset(modules)
+
+    @cache
+    def part(path: str) -> Part:
+        names = path.split(".")
+        spans = [(i, j) for j in range(1, len(names) + 1) for i in range(j)]
+        found = [(j - i, j) for i, j in spans if ".".join(names[i:j]) in known]
+        length, end = max(found, default=(0, 0))
+        return Part(".".join(names[end - length : end]), "".join(names[end : end + 1]))
+
+    return part

@@ -1,0 +1,10 @@
+"""The backend of ``torch.compile``: from a graph of Dynamo's to code, the same on all ranks.
+
+Read ``options`` and ``backend`` first: the user's options, what is checked of a graph, and that the
+ranks agree on it. ``dedupe`` leaves one gather per parameter; ``recompute`` and ``reshard`` say
+which are made again in backward. ``compilation`` plans each graph (``plans``: one rank for all),
+logs it (``census``; ``size_limits``, if sizes are open), and calls the passes of
+``inductor_passes``. Of layers that are alike (``repeated_layers``) a few are traced: ``shorten``
+puts a ``stand_in`` for the others, ``lengthen`` takes it out again and puts them there, by
+``deep_graph``. ``observers`` are told of each graph that is compiled.
+"""

@@ -1,0 +1,318 @@
+"""The ``"simplefsdp"`` backend of ``torch.compile``: options -> passes, and early errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+
+from inductor_passes.adapters.packs import has_kernel
+from inductor_passes.adapters.roofline import cluster_of
+from inductor_passes.ir.buckets import assign_by_module, repeated_modules
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.cluster_file import as_cluster
+from inductor_passes.rehearsal import Auto, Settings
+from simplefsdp import _torch, rank_guard
+from simplefsdp.compiler import breaks
+from simplefsdp.compiler.cache_key import sources
+from simplefsdp.compiler.compilation import begin_preparing, compile_with_passes
+from simplefsdp.compiler.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
+from simplefsdp.compiler.local_inputs import compile_with_local_inputs
+from simplefsdp.compiler.options import Options, parse_options
+from simplefsdp.compiler.reshard import decide_resharding
+from simplefsdp.errors import told_plainly
+from simplefsdp.frontend import living, uninitialised
+from simplefsdp.frontend.accumulation import noting_backwards
+from simplefsdp.frontend.after_wrap import stands_for_shard
+from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.frontend.kept import refreshing
+from simplefsdp.frontend.living import known_fqns, models_of
+from simplefsdp.rank_logging import say
+
+log = logging.getLogger("simplefsdp")
+
+
+@told_plainly
+def simplefsdp(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, object] | None = None,
+    adjust: Callable[[Settings], Settings] | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph of a wrapped model; torch calls this, users name the backend.
+
+    Args:
+        gm: the graph.
+        example_inputs: its inputs; parameters are the model's own.
+        options: see :class:`simplefsdp.compiler.options.Options`.
+        adjust: of benchmarks and tests: changes what users do not choose, of the settings that
+            follow from ``options``; in the same way on all ranks.
+
+    Raises:
+        TypeError, ValueError: an unknown option, a parameter that
+            :func:`simplefsdp.simple_fsdp` did not shard, one that is written to, or one that
+            ``to_empty`` left without values.
+        RankMismatchError: the ranks are about to communicate differently.
+        PassError: a pass failed.
+    """
+    _torch.reset_with_dynamo(simplefsdp)
+    choice = parse_options(options)
+    _refuse_unwrapped(gm, example_inputs)
+    breaks.enter(gm)
+    specs = dedupe_gathers(gm)
+    gathered = _gathered_inputs(gm)
+    _refuse_checkpoint_by_hooks([example_inputs[place] for place in gathered])
+    missing = _without_values(gathered, example_inputs)
+    settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
+    if settings is not None and adjust is not None:
+        settings = adjust(settings)
+    if settings is not None and settings.assignment.uncovered:
+        say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
+    if choice.cudagraphs and _device(gm).type != "cuda":
+        raise ValueError(
+            f"options['cudagraphs']: expected parameters on cuda, got {_device(gm)}; leave it out"
+        )
+    begin_preparing(choice.executor, _device(gm).type)
+    ranks = _ranks(gm)
+    if len(ranks) > 1 and not choice.rank_guard_timeout_s:
+        say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")
+        ranks = ()
+    _agree_on_model(gm, choice, specs, settings, ranks, missing, adjusted=adjust is not None)
+    uninitialised.refuse(missing)
+    kept = decide_resharding(gm, example_inputs, settings, ranks, choice.rank_guard_timeout_s)
+    if kept:
+        say("kept from forward to backward: %s", ", ".join(kept))
+    if choice.separate_reduce_group:
+        reduce_in_second_group(gm)
+
+    def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_with_passes(gm, inputs, choice, settings, ranks)
+
+    until, sums, kept_places = _told_of_now(gm)
+    compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
+    compiled = noting_backwards(compiled, until, sums)
+    compiled = refreshing(compiled, kept_places, ranks, choice.rank_guard_timeout_s)
+    return _refusing_emptied(compiled, gathered, ranks, choice.rank_guard_timeout_s)
+
+
+def _refusing_emptied(
+    compiled: Callable[..., Any],
+    gathered: Mapping[int, str],
+    ranks: Sequence[int],
+    timeout_s: float,
+) -> Callable[..., Any]:
+    """``compiled``, that refuses parameters that ``to_empty`` took the values of after compiling.
+
+    Args:
+        compiled: a compiled Dynamo graph.
+        gathered: FQN of the parameter that is gathered, by its place among the inputs.
+        ranks: that run it together.
+        timeout_s: how long to wait for the others, if a parameter was emptied.
+    """
+    checked = uninitialised.last_emptied()
+
+    def call(*args: Any) -> Any:
+        nonlocal checked
+        if checked is not (emptied := uninitialised.last_emptied()):
+            if any(uninitialised.was_emptied(args[place]) for place in gathered):
+                missing = _without_values(gathered, args)
+                lines = [f"parameters without values: {', '.join(missing) or 'none'}"]
+                what = "the parameters to compute with"
+                rank_guard.agree(what, lines, ranks, timeout_s, remember=False)
+                uninitialised.refuse(missing)
+            checked = emptied
+        return compiled(*args)
+
+    return call
+
+
+def _reset() -> None:
+    """Forget plans, and what was kept from forward to backward: the next compilation decides anew.
+
+    ``torch.compiler.reset()`` and ``torch._dynamo.reset()`` call it. Call them on all ranks, or on
+    none: see :func:`simplefsdp.rank_guard.forget_decisions`.
+    """
+    rank_guard.forget_decisions()
+    breaks.reset()
+
+
+simplefsdp.reset = _reset  # type: ignore[attr-defined]
+
+
+def _sharded_inputs(gm: GraphModule) -> list[DTensor]:
+    values = (n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder")
+    return [value for value in values if isinstance(value, DTensor)]
+
+
+def _ranks(gm: GraphModule) -> tuple[int, ...]:
+    """The ranks that compile this graph together."""
+    return rank_guard.ranks_of([param.device_mesh for param in _sharded_inputs(gm)])
+
+
+def _agree_on_model(
+    gm: GraphModule,
+    options: Options,
+    specs: Sequence[GatherSpec],
+    settings: Settings | None,
+    ranks: Sequence[int],
+    missing: Sequence[str],
+    *,
+    adjusted: bool,
+) -> None:
+    """Compare across ranks what is communicated, before autograd: a difference is told by name."""
+    params = _sharded_inputs(gm)
+    grad = "with" if torch.is_grad_enabled() else "without"
+    lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients"]
+    lines += [f"Triton for what is sent {'is' if has_kernel(_device(gm)) else 'is not'} there"]
+    # Not the cluster, which may be a path, but what it stands for.
+    lines += _fields("options", replace(options, cluster=None))
+    if settings is not None and settings.auto is not None:
+        lines += _fields("cluster", settings.auto.cluster)
+    if settings is not None and adjusted:
+        lines += _fields("settings", replace(settings, auto=None))
+    lines += [f"parameters without values: {', '.join(missing) or 'none'}"]
+    # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
+    lines += [
+        str(
+            spec._replace(
+                rows=0,
+                shard_group="",
+                reduce_group="",
+                copy_groups=tuple(("", ranks) for _, ranks in spec.copy_groups),
+            )
+        )
+        for spec in specs
+    ]
+    lines += [
+        f"{node.args[1]}: {sorted(node.kwargs)} gradient until {node.kwargs.get('until', 'all')}"
+        for node in gathers_of(gm)
+        if node.kwargs
+    ]
+    lines += sorted(f"{tuple(p.shape)} {p.dtype} {p.placements} {p.requires_grad}" for p in params)
+    timeout_s = options.rank_guard_timeout_s
+    rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
+
+
+def _fields(name: str, value: Options | Cluster | Settings) -> list[str]:
+    """A line for each field, so that the first difference is one field's."""
+    return [f"{name}[{f.name!r}]: {getattr(value, f.name)!r}" for f in fields(value)]
+
+
+def _device(gm: GraphModule) -> torch.device:
+    return next((param.device for param in _sharded_inputs(gm)), torch.device("cpu"))
+
+
+def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -> Settings | None:
+    """What the passes are to do for a model on ``device``; None if nothing.
+
+    Args:
+        options: the user's.
+        fqns: of the parameters that are gathered, in the order of the forward's first reads.
+        device: of the model.
+
+    Raises:
+        ValueError: ``options.buckets`` names a module that does not exist, or one twice.
+    """
+    merges = options.bucketing != "none"
+    if not merges and not options.reorders:
+        return None
+    return Settings(
+        assign_by_module(fqns, options.buckets, known=known_fqns(fqns)),
+        auto=_auto(options, device) if options.bucketing == "auto" else None,
+        merge=merges,
+        reorder=options.reorders,
+        units=repeated_modules(fqns) if options.executor == "regions" else (),
+    )
+
+
+def _auto(options: Options, device: torch.device) -> Auto:
+    cluster = cluster_of(device) if options.cluster is None else as_cluster(options.cluster)
+    _check_nodes(cluster)
+    budget_gb = options.memory_budget_gb
+    return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9))
+
+
+def _check_nodes(cluster: Cluster) -> None:
+    """Refuse a cluster whose nodes are not those of this run, if it is known to have several."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if here.isdigit() and ranks > int(here) != cluster.ranks_per_node:
+        raise ValueError(
+            f"options['cluster']: {cluster.name!r} has {cluster.ranks_per_node} ranks on a node, "
+            f"but of the {ranks} ranks of this run {here} are on this one (LOCAL_WORLD_SIZE); "
+            "measure the machine with `simplefsdp calibrate` under the same launcher"
+        )
+
+
+def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    ignored = living.ignored()
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        # Inside ``unsharded`` it is the plain model that is compiled.
+        known = stands_for_shard(value) or id(value) in ignored
+        if _is_plain_parameter(node) and not known:
+            user = next((u for u in node.users if _torch.module_path(u)), None)
+            module = f" of module {_torch.module_path(user)}" if user is not None else ""
+            module += _torch.line_of(user)
+            raise ValueError(
+                f"parameter {_torch.input_name(node) or node.name}{module} is not "
+                "sharded: call simplefsdp.simple_fsdp(model, mesh) before "
+                'torch.compile(model, backend="simplefsdp"), and register no parameters after it'
+            )
+
+
+def _refuse_checkpoint_by_hooks(params: Sequence[Any]) -> None:
+    """Its hooks compare what a compiled forward saved with what an eager one saves."""
+    for model in models_of(params):
+        for path, module in model.named_modules():
+            if _torch.is_checkpointed_by_hooks(module):
+                raise ValueError(
+                    f"{path or 'the model'}: is checkpointed by torch.distributed._composable."
+                    "checkpoint, whose hooks cannot be compiled; call torch.utils.checkpoint."
+                    "checkpoint(..., use_reentrant=False) in forward instead, or apply "
+                    "checkpoint_wrapper, or do not compile"
+                )
+
+
+def _gathered_inputs(gm: GraphModule) -> dict[int, str]:
+    """FQNs of the parameters that are gathered, by their places among the inputs of ``gm``."""
+    fqns = {node.args[0]: str(node.args[1]) for node in gathers_of(gm)}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return {place: fqns[node] for place, node in enumerate(placeholders) if node in fqns}
+
+
+def _told_of_now(gm: GraphModule) -> tuple[dict[int, str], list[int], list[int]]:
+    """What gathers are told of this moment, by places among the inputs: how far a parameter's
+    gradient is taken, which tensors add up what is deferred, of which parameters a full one is
+    kept."""
+    place_of = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    until, sums, kept = {}, [], []
+    for node in gathers_of(gm):
+        place = place_of[node.args[0]]  # type: ignore[index]
+        if "until" in node.kwargs:
+            until[place] = str(node.kwargs["until"])
+        if "kept" in node.kwargs:
+            kept.append(place)
+        sums += [place_of[n] for k, n in node.kwargs.items() if k != "kept" and n in place_of]  # type: ignore[comparison-overlap,index]
+    return until, sums, kept
+
+
+def _without_values(gathered: Mapping[int, str], inputs: Sequence[Any]) -> list[str]:
+    params = [(fqn, inputs[place]) for place, fqn in gathered.items()]
+    return uninitialised.without_values(
+        (fqn, param, _torch.local_tensor(param)) for fqn, param in params
+    )
+
+
+def _is_plain_parameter(placeholder: Node) -> bool:
+    value = placeholder.meta.get("example_value")
+    return isinstance(value, nn.Parameter) and not isinstance(value, DTensor)

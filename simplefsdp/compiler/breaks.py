@@ -1,0 +1,153 @@
+"""Graph breaks: which graphs one call of a model runs, and what is lost between them.
+
+Dynamo ends a graph where it cannot go on, runs that line as it is, and begins another graph. Each
+is bucketed and ordered for itself, so nothing is hidden across the border: of the graph behind it,
+the first gathers have no compute before them, and in backward the last reduces none after them.
+A warning says so, once per function; its figures are for the log and decide nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from simplefsdp import _torch
+from simplefsdp._torch import CodePlace, GraphBreak
+from simplefsdp.compiler import observers
+from simplefsdp.compiler.observers import CompiledGraph, assumed_cluster
+
+if TYPE_CHECKING:
+    from inductor_passes.ir.program import CollectiveKind
+
+log = logging.getLogger("simplefsdp")
+
+
+@dataclass
+class _Call:
+    """What a call of a model runs, from one graph to the next.
+
+    Attributes:
+        number: of the call.
+        root: the function that was called.
+        trains: with gradients.
+        before: the last break before the graph that is being compiled, in words.
+        after: that ends it.
+        is_over: its backward was compiled, so no graph of its forward comes any more.
+    """
+
+    number: int = 0
+    root: CodePlace | None = None
+    trains: bool = False
+    before: str | None = None
+    after: str | None = None
+    is_over: bool = True
+
+
+_numbers = itertools.count(1)
+_current = _Call()
+_warned: set[CodePlace | None] = set()  # of which functions
+# By compilation: the call that it is a part of, and the break before its forward graph.
+_call_of: dict[int, int] = {}
+_behind: dict[int, str] = {}
+
+
+def enter(gm: GraphModule) -> None:
+    """Take note of a Dynamo graph that is to be compiled.
+
+    It is of the same call as the one before if it is compiled while the function that was called
+    is still running: Dynamo compiles what is behind a break when the code before it has run.
+    """
+    place, trains = _torch.place_being_compiled(), torch.is_grad_enabled()
+    called = _torch.place_called()
+    goes_on = called is not None and called == _current.root and trains == _current.trains
+    if _current.is_over or not goes_on:
+        root = called or place
+        vars(_current).update(vars(_Call(next(_numbers), root, trains, is_over=False)))
+    cut = _torch.graph_break_of(gm)
+    _current.before = _current.after
+    _current.after = _described(cut, gm) if cut is not None else _current.after
+
+
+def _described(cut: GraphBreak, gm: GraphModule) -> str:
+    where = cut.stack[-1] if cut.stack else None
+    last = next((m for n in reversed(gm.graph.nodes) if (m := _torch.module_path(n))), None)
+    return (
+        f"graph break{f' in or after module {last}' if last else ''}"
+        f"{f', at {where.filename}:{where.lineno} ({where.line})' if where else ''}. "
+        f"Dynamo's reason: {_first_of(cut.reason)}"
+    )
+
+
+def _first_of(reason: str) -> str:
+    """What happened, on one line, without the hints and links that follow."""
+    lines = [line.strip() for line in reason.splitlines()]
+    told = itertools.takewhile(lambda line: not line.startswith(("Hint:", "Developer ")), lines)
+    return " ".join(filter(None, told)).removesuffix(".")
+
+
+def notify(seen: CompiledGraph) -> None:
+    """Call the observers with a graph, and say what the break before it costs."""
+    _current.is_over |= seen.part == "backward"
+    if seen.part == "forward":
+        _call_of[seen.compilation] = _current.number
+        if _current.before is not None:
+            _behind[seen.compilation] = _current.before
+    observers.notify(seen._replace(call=_call_of.get(seen.compilation, 0)))
+    try:
+        _tell(seen)
+    except Exception as error:  # it is for the log only
+        log.warning("graph break: what it costs cannot be predicted: %s", error)
+    if seen.part == "backward" or not _current.trains:  # nothing of this compilation comes any more
+        _call_of.pop(seen.compilation, None)
+        _behind.pop(seen.compilation, None)
+
+
+def reset() -> None:
+    """Forget all calls, and which functions were warned of: they are compiled anew."""
+    for kept in (_warned, _call_of, _behind):
+        kept.clear()
+    vars(_current).update(vars(_Call()))
+
+
+def _tell(seen: CompiledGraph) -> None:
+    """A warning for the first break of a function that is compiled, else a line at INFO."""
+    forward = seen.part == "forward"
+    cut = _behind.get(seen.compilation)
+    if cut is None or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    us, cluster = _exposed_us(seen, "gather" if forward else "reduce")
+    if us is None:
+        return
+    end = "first gathers" if forward else "last reduces"
+    cost = f"the {end} of the {seen.part} graph behind it: {us / 1e3:.3g} ms exposed on {cluster}"
+    if not forward or _current.root in _warned:
+        log.info("predicted for %s (%s)", cost, cut)
+        return
+    _warned.add(_current.root)
+    log.warning(
+        "%s. Each graph is compiled for itself, and nothing is hidden across the border. Predicted "
+        "for %s, and in backward about as much for its last reduces. fullgraph=True makes a break "
+        "an error; this log, at INFO, has the other ones",
+        cut,
+        cost,
+    )
+
+
+def _exposed_us(seen: CompiledGraph, kind: CollectiveKind) -> tuple[float | None, str]:
+    """What compute waits for the first gather, or the last reduce, of a graph; None without one."""
+    from inductor_passes.adapters.roofline import cost_of
+    from inductor_passes.machine.simulate import simulate
+
+    after = seen.rehearsal.after
+    starts = [op.name for _, op in after.starts() if op.sends == kind]
+    if not starts:
+        return None, ""
+    cluster = assumed_cluster(seen.rehearsal, seen.settings)
+    timeline = simulate(after, cost_of(seen.rehearsal.reading, cluster))
+    return timeline.exposed_us[starts[0] if kind == "gather" else starts[-1]], cluster.name

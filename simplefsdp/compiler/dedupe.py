@@ -1,0 +1,158 @@
+"""One gather per parameter and graph, however often the model reads it.
+
+Runs on the Dynamo graph, before autograd: with one gather left, autograd itself adds up the
+gradients of all reads before the one reduce, as it would on a plain parameter. Gathers inside
+``torch.utils.checkpoint`` regions are moved out in front of them; whether a gather is recomputed
+in backward is decided for all of them alike, later (``recompute.py``).
+
+A write to a gathered tensor is refused: it would change a temporary, not the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.fx import GraphModule, Node
+
+from simplefsdp._torch import (
+    assigns_data,
+    graph_break_of,
+    is_checkpoint_region,
+    line_of,
+    second_group,
+    sets_grad_mode,
+    storage_of,
+)
+from simplefsdp.frontend.gather import GatherSpec, gather, spec_of
+
+
+def dedupe_gathers(gm: GraphModule) -> list[GatherSpec]:
+    """Leave one gather per distinct parameter in ``gm``, in place, and return them in order.
+
+    Raises:
+        ValueError: the model writes to a gathered tensor; names the parameter and the line.
+    """
+    _refuse_writes(gm)
+    for node in list(gm.graph.nodes):
+        if is_checkpoint_region(node):
+            _hoist_gathers(gm, node)
+    _lift_out_of_no_grad(gm)
+    first: dict[tuple[object, ...], Node] = {}
+    for node in gathers_of(gm):
+        kept = first.setdefault(node.args, node)
+        if kept is not node:
+            if "until" in node.kwargs:  # which a read under no_grad has not
+                kept.kwargs = node.kwargs
+            node.replace_all_uses_with(kept)
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return specs_of(gm)
+
+
+def reduce_in_second_group(gm: GraphModule) -> None:
+    """Let the gradients travel on communicators of their own, beside the gathers.
+
+    Each is made when it is first needed, by the ranks of its group together.
+    """
+    for node in gathers_of(gm):
+        spec = spec_of(node)
+        if spec.shard_group:
+            spec = spec._replace(reduce_group=second_group(spec.shard_group))
+            node.args = (node.args[0], *spec.arguments())
+    gm.recompile()
+
+
+def _refuse_writes(gm: GraphModule) -> None:
+    """Raise if the model writes to a gathered tensor, or to a view of one, in whatever way.
+
+    Dynamo ran each node on fake tensors, whose version counters have seen it.
+    """
+    fqn_of = {storage_of(node.meta.get("example_value")): node.args[1] for node in gathers_of(gm)}
+    fqn_of.pop(None, None)
+    aliases: dict[Node, object] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" and storage_of(value) in fqn_of:
+            aliases[node] = fqn_of[storage_of(value)]
+    _refuse_assigned_data(gm, aliases)
+    for node, fqn in aliases.items():
+        if node.meta["example_value"]._version:
+            by = next((u for u in gm.graph.nodes if _writes(u, fqn, aliases)), node)
+            raise ValueError(
+                f"{fqn}: {_name_of(by)} in forward{line_of(by)} would change the gathered copy, "
+                "not the parameter; update parameters outside the model, through "
+                "named_parameters()"
+            )
+
+
+def _refuse_assigned_data(gm: GraphModule, aliases: Mapping[Node, object]) -> None:
+    """The graph ends at ``weight.data = ...``, and hands a gathered tensor to that line."""
+    cut = graph_break_of(gm)
+    (output,) = gm.graph.find_nodes(op="output")
+    fqn = next((aliases[n] for n in output.all_input_nodes if n in aliases), None)
+    if cut is not None and assigns_data(cut) and fqn is not None:
+        where = f" ({cut.stack[-1].filename}:{cut.stack[-1].lineno})" if cut.stack else ""
+        raise ValueError(
+            f"{fqn}: assigning to .data in forward{where} would change the gathered copy, not the "
+            "parameter; update parameters outside the model, through named_parameters()"
+        )
+
+
+def _writes(node: Node, fqn: object, aliases: Mapping[Node, object]) -> bool:
+    """Whether ``node`` looks like the one that writes to the gathered ``fqn``."""
+    name = _name_of(node).removesuffix("()")
+    in_place = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    renormalises = any(v is not None for k, v in node.kwargs.items() if k == "max_norm")
+    operand = next((a for a in node.args if isinstance(a, Node) and a in aliases), None)
+    return (in_place or renormalises) and operand is not None and aliases[operand] == fqn
+
+
+def _name_of(node: Node) -> str:
+    return f"{getattr(node.target, '__name__', node.target)}()"
+
+
+def gathers_of(gm: GraphModule) -> list[Node]:
+    """The gathers of a Dynamo graph, outside of checkpointed regions."""
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target is gather]
+
+
+def specs_of(gm: GraphModule) -> list[GatherSpec]:
+    """How each of them is done."""
+    return [spec_of(node) for node in gathers_of(gm)]
+
+
+def _lift_out_of_no_grad(gm: GraphModule) -> None:
+    """Gather before a no_grad block, not in it: the reads after it want the gradient."""
+    block: Node | None = None
+    for node in list(gm.graph.nodes):
+        if sets_grad_mode(node):
+            block = node if node.args == (False,) and block is None else None
+        elif block is not None and node.op == "call_function" and node.target is gather:
+            block.prepend(node)
+
+
+def _hoist_gathers(gm: GraphModule, region: Node) -> None:
+    """Gather in front of ``region``, a checkpointed call, and pass it the full parameters."""
+    body_attr, *operands = region.args
+    if not isinstance(body_attr, Node) or len(body_attr.users) > 1:
+        return
+    body = getattr(gm, str(body_attr.target))
+    dedupe_gathers(body)
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    operand_of = dict(zip(placeholders, operands, strict=False))
+    for inner in gathers_of(body):
+        param = operand_of.get(inner.args[0])
+        if not isinstance(param, Node):
+            continue
+        with gm.graph.inserting_before(region):
+            deferral = {key: operand_of.get(v, v) for key, v in inner.kwargs.items()}
+            outer = gm.graph.call_function(gather, (param, *inner.args[1:]), deferral)
+        outer.meta = inner.meta.copy()
+        with body.graph.inserting_after(placeholders[-1]):
+            full = body.graph.placeholder(f"full_{inner.name}")
+        full.meta = inner.meta.copy()
+        placeholders.append(full)
+        inner.replace_all_uses_with(full)
+        body.graph.erase_node(inner)
+        region.args = (*region.args, outer)
+    body.recompile()

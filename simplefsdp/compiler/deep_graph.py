@@ -1,0 +1,221 @@
+"""The graph of a model with more layers than were traced: copies of a layer, wired as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import SymInt, Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from simplefsdp import _torch, provenance
+from simplefsdp.compiler.repeated_layers import LayeredGraph, Numbering, Place
+
+# What an input is called now: by its name, and the number of its layer as it was and as it is.
+Renamed = Callable[[str, int, int], str | None]
+
+
+class Deep:
+    """The graph of a layout with ``more`` copies of a layer.
+
+    The copies come where numbers are lower: ahead of the layer if they rise, else behind it. So in
+    forward and backward they have the same numbers.
+
+    Attributes:
+        graph: it.
+        at: its nodes by place, where ``layer`` counts the copies.
+        made: nodes of the new graph that are in no copy, by the node that each was made of.
+    """
+
+    def __init__(
+        self,
+        layout: LayeredGraph,
+        numbering: Numbering,
+        more: int,
+        name_of: Renamed | None = None,
+        own: Mapping[tuple[str, int], str] | None = None,
+    ) -> None:
+        """Make it.
+
+        Args:
+            layout: of the shallow graph.
+            numbering: of its layers.
+            more: copies to make.
+            name_of: of inputs that are made by another deep graph.
+            own: names of the copies' other inputs, by what the layer that is copied calls them,
+                and the number of the copy; without, they are made up.
+
+        Raises:
+            KeyError: a node, or the name of an input, is not there.
+        """
+        self.layout, self.numbering, self.name_of, self.own = layout, numbering, name_of, own
+        self.graph, self.at, self.made = Graph(), dict[Place, Node](), dict[Node, Node]()
+        self.homes = _homes(layout.place)
+        self.place_of = {node.name: place for node, place in layout.place.items()}
+        template, n = layout.template, len(layout.layers)
+        rises = layout.numbers[1] > layout.numbers[0]
+        self.copies = range(template + (not rises), template + (not rises) + more)
+        self.sources = [*range(self.copies.start), *[template] * more, *range(self.copies.start, n)]
+        first = layout.numbers[0] + (0 if rises else more)
+        self.numbers = [first + (k if rises else -k) for k in range(n + more)]
+        self._make(0 if rises else more, more if rises else 0)
+
+    def renamed(self, name: str, number: int, deep: int) -> str | None:
+        """See :data:`Renamed`: what is the input of another graph is made in this one."""
+        was = self.place_of.get(name)
+        if was is None:
+            return None
+        number = self.layout.numbers[was.layer] + deep - number
+        if number not in self.numbers:
+            return None
+        return self.at[Place(self.numbers.index(number), was.member)].name
+
+    def counterpart(self, node: Node, number: int) -> Node:
+        """What is for the layer with ``number`` as ``node`` is for the one that was copied.
+
+        Raises:
+            KeyError: ``node`` is not of a layer.
+        """
+        layer, member = self.layout.place[node]
+        deep = self.numbers.index(number)
+        return self.at[Place(deep + layer - self.layout.template, member)]
+
+    def _make(self, before: int, after: int) -> None:
+        layout = self.layout
+        high = layout.numbers[layout.template]
+        self._inputs()
+        for node in layout.before:
+            self.made[node] = self._made(node, node.name, self._referring(0, 0), before, high)
+        for deep, source in enumerate(self.sources):
+            for node in layout.layers[source]:
+                self._member(node, deep)
+        behind = self._referring(len(self.sources), len(layout.layers))
+        for node in layout.after:
+            self.made[node] = self._made(node, node.name, behind, after, high)
+        self._output()
+        self.graph.lint()
+
+    def _deep(self, layer: int) -> int:
+        """Index that a layer of the layout has now."""
+        return layer if layer < self.copies.start else layer + len(self.copies)
+
+    def _referring(self, deep: int, source: int) -> Callable[[Node], Node]:
+        """What a node refers to if its layer is a copy of ``source``, at ``deep``."""
+
+        def refer(argument: Node) -> Node:
+            if argument not in self.layout.place:
+                return self.made[argument]
+            layer, member = self.layout.place[argument]
+            return self.at[Place(deep - (source - layer), member)]
+
+        return refer
+
+    def _inputs(self) -> None:
+        place = self.layout.place
+        for node in self.layout.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            if node not in place:
+                self.made[node] = self._input(node, node.name)
+            else:
+                self.made[node] = self._placed_input(node, self._deep(place[node].layer))
+        for deep in self.copies:
+            for node, (layer, _) in place.items():
+                if node.op == "placeholder" and layer == self.layout.template:
+                    self._placed_input(node, deep)
+
+    def _placed_input(self, node: Node, deep: int) -> Node:
+        layer, member = self.layout.place[node]
+        name = None
+        if self.name_of is not None:
+            name = self.name_of(node.name, self.layout.numbers[layer], self.numbers[deep])
+        elif self.own is not None and deep in self.copies:
+            name = self.own[node.name, self.numbers[deep]]
+        by = self.numbers[deep] - self.layout.numbers[layer]
+        made = self._input(node, name or self._name(node, deep), by)
+        self.at[Place(deep, member)] = made
+        if deep in self.copies:
+            self._renew(made, deep)
+        return made
+
+    def _input(self, node: Node, name: str, by: int = 0) -> Node:
+        made = self.graph.create_node("placeholder", name, node.args, {}, name, node.type)
+        made.meta = self._renumbered(node.meta, by)
+        return made
+
+    def _name(self, node: Node, deep: int) -> str:
+        return f"{node.name}_layer{self.numbers[deep]}" if deep in self.copies else node.name
+
+    def _member(self, node: Node, deep: int) -> None:
+        source = self.sources[deep]
+        by = self.numbers[deep] - self.layout.numbers[source]
+        made = self._made(node, self._name(node, deep), self._referring(deep, source), by)
+        self.at[Place(deep, self.layout.place[node].member)] = made
+        if deep in self.copies:
+            self._renew(made, deep)
+        else:
+            self.made[node] = made
+
+    def _made(
+        self, node: Node, name: str, refer: Callable[[Node], Node], by: int, at_least: int = 0
+    ) -> Node:
+        arguments, keywords = map_arg((node.args, node.kwargs), refer)
+        made = self.graph.create_node(node.op, node.target, arguments, keywords, name, node.type)
+        made.meta = self._renumbered(node.meta, by, at_least)
+        return made
+
+    def _output(self) -> None:
+        """All that was returned, and of each copy what its layer returned."""
+        (output,) = (node for node in self.layout.graph.nodes if node.op == "output")
+        values: list[Any] = list(output.args[0])  # type: ignore[call-overload]
+        place, template = self.layout.place, self.layout.template
+        members = [place[v].member for v in values if v in place and place[v].layer == template]
+        returned = [self.made[v] if isinstance(v, Node) else v for v in values]
+        returned += [self.at[Place(deep, member)] for deep in self.copies for member in members]
+        self.graph.output(tuple(returned)).meta = dict(output.meta)
+
+    def _renumbered(self, meta: dict[str, Any], by: int, at_least: int = 0) -> dict[str, Any]:
+        """What is noted on a node, for a layer further on if its number is ``at_least`` so much."""
+        found = dict(meta)
+
+        def moved(path: str) -> str:
+            return self.numbering.moved(path, by, at_least)
+
+        if by and "custom" in meta:
+            found["custom"] = provenance.renamed(meta["custom"], moved)
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            if by and meta.get(key):
+                found[key] = self.numbering.stack_moved(meta[key], by, at_least)
+        return found
+
+    def _renew(self, made: Node, deep: int) -> None:
+        """Give a copy values of its own: who tracks memory goes by their storages.
+
+        Not by those of open sizes, which are for formulas alone; to make them takes a ms each.
+        """
+        source = self.sources[deep]
+
+        def renewed(value: object) -> object:
+            if isinstance(value, Tensor) and any(isinstance(n, SymInt) for n in value.shape):
+                return value
+            home = self.homes.get(_torch.storage_of(value))
+            if home is None:
+                return value
+            (layer, member), leaf = home
+            there = self.at.get(Place(deep - (source - layer), member), made)
+            owner = None if there is made else pytree.tree_leaves(there.meta["val"])[leaf]
+            return _torch.fake_again(value, owner)
+
+        made.meta["val"] = pytree.tree_map(renewed, made.meta.get("val"))
+
+
+def _homes(place: dict[Node, Place]) -> dict[int | None, tuple[Place, int]]:
+    """The first of the placed nodes that has each storage, and where in its value."""
+    found: dict[int | None, tuple[Place, int]] = {}
+    for node in sorted(place):
+        for leaf, value in enumerate(pytree.tree_leaves(node.meta.get("val"))):
+            found.setdefault(_torch.storage_of(value), (place[node], leaf))
+    found.pop(None, None)
+    return found

@@ -1,0 +1,314 @@
+"""The layers that were not traced: out of the joint graph, and into the two that it is cut in.
+
+``shorten.py`` has AOTAutograd trace a model with a stand-in for most layers. Before anything looks
+at the joint graph the stand-in, its inputs and their gradients are taken out of it, which leaves
+the joint graph of a shallow model. When that has been cut in two, its forward and backward get the
+layers, as copies of the traced one's nodes, and every input and output comes to the place that it
+has for AOTAutograd, which knows of nothing that was left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
+
+from inductor_passes.adapters._torch import is_view
+from simplefsdp import _torch
+from simplefsdp.compiler.deep_graph import Deep
+from simplefsdp.compiler.repeated_layers import LayeredGraph, laid_out
+from simplefsdp.compiler.shorten import Shortened, shorten
+from simplefsdp.compiler.stand_in import layers, layers_backward
+from simplefsdp.rank_guard import RankMismatchError
+
+CompiledFunction = Callable[..., Any]
+
+log = logging.getLogger("simplefsdp")
+
+
+class LeftOut(NamedTuple):
+    """What a joint graph had, and its two parts must have.
+
+    Attributes:
+        short: of the Dynamo graph.
+        inputs: of the joint graph, but for tangents, in order.
+        inputs_of: names of the inputs of the template, which is traced, and of the layers that are
+            not, by the number of the layer in the whole model.
+        unread: inputs that nothing reads, by name, with the name of what was returned in the place
+            of a gradient, or None.
+    """
+
+    short: Shortened
+    inputs: list[Node]
+    inputs_of: dict[int, list[str]]
+    unread: dict[str, str | None]
+
+    @property
+    def example(self) -> list[str]:
+        """Names of the template's inputs."""
+        return self.inputs_of[self.short.template + self.short.more]
+
+    @property
+    def kept(self) -> list[int]:
+        """Places of the inputs that the graph has still."""
+        own = {name for names in self.inputs_of.values() for name in names} - {*self.example}
+        gone = own | self.unread.keys()
+        return [i for i, node in enumerate(self.inputs) if node.name not in gone]
+
+
+def few_layers_traced(
+    gm: GraphModule, compiled: Callable[[GraphModule, _torch.Cut | None], CompiledFunction]
+) -> CompiledFunction:
+    """``gm`` compiled, of layers that are alike a few traced; all, where that does not do.
+
+    Args:
+        gm: a Dynamo graph.
+        compiled: compiles a graph, whose joint graph is cut as it is told.
+    """
+    short = shorten(gm) if _torch.can_cut() else None
+    if short is not None:
+        layers_of, graphs = short.numbering.layers, _Graphs(short)
+        cut = _torch.Cut(graphs.take_out, graphs.lengthen, lambda: graphs.left_out[-1].kept)
+        try:
+            code = compiled(short.gm, cut)
+        except RankMismatchError:
+            raise
+        except Exception as error:
+            if graphs.are_long:  # and what failed has nothing to do with it
+                raise
+            log.debug("%s: all layers are traced, since they differ: %s", layers_of, error)
+        else:
+            if graphs.are_long:
+                log.debug("%s: %d layers were not traced", layers_of, short.more)
+                return code
+            log.debug("%s: all layers are traced, for there is no backward", layers_of)
+    return compiled(gm, None)
+
+
+class _Graphs:
+    """A joint graph and what it is cut in.
+
+    Attributes:
+        left_out: of the joint graph, once that is known.
+        are_long: whether the two have all layers.
+    """
+
+    def __init__(self, short: Shortened) -> None:
+        self.short, self.left_out, self.are_long = short, list[LeftOut](), False
+
+    def take_out(self, graph: Graph) -> None:
+        self.left_out.append(take_out(graph, self.short))
+
+    def lengthen(
+        self, forward: GraphModule, backward: GraphModule, outputs: int
+    ) -> tuple[GraphModule, GraphModule]:
+        found = lengthen(forward, backward, self.left_out[-1], outputs)
+        self.are_long = True
+        return found
+
+
+def take_out(graph: Graph, short: Shortened) -> LeftOut:
+    """Take the stand-in out of a joint graph, and the inputs that nothing reads then.
+
+    Raises:
+        ValueError: what it takes are not inputs of the graph, or its gradients are changed.
+    """
+    inputs = [n for n in graph.find_nodes(op="placeholder") if "tangents" not in str(n.target)]
+    (forward,) = graph.find_nodes(op="call_function", target=layers.default)
+    _, own, example = ([_source(n) for n in some] for some in forward.args)
+    theirs = set(own)
+    of_layers = [own[i : i + short.own] for i in range(0, len(own), short.own)]
+    names = [[node.name for node in some] for some in (*of_layers, example)]
+
+    (output,) = graph.find_nodes(op="output")
+    values: list[Any] = list(output.args[0])  # type: ignore[call-overload]
+    ahead = len(values) - len(inputs)
+    calls = [forward, *graph.find_nodes(op="call_function", target=layers_backward.default)]
+    if not {*own, *example} <= {*inputs} or not _are_grads(calls[1:], inputs, values[ahead:]):
+        raise ValueError("a layer's inputs or gradients are changed")
+    for call in calls:
+        _bypass(call)
+    output.args = ([*values[:ahead], *_without(values[ahead:], inputs, theirs)],)
+    _erase_unused(graph)
+    unread = [node for node in inputs if not node.users and node not in theirs]
+    returned = dict(zip(inputs, values[ahead:], strict=True))
+    unread_names = {n.name: v.name if (v := returned[n]) is not None else None for n in unread}
+
+    left_out = LeftOut(short, inputs, dict(enumerate(names, short.template)), unread_names)
+    places = [*range(ahead), *(ahead + i for i in left_out.kept)]
+    output.args = ([values[i] for i in places],)
+    descriptions = output.meta.get("desc")
+    if isinstance(descriptions, list) and len(descriptions) == len(values):
+        output.meta["desc"] = [descriptions[i] for i in places]
+    for node in (*own, *unread):
+        graph.erase_node(node)
+    graph.set_codegen(CodeGen())  # the former one nests inputs and outputs, of which some are gone
+    return left_out
+
+
+def _source(node: Node) -> Node:
+    """What ``node`` is a view of."""
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _are_grads(calls: Sequence[Node], inputs: Sequence[Node], values: Sequence[Any]) -> bool:
+    """Whether ``values`` are of ``inputs``, one by one, by what the stand-in gives for its own."""
+    if len(calls) != 1 or len(inputs) != len(values):
+        return False
+    passed, wanted = calls[0].args
+    given = {_source(n): i for i, n in enumerate(wanted, len(passed))}  # type: ignore[arg-type,union-attr]
+    found = {
+        node: (_source(value).args if isinstance(value, Node) else None)
+        for node, value in zip(inputs, values, strict=True)
+        if node in given
+    }
+    return found == {node: (calls[0], i) for node, i in given.items()}
+
+
+def _bypass(call: Node) -> None:
+    """Let what reads the results that are passed on read what the stand-in takes."""
+    passed: Sequence[Node] = call.args[0]  # type: ignore[assignment]
+    owner = {}
+    for item in list(call.users):
+        at: int = item.args[1]  # type: ignore[assignment]
+        if at < len(passed):
+            item.replace_all_uses_with(passed[at])
+            owner[_torch.storage_of(item.meta["val"])] = passed[at].meta["val"]
+    _move_views(call.graph, owner)
+
+
+def _move_views(graph: Graph, owner: Mapping[int | None, Any]) -> None:
+    """Let views of what a stand-in gave, by its storage, be views of what is in its place."""
+    if any(v.storage_offset() or not v.is_contiguous() for v in owner.values()):
+        raise ValueError("what goes from layer to layer is a part of something")
+
+    def moved(value: Tensor) -> Tensor:
+        home = owner.get(_torch.storage_of(value))
+        return value if home is None else _torch.fake_again(value, home)
+
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = _torch.tree_map_only(Tensor, moved, node.meta["val"])
+
+
+def _without(values: Iterable[Any], inputs: Iterable[Node], own: set[Node]) -> list[Any]:
+    return [None if node in own else value for node, value in zip(inputs, values, strict=True)]
+
+
+def _erase_unused(graph: Graph) -> None:
+    """Erase the stand-in, and views that nothing reads."""
+    ours = {operator.getitem, layers.default, layers_backward.default}
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and (node.target in ours or is_view(node)):
+            graph.erase_node(node)
+
+
+def lengthen(
+    forward: GraphModule, backward: GraphModule, left_out: LeftOut, outputs: int
+) -> tuple[GraphModule, GraphModule]:
+    """The forward and backward graph of all layers.
+
+    Args:
+        forward: of the layers that were traced.
+        backward: likewise.
+        left_out: of the joint graph that they were cut from.
+        outputs: how many of the forward's are not for backward.
+
+    Raises:
+        ValueError, KeyError: the traced layers differ in these graphs.
+    """
+    short = left_out.short
+    own = {
+        (example, number): name
+        for number, names in left_out.inputs_of.items()
+        for example, name in zip(left_out.example, names, strict=True)
+    }
+    layouts = [laid_out(gm.graph, short.numbering, short.template) for gm in (forward, backward)]
+    _refuse_outputs_of_layers(layouts[0], outputs)
+    ahead = Deep(layouts[0], short.numbering, short.more, own=own)
+    behind = Deep(layouts[1], short.numbering, short.more, ahead.renamed)
+    _return_gradients(backward.graph, behind, left_out)
+    saved = _saved_first(ahead.graph, behind.graph)
+    _return_saved(ahead.graph, saved, outputs)
+    _inputs_in_order(ahead.graph, left_out)
+    return GraphModule(forward, ahead.graph), GraphModule(backward, behind.graph)
+
+
+def _refuse_outputs_of_layers(layout: LayeredGraph, outputs: int) -> None:
+    """See that forward returns nothing of each layer, as the new value of a buffer.
+
+    Raises:
+        ValueError: it does.
+    """
+    (output,) = layout.graph.find_nodes(op="output")
+    for value in output.args[0][:outputs]:  # type: ignore[index]
+        if value in layout.place and layout.place[value].layer <= layout.template:  # type: ignore[index]
+            raise ValueError(f"forward returns {value}, of a layer in the middle")
+
+
+def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut) -> None:
+    """Let backward return something for each input of the joint graph."""
+    (before,) = short.find_nodes(op="output")
+    values: list[Any] = before.args[0]  # type: ignore[assignment]
+    names = [left_out.inputs[i].name for i in left_out.kept]
+    returned = dict(zip(names, values, strict=True))
+    by_name = {node.name: node for node in behind.graph.nodes}
+    found: dict[str, Any] = {name: behind.made.get(v, v) for name, v in returned.items()}
+    found |= {name: by_name[v] if v else None for name, v in left_out.unread.items()}
+    for number, layer in left_out.inputs_of.items():
+        for name, example in zip(layer, left_out.example, strict=True):
+            value = returned[example]
+            found[name] = behind.counterpart(value, number) if isinstance(value, Node) else value
+    (output,) = behind.graph.find_nodes(op="output")
+    output.args = (tuple(found[node.name] for node in left_out.inputs),)
+    output.meta = {}  # descriptions of other outputs
+
+
+def _saved_first(forward: Graph, backward: Graph) -> list[Node]:
+    """Put what backward takes from forward ahead of its other inputs; gives the nodes of forward.
+
+    AOTAutograd wants tensors first, those whose versions it does not compare behind them, and what
+    is no tensor last.
+    """
+    known = {node.name: node for node in forward.nodes}
+    inputs = list(backward.find_nodes(op="placeholder"))
+    saved = sorted(
+        (node for node in inputs if node.name in known),
+        key=lambda node: _torch.order_of_saved(known[node.name]),
+    )
+    rest = [node for node in inputs if node.name not in known]
+    _put_first(backward, [*saved, *rest])
+    return [known[node.name] for node in saved]
+
+
+def _return_saved(graph: Graph, saved: Sequence[Node], outputs: int) -> None:
+    (output,) = graph.find_nodes(op="output")
+    values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    output.args = ((*values[:outputs], *saved),)
+    output.meta = {}  # descriptions of other outputs
+
+
+def _inputs_in_order(graph: Graph, left_out: LeftOut) -> None:
+    made = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    first = next(iter(graph.nodes))
+    for node in left_out.inputs:
+        if node.name not in made:
+            with graph.inserting_before(first):
+                made[node.name] = graph.placeholder(node.name)
+            made[node.name].meta = dict(node.meta)
+    names = dict.fromkeys(node.name for node in left_out.inputs)
+    _put_first(graph, [made[name] for name in names | dict.fromkeys(made)])
+
+
+def _put_first(graph: Graph, nodes: Sequence[Node]) -> None:
+    for node in reversed(nodes):
+        first = next(iter(graph.nodes))
+        if node is not first:
+            first.prepend(node)

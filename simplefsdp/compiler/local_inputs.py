@@ -1,0 +1,96 @@
+"""Graphs whose inputs or outputs alias one another get parameters as plain local tensors.
+
+AOTAutograd compiles such graphs, but not if an input is a tensor subclass, and our parameters are
+DTensors. A graph break makes them: ``for image in features`` hands views of one tensor from one
+graph to the next. So the DTensors of these graphs are made inside, of local tensors that the
+compiled function is called with; what is communicated stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+
+from simplefsdp import _torch, provenance
+from simplefsdp.frontend.gather import gather, spec_of
+
+CompiledFunction = Callable[..., Any]
+Backend = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
+
+
+def compile_with_local_inputs(
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Backend
+) -> CompiledFunction:
+    """Compile a Dynamo graph by ``compile_graph``, its DTensors unwrapped if they must be.
+
+    Args:
+        gm: the graph; changed in place.
+        example_inputs: its (fake) inputs.
+        compile_graph: a backend.
+    """
+    unwrapped = {i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)}
+    if not unwrapped or not has_aliases(gm):
+        return compile_graph(gm, example_inputs)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    last = placeholders[-1]
+    inputs = list(example_inputs)
+    for i in sorted(unwrapped, reverse=True):
+        inputs[i] = _take_local(gm, placeholders[i], last, example_inputs[i])
+    gm.recompile()
+    compiled = compile_graph(gm, inputs)
+
+    def call(*args: Any) -> Any:
+        return compiled(*(_torch.local_of(a) if i in unwrapped else a for i, a in enumerate(args)))
+
+    return call
+
+
+def has_aliases(gm: GraphModule) -> bool:
+    """Whether two inputs of a Dynamo graph, or two outputs, are views of one tensor."""
+    (output,) = gm.graph.find_nodes(op="output")
+    return _shared(gm.graph.find_nodes(op="placeholder")) or _shared(output.all_input_nodes)
+
+
+def _shared(nodes: Iterable[Node]) -> bool:
+    found = [_torch.storage_of(node.meta.get("example_value")) for node in nodes]
+    storages = [storage for storage in found if storage is not None]
+    return len(set(storages)) < len(storages)
+
+
+def _take_local(gm: GraphModule, placeholder: Node, last: Node, param: DTensor) -> torch.Tensor:
+    """Make the DTensor of ``placeholder`` after ``last``; gives the local input to compile for."""
+    shape, stride = param.shape, param.stride()
+    mesh, placements, mark = param.device_mesh, param.placements, _mark_of(placeholder)
+
+    def as_dtensor(local: torch.Tensor) -> DTensor:
+        with mark():  # a view of the shard is a part of the gather, and recomputed with it
+            return DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+
+    with gm.graph.inserting_after(last):
+        whole = gm.graph.call_function(as_dtensor, (placeholder,))
+    whole.meta = placeholder.meta.copy()
+    # The fake one: AOTAutograd would take the sizes of a real tensor, of which Dynamo has not told
+    # it, for open ones.
+    fake: DTensor = placeholder.meta["example_value"]
+    placeholder.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+    local = fake.to_local().detach().requires_grad_(param.requires_grad)
+    placeholder.meta["example_value"] = local
+    return local
+
+
+def _mark_of(placeholder: Node) -> Callable[[], AbstractContextManager[object]]:
+    """Marks what is traced inside as a part of the gather of a parameter, if it is gathered."""
+    for user in placeholder.users:
+        if user.target is gather:
+            spec = spec_of(user)
+            reshards = spec.reshard_after_forward
+            return partial(provenance.gather_of, spec.fqn, reshard_after_forward=reshards)
+    return nullcontext

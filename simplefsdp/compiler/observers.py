@@ -1,0 +1,73 @@
+"""Observers are called with each graph that is compiled; so inspection hears of the backend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from inductor_passes.machine.cluster import Cluster
+    from inductor_passes.rehearsal import Rehearsal, Settings
+    from inductor_passes.size_range import SizeRange
+
+log = logging.getLogger("simplefsdp")
+
+
+class CompiledGraph(NamedTuple):
+    """A graph as the passes get it, and what they will make of it.
+
+    Attributes:
+        part: ``"forward"`` or ``"backward"``.
+        rehearsal: see :class:`inductor_passes.rehearsal.Rehearsal`.
+        settings: of the passes; None for none.
+        pass_seconds: that reading, planning and ordering took, and waiting for the plan.
+        compilation: the same for a forward graph and its backward, and for no others.
+        call: the same for all graphs that a call of the model runs: several if Dynamo breaks it.
+        ranges: where what was planned holds, of each size that was left open.
+    """
+
+    part: str
+    rehearsal: Rehearsal
+    settings: Settings | None
+    pass_seconds: float
+    compilation: int
+    call: int = 0
+    ranges: tuple[SizeRange, ...] = ()
+
+
+Observer = Callable[[CompiledGraph], None]
+_observers: list[Observer] = []
+
+
+def notify(seen: CompiledGraph) -> None:
+    """Call each observer with a graph. One that fails leads to a warning, and to nothing else."""
+    for observer in tuple(_observers):
+        try:
+            observer(seen)
+        except Exception as error:
+            log.warning("inspect: the %s graph is not in the report: %r", seen.part, error)
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Show ``observer`` each graph that is compiled inside."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def assumed_cluster(rehearsal: Rehearsal, settings: Settings | None) -> Cluster:
+    """What to predict a graph for: its plan's cluster, else the device's preset, else an H100's."""
+    from inductor_passes.adapters.roofline import cluster_of, device_of
+    from inductor_passes.machine.presets import preset
+
+    if settings is not None and settings.auto is not None:
+        return settings.auto.cluster
+    try:
+        return cluster_of(device_of(rehearsal.reading))
+    except ValueError:
+        return preset("h100")

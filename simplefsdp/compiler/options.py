@@ -1,0 +1,223 @@
+"""The options of ``torch.compile(model, backend="simplefsdp", options={...})``.
+
+Batches of several sizes: ``torch.compile`` takes the sizes of the first batch for numbers. At the
+first batch that differs it compiles once more, with that size left open, for all that come;
+``torch._dynamo.mark_dynamic(tokens, 1)`` before the first call leaves it open at once, which saves
+a compilation. The plan that was made first stands for both, so begin with the largest batch. The
+log says within which sizes it fits its memory and stays as near its lower bound, to 5 %
+("L['tokens'].size()[1] is open (512 here): fits 71.9 GB from 2 to 1306"), and a call with another
+size is warned of before it runs; ``torch.compiler.reset()``, on all ranks, lets the next batch be
+planned for. With ``torch.compile(..., dynamic=False)`` each new size is compiled by itself, up to
+``torch._dynamo.config.recompile_limit`` (8) of them, from where on the model runs uncompiled, or
+raises with ``fullgraph=True``. A rank that compiles alone keeps the others waiting in a collective,
+until the process group's timeout: let all ranks meet a new size in the same step. Or pad batches to
+a few lengths: padding costs as much compute as what it stands for, a size that is new a
+compilation, and ``cudagraphs`` take one shape alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import isfinite
+from typing import Any, get_args
+
+from inductor_passes.ir.buckets import check_patterns
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.cluster_file import as_cluster
+from simplefsdp.choices import Bucketing, Executor
+from simplefsdp.rank_guard import TIMEOUT_S
+
+# Says what it expected of a value, or None if the value is fine.
+Check = Callable[[object], str | None]
+
+
+def _one_of(literal: Any) -> Mapping[str, Check]:
+    choices = get_args(literal)
+    expected = f"one of {', '.join(map(repr, choices))}"
+    return {"check": lambda value: None if value in choices else expected}
+
+
+def _flag(optional: bool = False) -> Mapping[str, Check]:
+    allowed = (True, False, None) if optional else (True, False)
+    expected = f"one of {', '.join(map(str, allowed))}"
+    return {"check": lambda v: None if any(v is a for a in allowed) else expected}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+
+
+def _check_seconds(value: object) -> str | None:
+    fine = _is_number(value) and value >= 0  # type: ignore[operator]
+    return None if fine else "a number of seconds, or 0 for no guard"
+
+
+def _check_gb(value: object) -> str | None:
+    fine = value is None or (_is_number(value) and value > 0)  # type: ignore[operator]
+    return None if fine else "1e9 bytes, a number above 0, or None"
+
+
+def _check_cluster(value: object) -> str | None:
+    try:
+        if value is not None:
+            as_cluster(value)  # type: ignore[arg-type]  # a ValueError names the file, or the presets
+    except TypeError:
+        return "a preset, a Cluster, the path of a file that `simplefsdp calibrate` wrote, or None"
+    return None
+
+
+def _check_buckets(value: object) -> str | None:
+    try:
+        if value is not None:
+            check_patterns(value)
+    except TypeError:
+        return "a list of module FQNs (globs) and of lists of them, not empty, or None"
+    return None
+
+
+_OF_AUTO = ("cluster", "memory_budget_gb")
+_OF_MANUAL = ("buckets",)
+
+_WRAP = "is an argument of simple_fsdp(model, mesh, ...)"
+_AUTO = "bucketing='auto' plans it, within memory_budget_gb"
+# What is no option, and what to use instead: options there were, and habits of FSDP2.
+_INSTEAD = {
+    "planner": "leave it out; `simplefsdp inspect --compare greedy` prices the published rule",
+    "max_inflight_gathers": _AUTO,
+    "max_pending_reduces": _AUTO,
+    "layout": "leave it out: the members of a bucket travel in one coalesced call",
+    "on_error": "leave it out; bucketing='none' compiles without the passes",
+    "rank_guard": "rank_guard_timeout_s=0 turns the guard off",
+    "reshard_after_forward": _WRAP,
+    "mp_policy": _WRAP,
+    "mesh": _WRAP,
+    "mode": f"{_WRAP}; for torch.compile's mode='reduce-overhead' there is cudagraphs=True",
+    "offload_policy": "shards stay on the device; there is no offloading",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user may choose of a compilation.
+
+    Attributes:
+        bucketing: ``"auto"``: a planner chooses which gathers and which reduces go out as one, and
+            how far ahead, from what the machine is (``cluster``) and how much memory there is
+            (``memory_budget_gb``). ``"manual"``: the gathers of a module go out as one, and so do
+            the reduces of its gradients. ``"none"``: every parameter is gathered and reduced by
+            itself.
+        buckets: the modules, as globs on FQNs in which ``*`` stays within one component; each
+            module that a glob matches is a bucket, and those that a nested list matches share
+            one. None, and what nothing matches: one bucket per element of the model's repeated
+            lists, and one per run of parameters around them.
+        cluster: of ``"auto"``: what the machine is. A preset (``"h100"``, see
+            :mod:`inductor_passes.machine.presets`), a
+            :class:`inductor_passes.machine.cluster.Cluster`, or the path of a file that
+            ``simplefsdp calibrate`` wrote, the same on all ranks. None: the preset for the device's
+            name.
+        memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters, and gradients,
+            full and reduced, in forward and in backward. Parameter shards, optimizer state, and
+            gradients of earlier batches that are accumulated come on top. None: what ``"manual"``
+            takes, or nine tenths of the device less the first two (fp32, AdamW), if that is less.
+        reorder: move collectives to where compute hides them, which ``"auto"`` always does. None:
+            unless bucketing is "none".
+            With ``bucketing="none"`` the collectives of a bucket move together, unmerged.
+        separate_reduce_group: reduce on a second communicator, so that gathers and reduces run
+            side by side. With NCCL it costs GPU memory, and the two share the links.
+        executor: ``"inductor"`` generates code for the whole graph. ``"regions"`` does so for one
+            of the layers that are alike, and calls it for each: 100 layers compile like one, and
+            collectives start and are waited for between layers only. (A graph whose sizes are
+            symbols is compiled whole.) ``"aot_eager"`` runs the forward and backward graphs op by
+            op, which compiles in seconds and serves debugging.
+        cudagraphs: capture the forward and the backward in a CUDA graph each, collectives and all,
+            as ``mode="reduce-overhead"`` does of ``torch.compile``: a step that is bound by the
+            host launches two graphs instead of thousands of kernels. Batches must have one shape,
+            and what a step gives is overwritten by the next one: clone a loss that you keep, and
+            set gradients to None (``optimizer.zero_grad()``) before each step, so no accumulation.
+            For forward and backward in one graph leave it out, run some steps on another stream,
+            and capture one by ``torch.cuda.graph``: it reads the batch from the tensors of the
+            capture, copy into them; parameters and gradients must stay the tensors that they were
+            (``benchmarks/gpu/graphed.py`` does all of it; unmeasured).
+        rank_guard_timeout_s: before a graph is compiled, the ranks compare what they are about to
+            communicate, through the process group's store, and raise on a difference instead of
+            hanging. This is how long a rank waits for the others. 0: they do not compare; with
+            ``"auto"`` each rank then plans for itself, and must not have other batches than the
+            rest.
+    """
+
+    bucketing: Bucketing = field(default="auto", metadata=_one_of(Bucketing))
+    buckets: Sequence[str | Sequence[str]] | None = field(
+        default=None, metadata={"check": _check_buckets}
+    )
+    cluster: Cluster | str | os.PathLike[str] | None = field(
+        default=None, metadata={"check": _check_cluster}
+    )
+    memory_budget_gb: float | None = field(default=None, metadata={"check": _check_gb})
+    reorder: bool | None = field(default=None, metadata=_flag(optional=True))
+    separate_reduce_group: bool = field(default=False, metadata=_flag())
+    executor: Executor = field(default="inductor", metadata=_one_of(Executor))
+    cudagraphs: bool = field(default=False, metadata=_flag())
+    rank_guard_timeout_s: float = field(default=TIMEOUT_S, metadata={"check": _check_seconds})
+
+    @property
+    def reorders(self) -> bool:
+        """``reorder``, its default filled in."""
+        return self.bucketing != "none" if self.reorder is None else self.reorder
+
+
+def parse_options(options: Mapping[str, object] | None) -> Options:
+    """Check the dictionary that ``torch.compile`` was given.
+
+    Raises:
+        TypeError: ``options`` is not a mapping.
+        ValueError: unknown key or value, or one that would be ignored; names the valid ones.
+    """
+    if options is None:
+        return Options()
+    if not isinstance(options, Mapping):
+        raise TypeError(f"options: expected a dict, got {type(options).__name__}")
+    checks = {f.name: f.metadata["check"] for f in fields(Options)}
+    for key, value in options.items():
+        if key not in checks:
+            raise ValueError(
+                f"options: unknown key {key!r}{_hint(str(key), checks)} (valid keys: "
+                f"{', '.join(sorted(checks))})"
+            )
+        expected = checks[key](value)
+        if expected is not None:
+            raise ValueError(f"options[{key!r}]: expected {expected}, got {value!r}")
+    return _consistent(Options(**options))  # type: ignore[arg-type]
+
+
+def _hint(key: str, valid: Iterable[str]) -> str:
+    if key in _INSTEAD:
+        return f": {_INSTEAD[key]}"
+    close = difflib.get_close_matches(key, valid, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _consistent(options: Options) -> Options:
+    """Refuse what would be ignored."""
+    automatic = options.bucketing == "auto"
+    misplaced = _OF_MANUAL if automatic else _OF_AUTO
+    for f in fields(Options):
+        if f.name in misplaced and getattr(options, f.name) != f.default:
+            other = "'manual', or 'none' with reorder=True" if automatic else "'auto'"
+            raise ValueError(
+                f"options[{f.name!r}]: has no meaning with bucketing={options.bucketing!r}; leave "
+                f"it out, or choose bucketing={other}"
+            )
+    if options.cudagraphs and options.executor != "inductor":
+        raise ValueError(
+            f"options['cudagraphs']: executor={options.executor!r} runs what is not captured; "
+            "leave it out, or choose executor='inductor'"
+        )
+    if automatic and options.reorder is False:
+        raise ValueError(
+            "options['reorder']: bucketing='auto' plans when each bucket starts, so it cannot be "
+            "False; leave it out, or choose bucketing='manual'"
+        )
+    return options

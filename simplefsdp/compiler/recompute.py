@@ -1,0 +1,97 @@
+"""``reshard_after_forward``: which gathers the backward graph does again.
+
+A pass over the joint graph, before it is split into forward and backward. The full parameter and
+every view or cast of it form a *gather chain*; a chain is tagged for recomputation (so that the
+partitioner saves only the shard) or its wait is tagged to be saved. Chains are found by
+provenance, so collectives of tensor parallelism are never touched, and tagged alike whether or
+not the user checkpoints activations too.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from inductor_passes.adapters._torch import is_wait
+from simplefsdp import provenance
+
+# The partitioner saves a recomputed node that feeds a checkpoint region of a *higher* id, taking
+# it for the boundary between two regions. No region of the user's has an id this high.
+_LAST_AC_GRAPH_ID = 1 << 30
+
+_CASTS = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    torch.ops.prims.convert_element_type.default,
+}
+
+
+def tag_for_recompute(graph: Graph) -> None:
+    """The joint-graph pass: what of the forward the backward does again."""
+    save_cpu_random_ops(graph)
+    tag_gather_chains(graph)
+
+
+def tag_gather_chains(graph: Graph) -> None:
+    """Tag the gather chains of a joint graph by their parameter's ``reshard_after_forward``."""
+    chain_reshards: dict[Node, bool] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.all_input_nodes and _starts_or_extends_gather(node, chain_reshards):
+            chain_reshards[node] = provenance.reshards_after_forward(node)
+        elif _is_view_or_cast(node) and node.all_input_nodes[0] in chain_reshards:
+            chain_reshards[node] = chain_reshards[node.all_input_nodes[0]]
+    for node, reshards in chain_reshards.items():
+        if reshards:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = _LAST_AC_GRAPH_ID
+        elif is_wait(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def save_cpu_random_ops(graph: Graph) -> None:
+    """Keep, rather than recompute, the random CPU ops of regions that the user checkpoints.
+
+    To recompute one, torch 2.12 and 2.13 stash the state of the CPU's generator where the forward
+    graph's output order has the mesh of a DTensor, and fail ("expected all
+    tensors_saved_with_vc_check to be Tensors"). Attention counts as random there, for its
+    dropout; so every checkpointed transformer would fail.
+    """
+    for node in graph.nodes:
+        is_random = (
+            isinstance(node.target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded in node.target.tags
+        )
+        if is_random and "recompute" in node.meta and _is_on_cpu(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            for user in node.users:
+                if user.target is operator.getitem:
+                    user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_on_cpu(node: Node) -> bool:
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    return isinstance(first, torch.Tensor) and first.device.type == "cpu"
+
+
+def _starts_or_extends_gather(node: Node, chain: dict[Node, bool]) -> bool:
+    """Backward nodes may carry a copied mark, but only a true chain begins at a graph input."""
+    return provenance.gathered_fqn(node) is not None and all(
+        source.op == "placeholder" or source in chain for source in node.all_input_nodes
+    )
+
+
+def _is_view_or_cast(node: Node) -> bool:
+    if len(node.all_input_nodes) != 1:
+        return False
+    if node.target is operator.getitem or node.target in _CASTS:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    aliases = [value.alias_info for value in node.target._schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)

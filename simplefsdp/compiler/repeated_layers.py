@@ -1,0 +1,265 @@
+"""The layers of a traced graph: where they lie, and whether they are alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from inductor_passes.adapters._torch import is_view
+from simplefsdp import provenance
+
+
+class Place(NamedTuple):
+    """Where a node is.
+
+    Attributes:
+        layer: index of its layer among those of the graph.
+        member: what it is there; the same for its counterparts in the other layers.
+    """
+
+    layer: int
+    member: Hashable
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """The numbers of layers in FQNs, and in module paths, which begin with other modules."""
+
+    layers: str
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(rf"(?:^|(?<=\.)){re.escape(self.layers)}\.(\d+)(?=\.|$)")
+
+    def of(self, fqn: str) -> int | None:
+        """The number of the layer that a parameter is in."""
+        found = self._pattern.match(fqn)
+        return int(found[1]) if found else None
+
+    def moved(self, path: str, by: int, at_least: int = 0) -> str:
+        """``path`` in a layer further on, if its number is ``at_least`` so much."""
+        found = self._pattern.search(path)
+        if found is None or int(found[1]) < at_least:
+            return path
+        return f"{path[: found.start(1)]}{int(found[1]) + by}{path[found.end(1) :]}"
+
+    def stack_moved(
+        self, stack: Mapping[str, tuple[str, object]], by: int, at_least: int = 0
+    ) -> dict[str, tuple[str, object]]:
+        """A node's stack of modules, whose paths are :meth:`moved`."""
+        return {key: (self.moved(path, by, at_least), kind) for key, (path, kind) in stack.items()}
+
+
+@dataclass(frozen=True)
+class LayeredGraph:
+    """A graph and where its layers lie.
+
+    Attributes:
+        graph: it.
+        before: nodes ahead of the layers.
+        layers: nodes of those in the middle, all of one length, in their order in the graph.
+        after: nodes behind them.
+        numbers: of the layers in the model; they fall in a backward graph.
+        template: index of the one that is to be repeated.
+        shared: what layers next to each other refer to at the same place.
+        place: of the layers' nodes; of inputs that a layer is the first to use, by where; and of
+            inputs that nothing uses, by the input ahead of them.
+    """
+
+    graph: Graph
+    before: list[Node]
+    layers: list[list[Node]]
+    after: list[Node]
+    numbers: list[int]
+    template: int
+    shared: set[Node]
+    place: dict[Node, Place]
+
+    def reference(self, node: Node, layer: int) -> Any:
+        """``node`` as a layer sees it: the same for all layers that are alike."""
+        if node not in self.place:
+            return node
+        return layer - self.place[node].layer, self.place[node].member
+
+
+def laid_out(graph: Graph, numbering: Numbering, template: int) -> LayeredGraph:
+    """Find the layers of a graph; each begins with its first collective.
+
+    Raises:
+        ValueError: those around the one with the number ``template`` are not alike.
+    """
+    body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    begins: dict[int, Node] = {}
+    for node in body:
+        layer = numbering.of(provenance.carried_fqn(node) or "")
+        if layer is not None:
+            begins.setdefault(layer, node)
+    body = _moved_to_layers(body, [*begins.values()][-1:])
+    at_of = {node: at for at, node in enumerate(body)}
+    cuts = [at_of[node] for node in begins.values()]
+    run = _run(list(begins), [body[i:j] for i, j in pairwise(cuts)], template)
+    layers = [body[cuts[i] : cuts[i + 1]] for i in run]
+    before, after = body[: cuts[run[0]]], body[cuts[run[-1] + 1] :]
+    numbers = [list(begins)[i] for i in run]
+    shared = _shared(layers)
+    place = _places(graph, before, layers, shared)
+    index = numbers.index(template)
+    found = LayeredGraph(graph, before, layers, after, numbers, index, shared, place)
+    _compare(found, numbering)
+    return found
+
+
+def _moved_to_layers(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
+    """``body`` with what a forward graph makes at its end for backward, of one result of a layer,
+    directly behind that: views, and a norm's ``rsqrt / size``."""
+    end = body.index(last[0]) if last else len(body)
+    moved: dict[Node, list[Node]] = {}
+    early = set(body[:end])
+    for node in body[end:]:
+        viewed = _arguments(node)
+        is_returned = all(user.op == "output" for user in node.users)
+        if len(viewed) == 1 and viewed[0] in early and (is_view(node) or is_returned):
+            moved.setdefault(viewed[0], []).append(node)
+            early.add(node)
+
+    def behind(node: Node) -> Iterator[Node]:
+        yield node
+        for view in moved.get(node, ()):
+            yield from behind(view)
+
+    stay = [node for node in body[end:] if node not in early]
+    return [*(found for node in body[:end] for found in behind(node)), *stay]
+
+
+def _run(numbers: Sequence[int], layers: Sequence[Sequence[Node]], template: int) -> range:
+    """Indices of the layers around ``template`` that do the same, one behind the other.
+
+    Raises:
+        ValueError: there are none on one side.
+    """
+    at = numbers.index(template) if template in numbers else 0
+    targets = [[node.target for node in nodes] for nodes in layers]
+    if 0 < at < len(layers):
+        step = numbers[at] - numbers[at - 1]
+
+        def goes_on(i: int, j: int) -> bool:
+            return numbers[j] - numbers[i] == step and targets[i] == targets[j] == targets[at]
+
+        first = last = at
+        while first and goes_on(first - 1, first):
+            first -= 1
+        while last + 1 < len(layers) and goes_on(last, last + 1):
+            last += 1
+        if first < at < last and abs(step) == 1:
+            return range(first, last + 1)
+    raise ValueError(
+        f"layer {template} and those next to it are not one behind the other in the traced graph, "
+        "with the same ops"
+    )
+
+
+def _shared(layers: Sequence[Sequence[Node]]) -> set[Node]:
+    found: set[Node] = set()
+    for nodes, others in pairwise(layers):
+        for node, other in zip(nodes, others, strict=True):
+            pairs = zip(_arguments(node), _arguments(other), strict=False)
+            found.update(ours for ours, theirs in pairs if ours is theirs)
+    return found
+
+
+def _places(
+    graph: Graph, before: Sequence[Node], layers: Sequence[Sequence[Node]], shared: set[Node]
+) -> dict[Node, Place]:
+    outside = shared.union(*map(_arguments, before))
+    place: dict[Node, Place] = {}
+    for layer, nodes in enumerate(layers):
+        used = (argument for node in nodes for argument in _arguments(node))
+        for member, node in enumerate((*nodes, *used)):
+            if node not in outside and (member < len(nodes) or node.op == "placeholder"):
+                place.setdefault(node, Place(layer, member))
+    ahead: Place | None = None
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node.users:
+                ahead = place.get(node)
+            elif ahead is not None:
+                place[node] = ahead = Place(ahead.layer, ("behind", ahead.member))
+    return place
+
+
+def _arguments(node: Node) -> list[Node]:
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _compare(layout: LayeredGraph, numbering: Numbering) -> None:
+    """Compare all layers with the template.
+
+    Raises:
+        ValueError: two differ, or one is referred to from behind them all.
+    """
+    template = layout.template
+    inner = {template - 1, template + 1, *range(1, len(layout.layers) - 1)} - {0}
+    for k, nodes in enumerate(layout.layers):
+        for ours, theirs in zip(layout.layers[template], nodes, strict=True):
+            # What the outer ones refer to may lie outside of the layers that are alike.
+            one, other = (
+                _described(node, layout, at, numbering, references=k in inner)
+                for node, at in ((ours, template), (theirs, k))
+            )
+            if one != other:
+                raise ValueError(
+                    "the layers are not alike in the traced graph: "
+                    f"{ours.format_node()} and {theirs.format_node()}"
+                )
+    inputs = [_inputs(layout, k) for k in (template - 1, template, template + 1)]
+    if inputs[0] != inputs[1] or inputs[1] != inputs[2]:
+        raise ValueError("the layers do not take alike inputs in the traced graph")
+    for node in layout.after:
+        for argument in _arguments(node):
+            if argument in layout.place and layout.place[argument].layer <= template:
+                raise ValueError(
+                    f"{node.format_node()}, behind the layers, refers to one in the middle"
+                )
+
+
+def _inputs(layout: LayeredGraph, layer: int) -> dict[Hashable, object]:
+    """The values of a layer's inputs."""
+    return {
+        place.member: _values(node)
+        for node, place in layout.place.items()
+        if node.op == "placeholder" and place.layer == layer
+    }
+
+
+def _values(node: Node) -> list[object]:
+    return [
+        (v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else type(v)
+        for v in pytree.tree_leaves(node.meta.get("val"))
+    ]
+
+
+def _described(
+    node: Node, layout: LayeredGraph, layer: int, numbering: Numbering, *, references: bool
+) -> object:
+    """What matters of a node, the same in layers that are alike."""
+
+    def refer(argument: Node) -> Any:
+        return layout.reference(argument, layer) if references else None
+
+    def moved(fqn: str) -> str:
+        return numbering.moved(fqn, -layout.numbers[layer])
+
+    marks = provenance.renamed(node.meta.get("custom") or {}, moved)
+    arguments = map_arg((node.args, node.kwargs), refer)
+    return node.op, node.target, arguments, _values(node), marks

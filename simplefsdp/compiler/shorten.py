@@ -1,0 +1,311 @@
+"""A Dynamo graph without most of the layers that are alike, for AOTAutograd to trace.
+
+Tracing and partitioning a layer take hundreds of milliseconds of Python, whatever its size. Here
+layers that compute the same, node for node, are found in the Dynamo graph, which has all of them;
+one operator stands for all but a few (``stand_in.py``), and their graphs are made of a traced
+one's when the graph has been partitioned (``lengthen.py``)::
+
+    0  1  2  [3 ... 28]  29  30  31     layers of a model; 29 is the template
+    0  1  2  [stand-in]   3   4   5     as they are traced, and numbered
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from inductor_passes.ir.buckets import repeated_modules
+from simplefsdp._torch import has_policy, is_plain_tensor
+from simplefsdp.compiler.dedupe import gathers_of
+from simplefsdp.compiler.repeated_layers import Numbering
+from simplefsdp.compiler.stand_in import stand_in
+from simplefsdp.frontend.gather import gather
+
+HEAD, TAIL = 3, 2
+"""Layers that are traced before and behind the template at least: where a graph begins or ends, a
+layer's nodes are others, and so may be those of the next one."""
+
+LEAST = 2
+"""Layers that must be left out, or all are traced."""
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A graph with a stand-in.
+
+    Attributes:
+        gm: it.
+        numbering: of the layers.
+        template: number of the traced layer that those left out are like.
+        more: how many are left out. Their numbers in the model are the template's and on; those
+            of the template and behind are higher by ``more`` than in ``gm``.
+        own: how many inputs a layer has for itself.
+    """
+
+    gm: GraphModule
+    numbering: Numbering
+    template: int
+    more: int
+    own: int
+
+
+def shorten(gm: GraphModule) -> Shortened | None:
+    """``gm`` with a stand-in for the layers that need not be traced; None if all must be."""
+    numbering = _numbering(gm)
+    if numbering is None or not _is_plain(gm, numbering):
+        return None
+    body = [node for node in gm.graph.nodes if node.op.startswith("call_")]
+    begins = _begins(body, numbering)
+    if list(begins) != list(range(len(begins))) or len(begins) < HEAD + 1 + TAIL + LEAST:
+        return None
+    cuts = [*begins.values(), len(body)]
+    layers = [_Layer(gm, body[i:j], number) for number, (i, j) in enumerate(pairwise(cuts))]
+    described = [
+        layer.described(before, numbering)
+        for before, layer in zip([None, *layers[:-1]], layers, strict=True)
+    ]
+    first, last = _longest_run(described)
+    first, last = max(first + 1, HEAD), min(last, len(layers) - 1 - TAIL)
+    if last - first < LEAST or not _passes_gradients(layers[first - 1], layers[first]):
+        return None
+    if any(map(_reads_what_is_written, layers[first : last + 2])):
+        return None
+    if not all(layer.reads_its_own_parameters(numbering) for layer in layers):
+        return None
+    return _without(gm, layers, range(first, last), numbering)
+
+
+def _numbering(gm: GraphModule) -> Numbering | None:
+    """Of the list of modules with the most members that have parameters."""
+    layers = repeated_modules([str(node.args[1]) for node in gathers_of(gm)])
+    lists = Counter(layer.rpartition(".")[0] for layer in layers)
+    return Numbering(lists.most_common(1)[0][0]) if lists else None
+
+
+def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
+    """Whether gradients are wanted, of all parameters, none is deferred, no full parameter is kept,
+    no size is open, and what is in the list of layers can be told by its name."""
+    (output,) = gm.graph.find_nodes(op="output")
+    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+    if not torch.is_grad_enabled() or not any(getattr(v, "requires_grad", False) for v in values):
+        return False
+    gathers = gathers_of(gm)
+    if not all(_is_trained(node) for node in gathers):
+        return False  # a frozen DTensor is two inputs of the joint graph, and one gradient
+    fqns = [str(node.args[1]) for node in gathers]
+    others = [fqn for fqn in fqns if numbering.of(fqn) is None]
+    if any(node.kwargs for node in gathers) or any(numbering.moved(f, 1) != f for f in others):
+        return False
+    return not any(map(_is_open, gm.graph.nodes))
+
+
+def _is_trained(gather_: Node) -> bool:
+    param = gather_.args[0]
+    value = param.meta.get("example_value") if isinstance(param, Node) else None
+    return bool(getattr(value, "requires_grad", False))
+
+
+def _is_open(node: Node) -> bool:
+    """Whether a size is not a number, as where it depends on data."""
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    sizes = [
+        s for v in leaves for s in ((*v.shape, *v.stride()) if isinstance(v, Tensor) else (v,))
+    ]
+    return any(isinstance(size, (SymInt, SymFloat, SymBool)) for size in sizes)
+
+
+def _begins(body: Sequence[Node], numbering: Numbering) -> dict[int, int]:
+    """Where each layer has its first gather, by its number, in the order of the graph."""
+    begins: dict[int, int] = {}
+    for at, node in enumerate(body):
+        if node.target is gather:
+            number = numbering.of(str(node.args[1]))
+            if number is not None:
+                begins.setdefault(number, at)
+    return begins
+
+
+class _Layer:
+    """The nodes of a layer: from its first gather to the next one's.
+
+    Attributes:
+        nodes: they.
+        own: inputs that only this layer reads, in the order of first use.
+        number: of the layer.
+    """
+
+    def __init__(self, gm: GraphModule, nodes: Sequence[Node], number: int) -> None:
+        self.gm, self.nodes, self.number = gm, nodes, number
+        self.at = {node: i for i, node in enumerate(nodes)}
+        used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
+        here = [n for n in used if n.op == "placeholder" and all(u in self.at for u in n.users)]
+        self.own = {node: i for i, node in enumerate(here)}
+
+    def taken(self, before: _Layer) -> list[Node]:
+        """What this layer takes of the one before it, in the order of that one's nodes."""
+        used = {n for node in self.nodes for n in node.all_input_nodes if n in before.at}
+        return sorted(used, key=before.at.__getitem__)
+
+    def reads_its_own_parameters(self, numbering: Numbering) -> bool:
+        """Whether each parameter that is first read here is of this layer, or of none."""
+        fqns = [str(node.args[1]) for node in self.nodes if node.target is gather]
+        return {numbering.of(fqn) for fqn in fqns} <= {None, self.number}
+
+    def described(self, before: _Layer | None, numbering: Numbering) -> list[Hashable]:
+        """What is the same in layers that are alike, node by node."""
+        known = before.at if before is not None else {}
+
+        def refer(node: Node) -> Any:
+            if node in self.at:
+                return "here", self.at[node]
+            if node in self.own:
+                return "own", self.own[node], _value(node)
+            if node.op == "get_attr":
+                return "attribute", _submodule(self.gm, node)
+            return ("before", known[node]) if node in known else node
+
+        lines: list[Hashable] = []
+        for node in self.nodes:
+            args, kwargs = node.args, node.kwargs
+            if node.target is gather:
+                args = (args[0], numbering.moved(str(args[1]), -self.number), *args[2:])
+            referring = map_arg((args, kwargs), refer)
+            marks = _hashable(node.meta.get("custom"))
+            lines.append((node.op, node.target, _hashable(referring), _value(node), marks))
+        return lines
+
+
+def _submodule(gm: GraphModule, node: Node) -> Hashable:
+    """What a submodule computes, whatever its nodes are called; any other attribute is itself.
+
+    A region that is checkpointed by a policy of the user's is like none: a policy may count layers.
+    """
+    module = operator.attrgetter(str(node.target))(gm)
+    if not isinstance(module, GraphModule) or has_policy(module):
+        return id(module)
+    number = {n: i for i, n in enumerate(module.graph.nodes)}
+    lines: list[Hashable] = []
+    for inner in module.graph.nodes:
+        target: Any = inner.target
+        if inner.op == "get_attr":
+            target = _submodule(module, inner)
+        elif inner.op == "placeholder":
+            target = None
+        referring = map_arg((inner.args, inner.kwargs), lambda n: ("here", number[n]))
+        lines.append((inner.op, target, _hashable(referring), _value(inner)))
+    return tuple(lines)
+
+
+def _hashable(value: Any) -> Hashable:
+    """``value`` so that it can be compared; of a type that is not known, only to itself."""
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *(_hashable(item) for item in value)
+    if isinstance(value, Mapping):
+        return "mapping", *((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return "slice", *(_hashable(item) for item in (value.start, value.stop, value.step))
+    if isinstance(value, float):
+        return "float", value.hex()  # 0.0 and -0.0 are equal, and not the same
+    # Neither are 1, True and 1.0.
+    return type(value).__name__, value if isinstance(value, Hashable) else id(value)
+
+
+def _value(node: Node) -> Hashable:
+    """What matters of the value that Dynamo saw."""
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return tuple(_of_tensor(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+
+
+def _of_tensor(value: Tensor) -> Hashable:
+    layout = (*value.shape,), value.stride(), value.dtype, value.device, value.requires_grad
+    if isinstance(value, DTensor):
+        return layout, value.placements, value.device_mesh, _of_tensor(value._local_tensor)
+    return layout
+
+
+def _longest_run(described: Sequence[list[Hashable]]) -> tuple[int, int]:
+    """The first and the last of the most layers, one behind the other, that are alike."""
+    best = begin = 0, 0
+    for i, (before, layer) in enumerate(pairwise(described), 1):
+        begin = (begin[0], i) if before == layer else (i, i)
+        best = max(best, begin, key=lambda run: run[1] - run[0])
+    return best
+
+
+def _passes_gradients(before: _Layer, layer: _Layer) -> bool:
+    """Whether what goes from layer to layer is plain tensors, all with gradients, and what a layer
+    has for itself is tensors or their shards."""
+    values = [node.meta.get("example_value") for node in layer.taken(before)]
+    own = [node.meta.get("example_value") for node in layer.own]
+    locals_ = [v._local_tensor if isinstance(v, DTensor) else v for v in own]
+    if not values or not all(map(is_plain_tensor, (*values, *locals_))):
+        return False
+    return all(value.requires_grad for value in values)  # type: ignore[union-attr]
+
+
+def _reads_what_is_written(layer: _Layer) -> bool:
+    """Whether an input of a layer, or what another has made, is ever written to.
+
+    Dynamo ran each node on fake tensors, whose version counters have seen it.
+    """
+    used = {n for node in layer.nodes for n in node.all_input_nodes if n not in layer.at}
+    values = [node.meta.get("example_value") for node in used]
+    return any(isinstance(value, Tensor) and value._version for value in values)
+
+
+def _without(
+    gm: GraphModule, layers: Sequence[_Layer], left_out: range, numbering: Numbering
+) -> Shortened | None:
+    """``gm`` with a stand-in for the layers ``left_out``, in front of the template."""
+    template, last = layers[left_out.stop], layers[left_out.stop - 1]
+    if not _only_next_reads([layers[i] for i in left_out], layers):
+        return None
+    skipped = {node for i in left_out for node in layers[i].nodes}
+    skipped |= {n for n in gm.graph.find_nodes(op="get_attr") if skipped.issuperset(n.users)}
+    renamed = {node for layer in layers[left_out.stop :] for node in layer.nodes}
+    own = [node for i in left_out for node in layers[i].own]
+    begin = layers[left_out.start].nodes[0]
+    graph, made = Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        if node is begin:
+            passed = [made[n] for n in layers[left_out.start].taken(layers[left_out.start - 1])]
+            inputs = [[made[n] for n in some] for some in (own, template.own)]
+            found = graph.call_function(stand_in, (passed, *inputs))
+            for i, value in enumerate(template.taken(last)):
+                made[value] = graph.call_function(operator.getitem, (found, i))
+                made[value].meta = {"example_value": value.meta.get("example_value")}
+        if node not in skipped:
+            made[node] = graph.node_copy(node, made.__getitem__)
+            if node in renamed:
+                _renumber(made[node], numbering, -len(left_out))
+    short = GraphModule(gm, graph)
+    short.meta = gm.meta
+    return Shortened(short, numbering, left_out.start, len(left_out), len(template.own))
+
+
+def _only_next_reads(some: Sequence[_Layer], layers: Sequence[_Layer]) -> bool:
+    return all(
+        user in layer.at or user in layers[layer.number + 1].at
+        for layer in some
+        for node in layer.nodes
+        for user in node.users
+    )
+
+
+def _renumber(node: Node, numbering: Numbering, by: int) -> None:
+    """Have a node belong to a layer further on."""
+    if node.target is gather:
+        node.args = (node.args[0], numbering.moved(str(node.args[1]), by), *node.args[2:])
+    if stack := node.meta.get("nn_module_stack"):
+        node.meta["nn_module_stack"] = numbering.stack_moved(stack, by)

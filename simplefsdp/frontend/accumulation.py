@@ -1,0 +1,327 @@
+"""Gradient accumulation without communication: several micro-batches, one reduce.
+
+A wrapped module says how far the backward of its next forward takes gradients. What is not sent
+is added up in full, in ``reduce_dtype``; the backward that sends takes the sum with it. So a
+training step has at most three kinds of graphs, each compiled once: nothing was ever deferred,
+deferred, and synchronised.
+
+The sums stay in memory from step to step: full gradients on every rank. Ranks compare modes when
+they compile; later, ranks in different modes wait for each other until the group's timeout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from simplefsdp._torch import accumulates, backward_nodes, local_tensor
+from simplefsdp.frontend.gather import Deferral, padded_rows, reduce_deferred
+from simplefsdp.frontend.placement import dtensor_like
+from simplefsdp.frontend.wrapped import DEFERRALS, LAYOUTS, ParameterLayout, is_wrapped, shards_of
+from simplefsdp.rank_guard import agree, ranks_of_model
+
+_SYNC = "_simple_fsdp_sync"  # on a wrapped module: what its next backward reduces
+_SUMS = "_simple_fsdp_sums"  # on a shard: what was not reduced
+
+
+class Sync(NamedTuple):
+    """What the backward of a module's next forward reduces.
+
+    Attributes:
+        gradients: anything at all.
+        copies: if so, also over the ranks that hold copies.
+    """
+
+    gradients: bool = True
+    copies: bool = True
+
+
+@dataclass
+class _Sums:
+    """One parameter's gradients that are not reduced, see :class:`~.gather.Deferral`."""
+
+    unreduced: Tensor | None = None
+    partial: Tensor | None = None
+    waiting: bool = False  # a backward added to them, and none has reduced them since
+
+    def __deepcopy__(self, memo: object) -> _Sums:
+        return _Sums()  # a copied parameter has no gradient of the original's
+
+
+def deferral_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """How the gather of a parameter that is read now defers its gradient; empty if it does not."""
+    if not torch.is_grad_enabled():
+        return {}
+    deferral: dict[str, Any] = module.__dict__.get(DEFERRALS, {}).get(name, {})
+    return deferral
+
+
+def sync_of(module: nn.Module) -> Sync:
+    """What the backward of the next forward of ``module`` reduces."""
+    return module.__dict__.get(_SYNC, Sync())
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def set_sync(syncs: Iterable[tuple[nn.Module, Sync]]) -> None:
+    """Have the backward of the next forward of wrapped modules reduce that, for all or for none.
+
+    Of each its own parameters only, not those of the modules inside it.
+    """
+    made = [(module, sync, _deferrals(module, sync)) for module, sync in syncs]
+    for module, sync, deferrals in made:
+        if sync != Sync():
+            _watch_optimizers()
+        module.__dict__ |= {_SYNC: sync, DEFERRALS: deferrals}
+
+
+def _deferrals(module: nn.Module, sync: Sync) -> dict[str, dict[str, Any]]:
+    deferrals: dict[str, dict[str, Any]] = {}
+    for name, layout in module.__dict__.get(LAYOUTS, {}).items():
+        param = module._parameters.get(name)
+        if isinstance(param, DTensor) and param.requires_grad:
+            deferral = _deferral(param, layout, sync)
+            if deferral != Deferral():
+                deferrals[name] = {k: v for k, v in deferral._asdict().items() if v is not None}
+    return deferrals
+
+
+def carry_over(module: nn.Module, name: str, param: Tensor | None) -> None:
+    """Let ``param``, which is about to become a parameter of ``module``, have what the one before
+    it deferred; the module goes on to write there."""
+    sums = getattr(module._parameters.get(name), "__dict__", {}).get(_SUMS)
+    if sums is not None and param is not None:
+        param.__dict__[_SUMS] = sums
+
+
+def begin_anew(module: nn.Module) -> None:
+    """Give a copied module, whose parameters have sums of their own, graphs that write to them."""
+    if _SYNC in module.__dict__:
+        set_sync([(module, sync_of(module))])
+
+
+def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
+    sums: _Sums = param.__dict__.setdefault(_SUMS, _Sums())
+    spec, local = layout.spec, local_tensor(param)
+
+    def zeros(rows: int) -> Tensor:
+        if local.is_meta:
+            raise ValueError(
+                f"{spec.fqn}: is on the meta device; call simplefsdp.init_weights(model), or load "
+                "a checkpoint, before gradients are accumulated"
+            )
+        shape = (rows, *local.shape[1:]) if spec.rows else local.shape
+        dtype = param.dtype  # which a complex one keeps in gather and reduce
+        if dtype.is_floating_point:
+            dtype = spec.reduce_dtype or spec.param_dtype or dtype
+        with torch.inference_mode(False):
+            return local.new_zeros(shape, dtype=dtype, requires_grad=False)
+
+    if not sync.gradients:
+        if sums.unreduced is None:
+            sums.unreduced = zeros(spec.rows)
+        return Deferral("none", sums.unreduced)
+    if not sync.copies and spec.copy_groups:
+        if sums.partial is None:
+            sums.partial = zeros(padded_rows(spec))
+        return Deferral("shards", sums.unreduced, sums.partial)
+    return Deferral("all", sums.unreduced, sums.partial)
+
+
+def noting_backwards(
+    compiled: Callable[..., Any], until: Mapping[int, str], sums: Sequence[int]
+) -> Callable[..., Any]:
+    """``compiled``, whose backward notes of which parameters it deferred the gradients.
+
+    Args:
+        compiled: a compiled Dynamo graph.
+        until: how far it takes gradients, by the place of the parameter among the inputs.
+        sums: places of the tensors that backwards write to. Each call has versions of its own of
+            them, for autograd minds if what it saved is written to by another backward.
+    """
+    if not until:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        own = list(args)
+        for place in sums:
+            own[place] = args[place].data
+        outputs = compiled(*own)
+        params = [(args[place], goal) for place, goal in until.items()]
+        for node in backward_nodes(outputs):
+            node.register_prehook(functools.partial(_refuse_other_inputs, params))
+            node.register_hook(functools.partial(_note_backward, params))
+        return outputs
+
+    return call
+
+
+def note_backward(full: Tensor, param: Tensor, until: str) -> None:
+    """Have the backward of a gather that was run eagerly note what it does with the gradient."""
+    if full.grad_fn is not None and _SUMS in param.__dict__:
+        full.grad_fn.register_prehook(functools.partial(_refuse_other_inputs, [(param, until)]))
+        full.grad_fn.register_hook(functools.partial(_note_backward, [(param, until)]))
+
+
+def _note_backward(params: Iterable[tuple[Tensor, str]], *_: Any) -> None:
+    for param, until in params:
+        sums = param.__dict__.get(_SUMS)
+        if sums is not None:
+            sums.waiting = until != "all"
+
+
+def _refuse_other_inputs(params: Sequence[tuple[Tensor, str]], *_: Any) -> None:
+    """A backward writes to the sums whatever gradients were asked for, if it was compiled."""
+    if not any(accumulates(param) for param, _ in params if param.requires_grad):
+        raise ValueError(
+            "torch.autograd.grad, or backward(inputs=...): not while gradients are accumulated "
+            "without communication: that backward would add to them. Compute gradients of "
+            "inputs on the model before it is compiled, and those of parameters by backward()"
+        )
+
+
+def drop_deferred(model: nn.Module) -> None:
+    """Forget the gradients that wait to be reduced."""
+    for module in model.modules():
+        for param in module._parameters.values():
+            sums = None if param is None else param.__dict__.get(_SUMS)
+            if sums is not None:
+                _zero(sums)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _zero(sums: _Sums) -> None:
+    # In place: backwards that are still to come write to these tensors.
+    for tensor in (sums.unreduced, sums.partial):
+        if tensor is not None:
+            tensor.zero_()
+    sums.waiting = False
+
+
+@torch.no_grad()
+def reduce_now(model: nn.Module) -> None:
+    """Reduce what waits to be reduced, and add it to the gradients; collective.
+
+    One parameter after the other, with nothing to hide behind: it is for what no backward that
+    reduces came after.
+
+    Raises:
+        RankMismatchError: other ranks wait for gradients of other parameters.
+    """
+    found: dict[int, tuple[DTensor, ParameterLayout, _Sums]] = {}
+    for module in model.modules():
+        layouts = module.__dict__.get(LAYOUTS, {})
+        for name, shard in shards_of(module) if is_wrapped(module) else ():
+            sums = shard.__dict__.get(_SUMS)
+            if name in layouts and sums is not None and sums.waiting:
+                found[id(shard)] = (shard, layouts[name], sums)
+    lines = [layout.spec.fqn for _, layout, _ in found.values()]
+    what = "the gradients that finalize_backward reduces"
+    agree(what, lines, ranks_of_model(model), remember=False)
+    for param, layout, sums in found.values():
+        _reduce_now(param, layout, sums)
+
+
+def _reduce_now(param: DTensor, layout: ParameterLayout, sums: _Sums) -> None:
+    local = local_tensor(param)
+    deferral = Deferral("all", sums.unreduced, sums.partial)
+    reduced = reduce_deferred(local.shape[0] if local.dim() else 0, layout.spec, deferral)
+    grad = dtensor_like(param, reduced.to(local.dtype))
+    param.grad = grad if param.grad is None else param.grad + grad
+    sums.waiting = False
+
+
+@contextmanager
+def deferring(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards are of micro-batches whose gradients are not sent."""
+    before = [(module, sync_of(module)) for module in model.modules() if is_wrapped(module)]
+    set_sync((module, sync._replace(gradients=False)) for module, sync in before)
+    try:
+        yield
+    finally:
+        set_sync(before)
+
+
+@contextmanager
+def microbatch(model: nn.Module, *, is_last: bool) -> Iterator[None]:
+    """Around the forward and the backward of one of several batches whose gradients add up.
+
+    Only the last one's backward communicates: it reduces the sum of all. Until then ``.grad`` is
+    what it was::
+
+        for i, batch in enumerate(batches):
+            with simplefsdp.microbatch(model, is_last=i == len(batches) - 1):
+                (loss_of(model, batch) / len(batches)).backward()
+
+    It takes memory for full gradients in ``reduce_dtype`` on every rank. FSDP2's way of saying so,
+    ``model.set_requires_gradient_sync(is_last)``, works as well.
+
+    Args:
+        model: wrapped by :func:`simplefsdp.simple_fsdp`, or a part or parent of such a module.
+        is_last: whether the backward reduces, unless something around it defers anyway; the same
+            on all ranks.
+
+    Raises:
+        ValueError: nothing in ``model`` is wrapped.
+    """
+    if not any(map(is_wrapped, model.modules())):
+        raise ValueError(
+            "model: expected a module wrapped by simple_fsdp, or one that holds such a module, "
+            f"got {type(model).__name__}"
+        )
+    if is_last:
+        yield
+        return
+    with deferring(model):
+        yield
+
+
+def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
+    """Refuse to use gradients of which a part is not reduced.
+
+    Raises:
+        ValueError: there are such.
+    """
+    for param in params:
+        sums = param.__dict__.get(_SUMS)
+        if sums is not None and sums.waiting:
+            raise ValueError(
+                f"{what}: gradients of a parameter of shape {tuple(param.shape)} wait to be "
+                "reduced over ranks, and would be missed: no backward has reduced them. Call "
+                "model.set_requires_gradient_sync(True) before the forward of the last "
+                "micro-batch, not only before its backward; or model.finalize_backward() now"
+            )
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a step, or after the closure that it calls: Lightning's runs the last micro-batch."""
+    if torch.compiler.is_compiling():
+        return None
+    params: Sequence[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        refuse_waiting(params, type(optimizer).__name__)
+        return None
+
+    def closure_and_check() -> Any:
+        loss = closure()
+        refuse_waiting(params, type(optimizer).__name__)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure_and_check}
+    return (args[0], closure_and_check, *args[2:]), kwargs

@@ -1,0 +1,95 @@
+"""What users do after the wrap and that would train nothing, or unsynchronised: told by name."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from simplefsdp._torch import dispatch_mode
+from simplefsdp.frontend.wrapped import ignored_params
+
+log = logging.getLogger("simplefsdp")
+_ORIGINAL = "_simple_fsdp_sharded"  # on every original parameter that was sharded: its FQN
+_FULL = "_simple_fsdp_full"  # on every full parameter that stands for a shard: the shard's FQN
+
+
+def mark_original(param: Tensor, fqn: str) -> None:
+    """Note on a parameter that a shard took its place."""
+    setattr(param, _ORIGINAL, fqn)
+    _watch_optimizers()
+
+
+def mark_full(param: nn.Parameter, fqn: str) -> nn.Parameter:
+    """Note on a full parameter that it stands for a shard, inside ``unsharded``."""
+    setattr(param, _FULL, fqn)
+    _watch_optimizers()
+    return param
+
+
+def stands_for_shard(param: object) -> bool:
+    """Whether ``param`` is, or was, full in the place of a shard, inside ``unsharded``."""
+    return hasattr(param, _FULL)
+
+
+def is_original(param: Tensor) -> bool:
+    """Whether a shard took the place of ``param``."""
+    return hasattr(param, _ORIGINAL)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_originals)
+
+
+def _refuse_originals(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if is_original(param):
+                raise ValueError(
+                    f"{type(optimizer).__name__}: holds {getattr(param, _ORIGINAL)} as it was "
+                    "before simple_fsdp, a tensor that the model no longer has, so that the step "
+                    "would train nothing; make the optimizer after simple_fsdp"
+                )
+            if stands_for_shard(param):
+                raise ValueError(
+                    f"{type(optimizer).__name__}: holds {getattr(param, _FULL)} as it was inside "
+                    "unsharded, a full copy that the model no longer has, so that the step would "
+                    "train nothing; make the optimizer outside"
+                )
+
+
+def check_before_eager_forward(model: nn.Module) -> None:
+    """Refuse a trainable parameter that came after the wrap; say if a mode keeps it eager.
+
+    Raises:
+        ValueError: such a parameter would train on this rank's data alone.
+    """
+    ignored = ignored_params([model])
+    for fqn, param in model.named_parameters():
+        is_ours = isinstance(param, DTensor) or stands_for_shard(param)
+        if param.requires_grad and not is_ours and id(param) not in ignored:
+            raise ValueError(
+                f"{fqn}: is not sharded: it came after simple_fsdp, so every rank would train one "
+                "of its own; add parameters (get_peft_model, resize_token_embeddings) first, then "
+                "call simple_fsdp"
+            )
+    mode = dispatch_mode()
+    if mode is not None:
+        _warn_of_mode(mode)
+
+
+@functools.cache
+def _warn_of_mode(name: str) -> None:
+    log.warning(
+        "inside %s the model runs eagerly, compiled or not: torch.compile does nothing while a "
+        "TorchDispatchMode is active, so no collective is bucketed or moved there",
+        name,
+    )

@@ -1,0 +1,104 @@
+"""What users pass to ``simple_fsdp``: checked, and the wrong told what to pass instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from simplefsdp.frontend.precision import check_policy
+from simplefsdp.frontend.wrapped import is_wrapped
+
+
+def check_arguments(model: object, policy: object, reshard_after_forward: object) -> None:
+    """Refuse a model that cannot be wrapped, and arguments of the wrong type.
+
+    Raises:
+        TypeError, ValueError: see :func:`simplefsdp.simple_fsdp`.
+    """
+    if isinstance(model, (list, tuple)):
+        raise TypeError(
+            f"model: expected a torch.nn.Module, got a {type(model).__name__}; wrap its modules "
+            "one by one, or the module that holds them (the compiler decides what is gathered "
+            "together, see options['buckets'])"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model: a ScriptModule cannot be wrapped; wrap the module it came from")
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(
+            "mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy or None, got "
+            f"{type(policy).__name__}"
+        )
+    check_policy(model, policy)
+    if not isinstance(reshard_after_forward, bool) and reshard_after_forward != "auto":
+        raise TypeError(
+            f"reshard_after_forward: expected True, False or 'auto', got {reshard_after_forward!r}"
+        )
+    if is_wrapped(model):
+        raise ValueError(
+            f"model: this {type(model).__name__} is already wrapped by simple_fsdp, itself or as a "
+            "part of a model; wrap each module once, inner modules before the one around them"
+        )
+
+
+def refuse_offloading(policy: object) -> None:
+    """Refuse FSDP2's policy of offloading, unless it offloads nothing.
+
+    Raises:
+        TypeError, ValueError: see :func:`simplefsdp.simple_fsdp`.
+    """
+    if isinstance(policy, CPUOffloadPolicy):
+        raise ValueError(
+            "offload_policy: simple_fsdp does not offload to the CPU; what takes memory can be "
+            "sharded over more ranks, activations recomputed (torch.utils.checkpoint), or the "
+            "batch cut into micro-batches (simplefsdp.microbatch)"
+        )
+    if policy is not None and not isinstance(policy, OffloadPolicy):
+        raise TypeError(
+            "offload_policy: expected torch.distributed.fsdp.OffloadPolicy or None, got "
+            f"{type(policy).__name__}"
+        )
+
+
+def ignored_among(model: nn.Module, params: Collection[nn.Parameter] | None) -> set[int]:
+    """The identities of the parameters of ``model`` that are to be left alone.
+
+    Raises:
+        TypeError, ValueError: see :func:`simplefsdp.simple_fsdp`.
+    """
+    if params is None:
+        return set()
+    is_set = isinstance(params, Collection) and not isinstance(params, Tensor)
+    if not is_set or not all(isinstance(p, nn.Parameter) for p in params):
+        raise TypeError(
+            "ignored_params: expected a set of torch.nn.Parameter, got "
+            f"{type(params).__name__}; of a module, pass set(module.parameters())"
+        )
+    known = set(map(id, model.parameters()))
+    foreign = sum(id(param) not in known for param in params)
+    if foreign:
+        raise ValueError(f"ignored_params: {foreign} of {len(params)} are no parameters of model")
+    return set(map(id, params))
+
+
+def check_placements(
+    named: Iterable[tuple[str, nn.Parameter]],
+    placement_of: Callable[[nn.Parameter], Shard | None] | None,
+) -> None:
+    """Refuse FSDP2's function of placements if it wants another than ours.
+
+    Raises:
+        ValueError: see :func:`simplefsdp.simple_fsdp`.
+    """
+    for fqn, param in named if placement_of is not None else ():
+        placement = placement_of(param)  # type: ignore[misc]
+        if placement is not None and not (type(placement) is Shard and placement.dim == 0):
+            raise ValueError(
+                f"{fqn}: shard_placement_fn: expected None or Shard(0), got {placement!r}; "
+                "simple_fsdp shards every parameter along its first dimension"
+            )

@@ -1,0 +1,210 @@
+"""The methods that FSDP2 gives a module, on ours: what its users and trainers call by habit.
+
+Each acts on the module it is called on and on all modules inside it; with ``recurse=False`` on its
+own parameters alone. Call them on all ranks alike. A method that the model's class has itself is
+left as it is.
+
+A wrapped module is no ``FSDPModule``: torch's pipeline stages and others who ask for that class go
+on to reach into FSDP2's state, which it has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import UnshardHandle
+
+from simplefsdp.frontend import kept
+from simplefsdp.frontend.accumulation import deferring, drop_deferred, reduce_now, set_sync, sync_of
+from simplefsdp.frontend.wrapped import LAYOUTS, ParameterLayout, is_wrapped, set_layouts
+
+
+def set_requires_gradient_sync(
+    self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True
+) -> None:
+    """Say whether the backward of the next forward reduces gradients, or adds them up in full.
+
+    Call it before the forward of a micro-batch: the compiler makes forward and backward together.
+
+    Raises:
+        TypeError: not a bool.
+        ValueError: a parameter is on the meta device.
+    """
+    _check_bool("requires_gradient_sync", requires_gradient_sync)
+    _replace_sync(self, recurse, gradients=requires_gradient_sync)
+
+
+def set_requires_all_reduce(
+    self: nn.Module, requires_all_reduce: bool, *, recurse: bool = True
+) -> None:
+    """Say whether it reduces over the ranks that hold copies, too, or adds up what it would send.
+
+    For ``mode="hybrid_shard"``: gradients are reduced within the group of the shards in any case.
+
+    Raises:
+        TypeError: not a bool.
+        ValueError: a parameter is on the meta device.
+    """
+    _check_bool("requires_all_reduce", requires_all_reduce)
+    _replace_sync(self, recurse, copies=requires_all_reduce)
+
+
+def set_is_last_backward(self: nn.Module, is_last_backward: bool) -> None:
+    """Nothing: when a compiled backward returns, its gradients are there."""
+    _check_bool("is_last_backward", is_last_backward)
+
+
+def no_sync(self: nn.Module) -> AbstractContextManager[None]:
+    """Inside, forwards are of micro-batches whose gradients are not sent; as DDP's."""
+    return deferring(self)
+
+
+def finalize_backward(self: nn.Module, *, async_op: bool = False) -> _Done | None:
+    """Reduce what no backward has reduced, and add it to the gradients; collective.
+
+    For a loader that ended early. ``set_requires_gradient_sync(True)`` before the forward of the
+    last micro-batch is faster: then the reduce hides behind that backward.
+    """
+    reduce_now(self)
+    return _Done() if async_op else None
+
+
+def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+    """As ``torch.nn.Module.zero_grad``; gradients that wait to be reduced are dropped, too.
+
+    ``optimizer.zero_grad()`` leaves those, as under FSDP2.
+    """
+    drop_deferred(self)
+    nn.Module.zero_grad(self, set_to_none)
+
+
+def set_reshard_after_forward(
+    self: nn.Module, reshard_after_forward: bool, recurse: bool = True
+) -> None:
+    """Free full parameters after forward and gather them again in backward, or keep them.
+
+    Raises:
+        TypeError: not a bool.
+    """
+    _check_bool("reshard_after_forward", reshard_after_forward)
+    change_specs(self, {"reshard_after_forward": reshard_after_forward}, recurse)
+
+
+def set_reshard_after_backward(
+    self: nn.Module, reshard_after_backward: bool, *, recurse: bool = True
+) -> None:
+    """``False``: gather now and keep, as :func:`unshard` does; ``True``: free what is kept.
+
+    Raises:
+        TypeError: not a bool.
+    """
+    _check_bool("reshard_after_backward", reshard_after_backward)
+    modules = list(_wrapped(self, recurse))
+    if reshard_after_backward:
+        kept.free(modules)
+    else:
+        kept.keep(modules)
+
+
+def unshard(self: nn.Module, async_op: bool = False) -> UnshardHandle | None:
+    """Gather now and keep, until :func:`reshard`: forwards and backwards gather nothing.
+
+    When shards have changed, by an optimizer's step, a checkpoint or an operator in place, the next
+    forward gathers once more. What is written by ``param.data`` or ``torch._foreach_mul_`` is not
+    noticed: call :func:`reshard` after it. To read or write full parameters outside of forward, use
+    ``simplefsdp.unsharded``.
+    """
+    kept.keep(_wrapped(self, recurse=True))
+    return _Done() if async_op else None
+
+
+def reshard(self: nn.Module) -> None:
+    """Free the full parameters that :func:`unshard` keeps."""
+    kept.free(_wrapped(self, recurse=True))
+
+
+def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
+    """Divide the sum of gradients over all data-parallel ranks by that; 1: a sum, no average.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: not positive.
+    """
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(f"factor: expected a number, got {type(factor).__name__}")
+    if not factor > 0:
+        raise ValueError(f"factor: expected a number > 0, got {factor}")
+    change_specs(self, {"divide_factor": float(factor)})
+
+
+def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
+    """Reduce by sums only, and divide in kernels of their own, where NCCL could average.
+
+    Raises:
+        TypeError: not a bool.
+        ValueError: to be disabled, which needs a new wrap.
+    """
+    _check_bool("enable", enable)
+    if not enable:
+        raise ValueError(
+            "enable: expected True; what averages by itself was decided by simple_fsdp, wrap anew"
+        )
+    change_specs(self, {"averages": False})
+
+
+def register_into(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """For the subclass of ``cls``: these methods, less those that ``cls`` has of its own."""
+    own = {method.__name__: method for method in _METHODS if not hasattr(cls, method.__name__)}
+    if cls.zero_grad is nn.Module.zero_grad:
+        own["zero_grad"] = zero_grad
+    return own
+
+
+_METHODS: tuple[Callable[..., Any], ...] = (
+    set_requires_gradient_sync,
+    set_requires_all_reduce,
+    set_is_last_backward,
+    no_sync,
+    finalize_backward,
+    set_reshard_after_forward,
+    set_reshard_after_backward,
+    unshard,
+    reshard,
+    set_gradient_divide_factor,
+    set_force_sum_reduction_for_comms,
+)
+
+
+class _Done(UnshardHandle):
+    """What FSDP2 gives for something that may still go on; here it is done."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+def _wrapped(module: nn.Module, recurse: bool) -> Iterator[nn.Module]:
+    found: Iterable[nn.Module] = module.modules() if recurse else [module]
+    return (m for m in found if is_wrapped(m))
+
+
+def _replace_sync(module: nn.Module, recurse: bool, **fields: bool) -> None:
+    set_sync((m, sync_of(m)._replace(**fields)) for m in _wrapped(module, recurse))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def change_specs(module: nn.Module, fields: Mapping[str, Any], recurse: bool = True) -> None:
+    """Change fields of how parameters are gathered and gradients reduced, from now on."""
+    for m in _wrapped(module, recurse):
+        layouts: dict[str, ParameterLayout] = m.__dict__[LAYOUTS]
+        changed = {k: replace(v, spec=v.spec._replace(**fields)) for k, v in layouts.items()}
+        set_layouts(m, changed)
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")

@@ -1,0 +1,321 @@
+"""The gather of one parameter and, as its backward, the reduce of its gradient.
+
+Tensor vocabulary, used by every file:
+
+- *shard*: the local tensor of the sharded DTensor, ``[rows_of_this_rank, ...]`` in the
+  parameter's own dtype; dim 0 is split as ``torch.chunk`` does, so late ranks may hold fewer
+  rows or none;
+- *full*: the gathered tensor, ``[rows, ...]`` in ``param_dtype``, that the model computes with;
+- *padded*: a shard or full gradient brought up to ``ranks * ceil(rows / ranks)`` rows, since a
+  collective moves the same number of bytes on every rank.
+
+Both directions call functional collectives on plain tensors, so the compiler sees cast, pad,
+start, wait and slice as nodes of its own and can move each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from typing import Any, Literal, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx import Node
+
+from simplefsdp import provenance
+from simplefsdp._torch import local_of
+from simplefsdp.frontend.placement import off_the_wire, on_the_wire
+
+_collectives = torch.ops._c10d_functional
+
+
+class GatherSpec(NamedTuple):
+    """How one parameter is gathered; constants only, so that a traced graph can hold them.
+
+    Attributes:
+        fqn: fully qualified name of the parameter in the wrapped model.
+        rows: size of dim 0 of the full tensor; 0 if it is not sharded.
+        shard_group: name of the process group the shards are spread over; "" if not sharded.
+        shard_ranks: number of ranks in ``shard_group``; 1 if not sharded.
+        reduce_group: name of the process group, of the same ranks, that gradients are reduced in.
+        copy_groups: (name, ranks) of each process group that holds copies of the shard.
+        param_dtype: dtype on the wire and in compute; None keeps the shard's dtype.
+        reduce_dtype: dtype of the reduce; None keeps the gradient's dtype.
+        averages: the backend can average by itself (NCCL); otherwise we sum and divide.
+        divide_factor: what the sum of gradients over all ranks is divided by; None for their
+            number.
+        reshard_after_forward: the compiler recomputes the gather in backward; ``"auto"`` until a
+            planner has decided (``reshard.py``).
+    """
+
+    fqn: str
+    rows: int
+    shard_group: str
+    shard_ranks: int
+    reduce_group: str
+    copy_groups: tuple[tuple[str, int], ...]
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    averages: bool
+    divide_factor: float | None
+    reshard_after_forward: bool | Literal["auto"]
+
+    def arguments(self) -> tuple[str, str]:
+        """What :func:`gather` is told of it: the FQN, and the other fields as one text.
+
+        Dynamo guards each constant of each read, so twelve of them would be twelve guards, to be
+        made once and checked at every step.
+        """
+        fields = [_text_of(x) if isinstance(x, torch.dtype) else x for x in self[1:]]
+        return self.fqn, json.dumps(fields)
+
+
+def _text_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _spec(fqn: str, fields: str) -> GatherSpec:
+    spec = GatherSpec(fqn, *json.loads(fields))
+    dtypes = (spec.param_dtype, spec.reduce_dtype)  # by name
+    param_dtype, reduce_dtype = (None if x is None else getattr(torch, str(x)) for x in dtypes)
+    return spec._replace(
+        copy_groups=tuple((name, ranks) for name, ranks in spec.copy_groups),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+    )
+
+
+def spec_of(node: Node) -> GatherSpec:
+    """How a :func:`gather` in a Dynamo graph is done."""
+    _, fqn, fields = node.args
+    return _spec(str(fqn), str(fields))
+
+
+def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    missing = rows - tensor.shape[0]
+    if missing == 0:
+        return tensor
+    return torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing])
+
+
+def padded_rows(spec: GatherSpec) -> int:
+    """Rows of a shard with its padding."""
+    return -(-spec.rows // spec.shard_ranks)
+
+
+def gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
+    """The full parameter of which this rank has ``shard``; collective."""
+    if spec.param_dtype is not None and shard.is_floating_point():
+        shard = shard.to(spec.param_dtype)
+    if spec.shard_ranks == 1:
+        # A view, because autograd does not let a custom function return its input unchanged.
+        return shard.view_as(shard)
+    padded = _pad_rows(on_the_wire(shard), padded_rows(spec)).contiguous()
+    sent = _collectives.wait_tensor(
+        _collectives.all_gather_into_tensor(padded, spec.shard_ranks, spec.shard_group)
+    )
+    full = off_the_wire(sent, shard.dtype)
+    return full if full.shape[0] == spec.rows else full[: spec.rows]
+
+
+class Deferral(NamedTuple):
+    """How far a backward takes the gradient of one parameter, and what earlier ones left.
+
+    Gradients that are not reduced yet are added up in tensors that graphs write to, so that it
+    does not matter in which order forwards and backwards run. A backward that takes a gradient
+    further takes what is there with it, and leaves zeros.
+
+    Attributes:
+        until: ``"all"``: reduced over all ranks. ``"shards"``: within the group that the shards
+            are spread over, not over copies. ``"none"``: not sent.
+        unreduced: sum of gradients that were not sent, the shape of the gathered parameter.
+        partial: sum of those that were reduced within the shard group only, that of a shard with
+            its padding.
+    """
+
+    until: Literal["all", "shards", "none"] = "all"
+    unreduced: Tensor | None = None
+    partial: Tensor | None = None
+
+
+_NOTHING_DEFERRED = Deferral()
+
+
+def _reduce_grad(
+    grad: Tensor, shard_rows: int, spec: GatherSpec, deferral: Deferral
+) -> Tensor | None:
+    """The gradient of the shard; None if it is deferred."""
+    if spec.reduce_dtype is not None and grad.is_floating_point():
+        grad = grad.to(spec.reduce_dtype)
+    if deferral.until == "none":
+        cast(Tensor, deferral.unreduced).add_(grad)
+        return None
+    part = _reduce_over_shards(_with_deferred(deferral.unreduced, grad), spec)
+    if deferral.until == "shards":
+        cast(Tensor, deferral.partial).add_(part)
+        return None
+    return _reduce_over_copies(_with_deferred(deferral.partial, part), shard_rows, spec)
+
+
+def reduce_deferred(shard_rows: int, spec: GatherSpec, deferral: Deferral) -> Tensor:
+    """The gradient of the shard of what backwards deferred, one of them at least; collective."""
+    part = deferral.partial
+    if deferral.unreduced is not None:
+        grad = _with_deferred(deferral.unreduced, torch.zeros_like(deferral.unreduced))
+        part = _reduce_over_shards(grad, spec)
+        if deferral.partial is not None:
+            part = _with_deferred(deferral.partial, part)
+    elif part is not None:
+        part = _with_deferred(part, torch.zeros_like(part))
+    return _reduce_over_copies(cast(Tensor, part), shard_rows, spec)
+
+
+def _reduce_over_shards(grad: Tensor, spec: GatherSpec) -> Tensor:
+    """What this rank has of the sum over the shard group, with its padding."""
+    if grad.is_complex():
+        return torch.view_as_complex(_reduce_over_shards(on_the_wire(grad), spec))
+    if _divides_first(grad, spec):
+        grad = grad / _division(spec)
+    if spec.shard_ranks == 1:
+        return grad
+    padded = _pad_rows(grad, padded_rows(spec) * spec.shard_ranks).contiguous()
+    return _collectives.wait_tensor(
+        _collectives.reduce_scatter_tensor(
+            padded, _operation(spec), spec.shard_ranks, spec.reduce_group
+        )
+    )
+
+
+def _reduce_over_copies(grad: Tensor, shard_rows: int, spec: GatherSpec) -> Tensor:
+    if grad.is_complex():
+        return torch.view_as_complex(_reduce_over_copies(on_the_wire(grad), shard_rows, spec))
+    for group, _ in spec.copy_groups:
+        grad = _collectives.wait_tensor(
+            _collectives.all_reduce(grad.contiguous(), _operation(spec), group)
+        )
+    if spec.shard_ranks > 1 and grad.shape[0] != shard_rows:
+        grad = grad[:shard_rows]
+    factor = _division(spec)
+    return grad if factor == 1 or _divides_first(grad, spec) else grad / factor
+
+
+def _divides_first(grad: Tensor, spec: GatherSpec) -> bool:
+    """float16 overflows when many gradients are summed, so it is divided before, at some loss of
+    small values; the wider dtypes are divided after, on the shard, which is less work."""
+    return grad.dtype == torch.float16 and _division(spec) != 1
+
+
+def _operation(spec: GatherSpec) -> str:
+    return "avg" if spec.averages and spec.divide_factor is None else "sum"
+
+
+def _division(spec: GatherSpec) -> float:
+    """What a sum over all data-parallel ranks is divided by, beside what the collectives do."""
+    if spec.divide_factor is not None:
+        return spec.divide_factor
+    ranks = spec.shard_ranks * math.prod(ranks for _, ranks in spec.copy_groups)
+    return 1 if spec.averages else ranks
+
+
+def _with_deferred(sum_: Tensor | None, grad: Tensor) -> Tensor:
+    if sum_ is None:
+        return grad
+    grad = sum_ + grad
+    sum_.zero_()
+    return grad
+
+
+class _Gather(torch.autograd.Function):
+    """One function for both directions, because the reduce may run in another dtype.
+
+    Between two autograd nodes the engine casts a gradient to the dtype of the forward value
+    (``param_dtype``); only inside one function can it go straight to ``reduce_dtype``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, spec: GatherSpec, deferral: Deferral, kept: Tensor | None
+    ) -> Tensor:
+        ctx.spec = spec
+        ctx.deferral = deferral  # not saved for backward: earlier ones write to these tensors
+        ctx.shard_rows = shard.shape[0] if shard.dim() else 0
+        ctx.shard_dtype = shard.dtype
+        return gather_shard(shard, spec) if kept is None else kept.view_as(kept)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        with torch.no_grad(), provenance.reduce_of(ctx.spec.fqn):
+            reduced = _reduce_grad(grad, ctx.shard_rows, ctx.spec, ctx.deferral)
+            if reduced is None:
+                return None, None, None, None
+            reduced = reduced.to(ctx.shard_dtype)
+        if torch.is_grad_enabled() and grad.requires_grad:
+            reduced = _NotTwice.apply(reduced, grad, ctx.spec.fqn)
+        return reduced, None, None, None
+
+
+class _NotTwice(torch.autograd.Function):
+    """A gradient that was made with ``create_graph=True``: it is refused to differentiate it."""
+
+    @staticmethod
+    def forward(ctx: Any, reduced: Tensor, grad: Tensor, fqn: str) -> Tensor:
+        ctx.fqn = fqn
+        return reduced.view_as(reduced)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise ValueError(
+            f"{ctx.fqn}: its gradient cannot be differentiated once more (create_graph=True), for "
+            "the reduce over ranks has no backward; differentiate twice with respect to inputs "
+            "only, or inside `with simplefsdp.unsharded(model):`, on each rank by itself"
+        )
+
+
+@torch.compiler.allow_in_graph
+def gather(
+    param: DTensor, fqn: str, fields: str, *, kept: Tensor | None = None, **deferral: Any
+) -> Tensor:
+    """All-gather ``param`` and return the full plain tensor, ``[rows, ...]``.
+
+    The gradient that flows back is averaged over all data-parallel ranks, unless that is deferred,
+    and arrives as a DTensor shard in the parameter's own dtype. Dynamo takes the call as one node,
+    which keeps its trace short; AOTAutograd traces through it.
+
+    Args:
+        param: the sharded parameter.
+        fqn: with ``fields``, :meth:`GatherSpec.arguments`; so in a graph two reads of one
+            parameter are two nodes with equal arguments.
+        fields: the same for all parameters that are gathered alike.
+        kept: what the gather would give, if it was gathered before (``kept.py``).
+        deferral: those of a :class:`Deferral`, unpacked; none if no gradient is deferred.
+    """
+    spec = _spec(fqn, fields)
+    if not isinstance(param, DTensor):
+        raise TypeError(
+            f"{fqn}: expected the sharded DTensor, got {type(param).__name__}: it is read "
+            "in a control-flow branch (torch.cond, say); read it before, and pass it in"
+        )
+    with provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward):
+        try:
+            left = Deferral(**deferral) if deferral else _NOTHING_DEFERRED
+            return _Gather.apply(local_of(param), spec, left, kept)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if "functorch" in str(error):
+                _refuse_transform(fqn, error)
+            error.add_note(
+                f"{fqn} was being gathered. If ranks lost each other there: one has ended, "
+                "is late, or took another branch of the program; see their logs"
+            )
+            raise
+
+
+def _refuse_transform(fqn: str, error: RuntimeError) -> NoReturn:
+    raise ValueError(
+        f"{fqn}: a sharded parameter cannot be gathered inside a transform of torch.func (grad, "
+        "jvp, vmap, ...); use torch.autograd.grad, or transform inside "
+        "`with simplefsdp.unsharded(model):`, on each rank by itself"
+    ) from error

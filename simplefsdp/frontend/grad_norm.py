@@ -1,0 +1,164 @@
+"""Clipping by the global gradient norm, over parameters of any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Placement
+
+from simplefsdp._torch import is_split
+from simplefsdp.frontend.accumulation import refuse_waiting
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model_or_params: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients in place so that their global norm is at most ``max_norm``.
+
+    Like ``torch.nn.utils.clip_grad_norm_``, but true over all ranks, also when parameters live
+    on different meshes (tensor parallelism, nested wraps) or are plain tensors. Collective: every
+    rank must call it.
+
+    Args:
+        model_or_params: a module, or parameters as an optimizer takes them.
+        max_norm: the largest norm left as it is.
+        norm_type: the p of the p-norm, > 0; may be ``inf``.
+        error_if_nonfinite: raise if the norm is nan or inf, the gradients then untouched.
+
+    Returns:
+        The norm before clipping, a 0-d plain tensor, the same on every rank.
+
+    Raises:
+        TypeError: a parameter is neither sharded nor replicated along a mesh dimension.
+        ValueError: ``max_norm`` is negative or nan, or ``norm_type`` is not positive; or gradients
+            of micro-batches wait to be reduced.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm: expected a number >= 0, got {max_norm!r}")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: expected a number > 0, got {norm_type!r}")
+    if isinstance(model_or_params, nn.Module):
+        model_or_params = model_or_params.parameters()
+    params = [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
+    refuse_waiting(params, "clip_grad_norm_")
+    grads = [p.grad for p in params if p.grad is not None]
+    total = _total_norm(params, float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the gradients' norm of order {norm_type} is {float(total)}; they were not clipped"
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for (device, dtype), alike in _alike(map(_local, grads)).items():
+        # Elsewhere than on CPU a kernel takes many gradients only if the factor is of their dtype;
+        # a kernel for each would round it likewise.
+        theirs = factor.to(device) if device.type == "cpu" else factor.to(device, dtype)
+        torch._foreach_mul_(alike, theirs)
+    return total
+
+
+def _total_norm(params: list[Tensor], norm_type: float) -> Tensor:
+    """Norm over all gradients: one all-reduce per mesh dimension that some are sharded over.
+
+    Grouped by parameter, not by gradient: which parameters got one may differ between ranks, and
+    all must take part in the same all-reduces.
+    """
+    device = params[0].device if params else torch.device("cpu")
+    sharded_alike: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+    for param in params:
+        parts = sharded_alike.setdefault(_shard_groups(param), [])
+        if param.grad is not None:
+            _check_placed_alike(param, param.grad)
+            part = _local(param.grad)
+            parts.append(part.abs() if part.is_complex() else part)
+    zero = torch.zeros((), device=device, dtype=_dtype_of_norm(p.dtype for p in params))
+    norms = [_norm_over(*entry, norm_type, zero) for entry in sharded_alike.items()]
+    return _norm_of_norms(norms, norm_type)
+
+
+def _shard_groups(param: Tensor) -> tuple[ProcessGroup, ...]:
+    """The process groups over which parts of ``param`` are spread."""
+    if not isinstance(param, DTensor):
+        return ()
+    sharded = (dim for dim, p in enumerate(param.placements) if _splits(p))
+    return tuple(param.device_mesh.get_group(dim) for dim in sharded)
+
+
+def _check_placed_alike(param: Tensor, grad: Tensor) -> None:
+    if not (isinstance(param, DTensor) and isinstance(grad, DTensor)):
+        return
+    if grad.placements != param.placements:
+        raise TypeError(
+            f"clip_grad_norm_: a parameter of shape {tuple(param.shape)} is placed "
+            f"{param.placements}, its gradient {grad.placements}; redistribute the gradient"
+        )
+
+
+def _splits(placement: Placement) -> bool:
+    """Whether each rank has other elements (``_StridedShard``: of FSDP2 over tensor parallelism).
+
+    Raises:
+        TypeError: it is neither split nor whole: the norm of what is only a summand is not known.
+    """
+    if is_split(placement):
+        return True
+    if not placement.is_replicate():
+        raise TypeError(
+            f"clip_grad_norm_: expected parameters placed by Shard or Replicate, got {placement}; "
+            "redistribute the parameter first"
+        )
+    return False
+
+
+def _norm_over(
+    groups: tuple[ProcessGroup, ...],
+    parts: list[Tensor],
+    norm_type: float,
+    zero: Tensor,
+) -> Tensor:
+    norms = [zero]  # for empty shards, of which there is no inf-norm
+    for (_, dtype), alike in _alike(p for p in parts if p.numel()).items():
+        found = torch._foreach_norm(alike, norm_type, dtype=_dtype_of_norm([dtype]))
+        norms.append(_norm_of_norms(list(found), norm_type).to(zero))
+    total = _norm_of_norms(norms, norm_type)
+    for group in groups:
+        if norm_type == float("inf"):
+            dist.all_reduce(total, dist.ReduceOp.MAX, group)
+        else:
+            power = total**norm_type
+            dist.all_reduce(power, dist.ReduceOp.SUM, group)
+            total = power ** (1.0 / norm_type)
+    return total
+
+
+def _dtype_of_norm(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Not bfloat16, in which it would be true to 3 digits only."""
+    wide = {torch.float64, torch.complex128}
+    return torch.float64 if wide.intersection(dtypes) else torch.float32
+
+
+def _norm_of_norms(norms: list[Tensor], norm_type: float) -> Tensor:
+    if not norms:
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """The tensors by device and dtype: a kernel takes many that are alike in these."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return found

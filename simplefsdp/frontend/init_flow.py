@@ -1,0 +1,224 @@
+"""Initialisers that know nothing of shards: ``reset_parameters``, ``init_weights``, ``apply``.
+
+FSDP2's users write ``model.to_empty(device=...)`` and then let the model initialise itself. Inside
+such a method a parameter is read as a full, plain tensor, so that slices, orthogonal matrices and
+``.data`` work; once nobody refers to it any more, rank 0's values go to everybody's shards, before
+the next parameter is made whole. So no rank holds more than one full parameter, unless the
+initialiser itself holds on to several.
+
+``parameters()`` and ``state_dict()`` give the shards there as elsewhere. Before they do, what was
+written to full parameters goes to the shards; so one may use both, in turn.
+
+Everything that communicates is decided alike on all ranks: whether a full parameter is still held
+is what rank 0 says, for garbage is collected when it pleases each rank.
+
+:func:`simplefsdp.init_weights` needs no full parameter at all, and no communication but for checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, ItemsView, ValuesView
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from simplefsdp._torch import has_hooks, has_no_data, storage_use_count
+from simplefsdp.frontend import uninitialised
+from simplefsdp.frontend.full_parameters import full_of, write_back
+from simplefsdp.frontend.placement import highest_of_ranks, on_the_wire, rank_0s
+from simplefsdp.frontend.reading import in_forward
+from simplefsdp.frontend.wrapped import shards_of
+from simplefsdp.rank_guard import agree, ranks_of
+
+INITIALISERS = (
+    "apply",
+    "reset_parameters",
+    "_reset_parameters",
+    "init_weights",
+    "_init_weights",
+    "initialize_weights",
+    "_initialize_weights",
+)
+
+
+class _Pending:
+    """A full parameter that an initialiser was given, and the shard that it belongs to."""
+
+    def __init__(self, param: DTensor) -> None:
+        self.param = param
+        self.full = _full_parameter_of(param)
+        self.shard = _local(param).clone()  # as it was when both were equal
+        self.alone = self._references()
+
+    def _references(self) -> tuple[int, int]:
+        return sys.getrefcount(self.full), storage_use_count(self.full)
+
+    def is_held(self) -> bool:
+        """Whether anyone else refers to the full parameter, or a view of it; as rank 0 says."""
+        return bool(rank_0s(int(self._references() != self.alone), self.param.device_mesh))
+
+    def write(self) -> None:
+        """Bring the shards up to what was written, if anything was; collective."""
+        full, param = self.full, self.param
+        self._check()
+        if param.requires_grad != full.requires_grad:
+            param.requires_grad_(full.requires_grad)
+        param.__dict__.update(full.__dict__)
+        if has_no_data(full):
+            return
+        own = distribute_tensor(
+            on_the_wire(full.detach()), param.device_mesh, param.placements, src_data_rank=None
+        )
+        changed = (_differ(_local(own), self.shard), _differ(_local(param), self.shard))
+        full_changed, shard_changed = highest_of_ranks(changed, param.device_mesh)
+        if full_changed and shard_changed:
+            raise ValueError(
+                f"{_flow.what}: writes to a parameter of shape {tuple(param.shape)} by its name "
+                "and to its shard by parameters(), and one would overwrite the other; read it "
+                "anew after parameters() wrote to it"
+            )
+        if full_changed:
+            write_back(param, full)
+            self.shard = _local(param).clone()
+
+    def _check(self) -> None:
+        full, param = self.full, self.param
+        if full.shape != param.shape or full.dtype != param.dtype:
+            raise ValueError(
+                f"{_flow.what}: made a parameter of shape {tuple(param.shape)} and {param.dtype} "
+                f"one of {tuple(full.shape)} and {full.dtype}; change the model before simple_fsdp"
+            )
+        hooks = has_hooks(full)
+        if hooks or full.grad is not None:
+            raise ValueError(
+                f"{_flow.what}: set {'hooks' if hooks else 'a gradient'} on a parameter of shape "
+                f"{tuple(param.shape)}, which is a full one for the time of the initialiser; set "
+                "them outside, on the parameter itself"
+            )
+
+
+def _full_parameter_of(param: DTensor) -> nn.Parameter:
+    # Of an empty one there is nothing to gather.
+    full = uninitialised.blank(param) if uninitialised.is_empty(param) else full_of(param)
+    return uninitialised.full_like(param, full)
+
+
+def _local(tensor: DTensor) -> Tensor:
+    return on_the_wire(tensor.to_local().detach())
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Bit by bit, so that NaN equals NaN."""
+    return not torch.equal(
+        one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)
+    )
+
+
+class _Flow(threading.local):
+    pending: list[_Pending] | None = None
+    what: str = ""  # the initialiser, for messages
+    is_agreed: bool = False
+
+
+_flow = _Flow()
+_numbers = itertools.count(1)
+
+
+def initialising() -> bool:
+    """Whether the caller runs inside an initialiser of a wrapped module."""
+    return _flow.pending is not None
+
+
+def full_parameter(param: DTensor) -> nn.Parameter:
+    """The full parameter that an initialiser reads in the place of ``param``."""
+    pending = _flow.pending
+    if pending is None:
+        raise RuntimeError("full_parameter: called outside of an initialiser")
+    for entry in pending:
+        if entry.param is param:
+            return entry.full
+    if not _flow.is_agreed:
+        # What follows is collective. A rank that initialises alone is told so, here or the next
+        # time: the number makes each time another agreement.
+        lines = [f"{_flow.what}, number {next(_numbers)}"]
+        agree(f"{_flow.what}, which reads parameters", lines, ranks_of([param.device_mesh]))
+        _flow.is_agreed = True
+    _flush(pending)
+    entry = _Pending(param)
+    pending.append(entry)
+    return entry.full
+
+
+def _flush(pending: list[_Pending]) -> None:
+    """Write back, and forget what nobody holds any more."""
+    for entry in list(pending):
+        is_held = entry.is_held()  # before a transfer holds it, too
+        entry.write()
+        if not is_held:
+            pending.remove(entry)
+
+
+def sharded_original(param: Any, current: Any) -> Any:
+    """The shard that a full parameter stands for, if an initialiser assigns one; else itself.
+
+    Args:
+        param: that is assigned.
+        current: what it replaces. Of a shard, a new full parameter gives the values.
+    """
+    if not initialising():
+        return param
+    for entry in _flow.pending or ():
+        if entry.full is param:
+            return entry.param
+    if not isinstance(current, DTensor) or isinstance(param, DTensor) or param is None:
+        return param
+    full_parameter(current)
+    for entry in _flow.pending or ():
+        if entry.param is current:
+            entry.full = param
+    return current
+
+
+class _Shards(dict[str, Any]):
+    """A module's ``_parameters`` for the time of an initialiser: who reads all of them gets shards
+    that are up to date."""
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        _flush(_flow.pending or [])
+        return super().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        _flush(_flow.pending or [])
+        return super().values()
+
+
+def initialiser(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+    """The method ``name`` of ``cls``, for its wrapped instances: it reads full parameters."""
+
+    @functools.wraps(getattr(cls, name))
+    def initialise(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(cls, name)
+        if torch.compiler.is_compiling() or initialising() or in_forward():
+            return method(self, *args, **kwargs)
+        owners = [module for module in self.modules() if shards_of(module)]
+        pending: list[_Pending] = []
+        for module in owners:
+            module.__dict__["_parameters"] = _Shards(module._parameters)
+        _flow.pending, _flow.what, _flow.is_agreed = pending, f"{cls.__name__}.{name}()", False
+        try:
+            result = method(self, *args, **kwargs)
+            for entry in pending:
+                entry.write()
+        finally:
+            _flow.pending = None
+            for module in owners:
+                module.__dict__["_parameters"] = dict(module._parameters)
+        return result
+
+    return initialise

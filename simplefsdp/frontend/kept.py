@@ -1,0 +1,144 @@
+"""Full parameters that stay: gathered once, and read by every forward until the shards change.
+
+FSDP2's ``unshard``, ``reshard`` and ``set_reshard_after_backward``: for a model that is small
+enough, or for the micro-batches of one step, or for ``generate``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from simplefsdp import rank_guard
+from simplefsdp._torch import local_tensor
+from simplefsdp.frontend.gather import GatherSpec, gather_shard
+from simplefsdp.frontend.wrapped import KEPT, LAYOUTS, is_wrapped
+
+_OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
+
+
+@dataclass
+class _Kept:
+    full: Tensor
+    spec: GatherSpec
+    version: int
+    readers: int = 0  # modules that read it: a tied parameter has several
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        # The module's dict, which is copied too, has the same tensor.
+        full = memo.setdefault(id(self.full), self.full.clone())
+        return _Kept(full, self.spec, -1, self.readers)
+
+
+def kept_of(module: nn.Module, name: str) -> Tensor | None:
+    """The full parameter that is kept, in ``param_dtype``; None if it is gathered when read."""
+    full: Tensor | None = module.__dict__.get(KEPT, {}).get(name)
+    return full
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def keep(modules: Iterable[nn.Module]) -> None:
+    """Gather all sharded parameters of ``modules``, and keep them; collective."""
+    for module in modules:
+        for name, layout in module.__dict__.get(LAYOUTS, {}).items():
+            param = module._parameters.get(name)
+            if not isinstance(param, DTensor) or name in module.__dict__.get(KEPT, {}):
+                continue
+            if _OF_SHARD not in param.__dict__:
+                full = _gather(param, layout.spec)
+                param.__dict__[_OF_SHARD] = _Kept(full, layout.spec, _version(param))
+            kept: _Kept = param.__dict__[_OF_SHARD]
+            module.__dict__[KEPT][name] = kept.full
+            kept.readers += 1
+    _watch_optimizers()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def free(modules: Iterable[nn.Module]) -> None:
+    """Free what is kept of ``modules``, also where other parameters have come since."""
+    for module in modules:
+        for name in module.__dict__.get(KEPT, {}):
+            marks = getattr(module._parameters.get(name), "__dict__", {})
+            if _OF_SHARD in marks:
+                marks[_OF_SHARD].readers -= 1
+                if not marks[_OF_SHARD].readers:
+                    del marks[_OF_SHARD]
+        if is_wrapped(module):
+            module.__dict__[KEPT] = {}
+
+
+def expect_writes(params: Iterable[Any]) -> None:
+    """Gather anew what is kept of ``params``, at the next forward: unseen writes may come."""
+    for param in params:
+        kept = getattr(param, "__dict__", {}).get(_OF_SHARD)
+        if kept is not None:
+            kept.version = -1
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    # Fused and foreach optimizers write without a new version.
+    register_optimizer_step_post_hook(
+        lambda optimizer, *_: expect_writes(p for g in optimizer.param_groups for p in g["params"])
+    )
+
+
+def refresh(
+    params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float = rank_guard.TIMEOUT_S
+) -> None:
+    """Gather again what is kept of ``params``, if they have changed; then it is collective.
+
+    Raises:
+        RankMismatchError: they have changed on some of the ranks only.
+    """
+    kept = [(param, param.__dict__.get(_OF_SHARD)) for param in params]
+    stale = [(param, k) for param, k in kept if k is not None and k.version != _version(param)]
+    if not stale:
+        return
+    lines = [k.spec.fqn for _, k in stale]
+    rank_guard.agree("what to gather again", lines, ranks, timeout_s, remember=False)
+    for param, k in stale:
+        k.full.copy_(_gather(param, k.spec))
+        k.version = _version(param)
+
+
+def refreshing(
+    compiled: Callable[..., Any],
+    places: Sequence[int],
+    ranks: tuple[int, ...],
+    timeout_s: float,
+) -> Callable[..., Any]:
+    """``compiled``, that sees what is kept as it is now.
+
+    Args:
+        compiled: a compiled Dynamo graph.
+        places: among the inputs, of parameters of which something is kept.
+        ranks: that run it together; none if they do not compare.
+        timeout_s: how long to wait for the others.
+    """
+    if not places:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        refresh([args[place] for place in places], ranks, timeout_s)
+        return compiled(*args)
+
+    return call
+
+
+def _gather(param: DTensor, spec: GatherSpec) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        full = gather_shard(local_tensor(param), spec)
+        return full.clone() if spec.shard_ranks == 1 else full
+
+
+def _version(param: DTensor) -> int:
+    """Grows with every write, be it to the DTensor or to the shard in it."""
+    return param._version + local_tensor(param)._version

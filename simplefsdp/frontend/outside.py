@@ -1,0 +1,142 @@
+"""What is done to sharded parameters outside of forward and of initialisers, by operators.
+
+Most operators of DTensors do what they do to the plain tensor. Two kinds do not, and nobody would
+notice, and one is missing. torch lets a DTensor's operator be handled otherwise; these are:
+
+- *random fills* (``nn.init.normal_(module.weight)`` in a loop): on CPU every rank would draw
+  the same numbers for its own shard. Here they are those of one global tensor, as on CUDA, and
+  from rank 0's generator; so a fill is collective.
+- *slices along a sharded dimension* (``module.weight.data[0].zero_()``): they are copies, gathered
+  from all ranks, so that a write is lost. Here they raise, where a write is possible;
+- *whether any element is true*, which ``torch.autograd.detect_anomaly`` asks of every gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from simplefsdp import _torch
+from simplefsdp.frontend.initialize import RANDOM_FILLS, fill_global
+from simplefsdp.frontend.living import living_shards
+from simplefsdp.frontend.placement import highest_of_ranks, rank_0s
+from simplefsdp.frontend.reading import in_forward
+
+_aten = torch.ops.aten
+# The argument that is the dimension, of operators whose result is a view of a plain tensor.
+_SLICES: dict[Any, int] = {
+    _aten.select.int: 1,
+    _aten.slice.Tensor: 1,
+    _aten.unbind.int: 1,
+    _aten.split.Tensor: 2,
+    _aten.split_with_sizes.default: 2,
+}
+
+
+@functools.cache
+def handle_operators() -> None:
+    """Have these operators handled, from the first wrap of a process on."""
+    for op in RANDOM_FILLS:
+        _torch.handle_dtensor_op(op, _fill)
+    for op in _SLICES:
+        _torch.handle_dtensor_op(op, _slice)
+    _torch.handle_dtensor_op(_aten._is_any_true.default, _is_any_true)
+
+
+def _fqn_of(tensor: DTensor) -> str | None:
+    """The name of the wrapped parameter whose shard ``tensor`` is, or shares the memory of."""
+    pointer = _pointer(tensor)
+    for fqn, param in living_shards() if pointer is not None else ():
+        if param.shape == tensor.shape and _pointer(param) == pointer:
+            return fqn
+    return None
+
+
+def _pointer(tensor: Tensor) -> int | None:
+    """Where the shard is; None if there is none, as while a compiler traces."""
+    local = _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    if type(local) is not Tensor or local.is_meta:
+        return None
+    return local.untyped_storage().data_ptr()
+
+
+def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    if _pointer(target) is None or _torch.draws_globally(target.device_mesh):
+        return _torch.default_dtensor_op(op, args, kwargs)
+    if _fqn_of(target) is not None:
+        _begin(target, kwargs.get("generator"))
+    elif not _last.continues_in(target):
+        return _torch.default_dtensor_op(op, args, kwargs)
+    given = {name: value for name, value in kwargs.items() if name != "generator"}
+    _last.fills += 1
+    key = (_last.number, tuple(target.shape), _last.fills)
+    fill_global(target, key, lambda part, own: op(part, *args[1:], **given, generator=own))
+    return target
+
+
+class _Last:
+    """The parameter that was filled last. What is drawn after it into another tensor of its shape
+    belongs to it: ``trunc_normal_`` draws again what it rejects. How often it does so may differ
+    between ranks, so these numbers are not taken from the generator that the ranks share."""
+
+    number = 0  # that the generator gave
+    shape: torch.Size | None = None
+    fills = 0
+
+    def continues_in(self, target: DTensor) -> bool:
+        return target.shape == self.shape
+
+
+_last = _Last()
+
+
+def _begin(param: DTensor, generator: torch.Generator | None) -> None:
+    source = torch.default_generator if generator is None else generator
+    number = torch.empty((), dtype=torch.int64, device=source.device).random_(generator=source)
+    _last.number, _last.shape = rank_0s(int(number), param.device_mesh), param.shape
+    _last.fills = 0
+
+
+def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    writable = not (torch.is_grad_enabled() and target.requires_grad)  # else autograd refuses
+    is_copy = writable and _takes_a_part(op, target, args, kwargs)
+    if is_copy and (fqn := _fqn_of(target)) is not None and not in_forward():
+        raise ValueError(
+            f"{fqn}: a slice along a dimension that is sharded is a copy, so that what is written "
+            "to it would be lost; write inside `with simplefsdp.unsharded(model):` (or in the "
+            "model's reset_parameters() or init_weights()); to read it, slice param.full_tensor()"
+        )
+    return _torch.default_dtensor_op(op, args, kwargs)
+
+
+def _is_any_true(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    (flags,) = args
+    here = bool(op(_torch.local_tensor(flags)))
+    (anywhere,) = highest_of_ranks([here], flags.device_mesh)
+    return torch.tensor(anywhere, device=flags.device)
+
+
+def _takes_a_part(
+    op: Callable[..., Any], target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    place = _SLICES[op]
+    dim = args[place] if len(args) > place else kwargs.get("dim", 0)
+    mesh = target.device_mesh
+    split = {
+        getattr(p, "dim", None)
+        for i, p in enumerate(target.placements)
+        if _torch.is_split(p) and mesh.size(i) > 1
+    }
+    if dim % max(1, target.dim()) not in split:
+        return False
+    if op is _aten.slice.Tensor:
+        start, end = (*args[2:4], None, None)[:2]
+        return bool(start) or (end is not None and end < target.shape[dim])
+    return True

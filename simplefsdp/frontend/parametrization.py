@@ -1,0 +1,306 @@
+"""The parametrization: on a wrapped module, reading a parameter in forward gathers it.
+
+Each module that owns parameters becomes an instance of a subclass of its own class, in which every
+parameter name is a descriptor. There is one subclass per original class, whatever the number of
+instances (Dynamo would recompile for each class); what differs between instances lives on them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from types import FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from simplefsdp._torch import cast_floating_point, run_as_it_is
+from simplefsdp.frontend import control, init_flow, living, recurrent, refused, uninitialised
+from simplefsdp.frontend.accumulation import begin_anew, carry_over, deferral_of, note_backward
+from simplefsdp.frontend.after_wrap import check_before_eager_forward
+from simplefsdp.frontend.eager_guard import eager_forward, note_gather
+from simplefsdp.frontend.gather import gather
+from simplefsdp.frontend.kept import expect_writes, free, kept_of, refresh
+from simplefsdp.frontend.reading import OWN, in_forward, marked, marked_own, plain, read_only
+from simplefsdp.frontend.wrapped import (
+    DEFERRALS,
+    GATHERS,
+    KEPT,
+    LAYOUTS,
+    PLAIN_CLASS,
+    POLICY,
+    ParameterLayout,
+    check_placed_alike,
+    is_wrapped,
+)
+from simplefsdp.rank_guard import ranks_of
+
+_CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instances with a policy
+
+
+def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
+    """Make ``module`` an instance of its class's one subclass, with a descriptor per name.
+
+    State lives on the instance: two models of one class may differ in mesh and policy, and one
+    instance's parameter may be another's buffer or None.
+    """
+    cls = type(module)
+    subclass = cls if hasattr(cls, PLAIN_CLASS) else _subclass(cls)  # type: ignore[arg-type]
+    for name in names:
+        if name not in vars(subclass):
+            setattr(subclass, name, _Gathering(name))
+    if module.__class__ is not subclass and "forward" in module.__dict__:
+        own = module.__dict__[OWN] = module.__dict__["forward"]
+        module.__dict__["forward"] = MethodType(marked_own(own), module)
+    module.__class__ = subclass
+    living.note(module)
+    recurrent.drop_second_list(module)
+
+
+@functools.cache
+def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``cls``, under the same name so that ``repr`` and errors read the same."""
+    members: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        PLAIN_CLASS: cls,
+        LAYOUTS: {},  # as the next, for instances that the model's own code makes of type(self)
+        GATHERS: {},
+        **_methods(cls),
+        **control.register_into(cls),
+        **refused.members(cls),
+    }
+    if _has_forward(cls):
+        members["forward"] = marked(cls)
+    for name in init_flow.INITIALISERS:
+        if _is_initialiser(cls, name):
+            members[name] = init_flow.initialiser(cls, name)
+    if issubclass(cls, nn.RNNBase):
+        members |= recurrent.MEMBERS
+    metaclass: Any = type(cls)
+    return cast(type[nn.Module], metaclass(cls.__name__, (cls,), members))
+
+
+def _methods(cls: type[nn.Module]) -> dict[str, Any]:
+    """What the subclass of ``cls`` does otherwise, where torch sets parameters and copies."""
+
+    def _load_from_state_dict(
+        self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        _shard_plain_values(self, state_dict, prefix)
+        cls._load_from_state_dict(self, state_dict, prefix, *args)
+
+    def _save_to_state_dict(self: nn.Module, *args: Any) -> None:
+        expect_writes(self._parameters.values())  # a checkpoint may be loaded into what it gives
+        cls._save_to_state_dict(self, *args)
+
+    def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        free([self])  # of parameters of another dtype, or without values
+        return uninitialised.apply_marking(self, cls._apply, fn, *args, **kwargs)
+
+    def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
+        cls.__setstate__(self, state)
+        living.note(self)  # a copy
+        begin_anew(self)
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        param = init_flow.sharded_original(param, self._parameters.get(name))
+        check_placed_alike(self, name, param)
+        free([self])  # such as by load_state_dict(assign=True)
+        carry_over(self, name, param)
+        cls.register_parameter(self, name, param)
+
+    methods = (_save_to_state_dict, _load_from_state_dict, _apply, __setstate__, register_parameter)
+    return {method.__name__: method for method in methods}
+
+
+def _is_initialiser(cls: type[nn.Module], name: str) -> bool:
+    """Whether ``cls`` has such a method, and means by it what everybody does."""
+    own_apply = name == "apply" and cls.apply is not nn.Module.apply
+    return isinstance(inspect.getattr_static(cls, name, None), FunctionType) and not own_apply
+
+
+def _has_forward(cls: type[nn.Module]) -> bool:
+    return cls.forward is not nn.Module.forward
+
+
+def computes_with_parts(module: nn.Module) -> bool:
+    """Whether a forward of ``module`` may read parameters of the modules inside it."""
+    cls = type(module)
+    only_calls_them = cls.forward is nn.Sequential.forward
+    has_forward = _has_forward(cls) or "forward" in module.__dict__
+    return has_forward and not only_calls_them and next(module.children(), None) is not None
+
+
+def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Have ``model``, a wrapped root, cast its inputs and outputs as ``policy`` says.
+
+    With nothing to cast, its forward is ours nevertheless: Dynamo does not start at a forward of
+    torch's own, so ``nn.Sequential(...).compile()`` would compile each layer apart.
+    """
+    model.__dict__[POLICY] = policy
+    use_subclass(model, ())
+    own = model.__dict__.get("forward")
+    if own is not None:
+        model.__dict__["forward"] = MethodType(_casting_forward(own.__func__), model)
+    cls = type(model)
+    if _CASTS not in vars(cls):
+        cls.forward = _casting_forward(cls.forward)  # type: ignore[method-assign]
+        setattr(cls, _CASTS, True)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let the method ``name`` of a wrapped module compute with gathered parameters, as forward.
+
+    For a model that is also called by another name: ``model.encode_text(x)``. As FSDP2's
+    ``register_fsdp_forward_method``. Methods that call ``self(...)``, such as ``generate``, or only
+    submodules, need it not. On a module that was wrapped itself, its inputs and outputs are cast as
+    those of its forward.
+
+    Args:
+        module: wrapped by :func:`simplefsdp.simple_fsdp`, itself or as a part of a model.
+        name: of a method that computes.
+
+    Raises:
+        ValueError: ``module`` is not wrapped, or has no such method.
+    """
+    if not is_wrapped(module):
+        raise ValueError(
+            f"module: expected a module wrapped by simple_fsdp, got {type(module).__name__}"
+        )
+    cls = type(module)
+    if not callable(getattr(cls, name, None)):
+        raise ValueError(f"name: {cls.__name__} has no method {name!r}")
+    module.__dict__[name] = MethodType(_casting_forward(marked(cls, name)), module)
+
+
+class _Gathering:
+    """What a wrapped class has for the name of a parameter.
+
+    A plain attribute of that name, on an instance without the parameter, goes before it: it is
+    there in ``__dict__``, and there is no ``__set__``. (A property would have to read it there;
+    Dynamo of 2.11 takes ``__dict__[name]`` for the attribute, and recurses.)
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
+        if module is None:
+            return self
+        compiling = torch.compiler.is_compiling()
+        param = module._parameters.get(self.name)
+        if compiling:
+            # The short way, which most take: Dynamo follows each step of it at each read.
+            arguments = getattr(module, GATHERS).get(self.name)
+            if (
+                arguments is not None
+                and not (torch.is_grad_enabled() and getattr(module, DEFERRALS))
+                and not getattr(module, KEPT)
+                and isinstance(param, DTensor)
+                and param.device.type != "meta"
+            ):
+                return gather(param, *arguments)
+        layout = getattr(module, LAYOUTS).get(self.name)
+        if layout is None or param is None:
+            return _plain_attribute(module, self.name)
+        if compiling:
+            return _gathered(param, layout, _now(module, self.name))
+        return _read_eagerly(module, self.name, param, layout)
+
+
+run_as_it_is(_Gathering.__get__)
+
+
+def _now(module: nn.Module, name: str) -> dict[str, Any]:
+    """What the gather of a parameter is told of this moment, beside its spec."""
+    kept = kept_of(module, name)
+    return deferral_of(module, name) | ({} if kept is None else {"kept": kept})
+
+
+def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: ParameterLayout) -> Tensor:
+    if init_flow.initialising() and isinstance(param, DTensor):
+        return init_flow.full_parameter(param)
+    if not in_forward():
+        return param
+    fqn, now = layout.spec.fqn, _now(module, name)
+    if isinstance(param, DTensor):
+        if "kept" in now:
+            refresh([param], ranks_of([param.device_mesh]))
+        else:
+            note_gather(param.device_mesh, fqn)
+    if torch.is_inference_mode_enabled():
+        # Of a tensor made in that mode one could not tell that it was written to.
+        with torch.inference_mode(False), torch.no_grad():
+            full = _gathered(param, layout, now)
+    else:
+        full = _gathered(param, layout, now)
+        note_backward(full, param, now.get("until", "all"))
+    uninitialised.refuse(uninitialised.without_values([(fqn, param, full)]))
+    return full if layout.tensor_parallel is not None else read_only(full, fqn)
+
+
+def _gathered(param: Tensor, layout: ParameterLayout, now: dict[str, Any]) -> Tensor:
+    fqn = layout.spec.fqn
+    if not isinstance(param, DTensor):
+        raise TypeError(
+            f"{fqn}: expected the sharded DTensor, got {type(param).__name__}; after simple_fsdp a "
+            "parameter must not be replaced: load values into it with load_state_dict"
+        )
+    if param.device.type == "meta":
+        raise ValueError(
+            f"{fqn}: is on the meta device, without values; call simplefsdp.init_weights(model) "
+            "after simple_fsdp, or load a checkpoint"
+        )
+    full = gather(param, *layout.arguments, **now)
+    return full if layout.tensor_parallel is None else layout.tensor_parallel.rewrap(full)
+
+
+def _plain_attribute(module: nn.Module, name: str) -> Any:
+    """What ``module.name`` is on an instance where ``name`` is not a sharded parameter."""
+    if name in module._parameters:
+        return module._parameters[name]
+    if name in module._buffers:
+        return module._buffers[name]
+    return nn.Module.__getattr__(module, name)
+
+
+def _casting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def cast_and_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        policy = self.__dict__.get(POLICY)
+        if policy is None:  # an inner instance of the root's class
+            return forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            check_before_eager_forward(self)
+            with eager_forward():
+                return plain(cast_around(self, policy, args, kwargs))
+        return cast_around(self, policy, args, kwargs)
+
+    def cast_around(self: nn.Module, policy: Any, args: Any, kwargs: Any) -> Any:
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast_floating_point((args, kwargs), policy.param_dtype)
+        output = forward(self, *args, **kwargs)
+        if policy.output_dtype is not None:
+            output = cast_floating_point(output, policy.output_dtype)
+        return output
+
+    return cast_and_forward
+
+
+def _shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Let ``load_state_dict`` take a plain model's tensors: each rank keeps its own slice."""
+    for name in module.__dict__.get(LAYOUTS, ()):
+        value, param = state_dict.get(prefix + name), module._parameters.get(name)
+        is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if is_plain and isinstance(param, DTensor) and value.shape == param.shape:
+            state_dict[prefix + name] = distribute_tensor(
+                value.detach(), param.device_mesh, param.placements, src_data_rank=None
+            )

@@ -1,0 +1,176 @@
+"""Where a parameter is read decides what the reader gets.
+
+::
+
+    in a forward of a wrapped module, compiled or eager      the full parameter, gathered
+    in an initialiser (``reset_parameters``, ``apply``, ..)   the full parameter, written back
+    anywhere else                                            the sharded DTensor itself, as FSDP2
+
+So ``module.weight`` in a training script is the parameter that the optimizer has: its ``.grad`` is
+the gradient's shard, what is written to it stays, and reading it sends nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from simplefsdp._torch import (
+    in_backward,
+    is_allowed_in_graph,
+    no_torch_function,
+    run_as_it_is,
+    trace_without,
+    tree_map_only,
+)
+from simplefsdp.frontend.placement import share_memory
+
+Forward = Callable[..., Any]
+OWN = "_simple_fsdp_own_forward"  # on a module whose forward was set on it
+
+
+def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
+    """The method ``name`` of ``cls``, so that :func:`in_forward` finds it on the stack.
+
+    It is looked up at each call, so that a later ``cls.forward = ...`` takes effect.
+    """
+
+    # Dynamo knows nothing of the methods of a class that was allowed in its graphs.
+    fixed = getattr(cls, name) if is_allowed_in_graph(cls) else None
+
+    def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if fixed is not None:
+            return fixed(self, *args, **kwargs)
+        return getattr(cls, name)(self, *args, **kwargs)
+
+    return _with_own_code(
+        functools.update_wrapper(forward_of_wrapped, getattr(cls, name)),
+        f"{cls.__module__}.{cls.__qualname__}.{name}",
+    )
+
+
+def marked_own(forward: Forward) -> Forward:
+    """As :func:`marked`, of a forward that was set on a module itself, and is now under ``OWN``.
+
+    There, a copy of the module has a copy of what it is bound to.
+    """
+
+    def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, OWN)(*args, **kwargs)
+
+    return _with_own_code(functools.update_wrapper(forward_of_wrapped, forward), repr(forward))
+
+
+def _with_own_code(function: Any, tells_it_apart: str) -> Forward:
+    """Dynamo counts what it compiles by code, and gives up on one after eight."""
+    code = function.__code__
+    function.__code__ = code.replace(co_consts=(*code.co_consts, tells_it_apart))
+    return function
+
+
+def in_forward() -> bool:
+    """Whether the caller runs inside a marked forward, or where a backward recomputes a part of
+    one that was checkpointed.
+
+    Looks at the stack: a counter would be wrong in what runs eagerly after a graph break, where
+    the frames of the forward stand on the stack, but their code was replaced by the compiler's.
+    """
+    recomputes = in_backward()
+    frame = sys._getframe(1)
+    while (caller := frame.f_back) is not None:
+        code = caller.f_code
+        if code.co_name == "forward_of_wrapped" and code.co_filename == __file__:
+            return True
+        if recomputes and code.co_filename == checkpoint.__file__:
+            return True
+        frame = caller
+    return False
+
+
+class ReadOnlyParameter(Tensor):
+    """A gathered parameter in an eager forward: what is written to it would be lost, so it raises.
+
+    Views of it are read-only, too. Compiled code never sees this class.
+    """
+
+    _fqn: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with no_torch_function():
+            if getattr(func, "__name__", "") == "__set__" and isinstance(args[0], cls):
+                _refuse_write(args[0]._fqn, f"assigning to .{func.__self__.__name__}")
+            held = [a for a in _flat((args, kwargs or {})) if isinstance(a, ReadOnlyParameter)]
+            versions = [tensor._version for tensor in held]
+            result = func(*args, **(kwargs or {}))
+            for tensor, version in zip(held, versions, strict=True):
+                if tensor._version != version:
+                    _refuse_write(tensor._fqn, f"{getattr(func, '__name__', func)}()")
+            return result if func in _NO_VIEWS else _still_read_only(result, held)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(plain(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+run_as_it_is(ReadOnlyParameter.__torch_function__)
+trace_without(ReadOnlyParameter)  # now: Dynamo compiles anew what it compiled by other settings
+# What gives another tensor that shares the memory, but not to write to.
+_NO_VIEWS = {vars(torch._C.TensorBase)["_base"].__get__}
+
+
+def plain(value: Any) -> Any:
+    """``value``, any nesting of containers, with what is read-only in it as plain tensors."""
+
+    def plain_one(tensor: ReadOnlyParameter) -> Tensor:
+        with no_torch_function():
+            return tensor.as_subclass(Tensor)
+
+    return tree_map_only(ReadOnlyParameter, plain_one, value)
+
+
+run_as_it_is(plain)
+
+
+def read_only(full: Tensor, fqn: str) -> Tensor:
+    """``full``, the gathered parameter ``fqn``, such that a write to it raises."""
+    made: ReadOnlyParameter = full.as_subclass(ReadOnlyParameter)
+    made._fqn = fqn
+    return made
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def _still_read_only(result: Any, held: list[ReadOnlyParameter]) -> Any:
+    if isinstance(result, (list, tuple)) and type(result) in (list, tuple):
+        return type(result)(_still_read_only(item, held) for item in result)
+    if type(result) is Tensor:
+        for tensor in held:
+            if share_memory(result, tensor):
+                return read_only(result, tensor._fqn)
+    return result
+
+
+def _refuse_write(fqn: str, write: str) -> None:
+    raise ValueError(
+        f"{fqn}: {write} in forward changed the gathered copy, not the parameter, so that what it "
+        "wrote would be lost; update parameters outside of forward, or inside "
+        "`with simplefsdp.unsharded(model):`"
+    )

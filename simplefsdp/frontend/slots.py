@@ -1,0 +1,147 @@
+"""Where full parameters stand for shards inside ``unsharded``, and what becomes of them at its end.
+
+Whatever code did to a full parameter is done to its shard, or refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from simplefsdp import rank_guard
+from simplefsdp._torch import has_hooks
+from simplefsdp.frontend.wrapped import LAYOUTS, is_wrapped, set_layouts, shards_of
+
+
+class Slot(NamedTuple):
+    """A place of a parameter: a tied one has several."""
+
+    owner: nn.Module
+    name: str
+    param: DTensor
+    fqn: str  # the same for all places of a tied one
+    path: str  # from the module that was made whole
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """The places of all sharded parameters of ``module`` and what is in it."""
+    found = []
+    for prefix, owner in module.named_modules():
+        if not is_wrapped(owner):
+            continue
+        layouts = owner.__dict__.get(LAYOUTS, {})
+        for name, param in shards_of(owner):
+            fqn = layouts[name].spec.fqn if name in layouts else name
+            path = f"{prefix}.{name}" if prefix else name
+            found.append(Slot(owner, name, param, fqn, path))
+    return found
+
+
+def restore(slots: Iterable[Slot]) -> None:
+    """Put the shards back; a parameter that was taken away, or became None, stays so."""
+    for owner, name, param, *_ in slots:
+        if owner._parameters.get(name) is not None:
+            owner._parameters[name] = cast(nn.Parameter, param)
+        else:
+            layouts = owner.__dict__.get(LAYOUTS, {})
+            set_layouts(owner, {key: layouts[key] for key in layouts if key != name})
+
+
+class End(NamedTuple):
+    """What a shard's place ends with."""
+
+    slot: Slot
+    made: nn.Parameter
+    full: Tensor
+
+
+def ends_of(slots: Iterable[Slot], fulls: dict[int, nn.Parameter]) -> list[End]:
+    """The full parameter that each shard ends with, if any.
+
+    Args:
+        slots: see :func:`slots_of`.
+        fulls: what stood in them, by the ``id`` of the shard.
+
+    Raises:
+        ValueError: something about it cannot be done to the shard.
+    """
+    ends: dict[int, End] = {}
+    for slot in slots:
+        made, full = fulls[id(slot.param)], slot.owner._parameters.get(slot.name)
+        if full is None:
+            continue
+        _check(slot, made)
+        _check(slot, full)
+        first = ends.setdefault(id(slot.param), End(slot, made, full))
+        if first.full is not full:
+            raise ValueError(
+                f"unsharded: {first.slot.path} and {slot.path} were one parameter, and are two; "
+                "what simple_fsdp tied stays tied: give both the same new parameter, or untie "
+                "them before the wrap"
+            )
+    return list(ends.values())
+
+
+def _check(slot: Slot, full: Tensor) -> None:
+    if full.grad is not None:
+        _refuse(
+            slot,
+            "got a gradient, which would be lost: it is that of a full parameter, on this rank "
+            "alone; call backward outside",
+        )
+    if has_hooks(full):
+        _refuse(
+            slot,
+            "got a hook, which would be lost: the full parameter gets no gradient, its shard "
+            "does; register it outside",
+        )
+    param = slot.param
+    if full.shape != param.shape or full.dtype != param.dtype:
+        _refuse(
+            slot,
+            f"was {tuple(param.shape)} {param.dtype} and is {tuple(full.shape)} {full.dtype}; "
+            "shapes and dtypes are fixed by simple_fsdp: change the model before the wrap",
+        )
+
+
+def _refuse(slot: Slot, what: str) -> NoReturn:
+    raise ValueError(f"unsharded: {slot.fqn} of {type(slot.owner).__name__} {what}")
+
+
+def carry_over(ends: Iterable[End]) -> None:
+    """Give the shards what was set on their full parameters: ``requires_grad``, and marks."""
+    for slot, made, full in ends:
+        param = slot.param
+        if param.requires_grad != full.requires_grad:
+            param.requires_grad_(full.requires_grad)
+        for mark in _marks(param).keys() - _marks(made).keys():
+            delattr(param, mark)
+        param.__dict__.update(_marks(made) | _marks(full))
+
+
+def _marks(param: Tensor) -> dict[str, Any]:
+    """What the user has set on ``param``; torch and this package set marks of their own."""
+    own = {"_is_param", "_local_tensor", "_spec"}
+    named = vars(param).items()
+    return {k: v for k, v in named if k not in own and not k.startswith("_simple_fsdp_")}
+
+
+def agree_to_leave(slots: list[Slot], ends: list[End], error: BaseException | None) -> None:
+    """Return if no rank failed, and all are about to write the same back.
+
+    Args:
+        slots: of all ranks.
+        ends: that this rank is about to write back.
+        error: that passes on this rank.
+
+    Raises:
+        RankMismatchError: on the ranks that did not fail, if another one did.
+    """
+    ranks = rank_guard.ranks_of([slot.param.device_mesh for slot in slots])
+    failed = f"failed: {type(error).__name__}" if error is not None else ""
+    lines = [failed or "came to its end"]
+    lines += [f"{end.slot.fqn} requires_grad={end.full.requires_grad}" for end in ends]
+    rank_guard.agree("what was done inside unsharded", lines, ranks, remember=False)

@@ -1,0 +1,281 @@
+"""The wrap: parameters become shards, and reading one gathers it.
+
+Each module that owns parameters gets a subclass of its own class in which every parameter name is
+a property; the shards stay in ``_parameters`` under their own names. So ``named_parameters``,
+``state_dict``, optimizers and ``isinstance`` see the plain model with sharded parameters, and
+``module.weight`` in any method is an all-gather that the compiler can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from simplefsdp._torch import has_hooks, mend_gloo_gathers
+from simplefsdp.frontend.after_wrap import is_original, mark_original
+from simplefsdp.frontend.arguments import (
+    check_arguments,
+    check_placements,
+    ignored_among,
+    refuse_offloading,
+)
+from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.frontend.living import remember_fqns
+from simplefsdp.frontend.outside import handle_operators
+from simplefsdp.frontend.parametrization import cast_in_forward, computes_with_parts, use_subclass
+from simplefsdp.frontend.placement import (
+    DataParallel,
+    all_ranks,
+    data_parallel,
+    is_float8,
+    parameter_like,
+    shard,
+    tensor_parallel_of,
+)
+from simplefsdp.frontend.precision import Dtypes, dtypes_of, without_override
+from simplefsdp.frontend.wrapped import (
+    DEFERRALS,
+    IGNORED,
+    KEPT,
+    LAYOUTS,
+    ParameterLayout,
+    is_wrapped,
+    set_layouts,
+)
+from simplefsdp.rank_guard import agree, ranks_of
+
+
+def simple_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    mode: str = "fully_shard",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | Literal["auto"] = True,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    offload_policy: OffloadPolicy | None = None,
+) -> nn.Module:
+    """Shard every parameter of ``model`` over ``mesh``, in place, and return it.
+
+    Rank 0's values are everybody's; a model built under ``torch.device("meta")`` stays there
+    until :func:`simplefsdp.init_weights`. A submodule may be wrapped before its parent, with
+    another mesh or policy: the parent then leaves it as it is. Parameters that tensor
+    parallelism made DTensors are sharded further. Make the optimizer, and register hooks on
+    parameters, after the wrap: the parameters are new objects, on the mesh's type of device. To
+    write values outside of forward use ``copy_``, ``fill_`` and the like: what is assigned by
+    ``param.data = values`` is lost, as for every DTensor.
+
+    Args:
+        model: the module; its parameters become DTensors of the true global shape.
+        mesh: 1-D, or 2-D ``(replicate, shard)`` for ``hybrid_shard``. Default: all ranks, on the
+            machine's accelerator, if it has one.
+        mode: ``"fully_shard"`` (ZeRO-3), ``"hybrid_shard"``, or ``"replicate"`` (DDP).
+        mp_policy: PyTorch's own. Parameters are cast to ``param_dtype`` before the gather and
+            gradients to ``reduce_dtype`` before the reduce (if it is None, to what this torch's
+            FSDP2 takes: since 2.15 the parameter's own dtype, before ``param_dtype``); the model's
+            floating-point inputs are cast to ``param_dtype`` if ``cast_forward_inputs``, its
+            outputs to ``output_dtype``.
+        reshard_after_forward: free full parameters after forward and gather them again in
+            backward. ``"auto"``: the planner of ``bucketing="auto"`` keeps those that save time
+            and for which the memory budget has room. Takes effect in
+            ``torch.compile(model, backend="simplefsdp")``.
+        ignored_params: parameters of ``model`` that stay as they are: whole, where they are, and
+            with the gradient of this rank's batch alone.
+        shard_placement_fn: as FSDP2's, if it gives None or ``Shard(0)``.
+        offload_policy: as FSDP2's, if it offloads nothing.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: wrong mode or mesh, a second wrap, or a parameter that cannot be sharded.
+        RankMismatchError: the ranks of ``mesh`` gave different models or arguments.
+    """
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    check_arguments(model, policy, reshard_after_forward)
+    refuse_offloading(offload_policy)
+    mesh = all_ranks() if mesh is None else mesh
+    dp = data_parallel(mesh, mode)
+    mend_gloo_gathers()
+    own = {module: path for path, module in model.named_modules() if not is_wrapped(module)}
+    ignored = ignored_among(model, ignored_params)
+    originals = _parameters_of(own, ignored)
+    _check_parameters(own, originals)
+    check_placements(originals.values(), shard_placement_fn)
+    dtypes = {key: dtypes_of(fqn, param, policy) for key, (fqn, param) in originals.items()}
+    policy = without_override(policy)
+    agree(
+        "the model given to simple_fsdp",
+        [f"mode={mode} {policy} reshard_after_forward={reshard_after_forward}"]
+        + [_signature(*pair) for pair in originals.values()]
+        + [f"{fqn}: {dtypes[key]}" for key, (fqn, _) in originals.items()],
+        ranks_of([mesh]),
+        remember=False,  # what this rank wraps a second time, another may wrap another model for
+    )
+    layouts = {
+        key: _layout(fqn, param, dp, dtypes[key], reshard_after_forward)
+        for key, (fqn, param) in originals.items()
+    }
+    shards = {
+        key: parameter_like(param, shard(param, dp, layouts[key].tensor_parallel))
+        for key, (_, param) in originals.items()
+    }
+    # Nothing above changed the model, so an error there leaves it as it was.
+    for module in own:
+        _install(module, layouts, shards)
+        _move_buffers(module, mesh.device_type)
+    for fqn, param in originals.values():
+        mark_original(param, fqn)
+    model.__dict__[IGNORED] = tuple(
+        fqn for fqn, p in model.named_parameters(remove_duplicate=False) if id(p) in ignored
+    )
+    cast_in_forward(model, policy)
+    _requalify(model)
+    remember_fqns(model)
+    handle_operators()
+    return model
+
+
+Originals = dict[int, tuple[str, nn.Parameter]]
+
+
+def _signature(fqn: str, param: Tensor) -> str:
+    return f"{fqn}: {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}"
+
+
+def _parameters_of(modules: Mapping[nn.Module, str], ignored: set[int]) -> Originals:
+    """Each distinct parameter under its first FQN, keyed by identity: a tied one comes once."""
+    found: Originals = {}
+    for module, path in modules.items():
+        for name, param in module._parameters.items():
+            if param is not None and id(param) not in ignored:
+                found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
+    return found
+
+
+def _check_parameters(modules: Mapping[nn.Module, str], originals: Originals) -> None:
+    for fqn, param in originals.values():
+        _check_parameter(fqn, param)
+    for module, path in modules.items():
+        _refuse_second_reference(module, path, originals)
+
+
+def _check_parameter(fqn: str, param: nn.Parameter) -> None:
+    if isinstance(param, nn.UninitializedParameter):
+        raise ValueError(
+            f"{fqn}: is not initialized (a lazy module); run one forward before simple_fsdp"
+        )
+    if param.requires_grad and is_float8(param.dtype):
+        raise ValueError(
+            f"{fqn}: is a trainable {param.dtype}: its gradient would be one, too, which no "
+            "backend adds up and no optimizer takes; keep it in torch.bfloat16 and cast it in "
+            "forward, or freeze it by requires_grad_(False) before simple_fsdp"
+        )
+    if has_hooks(param) or param.grad is not None:
+        raise ValueError(
+            f"{fqn}: has {'hooks' if param.grad is None else 'a gradient'}, which the "
+            "sharded parameter would not have; set them after simple_fsdp"
+        )
+    if is_original(param):
+        raise ValueError(
+            f"{fqn}: is tied to a parameter that an earlier simple_fsdp call sharded, and "
+            "would come apart from it; wrap a module that holds both"
+        )
+    _refuse_extension(fqn, param)
+
+
+def _refuse_second_reference(module: nn.Module, path: str, originals: Originals) -> None:
+    for attribute, value in module.__dict__.items():
+        if attribute == "_flat_weights" and isinstance(module, nn.RNNBase):
+            continue  # which is read anew from the parameters, see recurrent.py
+        values = value.values() if isinstance(value, dict) else value
+        held = values if isinstance(value, (list, tuple, dict)) else [value]
+        stale = next((v for v in held if isinstance(v, Tensor) and id(v) in originals), None)
+        if attribute != "_parameters" and stale is not None:
+            raise ValueError(
+                f"{originals[id(stale)][0]}: module {path or 'root'!r} "
+                f"({type(module).__name__}) keeps a second reference to it in the attribute "
+                f"{attribute!r}, which would go on holding the full, untrained tensor; read "
+                "parameters by their registered name only"
+            )
+
+
+def _refuse_extension(fqn: str, param: Tensor) -> None:
+    """torch's all-gather extensions say how a tensor subclass is gathered; we do not ask them."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    names = [n for n in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(local, n)]
+    if names:
+        raise ValueError(
+            f"{fqn}: is a {type(local).__name__}, which says by {' and '.join(names)}() how FSDP2 "
+            "is to gather it; simple_fsdp does not support that yet, and would ignore it. Wrap the "
+            "model without that subclass (for torchao: without float8 all-gather)"
+        )
+
+
+def _layout(
+    fqn: str,
+    param: nn.Parameter,
+    dp: DataParallel,
+    dtypes: Dtypes,
+    reshard_after_forward: bool | Literal["auto"],
+) -> ParameterLayout:
+    tp = tensor_parallel_of(param)
+    local = param.to_local() if isinstance(param, DTensor) else param
+    shard_group, shard_ranks = dp.group_of(dp.shard_dim if local.dim() else None)
+    # A scalar cannot be split: every rank of the mesh holds a copy.
+    whole = dp.shard_dim if local.dim() == 0 else None
+    spec = GatherSpec(
+        fqn=fqn,
+        rows=local.shape[0] if shard_ranks > 1 else 0,
+        shard_group=shard_group,
+        shard_ranks=shard_ranks,
+        reduce_group=shard_group,
+        copy_groups=dp.groups_of(whole, dp.replicate_dim),
+        param_dtype=dtypes.param_dtype,
+        reduce_dtype=dtypes.reduce_dtype,
+        averages=dp.averages,
+        divide_factor=None,
+        reshard_after_forward=reshard_after_forward,
+    )
+    placements = dp.placements(sharded=local.dim() > 0)
+    return ParameterLayout(
+        spec, tp, param.shape, placements if tp is None else (*tp.placements, *placements)
+    )
+
+
+def _install(
+    module: nn.Module, layouts: Mapping[int, ParameterLayout], shards: Mapping[int, nn.Parameter]
+) -> None:
+    own = {name: id(p) for name, p in module._parameters.items() if id(p) in layouts}
+    set_layouts(module, {name: layouts[key] for name, key in own.items()})
+    module.__dict__ |= {DEFERRALS: {}, KEPT: {}}
+    if own or computes_with_parts(module):
+        use_subclass(module, own)
+    for name, key in own.items():
+        module._parameters[name] = shards[key]
+
+
+def _move_buffers(module: nn.Module, device_type: str) -> None:
+    """Bring buffers to where the shards went, as FSDP2 does; their values stay as they are."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not buffer.is_meta and buffer.device.type != device_type:
+            module._buffers[name] = buffer.to(device_type)
+
+
+def _requalify(model: nn.Module) -> None:
+    """Name inner modules' parameters as seen from ``model``, the outermost wrap so far."""
+    names: dict[int, str] = {}
+    for path, module in model.named_modules():
+        layouts: dict[str, ParameterLayout] = dict(module.__dict__[LAYOUTS])
+        for name, layout in layouts.items():
+            if not isinstance(module._parameters.get(name), DTensor):
+                continue  # it was taken away since it was wrapped
+            fqn = f"{path}.{name}" if path else name
+            fqn = names.setdefault(id(module._parameters[name]), fqn)
+            layouts[name] = replace(layout, spec=layout.spec._replace(fqn=fqn))
+        set_layouts(module, layouts)

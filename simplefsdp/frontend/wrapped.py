@@ -1,0 +1,104 @@
+"""What a wrapped module carries, and how to tell one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+
+from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.frontend.placement import TensorParallel
+
+LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> ParameterLayout
+# On every wrapped module: parameter name -> the arguments of its gather, for those whose gather is
+# the full parameter. What Dynamo reads: of a layout it would look at each field, at each read.
+GATHERS = "_simple_fsdp_gathers"
+POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and outputs
+# On every wrapped module, what its gathers are told beside their specs, by parameter name. They are
+# always there: what a module's __dict__ lacks, Dynamo does not look for again.
+DEFERRALS = "_simple_fsdp_deferrals"  # see accumulation.py
+KEPT = "_simple_fsdp_kept"  # see kept.py
+IGNORED = "_simple_fsdp_ignored"  # on a wrapped root: FQNs of parameters to be left alone
+PLAIN_CLASS = "_simple_fsdp_plain_class"  # on every subclass: the class it was made from
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How one parameter of one module instance is gathered, and what it looks like."""
+
+    spec: GatherSpec
+    tensor_parallel: TensorParallel | None
+    shape: torch.Size
+    placements: tuple[Placement, ...]
+    arguments: tuple[str, str] = field(init=False)  # of its gather; kept, for they are made slowly
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", self.spec.arguments())
+
+
+def set_layouts(module: nn.Module, layouts: Mapping[str, ParameterLayout]) -> None:
+    """Have the parameters of ``module`` that are named there gathered so, and no others."""
+    gathers = {
+        name: layout.arguments for name, layout in layouts.items() if layout.tensor_parallel is None
+    }
+    module.__dict__ |= {LAYOUTS: dict(layouts), GATHERS: gathers}
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether ``module`` was wrapped, itself or as a part of a wrapped model."""
+    return LAYOUTS in module.__dict__
+
+
+def check_placed_alike(module: nn.Module, name: str, param: object) -> None:
+    """Refuse a DTensor, to be the parameter ``name``, that would be gathered as what it is not.
+
+    Raises:
+        ValueError: its shape or its placements differ from those that the wrap gave to ``name``.
+    """
+    layout = module.__dict__.get(LAYOUTS, {}).get(name)
+    if layout is None or not isinstance(param, DTensor):
+        return
+    if param.shape != layout.shape or param.placements != layout.placements:
+        raise ValueError(
+            f"{layout.spec.fqn}: expected a DTensor of shape {tuple(layout.shape)} placed "
+            f"{layout.placements}, as simple_fsdp made it, got one of shape {tuple(param.shape)} "
+            f"placed {param.placements}; redistribute it, or load a plain tensor by "
+            "load_state_dict(), and change shapes before simple_fsdp"
+        )
+
+
+def shards_of(module: nn.Module) -> list[tuple[str, DTensor]]:
+    """The module's own sharded parameters, by name."""
+    own = module._parameters.items()
+    return [(name, cast(DTensor, param)) for name, param in own if isinstance(param, DTensor)]
+
+
+def ignored_params(models: Iterable[nn.Module]) -> set[int]:
+    """The ``id`` of each parameter that the user wants left alone, in any part of ``models``.
+
+    By name, not by a mark on it: a copy of the model has other parameters.
+    """
+    found: set[int] = set()
+    for module in (module for model in models for module in model.modules()):
+        for fqn in module.__dict__.get(IGNORED, ()):
+            owner, _, name = fqn.rpartition(".")
+            found.add(id(module.get_submodule(owner)._parameters.get(name)))
+    return found
+
+
+@contextmanager
+def plain_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give ``modules`` their own classes back: reading a parameter gives what is registered."""
+    wrapped = [(m, type(m)) for m in modules if hasattr(type(m), PLAIN_CLASS)]
+    for module, cls in wrapped:
+        module.__class__ = getattr(cls, PLAIN_CLASS)
+    try:
+        yield
+    finally:
+        for module, cls in wrapped:
+            module.__class__ = cls

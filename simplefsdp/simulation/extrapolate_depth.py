@@ -1,0 +1,126 @@
+"""A deep model's step from a shallow one's: of layers that are alike, a few are traced.
+
+Tracing takes seconds per layer, whatever its size. In the graphs of a model with a list of equal
+layers each layer is the same sequence of nodes, and refers to the same places in the layers next
+to it and outside. So the graphs of any depth are those of a few layers with one of them repeated.
+That the traced layers are alike is not assumed: they are compared node by node, in both graphs.
+That those which are not traced are like them is for the caller to know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+from simplefsdp.compiler.deep_graph import Deep
+from simplefsdp.compiler.repeated_layers import Numbering, laid_out
+from simplefsdp.frontend.placement import local_nbytes
+from simplefsdp.simulation.trace import TracedStep
+
+log = logging.getLogger("simplefsdp")
+
+SHALLOW = 7
+"""Layers to trace. The one in the middle is repeated; it and those next to it need neighbours of
+their own, and the first and last ones differ, as a graph begins or ends with them."""
+
+
+def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
+    """The step of the same model with more layers; call this in the same process group.
+
+    Inputs and outputs of what is repeated come behind the others of the graph.
+
+    Args:
+        step: of a model with at least :data:`SHALLOW` layers.
+        layers: FQN of the list of layers.
+        depth: how many there are to be, at least as many as there are; all like those that are.
+
+    Raises:
+        ValueError: the layers are not alike in the graphs, or there are too few or too many.
+    """
+    numbering = Numbering(layers)
+    there = len({numbering.of(fqn) for fqn in step.fqns} - {None})
+    if there < SHALLOW:
+        raise ValueError(
+            f"{layers}: the traced step has {there} layers with parameters; trace at least "
+            f"{SHALLOW}"
+        )
+    if depth < there:
+        raise ValueError(f"{layers}: the traced step has {there} layers already, not {depth}")
+    template, more = there // 2, depth - there
+    layouts = [laid_out(gm.graph, numbering, template) for gm in (step.forward, step.backward)]
+    try:
+        forward = Deep(layouts[0], numbering, more)
+        backward = Deep(layouts[1], numbering, more, forward.renamed)
+    except KeyError as error:
+        raise ValueError(f"{layers}: a layer lacks what another refers to: {error}") from error
+    _check_names(step, forward.graph, backward.graph)
+    fqns = list(_deep_fqns(step.fqns, numbering, template, more))
+    rows = {fqn: step.rows[_shallow(fqn, numbering, template, more)] for fqn in fqns}
+    return TracedStep(
+        GraphModule(step.forward, forward.graph),
+        GraphModule(step.backward, backward.graph),
+        tuple(fqns),
+        rows,
+    )
+
+
+def _check_names(step: TracedStep, forward: Graph, backward: Graph) -> None:
+    """See that backward gets from forward, by name, what it got before, for all layers."""
+
+    def unknown(ahead: Graph, behind: Graph) -> int:
+        names = {node.name for node in ahead.nodes}
+        return sum(n.op == "placeholder" and n.name not in names for n in behind.nodes)
+
+    if unknown(forward, backward) != unknown(step.forward.graph, step.backward.graph):
+        raise ValueError("backward gets something of a layer that is not forward's of one layer")
+
+
+def _deep_fqns(
+    fqns: Sequence[str], numbering: Numbering, template: int, more: int
+) -> Iterator[str]:
+    repeated = [fqn for fqn in fqns if numbering.of(fqn) == template]
+    for fqn in fqns:
+        layer = numbering.of(fqn)
+        if fqn in repeated[:1]:
+            yield from (numbering.moved(f, by) for by in range(more + 1) for f in repeated)
+        elif layer != template:
+            yield numbering.moved(fqn, more if layer is not None and layer > template else 0)
+
+
+def _shallow(fqn: str, numbering: Numbering, template: int, more: int) -> str:
+    """The parameter of the traced step that ``fqn`` is like."""
+    layer = numbering.of(fqn)
+    if layer is None or layer < template:
+        return fqn
+    return numbering.moved(fqn, -min(more, layer - template))
+
+
+def trace_deep(
+    traced: Callable[[int], tuple[TracedStep, nn.Module]], layers: str, depth: int
+) -> tuple[TracedStep, int]:
+    """Trace a step, layers that are alike once.
+
+    Args:
+        traced: traces the model with that many layers; returns the step and the wrapped model.
+        layers: FQN of the list of layers.
+        depth: how many there are.
+
+    Returns:
+        The step, and the bytes of this rank's shards.
+    """
+    step, model = traced(min(depth, SHALLOW))
+    nbytes = local_nbytes(model.parameters())
+    if depth <= SHALLOW:
+        return step, nbytes
+    numbering = Numbering(layers)
+    try:
+        deep = deepen(step, layers, depth)
+    except ValueError as error:
+        log.warning("%s; tracing all %d layers", error, depth)
+        step, model = traced(depth)
+        return step, local_nbytes(model.parameters())
+    one = (p for fqn, p in model.named_parameters() if numbering.of(fqn) == SHALLOW // 2)
+    return deep, nbytes + (depth - SHALLOW) * local_nbytes(one)

@@ -1,0 +1,134 @@
+"""Sizes of shards as formulas of the number of ranks.
+
+A graph is traced as one rank of a few. For another number of them its shards have other rows, its
+collectives other sizes, and all else is the same: if the rows of each parameter divide among the
+ranks in both cases, or in neither, where shards are padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+
+from inductor_passes.ir.program import Collective, Op, Program
+from inductor_passes.ir.sizes import Size
+
+
+@dataclass(frozen=True)
+class RankFormulas:
+    """How many ranks there are, and how parameters are spread over them.
+
+    Attributes:
+        groups: the number of ranks of each process group as a formula, by the group's name.
+        rows: of each full parameter, by FQN: the size of the dimension that is sharded.
+    """
+
+    groups: Mapping[str, sympy.Expr]
+    rows: Mapping[str, int]
+
+
+def with_ranks(program: Program, formulas: RankFormulas) -> tuple[Program, set[sympy.Basic]]:
+    """A graph as it was read, with Sizes for its shards and collectives, and what must hold."""
+    spread = _Spread(program, formulas)
+    ops = tuple(spread.op(op) for op in program.ops)
+    return replace(program, ops=ops, buffers=spread.buffers), spread.holds
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a parameter, here and as formulas of the number of ranks."""
+
+    fqn: str
+    shard: Size
+    padded: int
+
+    def of_shard(self, nbytes: int) -> Size:
+        return nbytes // int(self.shard) * self.shard
+
+    def of_padded(self, nbytes: int) -> int:
+        return nbytes // int(self.padded) * self.padded
+
+
+class _Spread:
+    def __init__(self, program: Program, formulas: RankFormulas) -> None:
+        self.program, self.formulas = program, formulas
+        self.buffers = dict(program.buffers)
+        self.shards: dict[str, _Rows] = {}
+        self.holds: set[sympy.Basic] = set()
+        self.aliases: dict[str, list[str]] = {}
+        for name, buffer in program.buffers.items():
+            self.aliases.setdefault(buffer.storage, []).append(name)
+
+    def op(self, op: Op) -> Op:
+        c = op.collective
+        if c is None or c.group not in self.formulas.groups:
+            self._follow(op)
+            return op
+        rows = self._rows(c)
+        nbytes = c.nbytes
+        if rows is not None and c.kind == "gather":
+            self._prepared(op, rows)
+            self._pad(op.writes, rows)
+            nbytes = rows.of_padded(nbytes)
+        elif rows is not None and c.kind == "reduce":
+            self._pad(op.reads, rows)
+            self._shard(op.writes, rows)
+            nbytes = rows.of_padded(nbytes)
+        elif c.kind == "all_reduce":
+            self._follow(op)
+            nbytes = sum(self.buffers[name].nbytes for name in op.reads)
+        ranks = Size(c.ranks, self.formulas.groups[c.group])
+        return replace(op, collective=replace(c, nbytes=nbytes, ranks=ranks))
+
+    def _rows(self, c: Collective) -> _Rows | None:
+        """Those of the parameter that a collective carries; None if it is not sharded."""
+        rows = self.formulas.rows.get(c.fqns[0], 0) if len(c.fqns) == 1 else 0
+        if not rows or c.kind not in ("gather", "reduce"):
+            return None
+        ranks = self.formulas.groups[c.group]
+        rest = sympy.Mod(rows, ranks)
+        if rows % c.ranks == 0:
+            self.holds.add(sympy.Eq(rest, 0))
+            return _Rows(c.fqns[0], Size(rows // c.ranks, rows / ranks), rows)
+        self.holds.add(sympy.Ne(rest, 0))
+        each = -(-rows // c.ranks)
+        formula = sympy.ceiling(rows / ranks)
+        return _Rows(c.fqns[0], Size(each, formula), Size(each * c.ranks, formula * ranks))
+
+    def _prepared(self, gather: Op, rows: _Rows) -> None:
+        """What a gather sends, and what that was made of."""
+        names = list(gather.reads)
+        while names:
+            name = names.pop()
+            if name not in self.shards:
+                self._shard([name], rows)
+                at = self.program.writer.get(name)
+                names += self.program.ops[at].reads if at is not None else ()
+
+    def _shard(self, names: Iterable[str], rows: _Rows) -> None:
+        """Give those that are whole rows a shard's rows; a scale, say, is the same on any rank."""
+        for name in names:
+            buffer = self.program.buffers[name]
+            if buffer.nbytes and buffer.nbytes % (int(rows.shard) * buffer.itemsize) == 0:
+                self.shards[name] = rows
+                self._resize(name, rows.of_shard(buffer.nbytes))
+
+    def _pad(self, names: Sequence[str], rows: _Rows) -> None:
+        """Full parameters or gradients with their padding; what has another size is a slice."""
+        sizes = [self.program.buffers[name].nbytes for name in names]
+        for name, nbytes in zip(names, sizes, strict=True):
+            for alias in self.aliases[self.program.buffers[name].storage]:
+                if self.program.buffers[alias].nbytes == nbytes:
+                    self._resize(alias, rows.of_padded(nbytes))
+
+    def _follow(self, op: Op) -> None:
+        """What is made of one parameter's shards alone is as long as they are."""
+        read = [name for name in op.reads if self.program.buffers[name].nbytes]
+        found = {self.shards[name].fqn for name in read if name in self.shards}
+        if len(found) == 1 and all(name in self.shards for name in read):
+            self._shard(op.writes, self.shards[read[0]])
+
+    def _resize(self, name: str, nbytes: int) -> None:
+        self.buffers[name] = replace(self.buffers[name], nbytes=nbytes)

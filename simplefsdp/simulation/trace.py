@@ -1,0 +1,114 @@
+"""The graphs of a training step without running it: for planning a cluster that is not at hand.
+
+Inside a ``FakeTensorMode`` and a fake process group no tensor has memory and no collective a peer,
+so that the largest model, as any rank count sees it, is traced on a laptop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from inductor_passes.adapters.unrounded import write_sums_unrounded
+from inductor_passes.rehearsal import no_garbage_collection
+from simplefsdp import _torch
+from simplefsdp.compiler.dedupe import dedupe_gathers
+from simplefsdp.compiler.recompute import tag_for_recompute, tag_gather_chains
+from simplefsdp.frontend.control import change_specs
+
+
+class TracedStep(NamedTuple):
+    """The graphs of one step, as the passes get them.
+
+    Attributes:
+        forward: from inputs and shards to the outputs and what backward needs.
+        backward: from those and the outputs' gradients to the shards' gradients.
+        fqns: of the parameters that are gathered, in the order of the forward's first reads.
+        rows: of each of them, the full tensor's size of dimension 0, which is sharded; 0 if it
+            is not.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    fqns: tuple[str, ...]
+    rows: Mapping[str, int]
+
+
+def averaging(model: nn.Module, averages: bool) -> None:
+    """Have a wrapped model, which is traced on a CPU, send gradients as the planned machine does.
+
+    Args:
+        model: wrapped.
+        averages: the machine's communication averages by itself, see
+            :class:`inductor_passes.machine.cluster.Cluster`.
+    """
+    change_specs(model, {"averages": averages})
+
+
+class UntraceableError(ValueError):
+    """A model has no graphs to plan, as it was wrapped."""
+
+
+class _TracedError(Exception):
+    """Ends a call whose graphs are all that is wanted: to run them, even fake, takes as long as to
+    trace them."""
+
+
+def _stop(*_: object) -> NoReturn:
+    raise _TracedError
+
+
+def trace(model: nn.Module, *inputs: object, on_cpu: bool = False) -> TracedStep:
+    """Trace forward and backward of a wrapped model.
+
+    Args:
+        model: wrapped by :func:`simplefsdp.simple_fsdp`. What its forward returns
+            is differentiated. If its parameters are fake tensors, nothing is computed; call this
+            inside their mode.
+        inputs: of the model, fake likewise.
+        on_cpu: the planned machine computes on CPUs, where the outputs of attention are kept
+            instead of recomputed (:func:`simplefsdp.compiler.recompute.save_cpu_random_ops`), and
+            sums of gradients are rounded before they are reduced in fp32.
+
+    Raises:
+        UntraceableError: nothing of the model is sharded, or nothing is differentiable, or
+            ``reshard_after_forward`` is left open.
+    """
+    graphs: dict[bool, GraphModule] = {}
+    rows: dict[str, int] = {}
+    undecided: list[str] = []
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        specs = dedupe_gathers(gm)
+        rows.update((spec.fqn, spec.rows) for spec in specs)
+        undecided.extend(s.fqn for s in specs if s.reshard_after_forward == "auto")
+        tag = tag_for_recompute if on_cpu else tag_gather_chains
+        graphs.update(_torch.graphs_of(gm, example_inputs, tag))
+        for graph in graphs.values():
+            write_sums_unrounded(graph.graph, torch.device("cpu" if on_cpu else "cuda"))
+        return _stop
+
+    # Every trace is a compilation of the same code for Dynamo, which gives up after a few.
+    unlimited = torch._dynamo.config.patch(
+        recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20
+    )
+    with no_garbage_collection(), unlimited, contextlib.suppress(_TracedError):
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs)
+    if not rows:
+        raise UntraceableError(
+            f"model: no parameter of this {type(model).__name__} is sharded; wrap it by "
+            "simplefsdp.simple_fsdp(model, mesh) first"
+        )
+    if undecided:
+        raise UntraceableError(
+            f"{undecided[0]}: wrapped with reshard_after_forward='auto', which is decided when the "
+            "model is compiled for a cluster; to trace it, wrap with True or False"
+        )
+    if True not in graphs:
+        raise UntraceableError("model: its output needs no gradient; there is no backward to trace")
+    return TracedStep(graphs[False], graphs[True], tuple(rows), rows)
