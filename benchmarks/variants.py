@@ -6,6 +6,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from cluster_here import cluster_here
@@ -165,26 +166,41 @@ def _fsdp2(load: Workload, *, compiled: bool) -> Variant:
     return Variant(name, model, dict(model.named_parameters()), model)
 
 
-def _wrapped(load: Workload) -> nn.Module:
-    mode = "fully_shard" if load.mesh.ndim == 1 else "hybrid_shard"
-    return simple_fsdp(load.model(), load.mesh, mode=mode, mp_policy=load.policy())
+def _wrapped(load: Workload, reshard: bool | Literal["auto"] = True) -> nn.Module:
+    return simple_fsdp(
+        load.model(),
+        load.mesh,
+        mode="fully_shard" if load.mesh.ndim == 1 else "hybrid_shard",
+        mp_policy=load.policy(),
+        reshard_after_forward=reshard,
+    )
 
 
 def _simplefsdp(
-    load: Workload, *, name: str, options: dict[str, object], adjust: Adjust | None = None
+    load: Workload,
+    *,
+    name: str,
+    options: dict[str, object],
+    adjust: Adjust | None = None,
+    reshard: bool | Literal["auto"] = True,
 ) -> Variant:
-    model = _wrapped(load)
+    model = _wrapped(load, reshard)
     backend = functools.partial(simplefsdp, options=options, adjust=adjust)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     return Variant(name, compiled, dict(model.named_parameters()), model)
 
 
 def _auto(
-    load: Workload, *, name: str = "auto", adjust: Adjust | None = None, **options: object
+    load: Workload,
+    *,
+    name: str = "auto",
+    adjust: Adjust | None = None,
+    reshard: bool | Literal["auto"] = True,
+    **options: object,
 ) -> Variant:
     """Planned for this machine and this wire."""
     options = {"bucketing": "auto", "cluster": cluster_here(load.row, load.device), **options}
-    return _simplefsdp(load, name=name, options=options, adjust=adjust)
+    return _simplefsdp(load, name=name, options=options, adjust=adjust, reshard=reshard)
 
 
 def _greedily(settings: Settings) -> Settings:
@@ -233,6 +249,7 @@ BUILDERS: dict[str, Callable[[Workload], Variant]] = {
     # Not in the default list: for choosing the defaults.
     "manual_regions": _options("manual_regions", bucketing="manual", executor="regions"),
     "auto_regions": functools.partial(_auto, name="auto_regions", executor="regions"),
+    "auto_keeps": functools.partial(_auto, name="auto_keeps", reshard="auto"),
     "auto_cudagraphs": functools.partial(_auto, name="auto_cudagraphs", cudagraphs=True),  # CUDA
     "greedy": functools.partial(_auto, name="greedy", adjust=_greedily),
     "none_reorder": _options("none_reorder", bucketing="none", reorder=True),
