@@ -149,8 +149,13 @@ def distribute(plain: Any, mode: Mode, variant: str, options: Options) -> Callab
 
 
 def launched(profile: Any) -> dict[str, int]:
-    """Collectives by kind; those that a functional one calls are a part of it."""
-    names = Counter(event.name for event in profile.events())
+    """Collectives by kind; one that another calls is a part of it (see _torch/gloo.py)."""
+    parts = tuple(part for prefixes in LAUNCHES.values() for part in prefixes)
+    names = Counter(
+        event.name
+        for event in profile.events()
+        if event.cpu_parent is None or not event.cpu_parent.name.startswith(parts)
+    )
     counts = {}
     for kind, prefixes in LAUNCHES.items():
         by_prefix = [sum(n for name, n in names.items() if name.startswith(p)) for p in prefixes]

@@ -120,7 +120,7 @@ def _scale_cell(v: dict[str, Any] | None) -> str:
     return f"{v['to_bound']:.3f}, {v['exposed_ms']:.0f}, {v['peak_gb']:.1f}{too_much}"
 
 
-ACCUMULATE = ("accumulate", "accumulate_default")
+ACCUMULATE = ("accumulate", "accumulate_default", "accumulate_keeps")
 LAUNCHES = {"gathers": "gather", "reduces": "reduce", "all-reduces": "all_reduce"}
 
 
