@@ -412,8 +412,34 @@ def other_parameters(model):
     model.load_state_dict(model.state_dict(), assign=True)
 
 
+def moved(model):
+    model.to("cpu")
+
+
+def there_and_back(model):
+    model.double().float()
+
+
+def loaded_by_swap(model):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(model.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+BETWEEN = [
+    evaluation,
+    forward_without_backward,
+    other_parameters,
+    moved,
+    there_and_back,
+    loaded_by_swap,
+]
+
+
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
-@pytest.mark.parametrize("between", [evaluation, forward_without_backward, other_parameters])
+@pytest.mark.parametrize("between", BETWEEN)
 def test_what_waits_is_known_whatever_comes_between(solo_mesh, executor, between):
     plain = nn.Sequential(Mlp())
     model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
@@ -426,6 +452,57 @@ def test_what_waits_is_known_whatever_comes_between(solo_mesh, executor, between
     model.finalize_backward()
     mean(plain(*rows(0))).backward()
     check_grads(plain, model)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+@pytest.mark.parametrize("change", [moved, there_and_back])
+def test_the_last_backward_takes_along_what_moved(solo_mesh, executor, change):
+    plain = nn.Sequential(Mlp())
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    run = run_of(model, executor)
+    model.set_requires_gradient_sync(False)
+    change(model)  # before the first forward, too
+    mean(run(*rows(0))).backward()
+    change(model)
+    model.set_requires_gradient_sync(True)
+    mean(run(*rows(1))).backward()
+    for number in range(2):
+        mean(plain(*rows(number))).backward()
+    check_grads(plain, model)
+
+
+class Sometimes(nn.Module):
+    """A layer that is dropped, but read: no gradient comes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM)
+
+    def forward(self, x, drop):
+        x = x.to(self.layer.weight.dtype)
+        return self.head(x if drop else self.layer(x))
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager", "inductor"])
+def test_what_the_last_backward_has_no_gradient_of_still_waits(solo_mesh, executor):
+    plain = Sometimes()
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    run = run_of(model, executor)
+    for number, drop in enumerate((False, True)):
+        with microbatch(model, is_last=drop):
+            mean(run(*rows(number), drop)).backward()
+        mean(plain(*rows(number), drop)).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="wait to be reduced"):
+        optimizer.step()
+    model.finalize_backward()
+    check_grads(plain, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    for number in range(2):  # dropped throughout: there is nothing to miss
+        with microbatch(model, is_last=number == 1):
+            mean(run(*rows(number), True)).backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])

@@ -279,7 +279,7 @@ def test_all_public_names_are_there_when_asked_for() -> None:
         _ = simplefsdp.nothing
 
 
-@pytest.mark.parametrize("asked", ["rank_guard.RankMismatchError", "models.Llama", "options"])
+@pytest.mark.parametrize("asked", ["rank_guard.RankMismatchError", "models.Llama", "compiler"])
 def test_a_file_is_there_when_asked_for(asked: str) -> None:
     """Once all of them were, as the package imported them."""
     code = f"import simplefsdp; simplefsdp.{asked}"

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHand
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp, unsharded
+from simplefsdp.frontend.accumulation import Sync, sync_of
 from simplefsdp.rank_guard import RankMismatchError
 
 
@@ -184,6 +185,44 @@ def test_one_of_two_that_are_tied_is_resharded(solo_mesh):
     assert not model["one"](torch.ones(1, 4)).any()
 
 
+def moved(one, whole):
+    one.to("cpu")  # swaps the tensors of its parameters, though they are there
+
+
+def loaded_by_swap(one, whole):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        one.load_state_dict(one.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("swap", [moved, loaded_by_swap])
+def test_one_of_two_that_are_tied_is_swapped(solo_mesh, swap):
+    model = nn.ModuleDict({"one": nn.Linear(4, 4, bias=False), "other": nn.Linear(4, 4)})
+    model["other"].weight = model["one"].weight
+    simple_fsdp(model, solo_mesh)
+    model.unshard()
+    swap(model["one"], model)
+    with torch.no_grad():
+        model["one"].weight.zero_()
+        model["other"].bias.zero_()
+    assert not model["other"](torch.ones(1, 4)).any()
+    assert not model["one"](torch.ones(1, 4)).any()
+
+
+def test_of_a_copy_nothing_is_kept(solo_mesh):
+    model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
+    model.unshard()
+    other = copy.deepcopy(model)
+    for param in other.parameters():
+        torch._foreach_zero_([param.to_local().detach()])
+        param.data.zero_()  # as torch's average of weights does, unseen
+    assert not other(torch.ones(2, DIM)).any()
+    other.unshard()
+    assert not other(torch.ones(2, DIM)).any() and model(torch.ones(2, DIM)).any()
+
+
 def test_unshard_for_inference_and_then_train(solo_mesh):
     model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
     with torch.inference_mode():
@@ -265,8 +304,40 @@ def test_bad_arguments_are_named(fake_mesh):
         model.set_gradient_divide_factor("2")
     with pytest.raises(ValueError, match="factor: expected a number > 0, got 0"):
         model.set_gradient_divide_factor(0)
+    model.set_force_sum_reduction_for_comms(False)  # as it is
+    model.set_force_sum_reduction_for_comms(True)
     with pytest.raises(ValueError, match="enable: expected True"):
         model.set_force_sum_reduction_for_comms(False)
+
+
+def test_a_factor_of_an_inner_module_stays(fake_mesh):
+    model = simple_fsdp(nn.Sequential(Mlp(), Mlp()), fake_mesh(2))
+    model[0].set_gradient_divide_factor(8.0)
+    model.set_gradient_divide_factor(2.0)
+
+    def factors(part):
+        layouts = (m.__dict__["_simple_fsdp_layouts"] for m in part.modules())
+        return {layout.spec.divide_factor for each in layouts for layout in each.values()}
+
+    assert (factors(model[0]), factors(model[1])) == ({8.0}, {2.0})
+    model[0].set_gradient_divide_factor(4.0)
+    assert factors(model[0]) == {4.0}
+
+
+def test_gradient_sync_takes_the_all_reduce_along(fake_mesh):
+    model = simple_fsdp(nn.Sequential(Mlp()), fake_mesh(2))
+    model.set_requires_all_reduce(False)
+    model.set_requires_gradient_sync(True)
+    assert sync_of(model) == Sync()
+
+
+@pytest.mark.parametrize("call", ["unshard", "set_reshard_after_backward"])
+def test_what_has_no_values_is_not_kept(fake_mesh, call):
+    with torch.device("meta"):
+        model = nn.Sequential(Mlp())
+    simple_fsdp(model, fake_mesh(2))
+    with pytest.raises(ValueError, match=r"0\.\S+: is on the meta device; call .*init_weights"):
+        getattr(model, call)(*([False] if call != "unshard" else []))
 
 
 def test_a_wrapped_module_is_no_fsdp_module(fake_mesh):

@@ -9,6 +9,7 @@ import pickle
 import pickletools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import inductor_passes
+import simplefsdp
 from inductor_passes.passes import ImposeOrder
 from inductor_passes.transform.order import OverlapPolicy
 from simplefsdp import simple_fsdp
@@ -149,6 +152,13 @@ def test_sources_are_part_of_the_id(monkeypatch):
     before = cache_key.identity(settings)
     monkeypatch.setattr(cache_key, "sources", lambda: "others")
     assert cache_key.identity(settings) != before
+
+
+def test_all_sources_are():
+    hashed = {Path(file) for file in cache_key.source_files()}
+    packages = [Path(p.__file__).parent for p in (simplefsdp, inductor_passes)]
+    assert hashed == {file for path in packages for file in path.rglob("*.py")}
+    assert packages[0] / "frontend" / "gather.py" in hashed
 
 
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])

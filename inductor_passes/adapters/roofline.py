@@ -1,4 +1,4 @@
-"""What the ops of an FX graph do, for :class:`~.cluster.ClusterCost` to price."""
+"""What the ops of an FX graph do, for :class:`.ClusterCost` to price."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ says what moved, when a new release of PyTorch moves it.
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplefsdp._torch.autograd import accumulates, backward_nodes
+from simplefsdp._torch.autograd import accumulates, backward_nodes, reached
 from simplefsdp._torch.backends import (
     CompiledFunction,
     GraphCompiler,
@@ -88,6 +88,7 @@ __all__ = [
     "Passes",
     "TorchDispatchMode",
     "accumulates",
+    "reached",
     "annotate_backward",
     "assigns_data",
     "backward_nodes",

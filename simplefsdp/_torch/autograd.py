@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,16 @@ def backward_nodes(outputs: Any) -> Iterator[Node]:
         if node is not None:
             found.add(node)
     yield from found
+
+
+def reached(node: Node, gradients: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The leaves that a node's gradients of its inputs, which its hook is given, go to."""
+    for (after, _), gradient in zip(node.next_functions, gradients, strict=True):
+        leaf = after
+        while leaf is not None and not hasattr(leaf, "variable"):  # a view of one, say
+            leaf = leaf.next_functions[0][0] if leaf.next_functions else None
+        if leaf is not None and gradient is not None:
+            yield leaf.variable
 
 
 def accumulates(param: torch.Tensor) -> bool:

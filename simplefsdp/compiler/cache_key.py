@@ -18,6 +18,11 @@ def identity(settings: Settings | None) -> str:
 
 @functools.cache
 def sources() -> str:
-    """A hash of the sources of this package and of the passes."""
-    packages = [Path(__file__).parent, Path(inductor_passes.__file__).parent]
-    return _torch.hash_of_files(sorted(str(f) for path in packages for f in path.rglob("*.py")))
+    """A hash of the sources of all of ``simplefsdp`` and of the passes."""
+    return _torch.hash_of_files(source_files())
+
+
+def source_files() -> list[str]:
+    """The files of which code that a cache holds may come."""
+    packages = [Path(_torch.__file__).parents[1], Path(inductor_passes.__file__).parent]
+    return sorted(str(f) for path in packages for f in path.rglob("*.py"))

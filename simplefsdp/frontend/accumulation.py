@@ -14,22 +14,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from simplefsdp._torch import accumulates, backward_nodes, local_tensor
-from simplefsdp.frontend.gather import Deferral, padded_rows, reduce_deferred
+from simplefsdp._torch import accumulates, backward_nodes, local_tensor, reached
+from simplefsdp.frontend.gather import Deferral, GatherSpec, padded_rows, reduce_deferred
 from simplefsdp.frontend.placement import dtensor_like
+from simplefsdp.frontend.waiting import SUMS, Sums, watch_optimizers
 from simplefsdp.frontend.wrapped import DEFERRALS, LAYOUTS, ParameterLayout, is_wrapped, shards_of
 from simplefsdp.rank_guard import agree, ranks_of_model
 
 _SYNC = "_simple_fsdp_sync"  # on a wrapped module: what its next backward reduces
-_SUMS = "_simple_fsdp_sums"  # on a shard: what was not reduced
 
 
 class Sync(NamedTuple):
@@ -42,18 +40,6 @@ class Sync(NamedTuple):
 
     gradients: bool = True
     copies: bool = True
-
-
-@dataclass
-class _Sums:
-    """One parameter's gradients that are not reduced, see :class:`~.gather.Deferral`."""
-
-    unreduced: Tensor | None = None
-    partial: Tensor | None = None
-    waiting: bool = False  # a backward added to them, and none has reduced them since
-
-    def __deepcopy__(self, memo: object) -> _Sums:
-        return _Sums()  # a copied parameter has no gradient of the original's
 
 
 def deferral_of(module: nn.Module, name: str) -> dict[str, Any]:
@@ -78,7 +64,7 @@ def set_sync(syncs: Iterable[tuple[nn.Module, Sync]]) -> None:
     made = [(module, sync, _deferrals(module, sync)) for module, sync in syncs]
     for module, sync, deferrals in made:
         if sync != Sync():
-            _watch_optimizers()
+            watch_optimizers()
         module.__dict__ |= {_SYNC: sync, DEFERRALS: deferrals}
 
 
@@ -96,19 +82,52 @@ def _deferrals(module: nn.Module, sync: Sync) -> dict[str, dict[str, Any]]:
 def carry_over(module: nn.Module, name: str, param: Tensor | None) -> None:
     """Let ``param``, which is about to become a parameter of ``module``, have what the one before
     it deferred; the module goes on to write there."""
-    sums = getattr(module._parameters.get(name), "__dict__", {}).get(_SUMS)
+    sums = getattr(module._parameters.get(name), "__dict__", {}).get(SUMS)
     if sums is not None and param is not None:
-        param.__dict__[_SUMS] = sums
+        param.__dict__[SUMS] = sums
+
+
+@contextmanager
+def sums_stay(module: nn.Module, emptied: bool = False) -> Iterator[None]:
+    """Around what may swap the tensors of the own parameters of ``module``, and their marks.
+
+    Args:
+        module: whose sums follow its parameters to their device and dtype.
+        emptied: whether the parameters lose their values; then the sums are zero.
+    """
+    before = [(p, p.__dict__[SUMS]) for _, p in shards_of(module) if SUMS in p.__dict__]
+    yield
+    layouts = {id(module._parameters.get(n)): x for n, x in module.__dict__[LAYOUTS].items()}
+    for param, sums in before:
+        if id(param) not in layouts:  # another one was assigned, see carry_over
+            continue
+        param.__dict__[SUMS] = sums
+        if emptied or param.is_meta:
+            _zero(sums)
+        dtype = _sum_dtype(param, layouts[id(param)].spec)
+        for name in ("unreduced", "partial"):
+            tensor = getattr(sums, name)
+            if tensor is not None:
+                moved = None if param.is_meta else tensor.to(param.device, dtype)
+                setattr(sums, name, moved)
+    if before and not any(param.is_meta for param, _ in before):
+        begin_anew(module)
 
 
 def begin_anew(module: nn.Module) -> None:
-    """Give a copied module, whose parameters have sums of their own, graphs that write to them."""
+    """Give a module whose parameters have other sums than before graphs that write to them."""
     if _SYNC in module.__dict__:
         set_sync([(module, sync_of(module))])
 
 
+def _sum_dtype(param: DTensor, spec: GatherSpec) -> torch.dtype:
+    if not param.dtype.is_floating_point:  # a complex one keeps its dtype in gather and reduce
+        return param.dtype
+    return spec.reduce_dtype or spec.param_dtype or param.dtype
+
+
 def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
-    sums: _Sums = param.__dict__.setdefault(_SUMS, _Sums())
+    sums: Sums = param.__dict__.setdefault(SUMS, Sums())
     spec, local = layout.spec, local_tensor(param)
 
     def zeros(rows: int) -> Tensor:
@@ -118,11 +137,8 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
                 "a checkpoint, before gradients are accumulated"
             )
         shape = (rows, *local.shape[1:]) if spec.rows else local.shape
-        dtype = param.dtype  # which a complex one keeps in gather and reduce
-        if dtype.is_floating_point:
-            dtype = spec.reduce_dtype or spec.param_dtype or dtype
         with torch.inference_mode(False):
-            return local.new_zeros(shape, dtype=dtype, requires_grad=False)
+            return local.new_zeros(shape, dtype=_sum_dtype(param, spec), requires_grad=False)
 
     if not sync.gradients:
         if sums.unreduced is None:
@@ -157,7 +173,7 @@ def noting_backwards(
         params = [(args[place], goal) for place, goal in until.items()]
         for node in backward_nodes(outputs):
             node.register_prehook(functools.partial(_refuse_other_inputs, params))
-            node.register_hook(functools.partial(_note_backward, params))
+            node.register_hook(functools.partial(_note_compiled_backward, params, node))
         return outputs
 
     return call
@@ -165,14 +181,22 @@ def noting_backwards(
 
 def note_backward(full: Tensor, param: Tensor, until: str) -> None:
     """Have the backward of a gather that was run eagerly note what it does with the gradient."""
-    if full.grad_fn is not None and _SUMS in param.__dict__:
+    if full.grad_fn is not None and SUMS in param.__dict__:
         full.grad_fn.register_prehook(functools.partial(_refuse_other_inputs, [(param, until)]))
         full.grad_fn.register_hook(functools.partial(_note_backward, [(param, until)]))
 
 
+def _note_compiled_backward(
+    params: Iterable[tuple[Tensor, str]], node: Any, gradients: Sequence[Any], _: Any
+) -> None:
+    """What got no gradient has its sum neither taken along nor reduced."""
+    there = {id(param) for param in reached(node, gradients)}
+    _note_backward((p, until) for p, until in params if until != "all" or id(p) in there)
+
+
 def _note_backward(params: Iterable[tuple[Tensor, str]], *_: Any) -> None:
     for param, until in params:
-        sums = param.__dict__.get(_SUMS)
+        sums = param.__dict__.get(SUMS)
         if sums is not None:
             sums.waiting = until != "all"
 
@@ -191,13 +215,13 @@ def drop_deferred(model: nn.Module) -> None:
     """Forget the gradients that wait to be reduced."""
     for module in model.modules():
         for param in module._parameters.values():
-            sums = None if param is None else param.__dict__.get(_SUMS)
+            sums = None if param is None else param.__dict__.get(SUMS)
             if sums is not None:
                 _zero(sums)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _zero(sums: _Sums) -> None:
+def _zero(sums: Sums) -> None:
     # In place: backwards that are still to come write to these tensors.
     for tensor in (sums.unreduced, sums.partial):
         if tensor is not None:
@@ -215,11 +239,11 @@ def reduce_now(model: nn.Module) -> None:
     Raises:
         RankMismatchError: other ranks wait for gradients of other parameters.
     """
-    found: dict[int, tuple[DTensor, ParameterLayout, _Sums]] = {}
+    found: dict[int, tuple[DTensor, ParameterLayout, Sums]] = {}
     for module in model.modules():
         layouts = module.__dict__.get(LAYOUTS, {})
         for name, shard in shards_of(module) if is_wrapped(module) else ():
-            sums = shard.__dict__.get(_SUMS)
+            sums = shard.__dict__.get(SUMS)
             if name in layouts and sums is not None and sums.waiting:
                 found[id(shard)] = (shard, layouts[name], sums)
     lines = [layout.spec.fqn for _, layout, _ in found.values()]
@@ -229,7 +253,7 @@ def reduce_now(model: nn.Module) -> None:
         _reduce_now(param, layout, sums)
 
 
-def _reduce_now(param: DTensor, layout: ParameterLayout, sums: _Sums) -> None:
+def _reduce_now(param: DTensor, layout: ParameterLayout, sums: Sums) -> None:
     local = local_tensor(param)
     deferral = Deferral("all", sums.unreduced, sums.partial)
     reduced = reduce_deferred(local.shape[0] if local.dim() else 0, layout.spec, deferral)
@@ -281,47 +305,3 @@ def microbatch(model: nn.Module, *, is_last: bool) -> Iterator[None]:
         return
     with deferring(model):
         yield
-
-
-def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
-    """Refuse to use gradients of which a part is not reduced.
-
-    Raises:
-        ValueError: there are such.
-    """
-    for param in params:
-        sums = param.__dict__.get(_SUMS)
-        if sums is not None and sums.waiting:
-            raise ValueError(
-                f"{what}: gradients of a parameter of shape {tuple(param.shape)} wait to be "
-                "reduced over ranks, and would be missed: no backward has reduced them. Call "
-                "model.set_requires_gradient_sync(True) before the forward of the last "
-                "micro-batch, not only before its backward; or model.finalize_backward() now"
-            )
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse_step)
-
-
-def _refuse_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before a step, or after the closure that it calls: Lightning's runs the last micro-batch."""
-    if torch.compiler.is_compiling():
-        return None
-    params: Sequence[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        refuse_waiting(params, type(optimizer).__name__)
-        return None
-
-    def closure_and_check() -> Any:
-        loss = closure()
-        refuse_waiting(params, type(optimizer).__name__)
-        return loss
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure_and_check}
-    return (args[0], closure_and_check, *args[2:]), kwargs

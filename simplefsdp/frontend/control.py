@@ -23,6 +23,9 @@ from simplefsdp.frontend import kept
 from simplefsdp.frontend.accumulation import deferring, drop_deferred, reduce_now, set_sync, sync_of
 from simplefsdp.frontend.wrapped import LAYOUTS, ParameterLayout, is_wrapped, set_layouts
 
+_FACTOR = "_simple_fsdp_factor"  # on a module that set_gradient_divide_factor was called on
+_SUMS_ONLY = "_simple_fsdp_sums_only"  # on one where set_force_sum_reduction_for_comms was enabled
+
 
 def set_requires_gradient_sync(
     self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True
@@ -36,7 +39,8 @@ def set_requires_gradient_sync(
         ValueError: a parameter is on the meta device.
     """
     _check_bool("requires_gradient_sync", requires_gradient_sync)
-    _replace_sync(self, recurse, gradients=requires_gradient_sync)
+    # As FSDP2: also over copies, whatever ``set_requires_all_reduce`` said before.
+    _replace_sync(self, recurse, gradients=requires_gradient_sync, copies=requires_gradient_sync)
 
 
 def set_requires_all_reduce(
@@ -83,6 +87,11 @@ def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
     nn.Module.zero_grad(self, set_to_none)
 
 
+def reset_iter_state(self: nn.Module) -> None:
+    """After an exception in forward or backward: drop the gradients that wait to be reduced."""
+    drop_deferred(self)
+
+
 def set_reshard_after_forward(
     self: nn.Module, reshard_after_forward: bool, recurse: bool = True
 ) -> None:
@@ -92,7 +101,7 @@ def set_reshard_after_forward(
         TypeError: not a bool.
     """
     _check_bool("reshard_after_forward", reshard_after_forward)
-    change_specs(self, {"reshard_after_forward": reshard_after_forward}, recurse)
+    change_specs(_wrapped(self, recurse), {"reshard_after_forward": reshard_after_forward})
 
 
 def set_reshard_after_backward(
@@ -131,6 +140,8 @@ def reshard(self: nn.Module) -> None:
 def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
     """Divide the sum of gradients over all data-parallel ranks by that; 1: a sum, no average.
 
+    Modules inside that were given a factor of their own before keep it, as under FSDP2.
+
     Raises:
         TypeError: not a number.
         ValueError: not positive.
@@ -139,7 +150,8 @@ def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
         raise TypeError(f"factor: expected a number, got {type(factor).__name__}")
     if not factor > 0:
         raise ValueError(f"factor: expected a number > 0, got {factor}")
-    change_specs(self, {"divide_factor": float(factor)})
+    change_specs(_up_to(_FACTOR, self), {"divide_factor": float(factor)})
+    self.__dict__[_FACTOR] = True
 
 
 def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
@@ -147,14 +159,18 @@ def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
 
     Raises:
         TypeError: not a bool.
-        ValueError: to be disabled, which needs a new wrap.
+        ValueError: to be disabled after it was enabled, which needs a new wrap.
     """
     _check_bool("enable", enable)
-    if not enable:
+    modules = list(_wrapped(self, recurse=True))
+    if enable:
+        change_specs(modules, {"averages": False})
+        for module in modules:
+            module.__dict__[_SUMS_ONLY] = True
+    elif any(_SUMS_ONLY in module.__dict__ for module in modules):
         raise ValueError(
             "enable: expected True; what averages by itself was decided by simple_fsdp, wrap anew"
         )
-    change_specs(self, {"averages": False})
 
 
 def register_into(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -171,6 +187,7 @@ _METHODS: tuple[Callable[..., Any], ...] = (
     set_is_last_backward,
     no_sync,
     finalize_backward,
+    reset_iter_state,
     set_reshard_after_forward,
     set_reshard_after_backward,
     unshard,
@@ -192,14 +209,24 @@ def _wrapped(module: nn.Module, recurse: bool) -> Iterator[nn.Module]:
     return (m for m in found if is_wrapped(m))
 
 
+def _up_to(mark: str, module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and what is in it, but for modules inside that have ``mark``, and all in them."""
+    if is_wrapped(module):
+        yield module
+    for child in module.children():
+        if mark not in child.__dict__:
+            yield from _up_to(mark, child)
+
+
 def _replace_sync(module: nn.Module, recurse: bool, **fields: bool) -> None:
     set_sync((m, sync_of(m)._replace(**fields)) for m in _wrapped(module, recurse))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def change_specs(module: nn.Module, fields: Mapping[str, Any], recurse: bool = True) -> None:
-    """Change fields of how parameters are gathered and gradients reduced, from now on."""
-    for m in _wrapped(module, recurse):
+def change_specs(modules: Iterable[nn.Module], fields: Mapping[str, Any]) -> None:
+    """Change fields of how the own parameters of ``modules``, which are wrapped, are gathered and
+    their gradients reduced, from now on."""
+    for m in modules:
         layouts: dict[str, ParameterLayout] = m.__dict__[LAYOUTS]
         changed = {k: replace(v, spec=v.spec._replace(**fields)) for k, v in layouts.items()}
         set_layouts(m, changed)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement
 
 from simplefsdp._torch import is_split
-from simplefsdp.frontend.accumulation import refuse_waiting
+from simplefsdp.frontend.waiting import refuse_waiting
 
 
 @torch.no_grad()

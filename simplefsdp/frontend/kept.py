@@ -7,7 +7,8 @@ enough, or for the micro-batches of one step, or for ``generate``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from simplefsdp import rank_guard
 from simplefsdp._torch import local_tensor
+from simplefsdp.frontend import living
 from simplefsdp.frontend.gather import GatherSpec, gather_shard
-from simplefsdp.frontend.wrapped import KEPT, LAYOUTS, is_wrapped
+from simplefsdp.frontend.wrapped import KEPT, LAYOUTS, is_wrapped, shards_of
 
 _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
 
@@ -31,10 +33,8 @@ class _Kept:
     version: int
     readers: int = 0  # modules that read it: a tied parameter has several
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
-        # The module's dict, which is copied too, has the same tensor.
-        full = memo.setdefault(id(self.full), self.full.clone())
-        return _Kept(full, self.spec, -1, self.readers)
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Of a copy nothing is kept: who writes to it does not know of its original's state."""
 
 
 def kept_of(module: nn.Module, name: str) -> Tensor | None:
@@ -51,7 +51,13 @@ def keep(modules: Iterable[nn.Module]) -> None:
             param = module._parameters.get(name)
             if not isinstance(param, DTensor) or name in module.__dict__.get(KEPT, {}):
                 continue
-            if _OF_SHARD not in param.__dict__:
+            if param.is_meta:
+                raise ValueError(
+                    f"{layout.spec.fqn}: is on the meta device; call "
+                    "simplefsdp.init_weights(model), or load a checkpoint, before full parameters "
+                    "are kept (unshard, set_reshard_after_backward(False))"
+                )
+            if param.__dict__.get(_OF_SHARD) is None:
                 full = _gather(param, layout.spec)
                 param.__dict__[_OF_SHARD] = _Kept(full, layout.spec, _version(param))
             kept: _Kept = param.__dict__[_OF_SHARD]
@@ -66,12 +72,39 @@ def free(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for name in module.__dict__.get(KEPT, {}):
             marks = getattr(module._parameters.get(name), "__dict__", {})
-            if _OF_SHARD in marks:
-                marks[_OF_SHARD].readers -= 1
-                if not marks[_OF_SHARD].readers:
+            kept = marks.get(_OF_SHARD)
+            if kept is not None:
+                kept.readers -= 1
+                if not kept.readers:
                     del marks[_OF_SHARD]
-        if is_wrapped(module):
-            module.__dict__[KEPT] = {}
+        forget(module)
+
+
+def forget(module: nn.Module) -> None:
+    """Leave what is kept to others that read it: ``module`` is a copy of one of them."""
+    if is_wrapped(module):
+        module.__dict__[KEPT] = {}
+
+
+def free_everywhere(module: nn.Module) -> None:
+    """Free what is kept of the own parameters of ``module``, also where others read them."""
+    free([module])
+    for _, shard in shards_of(module):
+        if shard.__dict__.get(_OF_SHARD) is not None:
+            free(m for m in living.modules() if id(shard) in map(id, m._parameters.values()))
+
+
+@contextmanager
+def marks_stay(module: nn.Module) -> Iterator[None]:
+    """Around what may swap the tensors of the own parameters of ``module``, and their marks: what
+    is kept of them is gathered anew at the next forward."""
+    before = [(p, p.__dict__[_OF_SHARD]) for _, p in shards_of(module) if _OF_SHARD in p.__dict__]
+    yield
+    own = {id(param) for param in module._parameters.values()}
+    for param, kept in before:
+        if id(param) in own and kept is not None:
+            param.__dict__[_OF_SHARD] = kept
+            kept.version = -1
 
 
 def expect_writes(params: Iterable[Any]) -> None:

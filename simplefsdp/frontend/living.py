@@ -20,6 +20,11 @@ def note(module: nn.Module) -> None:
     _modules[id(module)] = module
 
 
+def modules() -> list[nn.Module]:
+    """All that were noted and are alive."""
+    return list(_modules.values())
+
+
 def remember_fqns(model: nn.Module) -> None:
     """Note the names of all parameters of ``model``, the outermost wrap so far."""
     fqns: set[str] = set()
@@ -35,7 +40,7 @@ def known_fqns(fqns: Collection[str]) -> list[str]:
     Patterns may name what a graph does not read. If no model has all, several wraps are in one
     graph: then of those that have one of them.
     """
-    found = [module.__dict__.get(_NAMES) for module in list(_modules.values())]
+    found = [module.__dict__.get(_NAMES) for module in modules()]
     models = [cast(frozenset[str], names) for names in found if names is not None]
     wanted = set(fqns)
     own = [names for names in models if wanted <= names]
@@ -44,7 +49,7 @@ def known_fqns(fqns: Collection[str]) -> list[str]:
 
 def living_shards() -> Iterator[tuple[str, DTensor]]:
     """Every sharded parameter of every living module, with its FQN."""
-    for module in list(_modules.values()):
+    for module in modules():
         layouts = module.__dict__.get(LAYOUTS, {})
         for name, param in shards_of(module):
             yield (layouts[name].spec.fqn if name in layouts else name), param
@@ -52,12 +57,12 @@ def living_shards() -> Iterator[tuple[str, DTensor]]:
 
 def ignored() -> set[int]:
     """The ``id`` of each parameter of a living model that the user wants left alone."""
-    return ignored_params(m for m in list(_modules.values()) if IGNORED in m.__dict__)
+    return ignored_params(m for m in modules() if IGNORED in m.__dict__)
 
 
 def models_of(params: Iterable[object]) -> Iterator[nn.Module]:
     """The living outermost models that own any of ``params``."""
     wanted = {id(param) for param in params}
-    for module in list(_modules.values()):
+    for module in modules():
         if _NAMES in module.__dict__ and any(id(p) in wanted for p in module.parameters()):
             yield module

@@ -18,13 +18,27 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp._torch import cast_floating_point, run_as_it_is
+from simplefsdp._torch import cast_floating_point, is_to_empty, run_as_it_is
 from simplefsdp.frontend import control, init_flow, living, recurrent, refused, uninitialised
-from simplefsdp.frontend.accumulation import begin_anew, carry_over, deferral_of, note_backward
+from simplefsdp.frontend.accumulation import (
+    begin_anew,
+    carry_over,
+    deferral_of,
+    note_backward,
+    sums_stay,
+)
 from simplefsdp.frontend.after_wrap import check_before_eager_forward
 from simplefsdp.frontend.eager_guard import eager_forward, note_gather
 from simplefsdp.frontend.gather import gather
-from simplefsdp.frontend.kept import expect_writes, free, kept_of, refresh
+from simplefsdp.frontend.kept import (
+    expect_writes,
+    forget,
+    free,
+    free_everywhere,
+    kept_of,
+    marks_stay,
+    refresh,
+)
 from simplefsdp.frontend.reading import OWN, in_forward, marked, marked_own, plain, read_only
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
@@ -93,19 +107,22 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
         self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
         _shard_plain_values(self, state_dict, prefix)
-        cls._load_from_state_dict(self, state_dict, prefix, *args)
+        with sums_stay(self), marks_stay(self):
+            cls._load_from_state_dict(self, state_dict, prefix, *args)
 
     def _save_to_state_dict(self: nn.Module, *args: Any) -> None:
         expect_writes(self._parameters.values())  # a checkpoint may be loaded into what it gives
         cls._save_to_state_dict(self, *args)
 
     def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        free([self])  # of parameters of another dtype, or without values
-        return uninitialised.apply_marking(self, cls._apply, fn, *args, **kwargs)
+        free_everywhere(self)  # of parameters of another dtype, or without values
+        with sums_stay(self, emptied=is_to_empty(fn)):
+            return uninitialised.apply_marking(self, cls._apply, fn, *args, **kwargs)
 
     def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
         cls.__setstate__(self, state)
         living.note(self)  # a copy
+        forget(self)
         begin_anew(self)
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -28,6 +28,11 @@ _INSTEAD = {
     "set_custom_reduce_scatter": _PREFETCH,
     "set_allocate_memory_from_process_group_for_comm": _NO_STREAMS,
     "set_separate_reduce_scatter_group": "pass options={'separate_reduce_group': True}",
+    "set_keep_unsharded_storage": "for CUDA graphs, pass options={'cudagraphs': True}",
+    "set_reduce_scatter_unused_params": "ranks must use the same parameters; where "
+    "one has no input for a module, call it on zeros and add 0 * output",
+    "set_reduce_scatter_max_input_buffers": _NO_STREAMS,
+    "set_symm_mem_for_comm": _NO_STREAMS,
     "summon_full_params": _UNSHARDED,
     "clip_grad_norm_": "use simplefsdp.clip_grad_norm_(model, max_norm)",
 }

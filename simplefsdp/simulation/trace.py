@@ -20,6 +20,7 @@ from simplefsdp import _torch
 from simplefsdp.compiler.dedupe import dedupe_gathers
 from simplefsdp.compiler.recompute import tag_for_recompute, tag_gather_chains
 from simplefsdp.frontend.control import change_specs
+from simplefsdp.frontend.wrapped import is_wrapped
 
 
 class TracedStep(NamedTuple):
@@ -47,7 +48,7 @@ def averaging(model: nn.Module, averages: bool) -> None:
         averages: the machine's communication averages by itself, see
             :class:`inductor_passes.machine.cluster.Cluster`.
     """
-    change_specs(model, {"averages": averages})
+    change_specs(filter(is_wrapped, model.modules()), {"averages": averages})
 
 
 class UntraceableError(ValueError):

@@ -1,0 +1,77 @@
+"""Gradients that wait to be reduced, and what refuses to go on without them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+SUMS = "_simple_fsdp_sums"  # on a shard: what was not reduced
+
+
+@dataclass
+class Sums:
+    """One parameter's gradients that are not reduced, see :class:`~.gather.Deferral`."""
+
+    unreduced: Tensor | None = None
+    partial: Tensor | None = None
+    waiting: bool = False  # a backward added to them, and none has reduced them since
+
+    def __deepcopy__(self, memo: object) -> Sums:
+        return Sums()  # a copied parameter has no gradient of the original's
+
+
+def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
+    """Refuse to use gradients of which a part is not reduced.
+
+    Raises:
+        ValueError: there are such.
+    """
+    for param in params:
+        sums = param.__dict__.get(SUMS)
+        if sums is not None and sums.waiting and not _is_zero(sums):
+            raise ValueError(
+                f"{what}: gradients of a parameter of shape {tuple(param.shape)} wait to be "
+                "reduced over ranks, and would be missed: no backward has reduced them. Call "
+                "model.set_requires_gradient_sync(True) before the forward of the last "
+                "micro-batch, not only before its backward; or model.finalize_backward() now"
+            )
+
+
+def _is_zero(sums: Sums) -> bool:
+    """Whether the backwards that were noted had no gradient: of a parameter that is only read."""
+    there = (tensor for tensor in (sums.unreduced, sums.partial) if tensor is not None)
+    return not any(bool(tensor.any()) for tensor in there)
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on, refuse steps of any optimizer that would miss gradients."""
+    register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a step, or after the closure that it calls: Lightning's runs the last micro-batch."""
+    if torch.compiler.is_compiling():
+        return None
+    params: Sequence[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        refuse_waiting(params, type(optimizer).__name__)
+        return None
+
+    def closure_and_check() -> Any:
+        loss = closure()
+        refuse_waiting(params, type(optimizer).__name__)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure_and_check}
+    return (args[0], closure_and_check, *args[2:]), kwargs
