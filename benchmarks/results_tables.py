@@ -125,8 +125,8 @@ LAUNCHES = {"gathers": "gather", "reduces": "reduce", "all-reduces": "all_reduce
 
 
 def accumulation() -> str:
-    """The cells of ``accumulate.py``, for two rows of ``step.py``'s grid: steps of several
-    micro-batches on the modelled wire."""
+    """The cells of the runs of ``accumulate.py``: steps of several micro-batches on the modelled
+    wire, each environment named once."""
     runs = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ACCUMULATE]
     heads = ["row", "mode", "micro-batches", "variant", "step s", "/ limit", "exposed s"]
     rows = []
@@ -141,7 +141,7 @@ def accumulation() -> str:
         error = cell["gradient_error"]
         rows.append([*row, f"{sent:.0f}", f"{peak:.0f}", "" if error is None else f"{error:.1e}"])
     heads = [*heads, *LAUNCHES, "sent MB", "peak MiB", "gradient error"]
-    return "".join(map(_where, runs)) + _lines(heads, rows)
+    return "".join(dict.fromkeys(map(_where, runs))) + _lines(heads, rows)
 
 
 def accumulation_on_ranks() -> str:

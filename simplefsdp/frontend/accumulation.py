@@ -24,7 +24,14 @@ from simplefsdp._torch import accumulates, backward_nodes, local_tensor, reached
 from simplefsdp.frontend.gather import Deferral, GatherSpec, padded_rows, reduce_deferred
 from simplefsdp.frontend.placement import dtensor_like
 from simplefsdp.frontend.waiting import SUMS, Sums, watch_optimizers
-from simplefsdp.frontend.wrapped import DEFERRALS, LAYOUTS, ParameterLayout, is_wrapped, shards_of
+from simplefsdp.frontend.wrapped import (
+    DEFERRALS,
+    LAYOUTS,
+    ParameterLayout,
+    is_wrapped,
+    mark_stays,
+    shards_of,
+)
 from simplefsdp.rank_guard import agree, ranks_of_model
 
 _SYNC = "_simple_fsdp_sync"  # on a wrapped module: what its next backward reduces
@@ -89,19 +96,16 @@ def carry_over(module: nn.Module, name: str, param: Tensor | None) -> None:
 
 @contextmanager
 def sums_stay(module: nn.Module, emptied: bool = False) -> Iterator[None]:
-    """Around what may swap the tensors of the own parameters of ``module``, and their marks.
+    """Around what may swap the tensors of the own parameters of ``module``, or move them.
 
     Args:
         module: whose sums follow its parameters to their device and dtype.
         emptied: whether the parameters lose their values; then the sums are zero.
     """
-    before = [(p, p.__dict__[SUMS]) for _, p in shards_of(module) if SUMS in p.__dict__]
-    yield
+    with mark_stays(module, SUMS) as stayed:
+        yield
     layouts = {id(module._parameters.get(n)): x for n, x in module.__dict__[LAYOUTS].items()}
-    for param, sums in before:
-        if id(param) not in layouts:  # another one was assigned, see carry_over
-            continue
-        param.__dict__[SUMS] = sums
+    for param, sums in stayed:
         if emptied or param.is_meta:
             _zero(sums)
         dtype = _sum_dtype(param, layouts[id(param)].spec)
@@ -110,7 +114,7 @@ def sums_stay(module: nn.Module, emptied: bool = False) -> Iterator[None]:
             if tensor is not None:
                 moved = None if param.is_meta else tensor.to(param.device, dtype)
                 setattr(sums, name, moved)
-    if before and not any(param.is_meta for param, _ in before):
+    if stayed and not any(param.is_meta for param, _ in stayed):
         begin_anew(module)
 
 

@@ -21,7 +21,7 @@ from simplefsdp import rank_guard
 from simplefsdp._torch import local_tensor
 from simplefsdp.frontend import living
 from simplefsdp.frontend.gather import GatherSpec, gather_shard
-from simplefsdp.frontend.wrapped import KEPT, LAYOUTS, is_wrapped, shards_of
+from simplefsdp.frontend.wrapped import KEPT, LAYOUTS, is_wrapped, mark_stays, shards_of
 
 _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
 
@@ -95,16 +95,12 @@ def free_everywhere(module: nn.Module) -> None:
 
 
 @contextmanager
-def marks_stay(module: nn.Module) -> Iterator[None]:
-    """Around what may swap the tensors of the own parameters of ``module``, and their marks: what
-    is kept of them is gathered anew at the next forward."""
-    before = [(p, p.__dict__[_OF_SHARD]) for _, p in shards_of(module) if _OF_SHARD in p.__dict__]
-    yield
-    own = {id(param) for param in module._parameters.values()}
-    for param, kept in before:
-        if id(param) in own and kept is not None:
-            param.__dict__[_OF_SHARD] = kept
-            kept.version = -1
+def kept_stays(module: nn.Module) -> Iterator[None]:
+    """Around what may swap the tensors of the own parameters of ``module``: what is kept of them is
+    gathered anew at the next forward."""
+    with mark_stays(module, _OF_SHARD) as stayed:
+        yield
+    expect_writes(param for param, _ in stayed)
 
 
 def expect_writes(params: Iterable[Any]) -> None:

@@ -36,7 +36,7 @@ from simplefsdp.frontend.kept import (
     free,
     free_everywhere,
     kept_of,
-    marks_stay,
+    kept_stays,
     refresh,
 )
 from simplefsdp.frontend.reading import OWN, in_forward, marked, marked_own, plain, read_only
@@ -107,7 +107,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
         self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
         _shard_plain_values(self, state_dict, prefix)
-        with sums_stay(self), marks_stay(self):
+        with sums_stay(self), kept_stays(self):
             cls._load_from_state_dict(self, state_dict, prefix, *args)
 
     def _save_to_state_dict(self: nn.Module, *args: Any) -> None:

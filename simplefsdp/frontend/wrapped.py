@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -76,6 +76,23 @@ def shards_of(module: nn.Module) -> list[tuple[str, DTensor]]:
     """The module's own sharded parameters, by name."""
     own = module._parameters.items()
     return [(name, cast(DTensor, param)) for name, param in own if isinstance(param, DTensor)]
+
+
+@contextmanager
+def mark_stays(module: nn.Module, mark: str) -> Iterator[list[tuple[DTensor, Any]]]:
+    """Around what may swap the tensors of the own parameters of ``module``, and with them what is
+    in their ``__dict__``.
+
+    Yields:
+        The parameters that have ``mark``, and its values; at the end, without those in whose place
+        others were assigned. These have it again.
+    """
+    stayed = [(p, p.__dict__[mark]) for _, p in shards_of(module) if mark in p.__dict__]
+    yield stayed
+    own = {id(param) for param in module._parameters.values()}
+    stayed[:] = [(param, value) for param, value in stayed if id(param) in own]
+    for param, value in stayed:
+        param.__dict__[mark] = value
 
 
 def ignored_params(models: Iterable[nn.Module]) -> set[int]:
