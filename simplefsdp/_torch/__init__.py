@@ -51,6 +51,12 @@ from simplefsdp._torch.processes import (
     second_group,
     shared_store,
 )
+from simplefsdp._torch.repeated_calls import (
+    REPEATED,
+    inline_repeated_calls,
+    reset_repeated_calls,
+    trace_repeated_calls_once,
+)
 from simplefsdp._torch.tensors import (
     DTensorOp,
     GradDtype,
@@ -86,6 +92,7 @@ __all__ = [
     "GraphCompiler",
     "GraphPass",
     "Passes",
+    "REPEATED",
     "TorchDispatchMode",
     "accumulates",
     "reached",
@@ -113,6 +120,7 @@ __all__ = [
     "high_priority",
     "hold_up_stream",
     "in_backward",
+    "inline_repeated_calls",
     "input_name",
     "is_allowed_in_graph",
     "is_checkpoint_region",
@@ -133,6 +141,7 @@ __all__ = [
     "place_called",
     "prepare_cpp",
     "reduces_in_param_dtype",
+    "reset_repeated_calls",
     "reset_with_dynamo",
     "run_as_it_is",
     "second_group",
@@ -141,6 +150,7 @@ __all__ = [
     "storage_of",
     "storage_use_count",
     "trace_artifact",
+    "trace_repeated_calls_once",
     "trace_without",
     "tree_map_only",
 ]

@@ -68,7 +68,7 @@ def simplefsdp(
     choice = parse_options(options)
     _refuse_unwrapped(gm, example_inputs)
     breaks.enter(gm)
-    specs = dedupe_gathers(gm)
+    specs = dedupe_gathers(gm, example_inputs)
     gathered = _gathered_inputs(gm)
     _refuse_checkpoint_by_hooks([example_inputs[place] for place in gathered])
     missing = _without_values(gathered, example_inputs)
@@ -143,9 +143,11 @@ def _reset() -> None:
     """
     rank_guard.forget_decisions()
     breaks.reset()
+    _torch.reset_repeated_calls()
 
 
 simplefsdp.reset = _reset  # type: ignore[attr-defined]
+_torch.trace_repeated_calls_once(simplefsdp)
 
 
 def _sharded_inputs(gm: GraphModule) -> list[DTensor]:

@@ -10,13 +10,17 @@ A write to a gathered tensor is refused: it would change a temporary, not the pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from simplefsdp._torch import (
     assigns_data,
     graph_break_of,
+    inline_repeated_calls,
+    input_name,
     is_checkpoint_region,
     line_of,
     second_group,
@@ -24,14 +28,50 @@ from simplefsdp._torch import (
     storage_of,
 )
 from simplefsdp.frontend.gather import GatherSpec, gather, spec_of
+from simplefsdp.frontend.living import living_shards
+
+log = logging.getLogger("simplefsdp")
 
 
-def dedupe_gathers(gm: GraphModule) -> list[GatherSpec]:
+def dedupe_gathers(gm: GraphModule, inputs: Sequence[Any]) -> list[GatherSpec]:
     """Leave one gather per distinct parameter in ``gm``, in place, and return them in order.
+
+    Args:
+        gm: as Dynamo made it.
+        inputs: of it; parameters are the model's own.
 
     Raises:
         ValueError: the model writes to a gathered tensor; names the parameter and the line.
     """
+    if copies := inline_repeated_calls(gm):
+        log.debug("%d layers were not followed by Dynamo: they are like others", copies)
+    known = {id(param): fqn for fqn, param in living_shards()}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    _name_gathers(
+        gm,
+        {
+            node: known.get(id(value)) or input_name(node) or node.name
+            for node, value in zip(placeholders, inputs, strict=True)
+        },
+    )
+    return _dedupe(gm)
+
+
+def _name_gathers(gm: GraphModule, fqns: Mapping[Node, str]) -> None:
+    """Give each gather of ``gm``, and of the bodies that it calls, the name of its parameter."""
+    for node in gm.graph.nodes:
+        if node.target is gather and not node.args[1]:
+            param, _, fields = node.args
+            node.args = (param, fqns.get(param, ""), fields)  # type: ignore[arg-type]
+        elif is_checkpoint_region(node):
+            attribute, *operands = node.args
+            body = getattr(gm, str(attribute.target))
+            inner = body.graph.find_nodes(op="placeholder")
+            named = zip(inner, operands, strict=False)
+            _name_gathers(body, {a: fqns[b] for a, b in named if b in fqns})
+
+
+def _dedupe(gm: GraphModule) -> list[GatherSpec]:
     _refuse_writes(gm)
     for node in list(gm.graph.nodes):
         if is_checkpoint_region(node):
@@ -67,7 +107,9 @@ def _refuse_writes(gm: GraphModule) -> None:
 
     Dynamo ran each node on fake tensors, whose version counters have seen it.
     """
-    fqn_of = {storage_of(node.meta.get("example_value")): node.args[1] for node in gathers_of(gm)}
+    fqn_of: dict[int | None, object] = {}
+    for node in gathers_of(gm):  # those of layers that were traced as one have one storage
+        fqn_of.setdefault(storage_of(node.meta.get("example_value")), node.args[1])
     fqn_of.pop(None, None)
     aliases: dict[Node, object] = {}
     for node in gm.graph.nodes:
@@ -137,7 +179,7 @@ def _hoist_gathers(gm: GraphModule, region: Node) -> None:
     if not isinstance(body_attr, Node) or len(body_attr.users) > 1:
         return
     body = getattr(gm, str(body_attr.target))
-    dedupe_gathers(body)
+    _dedupe(body)
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
     operand_of = dict(zip(placeholders, operands, strict=False))
     for inner in gathers_of(body):

@@ -288,7 +288,8 @@ def gather(
     Args:
         param: the sharded parameter.
         fqn: with ``fields``, :meth:`GatherSpec.arguments`; so in a graph two reads of one
-            parameter are two nodes with equal arguments.
+            parameter are two nodes with equal arguments. "" while Dynamo traces, for which layers
+            would differ by their names; the backend says it (``dedupe.py``).
         fields: the same for all parameters that are gathered alike.
         kept: what the gather would give, if it was gathered before (``kept.py``).
         deferral: those of a :class:`Deferral`, unpacked; none if no gradient is deferred.
@@ -296,8 +297,8 @@ def gather(
     spec = _spec(fqn, fields)
     if not isinstance(param, DTensor):
         raise TypeError(
-            f"{fqn}: expected the sharded DTensor, got {type(param).__name__}: it is read "
-            "in a control-flow branch (torch.cond, say); read it before, and pass it in"
+            f"{fqn or 'a parameter'}: expected the sharded DTensor, got {type(param).__name__}: it "
+            "is read in a control-flow branch (torch.cond, say); read it before, and pass it in"
         )
     with provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward):
         try:

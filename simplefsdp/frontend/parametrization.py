@@ -216,15 +216,15 @@ class _Gathering:
         param = module._parameters.get(self.name)
         if compiling:
             # The short way, which most take: Dynamo follows each step of it at each read.
-            arguments = getattr(module, GATHERS).get(self.name)
+            fields = getattr(module, GATHERS).get(self.name)
             if (
-                arguments is not None
+                fields is not None
                 and not (torch.is_grad_enabled() and getattr(module, DEFERRALS))
                 and not getattr(module, KEPT)
                 and isinstance(param, DTensor)
                 and param.device.type != "meta"
             ):
-                return gather(param, *arguments)
+                return gather(param, "", fields)
         layout = getattr(module, LAYOUTS).get(self.name)
         if layout is None or param is None:
             return _plain_attribute(module, self.name)

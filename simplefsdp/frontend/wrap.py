@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from simplefsdp._torch import has_hooks, mend_gloo_gathers
+from simplefsdp._torch import REPEATED, has_hooks, mend_gloo_gathers
 from simplefsdp.frontend.after_wrap import is_original, mark_original
 from simplefsdp.frontend.arguments import (
     check_arguments,
@@ -131,6 +131,7 @@ def simple_fsdp(
         _move_buffers(module, mesh.device_type)
     for fqn, param in originals.values():
         mark_original(param, fqn)
+    _mark_repeated(model)
     model.__dict__[IGNORED] = tuple(
         fqn for fqn, p in model.named_parameters(remove_duplicate=False) if id(p) in ignored
     )
@@ -140,6 +141,8 @@ def simple_fsdp(
     handle_operators()
     return model
 
+
+_MANY = 4  # members of a list, which are worth looking whether they are alike
 
 Originals = dict[int, tuple[str, nn.Parameter]]
 
@@ -265,6 +268,16 @@ def _move_buffers(module: nn.Module, device_type: str) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and not buffer.is_meta and buffer.device.type != device_type:
             module._buffers[name] = buffer.to(device_type)
+
+
+def _mark_repeated(model: nn.Module) -> None:
+    """Mark the members of lists of layers, of which the compiler may trace one for all."""
+    for container in model.modules():
+        layers = list(container.children())
+        if isinstance(container, (nn.ModuleList, nn.Sequential)) and len(layers) >= _MANY:
+            for layer in layers:
+                if any(True for _ in layer.parameters()):
+                    layer.__dict__[REPEATED] = True
 
 
 def _requalify(model: nn.Module) -> None:

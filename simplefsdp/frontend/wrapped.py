@@ -15,8 +15,9 @@ from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.frontend.placement import TensorParallel
 
 LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> ParameterLayout
-# On every wrapped module: parameter name -> the arguments of its gather, for those whose gather is
-# the full parameter. What Dynamo reads: of a layout it would look at each field, at each read.
+# On every wrapped module: parameter name -> what its gather is told beside the parameter's FQN, for
+# those whose gather is the full parameter. What Dynamo reads: of a layout it would look at each
+# field, at each read, and by their FQNs layers would differ that it can trace as one.
 GATHERS = "_simple_fsdp_gathers"
 POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and outputs
 # On every wrapped module, what its gathers are told beside their specs, by parameter name. They are
@@ -44,7 +45,9 @@ class ParameterLayout:
 def set_layouts(module: nn.Module, layouts: Mapping[str, ParameterLayout]) -> None:
     """Have the parameters of ``module`` that are named there gathered so, and no others."""
     gathers = {
-        name: layout.arguments for name, layout in layouts.items() if layout.tensor_parallel is None
+        name: layout.arguments[1]
+        for name, layout in layouts.items()
+        if layout.tensor_parallel is None
     }
     module.__dict__ |= {LAYOUTS: dict(layouts), GATHERS: gathers}
 

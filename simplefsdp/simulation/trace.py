@@ -85,7 +85,7 @@ def trace(model: nn.Module, *inputs: object, on_cpu: bool = False) -> TracedStep
     undecided: list[str] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        specs = dedupe_gathers(gm)
+        specs = dedupe_gathers(gm, example_inputs)
         rows.update((spec.fqn, spec.rows) for spec in specs)
         undecided.extend(s.fqn for s in specs if s.reshard_after_forward == "auto")
         tag = tag_for_recompute if on_cpu else tag_gather_chains

@@ -1,0 +1,192 @@
+"""Dynamo traces one of the layers that are alike, where it can tell that the others are.
+
+Torch can do so for a function that the user marks (``nested_compile_region``, from 2.14 on): what
+it saw of one call, guards included, is asked of the next call's arguments, and where all hold, the
+graph calls the same subgraph again. Here each member of a long list of layers is such a function by
+itself, and :func:`inline_repeated_calls` puts the layers' nodes in the place of the calls, before
+anybody else sees the graph. What torch leaves out is added: the guards hold of each layer, so that
+a layer that is changed later is traced anew.
+
+Where a layer cannot be such a function, because the graph breaks in it, say, Dynamo begins the
+frame again, and follows all layers of that class as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+REPEATED = "_simple_fsdp_repeated"
+"""On a module: it is one of many that may be alike."""
+
+LAYER = "simplefsdp_layer"
+"""In the ``meta`` of a call, the path of the layer that it calls; of a graph, that of the one that
+was followed."""
+
+INSIDE = "_simplefsdp_inside_layer"
+"""On an output graph of Dynamo's: a call is being followed."""
+
+REFUSED: set[object] = set()
+"""Kinds of layers that are followed one by one."""
+
+
+def trace_repeated_calls_once(backend: Callable[..., Any]) -> None:
+    """Let Dynamo trace for ``backend`` one of the modules that are alike and marked ``REPEATED``.
+
+    The backend calls :func:`inline_repeated_calls` first. Does nothing with a torch that cannot.
+    """
+    if can_trace_once():
+        backend.inlines_repeated_calls = True  # type: ignore[attr-defined]
+        _patch()
+
+
+@functools.cache
+def can_trace_once() -> bool:
+    """Whether this torch can put a traced call in a graph again."""
+    try:
+        from torch._dynamo.variables.invoke_subgraph import stamp_out_subgraph  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def _patch() -> None:
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    original = UnspecializedNNModuleVariable.call_function
+
+    @functools.wraps(original)
+    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if REPEATED in self.value.__dict__ and _can_be_called(self, tx):
+            from simplefsdp._torch.traced_calls import called
+
+            return called(self, tx, args, kwargs)
+        return original(self, tx, args, kwargs)
+
+    UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def _can_be_called(layer: Any, tx: Any) -> bool:
+    output = tx.output
+    return (
+        not output.export
+        and INSIDE not in output.__dict__
+        and layer.source is not None
+        and kind_of(layer.value) not in REFUSED
+        and _inlines(output.compiler_fn)
+    )
+
+
+def _inlines(backend: Any) -> bool:
+    """Whether a backend, or one that torch or somebody has wrapped in it, inlines the calls."""
+    names = ("compiler_fn", "_torchdynamo_orig_backend", "func", "__wrapped__")
+    inner = (getattr(backend, name, None) for name in names)
+    return hasattr(backend, "inlines_repeated_calls") or any(_inlines(x) for x in inner if x)
+
+
+def kind_of(layer: nn.Module) -> object:
+    """What layers must have in common beside all that guards tell: what a trace depends on and no
+    guard of theirs says."""
+    device = next((p.device.type for p in layer.parameters()), "cpu")
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return type(layer), torch.is_grad_enabled(), autocast, torch.is_inference_mode_enabled()
+
+
+def reset_repeated_calls() -> None:
+    """Forget which layers are not alike: they may have been changed."""
+    REFUSED.clear()
+
+
+def inline_repeated_calls(gm: GraphModule) -> int:
+    """Put the nodes of the layers in the place of the calls of them, in place.
+
+    Returns:
+        How many layers Dynamo did not follow, for they are like others.
+    """
+    bodies: set[str] = set()
+    return _inline_in(gm, bodies) - len(bodies)
+
+
+def _inline_in(gm: GraphModule, bodies: set[str]) -> int:
+    """The same, in a graph or in a region of one; gives the number of calls."""
+    calls = [node for node in gm.graph.nodes if LAYER in node.meta]
+    names = {str(node.args[0].target) for node in calls}
+    count = len(calls)
+    for name, region in gm.named_children():
+        if isinstance(region, GraphModule) and name not in names:
+            count += _inline_in(region, bodies)
+    for node in calls:
+        attribute, *operands = node.args
+        _inline(gm, node, getattr(gm, str(attribute.target)), operands[1:])
+        gm.graph.erase_node(node)
+        if not attribute.users:
+            gm.graph.erase_node(attribute)
+    if calls:
+        gm.recompile()
+        gm.delete_all_unused_submodules()
+    bodies |= names
+    return count
+
+
+def _inline(gm: GraphModule, call: Node, body: GraphModule, operands: Sequence[Any]) -> None:
+    made: dict[Node, Any] = {}
+    traced, layer = body.meta[LAYER], call.meta[LAYER]
+    with gm.graph.inserting_before(call):
+        placeholders = iter(operands)
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                made[node] = next(placeholders)
+            elif node.op == "output":
+                results = torch.fx.node.map_arg(node.args[0], made.__getitem__)
+            else:
+                inlined = made[node] = gm.graph.node_copy(node, made.__getitem__)
+                _move(inlined, traced, layer)
+                if node.op == "get_attr":
+                    inlined.target = target = _own_attribute(gm, body, str(node.target))
+                    for inner in _nodes_of(getattr(gm, target)):
+                        _move(inner, traced, layer)
+    for user in list(call.users):  # getitem of each result
+        result = results[user.args[1]]
+        if isinstance(result, Node) and traced != layer:
+            result.meta["example_value"] = user.meta["example_value"]  # a storage of its own
+        user.replace_all_uses_with(result)
+        gm.graph.erase_node(user)
+
+
+def _own_attribute(gm: GraphModule, body: GraphModule, target: str) -> str:
+    """The name in ``gm`` of an attribute of ``body``; of a graph, of a copy of it."""
+    value = operator.attrgetter(target)(body)
+    if isinstance(value, GraphModule):
+        meta = value.meta
+        value = GraphModule(value, copy.deepcopy(value.graph))
+        value.meta.update(meta)
+    elif operator.attrgetter(target)(gm) is value:
+        return target
+    names = (f"{target.replace('.', '_')}_{i}" for i in itertools.count())
+    name = next(name for name in names if not hasattr(gm, name))
+    setattr(gm, name, value)
+    return name
+
+
+def _nodes_of(value: object) -> Iterator[Node]:
+    """The nodes of a graph, and of the graphs in it."""
+    graphs = value.modules() if isinstance(value, GraphModule) else ()
+    return (n for graph in graphs if isinstance(graph, GraphModule) for n in graph.graph.nodes)
+
+
+def _move(node: Node, traced: str, layer: str) -> None:
+    stack = node.meta.get("nn_module_stack")
+    if stack and traced != layer:
+        node.meta["nn_module_stack"] = {
+            key: (f"{layer}{path[len(traced) :]}" if path.startswith(traced) else path, kind)
+            for key, (path, kind) in stack.items()
+        }

@@ -1,0 +1,200 @@
+"""A call of a layer while Dynamo traces: followed, or put there as another was.
+
+See ``repeated_calls.py``. This imports Dynamo, and the parts of it that torch has for
+``nested_compile_region`` since 2.14.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.variables import invoke_subgraph
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._guards import Source
+from torch.fx import GraphModule
+from torch.utils._ordered_set import OrderedSet
+
+from simplefsdp._torch.dynamo import has_policy
+from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
+
+_invoke_subgraph = torch.ops.higher_order.invoke_subgraph
+log = logging.getLogger("simplefsdp")
+
+_MOST_KINDS = 4
+"""Of layers of one class. Where more differ, layers count themselves: all are followed."""
+
+_TRACED = "_simplefsdp_traced_calls"
+
+
+@functools.cache
+def _caller(kind: object) -> Any:
+    """A function that calls a layer, with code of its own: torch remembers calls by code."""
+
+    def call_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return layer(*args, **kwargs)
+
+    code = call_layer.__code__
+    call_layer.__code__ = code.replace(co_consts=(*code.co_consts, str(kind)))
+    return call_layer
+
+
+def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """What ``layer`` gives, as a variable of Dynamo's: traced, or as another was."""
+    kind = kind_of(layer.value)
+    known = tx.output.__dict__.setdefault(_TRACED, {}).setdefault(kind, [])
+    arguments = [layer, *args]
+    try:
+        if len(known) < _MOST_KINDS:
+            found = invoke_subgraph.build_input_fingerprint(tx, arguments, kwargs)
+            for traced in known:
+                if _is_like(tx, traced, found):
+                    result = invoke_subgraph.stamp_out_subgraph(tx, found, traced.entry)
+                    _guard_as(traced, found.arg_sources)
+                    _note_layer(tx, layer)
+                    return result
+            function = UserFunctionVariable(_caller(kind))
+            result = _call_traced(tx, function, arguments, kwargs)
+            known.append(_last_traced(tx, function))
+            known[-1].entry.body_gmod.meta.setdefault(LAYER, _note_layer(tx, layer))
+            return result
+        why = "they differ"
+    except RestartAnalysis:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    REFUSED.add(kind)
+    log.debug("Dynamo follows all layers of class %s: %s", type(layer.value).__name__, why)
+    raise UnspecializeRestartAnalysis(restart_reason="layers that are not alike")
+
+
+class _Traced(NamedTuple):
+    """A layer that Dynamo has followed.
+
+    Attributes:
+        condition: torch's, of another call that gives the same graph; without what follows.
+        entry: torch's, of the graph.
+        guards: of the layer's own sources: each with its source, how to ask it, and what it said.
+        sources: the layer's own that were read.
+        same: pairs of sources that are one object; torch does not ask that of another call.
+    """
+
+    condition: Any
+    entry: Any
+    guards: tuple[tuple[Any, Any, Any, Any], ...]
+    sources: tuple[Any, ...]
+    same: tuple[tuple[Any, Any], ...]
+
+
+def _call_traced(tx: Any, function: Any, arguments: list[Any], kwargs: dict[str, Any]) -> Any:
+    call = invoke_subgraph.InvokeSubgraphHigherOrderVariable(_invoke_subgraph)
+    tx.output.__dict__[INSIDE] = True
+    try:
+        return call._call_function(tx, [function, *arguments], kwargs)
+    finally:
+        del tx.output.__dict__[INSIDE]
+
+
+def _last_traced(tx: Any, function: Any) -> _Traced:
+    """What torch remembers of the call that was just traced.
+
+    Raises:
+        LookupError: it does not: guards do not tell all of it.
+    """
+    caches = tx.output.tracing_context.hop_dispatch_set_cache
+    calls = caches.get_cache(_invoke_subgraph).subgraph_reuse_cache
+    entries = calls.pop(function.get_function().__code__, ())  # another's would never be found
+    if len(entries) != 1:
+        raise LookupError("its inputs, outputs or side effects cannot be compared")
+    ((condition, entry),) = entries
+    bodies = [m for m in entry.body_gmod.modules() if isinstance(m, GraphModule)]
+    if any(map(has_policy, bodies)):
+        raise LookupError("a policy of what is checkpointed may count layers")
+    same = [
+        (source, guard.create_fn.keywords["source_b"])
+        for source in condition.traced_sources
+        for guard in tx.output.guards.get_guards_for_source(source)
+        if guard.create_fn_name() == "DUPLICATE_INPUT"
+    ]
+    own = _Moved(dict.fromkeys(filter(None, entry.arg_sources)))
+    return _Traced(
+        replace(condition, guards=[], traced_sources=OrderedSet()),
+        entry,
+        tuple(guard for guard in condition.guards if own.concerns(guard[0])),
+        tuple(filter(own.concerns, condition.traced_sources)),
+        tuple(pair for pair in same if own.concerns(pair[0])),
+    )
+
+
+class _Moved:
+    """Sources of one layer as those of another; each is made once."""
+
+    def __init__(self, becomes: Mapping[Any, Any]) -> None:
+        self.known = dict(becomes)
+
+    def concerns(self, source: Any) -> bool:
+        """Whether ``source`` is of the layer."""
+        base = getattr(source, "base", None)
+        return source in self.known or (base is not None and self.concerns(base))
+
+    def __call__(self, source: Any) -> Any:
+        if source not in self.known:
+            parts = {f.name: getattr(source, f.name) for f in fields(source) if f.init}
+            moved = {k: self(v) for k, v in parts.items() if isinstance(v, Source)}
+            same = all(v is parts[k] for k, v in moved.items())
+            self.known[source] = source if same else replace(source, **moved)
+        return self.known[source]
+
+
+def _moving(traced: _Traced, sources: Sequence[Any]) -> _Moved:
+    """To the layer whose arguments have ``sources``."""
+    pairs = zip(traced.entry.arg_sources, sources, strict=True)
+    return _Moved({a: b for a, b in pairs if a is not None and b is not None})
+
+
+def _is_like(tx: Any, traced: _Traced, found: Any) -> bool:
+    """Whether the call ``found`` gives the graph of ``traced``."""
+    if not invoke_subgraph.is_reusable(tx, traced.condition, found, traced.entry):
+        return False
+    moved = _moving(traced, found.arg_sources)
+    if invoke_subgraph.has_mutated_vars(tx, OrderedSet(map(moved, traced.sources))):
+        return False
+    scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
+    known: dict[Any, Any] = {}
+
+    def value(source: Any) -> Any:
+        return moved(source).get_value(scope, {}, known)
+
+    try:
+        alike = all(asked.eval_fn(value(at), was) for at, asked, was, _ in traced.guards)
+        return alike and all(value(one) is value(other) for one, other in traced.same)
+    except (AttributeError, LookupError):  # it is not there
+        return False
+
+
+def _guard_as(traced: _Traced, sources: Sequence[Any]) -> None:
+    """Guard of a layer what is guarded of the one that it is like; torch compares it once."""
+    moved = _moving(traced, sources)
+    for source, _, _, guard in traced.guards:
+        # A tensor's guard holds the tensor; those of the layer's tensors are there already.
+        if guard.create_fn_name() != "TENSOR_MATCH":
+            install_guard(moved(source).make_guard(guard.create_fn))
+    for one, other in traced.same:
+        same = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=moved(other))
+        install_guard(moved(one).make_guard(same))
+
+
+def _note_layer(tx: Any, layer: Any) -> str:
+    """Note on the call that was just put in the graph which layer it is."""
+    name = str(layer.source.name() if callable(layer.source.name) else layer.source.name)
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", name)
+    calls = (n for n in reversed(tx.output.graph.nodes) if n.target is _invoke_subgraph)
+    next(calls).meta[LAYER] = path
+    return path

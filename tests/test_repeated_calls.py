@@ -1,0 +1,333 @@
+"""Layers that are alike are followed once by Dynamo: what is computed stays the same."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+
+import pytest
+import torch
+from test_few_layers import (
+    CASES,
+    DEPTH,
+    DIM,
+    Checkpointed,
+    Layer,
+    Model,
+    step,
+)
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from simplefsdp import simple_fsdp
+from simplefsdp._torch import repeated_calls
+from simplefsdp._torch.repeated_calls import REPEATED
+from simplefsdp.compiler.dedupe import dedupe_gathers
+
+pytestmark = pytest.mark.skipif(
+    not repeated_calls.can_trace_once(), reason="this torch follows each call"
+)
+
+
+class Breaks(Layer):
+    def forward(self, x, mask):
+        x = super().forward(x, mask)
+        torch._dynamo.graph_break()
+        return x * 2
+
+
+class Counts(Layer):
+    """It has a side effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x, mask):
+        self.calls += 1
+        return super().forward(x, mask)
+
+
+class Scaled(Layer):
+    factor = 1.0
+
+    def forward(self, x, mask):
+        return super().forward(x, mask) * self.factor
+
+
+class GivesDict(Layer):
+    def forward(self, x, mask):
+        return {"x": super().forward(x["x"] if isinstance(x, dict) else x, mask)}
+
+
+class TakesDicts(Model):
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x["x"])
+
+
+class ByKeyword(Model):
+    def forward(self, x):
+        x, masks = self.embed(x), (x.gt(0.5), None)
+        for layer in self.layers:
+            x = layer(x, mask=masks[0])
+        return self.head(x)
+
+
+class HalfWithoutGradient(Model):
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        with torch.no_grad():
+            for layer in self.layers[:4]:
+                x = layer(x, mask)
+        for layer in self.layers[4:]:
+            x = layer(x, mask)
+        return self.head(x)
+
+
+class InPrecisions(Model):
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers[:4]:
+                x = layer(x, mask)
+        for layer in self.layers[4:]:
+            x = layer(x.float(), mask)
+        return self.head(x)
+
+
+class InRegions(Model):
+    """Layers are checkpointed from outside."""
+
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for layer in self.layers:
+            x = checkpoint(layer, x, mask, use_reentrant=False)
+        return self.head(x)
+
+
+class Tied(Layer):
+    """Two parameters of a layer; in some layers they are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.rand(DIM)), nn.Parameter(torch.rand(DIM))
+
+    def forward(self, x, mask):
+        return super().forward(x, mask) * self.one + self.two
+
+
+def some_tied(model: Model, numbers: list[int]) -> Model:
+    for i in numbers:
+        model.layers[i].two = model.layers[i].one
+    return model
+
+
+def different(model: Model) -> Model:
+    for i, layer in enumerate(model.layers):
+        layer.factor = float(i)
+    return model
+
+
+def one_scaled(model: Model) -> Model:
+    model.layers[5].factor = 0.5
+    return model
+
+
+ALL = DEPTH - 1  # but the first are not followed
+# Beside those of test_few_layers: what a model is, and how many layers Dynamo does not follow.
+MORE = {
+    "by keyword": (ByKeyword, ALL),
+    "half without gradient": (HalfWithoutGradient, DEPTH - 4),
+    "in precisions": (InPrecisions, DEPTH - 2),
+    "in regions": (InRegions, ALL),
+    "first tied": (lambda: some_tied(Model(layer=Tied), [0]), DEPTH - 2),
+    "later tied": (lambda: some_tied(Model(layer=Tied), [4]), ALL),
+    "most tied": (lambda: some_tied(Model(layer=Tied), list(range(8))), DEPTH - 2),
+    "side effect": (lambda: Model(layer=Counts), 0),
+    "dicts": (lambda: TakesDicts(layer=GivesDict), 0),
+    "all differ": (lambda: different(Model(layer=Scaled)), 0),
+    "one differs": (lambda: one_scaled(Model(layer=Scaled)), DEPTH - 2),
+}
+OF_OTHERS = {
+    "checkpointed": ALL,
+    "two tensors": DEPTH - 2,  # the first takes one
+    "adapters": DEPTH - 2,  # the first has an input without gradient
+    "written buffers": ALL,
+    "dropout": ALL,
+    "each is returned": ALL,
+    "one is another": DEPTH - 1,  # of ten
+    "tied": ALL,
+    "one sign": DEPTH - 2,
+    "policy": 0,
+    "two lists": ALL + 3,
+}
+
+
+def not_followed(text: str) -> int:
+    found = re.search(r"(\d+) layers were not followed", text)
+    return int(found[1]) if found else 0
+
+
+def unmarked(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        module.__dict__.pop(REPEATED, None)
+    return model
+
+
+def described(gm: GraphModule) -> list[object]:
+    """A graph node by node, with what it calls; whatever nodes are called, and in which order it
+    has its inputs."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    number = {node: i for i, node in enumerate(n for n in gm.graph.nodes if n not in set(inputs))}
+    number |= {node: source_of(node) or f"input {i}" for i, node in enumerate(inputs)}
+
+    def value(node: Node) -> list[object]:
+        leaves = tree_leaves(node.meta.get("example_value"))
+        return [
+            (tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else v
+            for v in leaves
+            if not isinstance(v, torch.SymInt)
+        ]
+
+    lines: list[tuple[object, ...]] = []
+    for node in gm.graph.nodes:
+        target = node.target if node.op.startswith("call_") else None
+        if node.op == "get_attr":
+            target = getattr(gm, node.target)
+            target = described(target) if isinstance(target, GraphModule) else target
+        referring = map_arg((node.args, node.kwargs), lambda n: ("node", number[n]))
+        stack = {} if node.op == "placeholder" else node.meta.get("nn_module_stack", {})
+        paths = [path for path, _ in stack.values()]
+        lines.append((source_of(node), node.op, target, referring, value(node), paths[-1:]))
+    return [line for line in lines if not line[0]] + sorted(line for line in lines if line[0])
+
+
+def source_of(node: Node) -> str:
+    return node._dynamo_source.name if hasattr(node, "_dynamo_source") else ""
+
+
+def dynamo_graph(model: nn.Module, x: torch.Tensor) -> list[object]:
+    found: list[object] = []
+
+    def backend(gm: GraphModule, inputs: list[torch.Tensor]):
+        dedupe_gathers(gm, inputs)
+        found.extend(described(gm))
+        return lambda *_: (torch.zeros(4, 3, requires_grad=True),)
+
+    repeated_calls.trace_repeated_calls_once(backend)
+    torch._dynamo.reset()
+    repeated_calls.reset_repeated_calls()
+    torch.compile(model, backend=backend, fullgraph=True)(x)
+    return found
+
+
+@pytest.mark.parametrize("case", [*OF_OTHERS, *MORE])
+def test_the_graph_is_that_of_all_layers(solo_mesh, caplog, case):
+    make, expected = MORE[case] if case in MORE else (CASES[case][0], OF_OTHERS[case])
+    model, x = simple_fsdp(make(), solo_mesh), torch.rand(4, DIM)
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    once = dynamo_graph(model, x)
+    assert not_followed(caplog.text) == expected
+    each = dynamo_graph(unmarked(model), x)
+    assert len(once) == len(each)
+    for one, other in zip(once, each, strict=True):
+        assert one == other
+
+
+def test_gradients_are_those_of_all_layers(solo_mesh, caplog):
+    plain, x = Model(layer=Checkpointed), torch.rand(4, DIM)
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    once = step(simple_fsdp(copy.deepcopy(plain), solo_mesh), x)
+    assert not_followed(caplog.text) == ALL
+    each = step(unmarked(simple_fsdp(copy.deepcopy(plain), solo_mesh)), x)
+    for name, value in each.items():
+        torch.testing.assert_close(once[name], value, rtol=0, atol=0, msg=name)
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    torch._dynamo.reset()
+    model.compile(backend="simplefsdp", options={"executor": "aot_eager", **options})
+    return model
+
+
+CHANGES = {
+    "attribute": lambda layer: setattr(layer, "factor", 3.0),
+    "mode": lambda layer: layer.drop.eval(),
+    "module": lambda layer: setattr(layer, "drop", nn.Hardtanh(-0.01, 0.01)),
+    "buffer": lambda layer: layer.scale.fill_(5.0),
+    "no parameter": lambda layer: setattr(layer.up, "bias", None),
+    "frozen": lambda layer: layer.up.weight.requires_grad_(False),
+}
+
+
+class Changeable(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(1.0)
+
+    def forward(self, x, mask):
+        return super().forward(x, mask) + self.drop(x)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_is_changed_later_is_traced_anew(solo_mesh, caplog, change):
+    """Dynamo did not follow the layer: that it guards it nevertheless is our doing."""
+    plain, x = Model(layer=Changeable), torch.rand(4, DIM)
+    model = compiled(simple_fsdp(copy.deepcopy(plain), solo_mesh))
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    torch.testing.assert_close(model(x), before := plain(x))
+    assert not_followed(caplog.text) == ALL
+    for some in (plain, model):
+        CHANGES[change](some.layers[5])
+    after = model(x)
+    torch.testing.assert_close(after, plain(x))
+    if change == "frozen":
+        after.sum().backward()
+        assert model.layers[5].up.weight.grad is None
+    else:
+        assert not torch.equal(after, before)
+
+
+def test_layers_that_break_the_graph(solo_mesh):
+    plain, x = Model(layer=Breaks), torch.rand(4, DIM)
+    model = compiled(simple_fsdp(copy.deepcopy(plain), solo_mesh))
+    for some in (plain, model):
+        some(x).sum().backward()
+    torch.testing.assert_close(model(x), plain(x))
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+
+
+def test_other_backends_see_no_calls(solo_mesh):
+    """Who does not put the layers in their places gets them as ever."""
+    plain, x = Model(), torch.rand(4, DIM)
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    targets: list[object] = []
+
+    def backend(gm: GraphModule, inputs: list[torch.Tensor]):
+        targets.extend(node.target for node in gm.graph.nodes)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x), plain(x))
+    assert torch.ops.higher_order.invoke_subgraph not in targets and len(targets) > 10 * DEPTH
+
+
+def test_sizes_are_left_open(solo_mesh, caplog):
+    plain = Model()
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    torch._dynamo.reset()
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    run = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
+    for rows in (4, 7):
+        x = torch.rand(rows, DIM)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(run(x), plain(x))
+    assert not_followed(caplog.text) == ALL
