@@ -23,6 +23,16 @@ from simplefsdp._torch import cpp
 from simplefsdp._torch.cache_files import broken_files_removed
 from simplefsdp.compiler.compilation import begin_preparing
 
+
+def read_source(command: str) -> str:
+    return "".join(Path(w).read_text() for w in command.split() if w.endswith(".cpp"))
+
+
+def as_of_users() -> dict[str, str]:
+    """Tests are run without vector instructions."""
+    return {k: v for k, v in os.environ.items() if k != "ATEN_CPU_CAPABILITY"}
+
+
 RECORDED = """
 import json, subprocess, sys, torch
 made, real = [], subprocess.run
@@ -41,7 +51,7 @@ print(json.dumps([made[:before], made[before:]]))
 
 
 def test_inductor_finds_everything_but_its_kernel(tmp_path: Path) -> None:
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = as_of_users() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     # Headers are kept beside that folder, for all caches.
     environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
@@ -54,12 +64,64 @@ def test_inductor_finds_everything_but_its_kernel(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     before, after = json.loads(done.stdout)
     assert sum("c++-header" in command for command in before) == 1
-    assert len(before) >= 3  # instructions that are tried, the header, our kernel
+    kernels = [command for command in before if "c++-header" not in command]
+    # No program for each set of instructions: torch's own are the only ones with that symbol.
+    assert kernels and not any("__avx_chk_kernel" in read_source(command) for command in kernels)
     assert len(after) == 1 and "c++-header" not in after[0]
 
 
+CHOSEN = """
+import json, sys, torch
+import torch.utils.cpp_extension
+from torch._inductor import codecache, cpu_vec_isa
+from simplefsdp import _torch
+if sys.argv[1] == "ours":
+    _torch.prepare_cpp().join()
+elif sys.argv[1] == "fails":
+    load = codecache.CppPythonBindingsCodeCache.load_pybinding
+    def fail(*args): raise RuntimeError("no kernel")
+    codecache.CppPythonBindingsCodeCache.load_pybinding = fail
+    _torch.prepare_cpp().join()
+isa = cpu_vec_isa.pick_vec_isa()
+print(json.dumps([str(isa), isa.build_arch_flags(), isa.build_macro()]))
+"""
+
+
+def test_the_instructions_are_those_that_torch_picks(tmp_path: Path) -> None:
+    """Also where the kernel does not compile: torch then tries each set of them."""
+    found = []
+    for how in ("torch", "ours", "fails"):
+        environment = as_of_users() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / how)}
+        found.append(
+            subprocess.run(
+                [sys.executable, "-c", CHOSEN, how],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+    assert found[0] == found[1] == found[2]
+
+
+def test_where_the_user_wants_no_vectors_nothing_is_tried(
+    not_begun: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import cpu_vec_isa
+
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: 1 / 0)
+    cpu_vec_isa.valid_vec_isa_list.cache_clear = None
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", lambda *args: None)
+    _torch.prepare_cpp().join()
+    assert not cpu_vec_isa.pick_vec_isa()
+
+
 @pytest.fixture
-def not_begun() -> Iterator[None]:
+def not_begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from torch._inductor import cpu_vec_isa
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", cpu_vec_isa.valid_vec_isa_list)
     _torch.prepare_cpp.cache_clear()
     yield
     _torch.prepare_cpp.cache_clear()
@@ -96,8 +158,7 @@ def test_it_is_begun_once_and_waited_for_at_the_end(
     not_begun: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = Event()
-    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", lambda *args: None)
-    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: done.wait(30))
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", lambda *args: done.wait(30))
     cpp.let_compiler_finish()  # there is none
     thread = _torch.prepare_cpp()
     assert _torch.prepare_cpp() is thread and thread.is_alive() and not thread.daemon

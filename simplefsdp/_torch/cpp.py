@@ -1,8 +1,8 @@
 """What Inductor does once per machine before its first C++ kernel, begun while a graph is traced.
 
-It tries which vector instructions the compiler knows, and compiles the header of all kernels: 10 s
-of g++ on a new machine, 0.2 s of looking on a known one, and the model waits for it just before its
-code is generated.
+It tries which vector instructions the compiler knows, and compiles the header of all kernels: 6 s
+of g++ on a new machine (10 if each set of instructions is tried, see ``instructions.py``), 0.2 s of
+looking on a known one, and the model waits for it just before its code is generated.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import functools
 import logging
 import os
 from contextvars import copy_context
+from functools import partial
 from threading import Thread
 from typing import Any
 
+from simplefsdp._torch.instructions import KERNEL, pick_by_kernel
+
 _log = logging.getLogger(__name__)
 _AT_MOST_S = 30
-_KERNEL = 'extern "C" void kernel(float* out) { out[0] = 0.0f; }'
 
 
 @functools.cache
@@ -30,8 +32,8 @@ def prepare_cpp() -> Thread:
     # Here, since two threads that import torch at once find half of it.
     import torch.utils.cpp_extension
     from torch._inductor.codecache import CppPythonBindingsCodeCache
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+    load = CppPythonBindingsCodeCache.load_pybinding
     # Loading sets it to that, and a variable that is new moves those that C code reads meanwhile.
     guards: Any = torch._C._dynamo.guards
     tensor_data_ptr = guards._torchinductor_pyobject_tensor_data_ptr
@@ -39,8 +41,7 @@ def prepare_cpp() -> Thread:
 
     def prepare() -> None:
         try:
-            pick_vec_isa()
-            CppPythonBindingsCodeCache.load_pybinding(["float*"], _KERNEL)
+            pick_by_kernel(partial(load, ["float*"], KERNEL))
         except Exception:
             _log.debug("C++ kernels were not prepared", exc_info=True)
 
