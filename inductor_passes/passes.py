@@ -41,6 +41,7 @@ def bucket_and_reorder(
     settings: Settings,
     fqn_of: fx.FqnOf,
     planned: Sequence[PortableBucket] | None = None,
+    before: fx.Reading | None = None,
 ) -> None:
     """The post-grad pass: merge the collectives of each bucket and order the graph, in place.
 
@@ -49,6 +50,7 @@ def bucket_and_reorder(
         settings: what to do.
         fqn_of: as for :func:`inductor_passes.adapters.fx.read`.
         planned: the buckets, if :func:`rehearse` chose them; else they are chosen here.
+        before: how :func:`rehearse` read the graph, if nothing has changed it since.
 
     Raises:
         PassError: it failed; the graph is not to be used then. The ranks agreed on the plan, but
@@ -56,7 +58,7 @@ def bucket_and_reorder(
             it until it exits or the process group gives up.
     """
     try:
-        _transform(graph, settings, fqn_of, planned)
+        _transform(graph, settings, fqn_of, planned, before)
     except Exception as error:
         raise PassError(f"bucket_and_reorder: {error}; {REMEDY}") from error
 
@@ -66,8 +68,9 @@ def _transform(
     settings: Settings,
     fqn_of: fx.FqnOf,
     planned: Sequence[PortableBucket] | None,
+    before: fx.Reading | None,
 ) -> None:
-    before = read(graph, settings, fqn_of)
+    before = before or read(graph, settings, fqn_of)
     if planned is None:
         planned = rehearsed(before, settings, choose(before, settings)).planned
     buckets = in_program(before.program, planned)

@@ -18,7 +18,7 @@ from simplefsdp._torch.backends import (
     hash_of_files,
 )
 from simplefsdp._torch.cpp import prepare_cpp
-from simplefsdp._torch.cut import Cut, can_cut
+from simplefsdp._torch.cut import Cut, can_cut, graph_module
 from simplefsdp._torch.dynamo import (
     CodePlace,
     GraphBreak,
@@ -66,6 +66,7 @@ from simplefsdp._torch.tensors import (
     draws_globally,
     fake_again,
     grad_dtype_override,
+    grad_like,
     handle_dtensor_op,
     has_hooks,
     has_no_data,
@@ -110,7 +111,9 @@ __all__ = [
     "draws_globally",
     "fake_again",
     "grad_dtype_override",
+    "grad_like",
     "graph_break_of",
+    "graph_module",
     "graphs_of",
     "handle_dtensor_op",
     "has_hooks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +56,15 @@ def partitioner(cut: Cut, identity: Callable[[], str]) -> dict[str, Any]:
     return {"custom_partitioner_fn": _Partitioner()}
 
 
+def graph_module(root: GraphModule, graph: Graph) -> GraphModule:
+    """A module of ``graph``, with the attributes of ``root``, whose Python is only made if it is
+    run: for a deep graph that takes a second."""
+    from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
+
+
 def cut_in_two(cut: Cut, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
     """What torch's own partitioner gives, changed as ``cut`` says; arguments as that one's."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -66,4 +76,17 @@ def cut_in_two(cut: Cut, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -
     forward, backward = min_cut_rematerialization_partition(
         joint, joint_inputs, static_lifetime_input_indices=static, **kwargs
     )
-    return cut.after(forward, backward, kwargs["num_fwd_outputs"])
+    found = cut.after(forward, backward, kwargs["num_fwd_outputs"])
+    for gm in found:
+        _print_where_wanted(gm)
+    return found
+
+
+def _print_where_wanted(gm: GraphModule) -> None:
+    """Let AOTAutograd have no text of ``gm`` where nobody reads it: it asks in any case, and for a
+    deep graph that takes a second."""
+    from torch._logging import _internal
+
+    log = _internal.getArtifactLogger("torch._functorch._aot_autograd.graph_compile", "aot_graphs")
+    if not _internal.trace_log.handlers and not log.isEnabledFor(logging.INFO):
+        gm.print_readable = lambda *_, **__: ""  # type: ignore[method-assign,assignment]

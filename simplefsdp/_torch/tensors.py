@@ -89,7 +89,17 @@ def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:
         meta = torch.empty(0, dtype=tensor.dtype, device="meta")
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         meta.set_(storage, *place)  # type: ignore[call-overload]
-    return FakeTensor(tensor.fake_mode, meta, tensor.device)
+        # As FakeTensor's constructor, which sets attributes by name one after the other.
+        made: torch.Tensor = torch.Tensor._make_subclass(
+            FakeTensor,
+            meta,
+            False,
+            dispatch_device=True,
+            device_for_backend_keys=tensor.device,
+        )
+    made.__dict__.update(tensor.__dict__)
+    torch._C._set_throw_on_mutable_data_ptr(made)  # there is no data
+    return made
 
 
 def reduces_in_param_dtype() -> bool:
@@ -178,6 +188,13 @@ def local_of(param: DTensor) -> torch.Tensor:
     if torch.__version__ >= "2.12":
         return param.to_local()
     return cast(torch.Tensor, _LocalOf.apply(param))
+
+
+def grad_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """``grad`` placed as ``param``: of a DTensor it is the local tensor."""
+    if not isinstance(param, DTensor):
+        return grad
+    return DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
 
 
 class _LocalOf(torch.autograd.Function):

@@ -112,7 +112,7 @@ def compile_with_passes(
         current[0] = observe(graph, is_backward, compilation)
 
     def graph_pass(graph: Graph) -> None:
-        _write_plan(graph, settings, current[0])
+        _write_plan(graph, settings, current[0]._replace(reading=None))
 
     meet = functools.partial(meet_compiled, current, compilation)
     passes = None if settings is None else graph_pass
@@ -124,7 +124,8 @@ def compile_with_passes(
             part = _part(is_backward)
             say("%s graph: sizes are symbols, so it is compiled whole, not by regions", part)
             return None
-        graph_pass(graph.graph)
+        _write_plan(graph.graph, settings, current[0])
+        current[0] = current[0]._replace(reading=None)  # it holds the whole graph
         return regional.compile_by_regions(graph, codes, is_backward=is_backward)
 
     def compiled(graph: GraphModule, cut: _torch.Cut | None) -> Callable[..., Any]:
@@ -159,7 +160,8 @@ def compile_with_passes(
 
 def _write_plan(graph: Graph, settings: Settings | None, observed: Observed) -> None:
     if settings is not None:
-        bucket_and_reorder(graph, settings, carried_fqn, observed.planned)
+        planned, reading = observed.planned, observed.reading
+        bucket_and_reorder(graph, settings, carried_fqn, planned, reading)
 
 
 def _part(is_backward: bool) -> str:
@@ -187,10 +189,12 @@ class Observed(NamedTuple):
     Attributes:
         planned: its buckets, which the pass writes.
         launches: what it will communicate, line by line.
+        reading: how it was read; None if it could not be.
     """
 
     planned: tuple[PortableBucket, ...]
     launches: tuple[str, ...]
+    reading: fx.Reading | None = None
 
 
 def observe(gm: GraphModule, is_backward: bool, compilation: Compilation) -> Observed:
@@ -223,7 +227,7 @@ def observe(gm: GraphModule, is_backward: bool, compilation: Compilation) -> Obs
         raise PassError(f"{part} graph: {found}; {REMEDY}") from found
     settings, same = compilation.settings, compilation.number
     notify(CompiledGraph(part, found, settings, seconds, same, ranges=ranges))
-    return Observed(found.planned, lines)
+    return Observed(found.planned, lines, found.reading)
 
 
 def meet_compiled(current: Sequence[Observed], compilation: Compilation, is_backward: bool) -> None:

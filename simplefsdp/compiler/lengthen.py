@@ -238,7 +238,7 @@ def lengthen(
     saved = _saved_first(ahead.graph, behind.graph)
     _return_saved(ahead.graph, saved, outputs)
     _inputs_in_order(ahead.graph, left_out)
-    return GraphModule(forward, ahead.graph), GraphModule(backward, behind.graph)
+    return _torch.graph_module(forward, ahead.graph), _torch.graph_module(backward, behind.graph)
 
 
 def _refuse_outputs_of_layers(layout: LayeredGraph, outputs: int) -> None:

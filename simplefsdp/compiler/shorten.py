@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from inductor_passes.ir.buckets import repeated_modules
-from simplefsdp._torch import has_policy, is_plain_tensor
+from simplefsdp._torch import graph_module, has_policy, is_plain_tensor
 from simplefsdp.compiler.dedupe import gathers_of
 from simplefsdp.compiler.repeated_layers import Numbering
 from simplefsdp.compiler.stand_in import stand_in
@@ -289,7 +289,7 @@ def _without(
             made[node] = graph.node_copy(node, made.__getitem__)
             if node in renamed:
                 _renumber(made[node], numbering, -len(left_out))
-    short = GraphModule(gm, graph)
+    short = graph_module(gm, graph)
     short.meta = gm.meta
     return Shortened(short, numbering, left_out.start, len(left_out), len(template.own))
 

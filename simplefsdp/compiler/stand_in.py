@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from simplefsdp._torch import local_of
+from simplefsdp._torch import grad_like
 
 _library = torch.library.Library("simplefsdp_depth", "DEF")
 _library.define("layers(Tensor[] passed, Tensor[] own, Tensor[] example) -> Tensor[]")
@@ -41,6 +41,9 @@ class _Layers(torch.autograd.Function):
     def forward(ctx: Any, passed: int, own: int, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.passed = passed
         ctx.wanted = ctx.needs_input_grad[2 + passed : 2 + passed + own]
+        # Not by DTensor's own operators, of which AOTAutograd would trace each.
+        ctx.owners = values[passed : passed + own]
+        values = tuple(v._local_tensor if isinstance(v, DTensor) else v for v in values)
         theirs = values[passed : passed + own]
         ctx.save_for_backward(*itertools.compress(theirs, ctx.wanted))
         return tuple(layers(list(values[:passed]), list(theirs), list(values[passed + own :])))
@@ -49,7 +52,10 @@ class _Layers(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         found = iter(layers_backward(list(grads), list(ctx.saved_tensors)))
         of_passed = [next(found) for _ in range(ctx.passed)]
-        of_own = [next(found) if is_wanted else None for is_wanted in ctx.wanted]
+        of_own = [
+            grad_like(owner, next(found)) if is_wanted else None
+            for owner, is_wanted in zip(ctx.owners, ctx.wanted, strict=True)
+        ]
         rest = len(ctx.needs_input_grad) - 2 - len(of_passed) - len(of_own)
         return None, None, *of_passed, *of_own, *[None] * rest
 
@@ -64,6 +70,5 @@ def stand_in(
         own: inputs of these layers only, layer by layer; of a DTensor, its local tensor counts.
         example: the same inputs of one traced layer, so that the graph tells which those are.
     """
-    values = [local_of(v) if isinstance(v, DTensor) else v for v in (*passed, *own, *example)]
-    found = _Layers.apply(len(passed), len(own), *values)
+    found = _Layers.apply(len(passed), len(own), *passed, *own, *example)
     return tuple(found)
