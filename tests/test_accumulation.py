@@ -23,6 +23,7 @@ from inductor_passes.adapters.in_place import write_inputs_early
 from inductor_passes.machine.simulate import live_by_use, memory
 from simplefsdp import clip_grad_norm_, microbatch, simple_fsdp
 from simplefsdp.compiler.observers import observing
+from simplefsdp.frontend import accumulation
 from simplefsdp.rank_guard import RankMismatchError
 
 MICRO = 3
@@ -365,6 +366,34 @@ def test_bad_arguments_are_named(fake_mesh):
     simple_fsdp(model, mesh)
     with pytest.raises(ValueError, match=r"0\.row: is on the meta device; call simplefsdp\.init"):
         model.set_requires_gradient_sync(False)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_who_says_so_after_forward_is_told(solo_mesh, caplog, executor):
+    """FSDP2 takes its backward for the last one then."""
+    accumulation._warn_of_late_sync.cache_clear()
+    model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
+    run = run_of(model, executor)
+    model.set_requires_gradient_sync(False)
+    mean(run(numbers(2, DIM))).backward()
+    loss = mean(run(numbers(2, DIM)))
+    assert "its forward had begun before" not in caplog.text
+    model.set_requires_gradient_sync(True)
+    loss.backward()
+    assert "its forward had begun before" in caplog.text and model[0].row.grad is None
+    mean(run(numbers(2, DIM))).backward()
+    assert model[0].row.grad is not None
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_a_move_between_forward_and_backward_is_named(solo_mesh, executor):
+    model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
+    run = run_of(model, executor)
+    model.set_requires_gradient_sync(False)
+    loss = mean(run(numbers(2, DIM)))
+    model.to(torch.float64)
+    with pytest.raises((ValueError, RuntimeError), match=r"moved \(model.to\(\)\)|swap"):
+        loss.backward()
 
 
 def test_a_part_may_defer_alone(fake_mesh):

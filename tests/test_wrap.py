@@ -7,12 +7,14 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from zoo import Zoo, batch, loss_of
 
-from simplefsdp import simple_fsdp
+from simplefsdp import init_weights, simple_fsdp
+from simplefsdp.frontend import after_wrap
 from simplefsdp.frontend.wrapped import LAYOUTS
 from simplefsdp.rank_guard import RankMismatchError
 
@@ -248,8 +250,68 @@ def test_reading_a_meta_parameter_says_what_is_missing(fake_mesh):
     simple_fsdp(model, fake_mesh(2))
     compiled = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
     for call in (model, compiled):
-        with pytest.raises(ValueError, match=r"0\.weight: is on the meta device.*init_weights"):
+        with pytest.raises(ValueError, match=r"0\.weight.*: is on the meta device.*init_weights"):
             call(torch.ones(2, 4))
+
+
+def compiles(model: nn.Module, x: torch.Tensor) -> int:
+    """How many graphs a call makes."""
+    before = counters["stats"]["unique_graphs"]
+    model(x)
+    return counters["stats"]["unique_graphs"] - before
+
+
+def test_a_call_on_meta_is_no_reason_to_run_eagerly_later(fake_mesh):
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    simple_fsdp(model, fake_mesh(2))
+    model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        model(torch.ones(2, 4))
+    init_weights(model, seed=0)
+    assert compiles(model, torch.ones(2, 4)) == 1
+
+
+class Refuses(nn.Linear):
+    longest = 2
+
+    def forward(self, x):
+        if len(x) > self.longest:
+            raise ValueError("too long")
+        return super().forward(x)
+
+
+def test_an_exception_in_one_models_forward_leaves_others_compiled(fake_mesh, caplog):
+    """Dynamo gives up on code that raises as it is traced; all models shared some of it."""
+    torch._dynamo.reset()
+    after_wrap._warn_of_skipped.cache_clear()
+    mesh, options = fake_mesh(2), {"executor": "aot_eager"}
+    model, other = simple_fsdp(Refuses(4, 4), mesh), simple_fsdp(nn.Linear(4, 4), mesh)
+    for some in (model, other):
+        some.compile(backend="simplefsdp", options=options)
+    with pytest.raises(ValueError, match="too long"):
+        model(torch.ones(3, 4))
+    model.longest = 3
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="simplefsdp"):
+        assert compiles(model, torch.ones(3, 4)) == 0
+        assert compiles(other, torch.ones(3, 4)) == 1
+    assert caplog.text.count("Refuses was compiled, but runs eagerly") <= 1
+    torch.compiler.reset()
+    assert compiles(model, torch.ones(3, 4)) == 1
+
+
+def test_who_asks_for_eager_code_is_not_warned(fake_mesh, caplog):
+    torch._dynamo.reset()
+    after_wrap._warn_of_skipped.cache_clear()
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    with caplog.at_level("WARNING", logger="simplefsdp"):
+        with torch.compiler.set_stance("force_eager"):
+            assert compiles(model, torch.ones(2, 4)) == 0
+        model.forward(torch.ones(2, 4))
+    assert "runs eagerly" not in caplog.text
 
 
 def test_hooks_and_gradients_are_refused_rather_than_lost(fake_mesh):

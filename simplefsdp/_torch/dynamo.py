@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 
 # Where code is not the user's.
@@ -91,6 +92,24 @@ def _left_alone(kind: type[Exception]) -> type[Any]:
         "__reduce__": lambda self: (kind, (self.message,)),
     }
     return type(kind.__name__, (ShortenTraceback, kind), members)
+
+
+def is_skipped_by_dynamo(module: nn.Module) -> bool:
+    """Whether ``module``, whose forward runs eagerly now, was called compiled: the caller stands on
+    the stack, and nobody has asked for eager code."""
+    from torch._dynamo import config, eval_frame
+
+    if module._compiled_call_impl is None or config.disable:
+        return False
+    if eval_frame._stance.stance not in ("default", "eager_then_compile"):
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def breaks_the_graph(error: BaseException) -> bool:

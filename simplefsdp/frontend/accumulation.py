@@ -12,6 +12,7 @@ they compile; later, ranks in different modes wait for each other until the grou
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from simplefsdp.frontend.wrapped import (
 )
 from simplefsdp.rank_guard import agree, ranks_of_model
 
+log = logging.getLogger("simplefsdp")
 _SYNC = "_simple_fsdp_sync"  # on a wrapped module: what its next backward reduces
 
 
@@ -145,13 +147,16 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
             return local.new_zeros(shape, dtype=_sum_dtype(param, spec), requires_grad=False)
 
     if not sync.gradients:
+        sums.until = "none"
         if sums.unreduced is None:
             sums.unreduced = zeros(spec.rows)
         return Deferral("none", sums.unreduced)
     if not sync.copies and spec.copy_groups:
+        sums.until = "shards"
         if sums.partial is None:
             sums.partial = zeros(padded_rows(spec))
         return Deferral("shards", sums.unreduced, sums.partial)
+    sums.until = "all"
     return Deferral("all", sums.unreduced, sums.partial)
 
 
@@ -203,6 +208,17 @@ def _note_backward(params: Iterable[tuple[Tensor, str]], *_: Any) -> None:
         sums = param.__dict__.get(SUMS)
         if sums is not None:
             sums.waiting = until != "all"
+            if sums.waiting and sums.until == "all":
+                _warn_of_late_sync()
+
+
+@functools.cache
+def _warn_of_late_sync() -> None:
+    log.warning(
+        "a backward left gradients unreduced, and .grad without them, though they are to be "
+        "reduced now: its forward had begun before. Call set_requires_gradient_sync(True) before "
+        "the forward of the last micro-batch; or model.finalize_backward() before .grad is used"
+    )
 
 
 def _refuse_other_inputs(params: Sequence[tuple[Tensor, str]], *_: Any) -> None:
@@ -211,7 +227,8 @@ def _refuse_other_inputs(params: Sequence[tuple[Tensor, str]], *_: Any) -> None:
         raise ValueError(
             "torch.autograd.grad, or backward(inputs=...): not while gradients are accumulated "
             "without communication: that backward would add to them. Compute gradients of "
-            "inputs on the model before it is compiled, and those of parameters by backward()"
+            "inputs on the model before it is compiled, and those of parameters by backward(). If "
+            "this is a plain backward(): parameters were moved (model.to()) since its forward"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from simplefsdp._torch import dispatch_mode
+from simplefsdp._torch import dispatch_mode, is_skipped_by_dynamo, run_as_it_is
 from simplefsdp.frontend.wrapped import ignored_params
 
 log = logging.getLogger("simplefsdp")
@@ -84,6 +84,11 @@ def check_before_eager_forward(model: nn.Module) -> None:
     mode = dispatch_mode()
     if mode is not None:
         _warn_of_mode(mode)
+    elif is_skipped_by_dynamo(model):
+        _warn_of_skipped(type(model).__name__)
+
+
+run_as_it_is(check_before_eager_forward)
 
 
 @functools.cache
@@ -91,5 +96,15 @@ def _warn_of_mode(name: str) -> None:
     log.warning(
         "inside %s the model runs eagerly, compiled or not: torch.compile does nothing while a "
         "TorchDispatchMode is active, so no collective is bucketed or moved there",
+        name,
+    )
+
+
+@functools.cache
+def _warn_of_skipped(name: str) -> None:
+    log.warning(
+        "%s was compiled, but runs eagerly: Dynamo gave up on its forward, as it does when tracing "
+        "that raised an exception, or when it was compiled too often. torch.compiler.reset() has "
+        "it compiled again",
         name,
     )

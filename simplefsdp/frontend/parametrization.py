@@ -39,7 +39,15 @@ from simplefsdp.frontend.kept import (
     kept_stays,
     refresh,
 )
-from simplefsdp.frontend.reading import OWN, in_forward, marked, marked_own, plain, read_only
+from simplefsdp.frontend.reading import (
+    OWN,
+    in_forward,
+    marked,
+    marked_own,
+    plain,
+    read_only,
+    with_own_code,
+)
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
     GATHERS,
@@ -222,7 +230,6 @@ class _Gathering:
                 and not (torch.is_grad_enabled() and getattr(module, DEFERRALS))
                 and not getattr(module, KEPT)
                 and isinstance(param, DTensor)
-                and param.device.type != "meta"
             ):
                 return gather(param, "", fields)
         layout = getattr(module, LAYOUTS).get(self.name)
@@ -271,11 +278,6 @@ def _gathered(param: Tensor, layout: ParameterLayout, now: dict[str, Any]) -> Te
             f"{fqn}: expected the sharded DTensor, got {type(param).__name__}; after simple_fsdp a "
             "parameter must not be replaced: load values into it with load_state_dict"
         )
-    if param.device.type == "meta":
-        raise ValueError(
-            f"{fqn}: is on the meta device, without values; call simplefsdp.init_weights(model) "
-            "after simple_fsdp, or load a checkpoint"
-        )
     full = gather(param, *layout.arguments, **now)
     return full if layout.tensor_parallel is None else layout.tensor_parallel.rewrap(full)
 
@@ -309,7 +311,8 @@ def _casting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             output = cast_floating_point(output, policy.output_dtype)
         return output
 
-    return cast_and_forward
+    # What Dynamo gives up on is a code: after an exception in one model, not that of all models.
+    return with_own_code(cast_and_forward, f"{forward.__module__}.{forward.__qualname__}")
 
 
 def _shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:

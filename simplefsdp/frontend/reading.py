@@ -50,7 +50,7 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
             return fixed(self, *args, **kwargs)
         return getattr(cls, name)(self, *args, **kwargs)
 
-    return _with_own_code(
+    return with_own_code(
         functools.update_wrapper(forward_of_wrapped, getattr(cls, name)),
         f"{cls.__module__}.{cls.__qualname__}.{name}",
     )
@@ -65,10 +65,10 @@ def marked_own(forward: Forward) -> Forward:
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, OWN)(*args, **kwargs)
 
-    return _with_own_code(functools.update_wrapper(forward_of_wrapped, forward), repr(forward))
+    return with_own_code(functools.update_wrapper(forward_of_wrapped, forward), repr(forward))
 
 
-def _with_own_code(function: Any, tells_it_apart: str) -> Forward:
+def with_own_code(function: Any, tells_it_apart: str) -> Forward:
     """Dynamo counts what it compiles by code, and gives up on one after eight."""
     code = function.__code__
     function.__code__ = code.replace(co_consts=(*code.co_consts, tells_it_apart))

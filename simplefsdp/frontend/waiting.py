@@ -21,6 +21,7 @@ class Sums:
     unreduced: Tensor | None = None
     partial: Tensor | None = None
     waiting: bool = False  # a backward added to them, and none has reduced them since
+    until: str = "all"  # how far the backward of the next forward takes gradients
 
     def __deepcopy__(self, memo: object) -> Sums:
         return Sums()  # a copied parameter has no gradient of the original's
@@ -37,7 +38,7 @@ def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
         if sums is not None and sums.waiting and not _is_zero(sums):
             raise ValueError(
                 f"{what}: gradients of a parameter of shape {tuple(param.shape)} wait to be "
-                "reduced over ranks, and would be missed: no backward has reduced them. Call "
+                "reduced over ranks, and would be missed: no backward since has reduced them. Call "
                 "model.set_requires_gradient_sync(True) before the forward of the last "
                 "micro-batch, not only before its backward; or model.finalize_backward() now"
             )
