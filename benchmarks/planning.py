@@ -74,7 +74,7 @@ def backend(stopwatch: Stopwatch, options: Options) -> Callable[..., Any]:
     """A Dynamo backend like simplefsdp's, with a stopwatch around each pass."""
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        specs = stopwatch.time("dedupe_gathers", dedupe_gathers, gm)
+        specs = stopwatch.time("dedupe_gathers", dedupe_gathers, gm, inputs)
         device = torch.device("cpu")
         fqns = [spec.fqn for spec in specs]
         settings = stopwatch.time("assign_by_module", pass_settings, options, fqns, device)

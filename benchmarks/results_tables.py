@@ -4,6 +4,7 @@
     python benchmarks/results_tables.py default        # print one: a row of step.py,
     python benchmarks/results_tables.py --summary      # all rows,
     python benchmarks/results_tables.py --scale        # the clusters of scale.py,
+    python benchmarks/results_tables.py --regions      # by regions against the whole graph,
     python benchmarks/results_tables.py --compiling    # compile_time.py
     python benchmarks/results_tables.py --accumulation # micro-batches; and --accumulation-on-ranks
 
@@ -83,6 +84,22 @@ def _summary_cells(variants: dict[str, Any]) -> list[str]:
         ", ".join("-" if s is None else f"{s:.3f}" for s in exposed),
         ", ".join("-" if m is None else f"{m['step_peak'] / MIB:.0f}" for m in memory),
     ]
+
+
+def regions() -> str:
+    """The rows of ``step.py`` by regions against the whole graph: step times and peaks."""
+    rows, found = [], {}
+    for row in ROWS:
+        found = json.loads((RESULTS / f"regions_{row}.json").read_text())
+        of = found["variants"]
+        pairs = [(of[name], of[f"{name}_regions"]) for name in ("manual", "auto")]
+        times = [f"{by['step_s'] / whole['step_s']:.3f}" for whole, by in pairs]
+        peaks = [
+            ", ".join(f"{v['memory_nbytes']['step_peak'] / MIB:.0f}" for v in p) for p in pairs
+        ]
+        rows.append([row, *times, *peaks])
+    heads = ["row", "manual", "auto", "MiB: manual, by regions", "MiB: auto, by regions"]
+    return _where(found) + _lines(heads, rows)
 
 
 SCALE = ("none", "greedy", "torch_manual", "torch_auto", "fsdp2", "manual", "auto")
@@ -181,6 +198,7 @@ def compiling() -> str:
 
 
 OTHERS = {
+    "--regions": regions,
     "--compiling": compiling,
     "--summary": summary,
     "--scale": scale,

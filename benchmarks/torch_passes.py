@@ -114,7 +114,7 @@ def _backend(post_grad: Callable[[Graph], None]) -> Backend:
         from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx
 
-        dedupe_gathers(gm)
+        dedupe_gathers(gm, inputs)
         patches = {
             **_ORDER_STAYS,
             "joint_custom_post_pass": _uncached(tag_for_recompute),

@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from simplefsdp import simple_fsdp
-from simplefsdp._torch import repeated_calls
+from simplefsdp._torch import repeated_calls, trace_once
 from simplefsdp._torch.repeated_calls import REPEATED
 from simplefsdp.compiler.dedupe import dedupe_gathers
 
 pytestmark = pytest.mark.skipif(
-    not repeated_calls.can_trace_once(), reason="this torch follows each call"
+    not trace_once.can_trace_once(), reason="this torch follows each call"
 )
 
 
@@ -221,7 +221,7 @@ def dynamo_graph(model: nn.Module, x: torch.Tensor) -> list[object]:
         found.extend(described(gm))
         return lambda *_: (torch.zeros(4, 3, requires_grad=True),)
 
-    repeated_calls.trace_repeated_calls_once(backend)
+    trace_once.trace_repeated_calls_once(backend)
     torch._dynamo.reset()
     repeated_calls.reset_repeated_calls()
     torch.compile(model, backend=backend, fullgraph=True)(x)

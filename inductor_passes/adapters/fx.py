@@ -14,7 +14,7 @@ from inductor_passes.adapters import _torch
 from inductor_passes.adapters._torch_calls import call_of, has_schema, is_size, note_values
 from inductor_passes.adapters.loops import tensors_of
 from inductor_passes.ir.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
-from inductor_passes.planner.units import Part, parts_of, with_units
+from inductor_passes.planner.units import Part, Piece, in_units, parts_of, pieces_of
 
 FqnOf = Callable[[Node], str | None]
 
@@ -93,22 +93,30 @@ def mark_units(reading: Reading, modules: Collection[str]) -> Reading:
         return None if path is None else part(path)
 
     heavy = [op for op, nodes in reading.nodes.items() if _torch.multiplies_matrices(nodes[0])]
-    program = with_units(reading.program, part_of, heavy)
+    pieces = pieces_of(reading.program, part_of, heavy)
+    program = in_units(reading.program, pieces)
     for place, op in enumerate(program.ops):
         for node in reading.nodes[op.name]:
-            node.meta[_UNIT] = (op.unit, place)
+            node.meta[_UNIT] = _Mark(op.unit, place, pieces.get(op.name))
     return Reading(program, reading.nodes)
 
 
-def unit_of(node: Node) -> int:
-    """The unit that a node was marked with; 0 for none."""
-    return int(node.meta.get(_UNIT, (0, 0))[0])
+class _Mark(NamedTuple):
+    unit: int
+    place: int
+    piece: Piece | None
+
+
+def piece_of(node: Node) -> Piece | None:
+    """The piece of a layer that a node was marked with; None for none."""
+    mark: _Mark | None = node.meta.get(_UNIT)
+    return None if mark is None else mark.piece
 
 
 def place_of(node: Node) -> int | None:
     """Where a node stood in the graph when it was marked; None if it was made later."""
-    found = node.meta.get(_UNIT)
-    return None if found is None else int(found[1])
+    mark: _Mark | None = node.meta.get(_UNIT)
+    return None if mark is None else mark.place
 
 
 class _Reader:
@@ -194,7 +202,7 @@ class _Reader:
         collective: Collective | None = None,
         items: tuple[Node, ...] = (),
     ) -> None:
-        unit = unit_of(node) if kind == "compute" else 0
+        unit = node.meta[_UNIT].unit if _UNIT in node.meta and kind == "compute" else 0
         self.ops.append(Op(node.name, kind, reads, writes, collective, unit))
         self.nodes[node.name] = (node, *items)
 

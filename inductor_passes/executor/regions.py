@@ -16,7 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from inductor_passes.adapters import _torch
-from inductor_passes.adapters.fx import place_of, unit_of
+from inductor_passes.adapters.fx import piece_of, place_of
+from inductor_passes.planner.units import Piece
 
 _aten = torch.ops.aten
 _CONSTANTS = {_aten.full.default, torch.ops.prims.iota.default}
@@ -46,22 +47,51 @@ def cut(graph: Graph) -> list[Node | Region]:
 
 
 def _runs(graph: Graph) -> list[Node | list[Node]]:
-    """Launches, waits and writes in place by themselves; computes of one unit between them."""
+    """Launches, waits and writes in place by themselves; computes of one stretch between them."""
+    items = list(_items_behind_their_sources(graph))
+    stretches = _stretches(items)
     runs: list[Node | list[Node]] = []
     open_run: list[Node] | None = None
-    unit: int | None = None
-    for node in _items_behind_their_sources(graph):
+    stretch: object = None
+    for node in items:
         if _is_alone(node):
             runs.append(node)
             open_run = None
             continue
-        own = None if _is_free(node) else unit_of(node)
-        if open_run is None or (own is not None and unit is not None and own != unit):
-            open_run, unit = [], None
+        own = None if _is_free(node) else stretches.get(piece_of(node), "none")
+        if open_run is None or (own is not None and stretch is not None and own != stretch):
+            open_run, stretch = [], None
             runs.append(open_run)
         open_run.append(node)
-        unit = own if own is not None else unit
+        stretch = own if own is not None else stretch
     return runs
+
+
+def _stretches(items: Sequence[Node]) -> dict[Piece | None, tuple[int, int]]:
+    """The pieces of layers that run as one: those of a half of a layer between the places where,
+    in any half of so many pieces, something else stands.
+
+    So halves that are alike are cut alike, wherever the plan has put launches and waits.
+    """
+    pieces = [None if _is_free(node) or _is_alone(node) else piece_of(node) for node in items]
+    of_half: dict[int, list[int]] = {}
+    for piece in dict.fromkeys(pieces):
+        if piece is not None:
+            of_half.setdefault(piece.half, []).append(piece.at)
+    cuts: set[tuple[tuple[int, ...], int]] = set()
+    last, interrupted = None, False
+    for node, piece in zip(items, pieces, strict=True):
+        interrupted = interrupted or _is_alone(node)
+        if piece is None:
+            continue
+        if interrupted and last is not None and last.half == piece.half:
+            cuts.add((tuple(of_half[piece.half]), piece.at))
+        last, interrupted = piece, False
+    return {
+        Piece(half, at): (half, sum((tuple(ats), cut) in cuts for cut in ats if cut <= at))
+        for half, ats in of_half.items()
+        for at in ats
+    }
 
 
 def _items_behind_their_sources(graph: Graph) -> Iterator[Node]:

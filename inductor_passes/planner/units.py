@@ -1,12 +1,13 @@
-"""Units: the computes of half a layer or so, in one direction, which run as one piece.
+"""Units: computes of a layer, in one direction, between which collectives start and are awaited.
 
 A whole-graph compiler sees what a model repeats as often as it is repeated. If launches and waits
-stand only between units, layers are alike whatever the plan, and one is compiled for all.
+stand only between units, layers can be cut alike: where something stands in one of them, all are
+cut (``executor/regions.py``), and one is compiled for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -27,15 +28,44 @@ class Part(NamedTuple):
     child: str
 
 
+class Piece(NamedTuple):
+    """Computes of a layer that are not cut.
+
+    Attributes:
+        half: number of the half of a layer that it is a part of.
+        at: which of its pieces.
+    """
+
+    half: int
+    at: int
+
+
 def with_units(
     program: Program, part_of: Callable[[str], Part | None], heavy: Collection[str] = ()
 ) -> Program:
-    """``program`` with its computes in units.
+    """``program`` with its computes in units: those of a :class:`Piece` are one."""
+    return in_units(program, pieces_of(program, part_of, heavy))
 
-    A layer is cut between its children, behind one that multiplies matrices: attention and what
-    norms its input are a unit, and so are the feed-forward network and its norm. What is outside
-    of layers is like nothing else, and in no unit. Neither is what prepares a gather, which
-    belongs to its launch, nor what follows a reduce, which belongs to its wait.
+
+def in_units(program: Program, pieces: Mapping[str, Piece]) -> Program:
+    """``program`` with the ops of each piece, given by name, in a unit."""
+    number = {piece: i for i, piece in enumerate(dict.fromkeys(pieces.values()), 1)}
+    ops = (
+        replace(op, unit=number[pieces[op.name]]) if op.name in pieces else op for op in program.ops
+    )
+    return replace(program, ops=tuple(ops))
+
+
+def pieces_of(
+    program: Program, part_of: Callable[[str], Part | None], heavy: Collection[str] = ()
+) -> dict[str, Piece]:
+    """The computes that are in layers, by name, and the piece of each.
+
+    A layer is cut in halves between its children, behind one that multiplies matrices: attention
+    and what norms its input are a half, and so are the feed-forward network and its norm. A half
+    may be cut before each op that multiplies matrices, for code is not fused across those. What is
+    outside of layers is like nothing else, and in no piece. Neither is what prepares a gather,
+    which belongs to its launch, nor what follows a reduce, which belongs to its wait.
 
     Args:
         program: in the order of the model.
@@ -46,7 +76,8 @@ def with_units(
     moved = prepared(program) | following(program, ("reduce", "all_reduce"))
     computes = [i for i, op in enumerate(program.ops) if op.kind == "compute" and i not in moved]
     parts = _parts(program, computes, part_of)
-    ops, unit, worked = list(program.ops), 0, False
+    found: dict[str, Piece] = {}
+    half = at = worked = 0
     for i, part, before, works in zip(
         computes,
         parts,
@@ -55,11 +86,12 @@ def with_units(
         strict=True,
     ):
         if part.module != before.module or (part != before and worked and works):
-            unit, worked = unit + 1, False
-        worked = worked or ops[i].name in heavy
+            half, at, worked = half + 1, 0, 0
+        if program.ops[i].name in heavy:
+            at, worked = worked, worked + 1
         if part.module:
-            ops[i] = replace(ops[i], unit=unit)
-    return replace(program, ops=tuple(ops))
+            found[program.ops[i].name] = Piece(half, at)
+    return found
 
 
 def _parts(

@@ -56,7 +56,6 @@ from simplefsdp._torch.repeated_calls import (
     REPEATED,
     inline_repeated_calls,
     reset_repeated_calls,
-    trace_repeated_calls_once,
 )
 from simplefsdp._torch.tensors import (
     DTensorOp,
@@ -82,6 +81,7 @@ from simplefsdp._torch.tensors import (
     storage_use_count,
     tree_map_only,
 )
+from simplefsdp._torch.trace_once import trace_repeated_calls_once
 from simplefsdp._torch.whole_modules import compile_modules_of_torch_too, is_compiled
 
 __all__ = [

@@ -8,16 +8,16 @@ anybody else sees the graph. What torch leaves out is added: the guards hold of 
 a layer that is changed later is traced anew.
 
 Where a layer cannot be such a function, because the graph breaks in it, say, Dynamo begins the
-frame again, and follows all layers of that class as ever.
+frame again, and follows all layers of that class as ever. ``trace_once.py`` asks of each call,
+``traced_calls.py`` answers.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,61 +36,6 @@ INSIDE = "_simplefsdp_inside_layer"
 
 REFUSED: set[object] = set()
 """Kinds of layers that are followed one by one."""
-
-
-def trace_repeated_calls_once(backend: Callable[..., Any]) -> None:
-    """Let Dynamo trace for ``backend`` one of the modules that are alike and marked ``REPEATED``.
-
-    The backend calls :func:`inline_repeated_calls` first. Does nothing with a torch that cannot.
-    """
-    if can_trace_once():
-        backend.inlines_repeated_calls = True  # type: ignore[attr-defined]
-        _patch()
-
-
-@functools.cache
-def can_trace_once() -> bool:
-    """Whether this torch can put a traced call in a graph again."""
-    try:
-        from torch._dynamo.variables.invoke_subgraph import stamp_out_subgraph  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-@functools.cache
-def _patch() -> None:
-    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-
-    original = UnspecializedNNModuleVariable.call_function
-
-    @functools.wraps(original)
-    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if REPEATED in self.value.__dict__ and _can_be_called(self, tx):
-            from simplefsdp._torch.traced_calls import called
-
-            return called(self, tx, args, kwargs)
-        return original(self, tx, args, kwargs)
-
-    UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]
-
-
-def _can_be_called(layer: Any, tx: Any) -> bool:
-    output = tx.output
-    return (
-        not output.export
-        and INSIDE not in output.__dict__
-        and layer.source is not None
-        and kind_of(layer.value) not in REFUSED
-        and _inlines(output.compiler_fn)
-    )
-
-
-def _inlines(backend: Any) -> bool:
-    """Whether a backend, or one that torch or somebody has wrapped in it, inlines the calls."""
-    names = ("compiler_fn", "_torchdynamo_orig_backend", "func", "__wrapped__")
-    inner = (getattr(backend, name, None) for name in names)
-    return hasattr(backend, "inlines_repeated_calls") or any(_inlines(x) for x in inner if x)
 
 
 def kind_of(layer: nn.Module) -> object:

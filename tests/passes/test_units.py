@@ -6,7 +6,7 @@ import pytest
 from programs import layers
 
 from inductor_passes.ir.text import parse, to_text
-from inductor_passes.planner.units import Part, parts_of, with_units
+from inductor_passes.planner.units import Part, Piece, parts_of, pieces_of, with_units
 from inductor_passes.transform.order import OverlapPolicy, overlap
 
 FORWARD = """
@@ -122,6 +122,21 @@ def test_a_layer_is_cut_behind_what_multiplies_matrices():
     assert units(CHILDREN, of) == outside | layer
     cut = dict.fromkeys(("norm2", "mlp", "scale", "add2"), 2)
     assert units(CHILDREN, of, ("embed", "attention", "mlp", "head")) == outside | layer | cut
+
+
+def test_a_half_may_be_cut_before_each_op_that_multiplies_matrices():
+    """And it knows of each piece which it is: halves that are alike are cut alike."""
+    names = ["norm", "attention", "add", "norm2", "mlp", "scale", "add2"]
+    child = dict.fromkeys(names, "one")
+
+    def of(op: str) -> Part:
+        return Part("layers.0", child[op]) if op in child else Part("", op)
+
+    heavy = ("attention", "norm2", "scale")
+    found = units(CHILDREN, of, heavy)
+    assert [found[name] for name in names] == [1, 1, 1, 2, 2, 3, 3]
+    pieces = pieces_of(parse(CHILDREN), of, heavy)
+    assert [pieces[name] for name in names] == [Piece(1, at) for at in (0, 0, 0, 1, 1, 2, 2)]
 
 
 def test_paths_of_modules():

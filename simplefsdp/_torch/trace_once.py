@@ -1,0 +1,67 @@
+"""Have Dynamo ask of each call of a layer whether it is like one that it has followed.
+
+See ``repeated_calls.py``, and ``traced_calls.py`` for the asking.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from simplefsdp._torch.repeated_calls import INSIDE, REFUSED, REPEATED, kind_of
+
+
+def trace_repeated_calls_once(backend: Callable[..., Any]) -> None:
+    """Let Dynamo trace for ``backend`` one of the modules that are alike and marked ``REPEATED``.
+
+    The backend calls :func:`inline_repeated_calls` first. Does nothing with a torch that cannot.
+    """
+    if can_trace_once():
+        backend.inlines_repeated_calls = True  # type: ignore[attr-defined]
+        _patch()
+
+
+@functools.cache
+def can_trace_once() -> bool:
+    """Whether this torch can put a traced call in a graph again."""
+    try:
+        from torch._dynamo.variables.invoke_subgraph import stamp_out_subgraph  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def _patch() -> None:
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    original = UnspecializedNNModuleVariable.call_function
+
+    @functools.wraps(original)
+    def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if REPEATED in self.value.__dict__ and _can_be_called(self, tx):
+            from simplefsdp._torch.traced_calls import called  # only where torch has its parts
+
+            return called(self, tx, args, kwargs)
+        return original(self, tx, args, kwargs)
+
+    UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def _can_be_called(layer: Any, tx: Any) -> bool:
+    output = tx.output
+    return (
+        not output.export
+        and INSIDE not in output.__dict__
+        and layer.source is not None
+        and kind_of(layer.value) not in REFUSED
+        and _inlines(output.compiler_fn)
+    )
+
+
+def _inlines(backend: Any) -> bool:
+    """Whether a backend, or one that torch or somebody has wrapped in it, inlines the calls."""
+    names = ("compiler_fn", "_torchdynamo_orig_backend", "func", "__wrapped__")
+    inner = (getattr(backend, name, None) for name in names)
+    return hasattr(backend, "inlines_repeated_calls") or any(_inlines(x) for x in inner if x)
