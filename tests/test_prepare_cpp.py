@@ -115,6 +115,9 @@ def test_where_the_user_wants_no_vectors_nothing_is_tried(
     monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", lambda *args: None)
     _torch.prepare_cpp().join()
     assert not cpu_vec_isa.pick_vec_isa()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    with pytest.raises(ZeroDivisionError):  # who wants others later is given torch's list
+        cpu_vec_isa.pick_vec_isa()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from test_few_layers import (
     step,
 )
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
@@ -296,11 +297,30 @@ def test_a_layer_that_is_changed_later_is_traced_anew(solo_mesh, caplog, change)
 
 
 def test_layers_that_break_the_graph(solo_mesh):
-    plain, x = Model(layer=Breaks), torch.rand(4, DIM)
+    """Their parts are compiled once, for there is nothing of a name in them."""
+    plain, x = Model(layer=Breaks, depth=12), torch.rand(4, DIM)
     model = compiled(simple_fsdp(copy.deepcopy(plain), solo_mesh))
+    counters.clear()
+    model(x)
+    assert counters["stats"]["unique_graphs"] <= 5  # before, behind and in the layers
     for some in (plain, model):
         some(x).sum().backward()
     torch.testing.assert_close(model(x), plain(x))
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+
+
+def test_layers_that_are_compiled_by_themselves_are_compiled_once(solo_mesh):
+    """As users of FSDP2 do: more than eight would be too many for Dynamo."""
+    plain, x = Model(depth=12), torch.rand(4, DIM)
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    counters.clear()
+    for some in (plain, model):
+        some(x).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
     for name, param in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
 

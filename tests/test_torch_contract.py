@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from simplefsdp import _torch
-from simplefsdp._torch import backends, checkpoints, tensors
+from simplefsdp._torch import backends, checkpoints, tensors, trace_once
 from simplefsdp.checkpoints.metadata import metadata_of, read_metadata
 from simplefsdp.frontend import reading, recurrent
 from simplefsdp.rank_guard import RankMismatchError
@@ -689,6 +690,23 @@ def test_fake_tensors_are_made_again_outside_of_modes():
     assert (again.shape, again.stride()) == (tensor.shape, tensor.stride())
     assert tensors.storage_of(again) != tensors.storage_of(tensor)
     assert tensors.storage_of(tensors.fake_again(tensor, again)) == tensors.storage_of(again)
+
+
+def test_a_fake_tensor_made_again_has_all_that_the_constructor_sets():
+    with FakeTensorMode() as mode:
+        one, made_by_torch = torch.rand(4, 2), torch.rand(4, 2)
+    made = _torch.fake_again(one, None)
+    assert vars(made).keys() == vars(made_by_torch).keys()
+    assert type(made) is type(one) and made.fake_mode is mode and made.device == one.device
+    with pytest.raises(RuntimeError, match="data"):
+        made.data_ptr()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="this torch follows each call")
+def test_dynamo_can_put_a_traced_call_in_a_graph_again():
+    assert trace_once.can_trace_once()
+    condition = {f.name for f in fields(torch._guards.InvokeSubgraphReuseCondition)}
+    assert {"guards", "traced_sources"} <= condition
 
 
 def test_a_checkpointed_body_says_whether_it_has_a_policy():

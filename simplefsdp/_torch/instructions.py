@@ -44,11 +44,12 @@ def pick_by_kernel(compile_kernel: Callable[[], object]) -> None:
         return
     known, here, original = Event(), get_ident(), cpu_vec_isa.valid_vec_isa_list
     failed: list[bool] = []
+    wanted = _wanted()
 
     def valid_vec_isa_list() -> list[Any]:
         if get_ident() != here:
             known.wait()
-        return original() if failed else list(choices)
+        return original() if failed or _wanted() != wanted else list(choices)
 
     valid_vec_isa_list.cache_clear = original.cache_clear  # type: ignore[attr-defined]
     cpu_vec_isa.valid_vec_isa_list = valid_vec_isa_list  # type: ignore[assignment]
@@ -63,6 +64,13 @@ def pick_by_kernel(compile_kernel: Callable[[], object]) -> None:
         known.set()
 
 
+def _wanted() -> tuple[object, ...]:
+    """What the user says of instructions."""
+    from torch._inductor import config
+
+    return config.cpp.simdlen, config.cpp.vec_isa_ok, os.getenv("ATEN_CPU_CAPABILITY")
+
+
 def _none_or_widest() -> list[Any] | None:
     """The widest instructions that the processor has, if it has some, and the user wants them.
 
@@ -70,11 +78,11 @@ def _none_or_widest() -> list[Any] | None:
     """
     from torch._inductor import config, cpu_vec_isa
 
-    chosen = (config.cpp.simdlen, config.cpp.vec_isa_ok)
+    *chosen, capability = _wanted()
     is_x86 = sys.platform == "linux" and platform.machine() == "x86_64"
-    if not is_x86 or chosen != (None, None) or not _is_of_context(config):
+    if not is_x86 or chosen != [None, None] or not _is_of_context(config):
         return None
-    if capability := os.getenv("ATEN_CPU_CAPABILITY"):
+    if capability:
         return [] if capability == "default" else None
     has = cpu_vec_isa.x86_isa_checker()
     known = (isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= set(has))

@@ -26,10 +26,10 @@ def trace_repeated_calls_once(backend: Callable[..., Any]) -> None:
 def can_trace_once() -> bool:
     """Whether this torch can put a traced call in a graph again."""
     try:
-        from torch._dynamo.variables.invoke_subgraph import stamp_out_subgraph  # noqa: F401
+        from simplefsdp._torch import traced_calls
     except ImportError:
         return False
-    return True
+    return all(hasattr(traced_calls.invoke_subgraph, name) for name in traced_calls.NEEDED)
 
 
 @functools.cache
