@@ -26,10 +26,12 @@ def trace_repeated_calls_once(backend: Callable[..., Any]) -> None:
 def can_trace_once() -> bool:
     """Whether this torch can put a traced call in a graph again."""
     try:
-        from simplefsdp._torch import traced_calls
+        from torch._dynamo.variables import invoke_subgraph
+
+        from simplefsdp._torch.traced_calls import NEEDED
     except ImportError:
         return False
-    return all(hasattr(traced_calls.invoke_subgraph, name) for name in traced_calls.NEEDED)
+    return all(hasattr(invoke_subgraph, name) for name in NEEDED)
 
 
 @functools.cache
