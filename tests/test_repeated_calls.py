@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from simplefsdp import simple_fsdp
+from simplefsdp import microbatch, simple_fsdp
 from simplefsdp._torch import repeated_calls, trace_once
 from simplefsdp._torch.repeated_calls import REPEATED
 from simplefsdp.compiler.dedupe import dedupe_gathers
@@ -294,6 +294,20 @@ def test_a_layer_that_is_changed_later_is_traced_anew(solo_mesh, caplog, change)
         assert model.layers[5].up.weight.grad is None
     else:
         assert not torch.equal(after, before)
+
+
+def test_layers_whose_gradients_are_deferred(solo_mesh, caplog):
+    plain, x = Model(), torch.rand(4, DIM)
+    model = compiled(simple_fsdp(copy.deepcopy(plain), solo_mesh))
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    for is_last in (False, True):
+        caplog.clear()
+        with microbatch(model, is_last=is_last):
+            model(x).sum().backward()
+        assert not_followed(caplog.text) == ALL
+        plain(x).sum().backward()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
 
 
 def test_layers_that_break_the_graph(solo_mesh):

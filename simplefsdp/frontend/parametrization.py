@@ -236,7 +236,7 @@ class _Gathering:
         if layout is None or param is None:
             return _plain_attribute(module, self.name)
         if compiling:
-            return _gathered(param, layout, _now(module, self.name))
+            return _in_graph(module, self.name, param, layout)
         return _read_eagerly(module, self.name, param, layout)
 
 
@@ -271,6 +271,13 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     return full if layout.tensor_parallel is not None else read_only(full, fqn)
 
 
+def _in_graph(module: nn.Module, name: str, param: Tensor, layout: ParameterLayout) -> Tensor:
+    """What Dynamo traces where the short way does not do; without the parameter's FQN, too."""
+    if not isinstance(param, DTensor):
+        return _gathered(param, layout, {})  # which raises
+    return _whole(gather(param, "", layout.fields, **_now(module, name)), layout)
+
+
 def _gathered(param: Tensor, layout: ParameterLayout, now: dict[str, Any]) -> Tensor:
     fqn = layout.spec.fqn
     if not isinstance(param, DTensor):
@@ -278,7 +285,10 @@ def _gathered(param: Tensor, layout: ParameterLayout, now: dict[str, Any]) -> Te
             f"{fqn}: expected the sharded DTensor, got {type(param).__name__}; after simple_fsdp a "
             "parameter must not be replaced: load values into it with load_state_dict"
         )
-    full = gather(param, *layout.arguments, **now)
+    return _whole(gather(param, fqn, layout.fields, **now), layout)
+
+
+def _whole(full: Tensor, layout: ParameterLayout) -> Tensor:
     return full if layout.tensor_parallel is None else layout.tensor_parallel.rewrap(full)
 
 

@@ -36,18 +36,16 @@ class ParameterLayout:
     tensor_parallel: TensorParallel | None
     shape: torch.Size
     placements: tuple[Placement, ...]
-    arguments: tuple[str, str] = field(init=False)  # of its gather; kept, for they are made slowly
+    fields: str = field(init=False)  # of the spec, for its gather; kept, for it is made slowly
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "arguments", self.spec.arguments())
+        object.__setattr__(self, "fields", self.spec.arguments()[1])
 
 
 def set_layouts(module: nn.Module, layouts: Mapping[str, ParameterLayout]) -> None:
     """Have the parameters of ``module`` that are named there gathered so, and no others."""
     gathers = {
-        name: layout.arguments[1]
-        for name, layout in layouts.items()
-        if layout.tensor_parallel is None
+        name: layout.fields for name, layout in layouts.items() if layout.tensor_parallel is None
     }
     module.__dict__ |= {LAYOUTS: dict(layouts), GATHERS: gathers}
 
