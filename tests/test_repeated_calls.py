@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from test_few_layers import (
     step,
 )
 from torch import nn
+from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -294,6 +296,128 @@ def test_a_layer_that_is_changed_later_is_traced_anew(solo_mesh, caplog, change)
         assert model.layers[5].up.weight.grad is None
     else:
         assert not torch.equal(after, before)
+
+
+class WithFirst(Model):
+    """Each layer takes what the first one took, too."""
+
+    def forward(self, x):
+        x = first = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, first)
+        return self.head(x)
+
+
+class Inside(Layer):
+    """What it reads, it reads in a region."""
+
+    factor = 1.0
+
+    def forward(self, x, mask):
+        def run(x, mask):
+            return super(Inside, self).forward(x, mask) * self.factor
+
+        return checkpoint(run, x, mask, use_reentrant=False)
+
+
+class NeedsGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0) if ctx.needs_input_grad[1] else None
+
+
+class WithFunction(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(DIM))
+
+    def forward(self, x, mask):
+        return NeedsGrad.apply(super().forward(x, mask), self.weight)
+
+
+class Told(Model):
+    """Of each layer it is said which it is, just before it is called."""
+
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for i, layer in enumerate(self.layers):
+            layer.factor = float(i)
+            x = layer(x, mask)
+        return self.head(x)
+
+
+def of_fifth(change: Callable[[nn.Module], object], layer: type[nn.Module] = Layer, kind=Model):
+    model = kind(layer=layer)
+    change(model.layers[5])
+    return model
+
+
+def doubled(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda x: 2 * forward(x)
+
+
+def first_half_frozen() -> Model:
+    model = Model(layer=WithFunction)
+    model.embed.requires_grad_(False)
+    model.layers[:4].requires_grad_(False)
+    return model
+
+
+TRAPS = {
+    "the same twice": WithFirst,
+    "read in a region": lambda: of_fifth(lambda layer: setattr(layer, "factor", 2.0), Inside),
+    "hook": lambda: of_fifth(lambda m: m.register_forward_hook(lambda _, args, out: 2 * out)),
+    "inner hook": lambda: of_fifth(lambda m: m.up.register_forward_pre_hook(lambda _, x: x[0] * 2)),
+    "inner forward": lambda: of_fifth(lambda layer: doubled(layer.up)),
+    "frozen": first_half_frozen,
+    "told": lambda: Told(layer=Scaled),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_what_tells_layers_apart_that_no_guard_of_torchs_would(solo_mesh, trap):
+    """Each of these gave the first layer's graph for all."""
+    torch.manual_seed(0)
+    plain, x = TRAPS[trap](), torch.rand(4, DIM)
+    torch.manual_seed(0)
+    model = compiled(simple_fsdp(TRAPS[trap](), solo_mesh))
+    ours, wanted = model(x), plain(x)
+    torch.testing.assert_close(ours, wanted)
+    for output in (ours, wanted):
+        output.sum().backward()
+    for name, param in plain.named_parameters():
+        grad = model.get_parameter(name).grad
+        assert (grad is None) == (param.grad is None)
+        if grad is not None:
+            torch.testing.assert_close(grad.full_tensor(), param.grad)
+
+
+def test_a_module_that_others_have_too(solo_mesh):
+    plain = Model(layer=Changeable)
+    plain.drop = nn.ReLU()
+    for layer in plain.layers:
+        layer.drop = plain.drop
+    plain.head = nn.Sequential(plain.drop, plain.head)
+    x = torch.rand(4, DIM)
+    model = compiled(simple_fsdp(copy.deepcopy(plain), solo_mesh))
+    torch.testing.assert_close(model(x), plain(x))
+    for some in (plain, model):
+        some.layers[5].drop = nn.Tanh()
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_a_list_of_layers_on_meta_says_so(solo_mesh):
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(TorchRuntimeError, match="is on the meta device"):
+        compiled(simple_fsdp(model, solo_mesh))(torch.rand(4, DIM))
 
 
 def test_layers_whose_gradients_are_deferred(solo_mesh, caplog):

@@ -41,9 +41,14 @@ REFUSED: set[object] = set()
 def kind_of(layer: nn.Module) -> object:
     """What layers must have in common beside all that guards tell: what a trace depends on and no
     guard of theirs says."""
-    device = next((p.device.type for p in layer.parameters()), "cpu")
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return type(layer), torch.is_grad_enabled(), autocast, torch.is_inference_mode_enabled()
+    devices = sorted({"cpu", *(p.device.type for p in layer.parameters())})
+    autocast = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in devices
+        if torch.amp.is_autocast_available(device)
+    ]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    return type(layer), *modes, *autocast, torch._C._len_torch_function_stack()
 
 
 def reset_repeated_calls() -> None:

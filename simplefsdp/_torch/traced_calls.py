@@ -7,20 +7,25 @@ See ``repeated_calls.py``. This imports Dynamo, and the parts of it that torch h
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis
-from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.guards import GUARD_VALUE_DISPATCH, GuardBuilder, install_guard
 from torch._dynamo.variables import invoke_subgraph
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._guards import Source
-from torch.fx import GraphModule
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from simplefsdp._torch.dynamo import has_policy
 from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
@@ -36,7 +41,6 @@ _TRACED = "_simplefsdp_traced_calls"
 NEEDED = (
     "InvokeSubgraphHigherOrderVariable",
     "build_input_fingerprint",
-    "has_mutated_vars",
     "is_reusable",
     "stamp_out_subgraph",
 )
@@ -61,17 +65,20 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     known = tx.output.__dict__.setdefault(_TRACED, {}).setdefault(kind, [])
     arguments = [layer, *args]
     try:
+        _refuse_changed(tx)
         if len(known) < _MOST_KINDS:
             found = invoke_subgraph.build_input_fingerprint(tx, arguments, kwargs)
+            _refuse_subclasses(_examples(found))
             for traced in known:
-                if _is_like(tx, traced, found):
+                if _is_like(tx, traced, found, layer.value):
                     result = invoke_subgraph.stamp_out_subgraph(tx, found, traced.entry)
                     _guard_as(traced, found.arg_sources)
                     _note_layer(tx, layer)
                     return result
             function = UserFunctionVariable(_caller(kind))
             result = _call_traced(tx, function, arguments, kwargs)
-            known.append(_last_traced(tx, function))
+            _refuse_changed(tx)
+            known.append(_last_traced(tx, function, found, layer.value))
             known[-1].entry.body_gmod.meta.setdefault(LAYER, _note_layer(tx, layer))
             return result
         why = "they differ"
@@ -84,21 +91,70 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     raise UnspecializeRestartAnalysis(restart_reason="layers that are not alike")
 
 
+def _refuse_changed(tx: Any) -> None:
+    """Torch asks guards of what is there, not of what the code that is traced has changed.
+
+    Raises:
+        LookupError: it has changed something that was there before.
+    """
+    effects = tx.output.side_effects
+    stored = (item.mutation_type for item in effects.store_attr_mutations)
+    held = (item.mutation_type for item in effects.id_to_variable.values())
+    if any(isinstance(kind, AttributeMutationExisting) for kind in stored) or any(
+        isinstance(kind, ValueMutationExisting) and kind.is_modified for kind in held
+    ):
+        raise LookupError("something is changed between the layers, or in them")
+
+
+def _examples(found: Any) -> list[Any]:
+    """The fake tensors that a call takes."""
+    tensors = (vt for tag, vt in found.flat_vts if tag is invoke_subgraph.InputTag.TENSOR)
+    return [vt.as_proxy().node.meta.get("example_value") for vt in tensors]
+
+
+def _refuse_subclasses(values: Iterable[Any]) -> None:
+    if any(map(is_traceable_wrapper_subclass, values)):
+        raise LookupError("tensors that hold others go from layer to layer")
+
+
+def _sharing(found: Any) -> tuple[int, ...]:
+    """Which of a call's arguments are the same: torch makes one input of these."""
+    tags = invoke_subgraph.InputTag
+    values = [v.as_proxy().node for t, v in found.flat_vts if t in (tags.TENSOR, tags.SYMNODE)]
+    return tuple(map(values.index, values))
+
+
+def _tensors_of(layer: nn.Module) -> list[object]:
+    """What matters of a layer's parameters and buffers; not all of it is guarded."""
+    some = (layer.named_parameters, layer.named_buffers)
+    named = itertools.chain.from_iterable(of(remove_duplicate=False) for of in some)
+    return [(name, tensor.requires_grad, tensor.is_leaf, _layout(tensor)) for name, tensor in named]
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    own = type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    if not isinstance(tensor, DTensor):
+        return own
+    return *own, tensor.device_mesh, tensor.placements, _layout(tensor._local_tensor)
+
+
 class _Traced(NamedTuple):
     """A layer that Dynamo has followed.
 
     Attributes:
-        condition: torch's, of another call that gives the same graph; without what follows.
+        condition: torch's, of another call that gives the same graph; without its guards.
         entry: torch's, of the graph.
+        sharing: see :func:`_sharing`.
+        tensors: see :func:`_tensors_of`.
         guards: of the layer's own sources: each with its source, how to ask it, and what it said.
-        sources: the layer's own that were read.
         same: pairs of sources that are one object; torch does not ask that of another call.
     """
 
     condition: Any
     entry: Any
+    sharing: tuple[int, ...]
+    tensors: list[object]
     guards: tuple[tuple[Any, Any, Any, Any], ...]
-    sources: tuple[Any, ...]
     same: tuple[tuple[Any, Any], ...]
 
 
@@ -111,11 +167,11 @@ def _call_traced(tx: Any, function: Any, arguments: list[Any], kwargs: dict[str,
         del tx.output.__dict__[INSIDE]
 
 
-def _last_traced(tx: Any, function: Any) -> _Traced:
-    """What torch remembers of the call that was just traced.
+def _last_traced(tx: Any, function: Any, found: Any, layer: nn.Module) -> _Traced:
+    """What torch remembers of the call that was just traced, and what it does not.
 
     Raises:
-        LookupError: it does not: guards do not tell all of it.
+        LookupError: guards do not tell all of it.
     """
     caches = tx.output.tracing_context.hop_dispatch_set_cache
     calls = caches.get_cache(_invoke_subgraph).subgraph_reuse_cache
@@ -126,20 +182,59 @@ def _last_traced(tx: Any, function: Any) -> _Traced:
     bodies = [m for m in entry.body_gmod.modules() if isinstance(m, GraphModule)]
     if any(map(has_policy, bodies)):
         raise LookupError("a policy of what is checkpointed may count layers")
-    same = [
-        (source, guard.create_fn.keywords["source_b"])
-        for source in condition.traced_sources
-        for guard in tx.output.guards.get_guards_for_source(source)
-        if guard.create_fn_name() == "DUPLICATE_INPUT"
-    ]
-    own = _Moved(dict.fromkeys(filter(None, entry.arg_sources)))
+    _refuse_subclasses(_last_call(tx).meta["example_value"])
+    guards, same = _own_guards(tx, found, entry)
     return _Traced(
         replace(condition, guards=[], traced_sources=OrderedSet()),
         entry,
-        tuple(guard for guard in condition.guards if own.concerns(guard[0])),
-        tuple(filter(own.concerns, condition.traced_sources)),
-        tuple(pair for pair in same if own.concerns(pair[0])),
+        _sharing(found),
+        _tensors_of(layer),
+        guards,
+        same,
     )
+
+
+def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
+    """All guards of a layer's own sources, and pairs of sources that are one object.
+
+    Not only those that torch remembers: it does not know what was read in a region inside the
+    layer, nor hooks.
+
+    Raises:
+        LookupError: one cannot be asked of another layer.
+    """
+    own = _Moved(dict.fromkeys(source for source, _ in _objects(found)))
+    lifted = invoke_subgraph.LiftedCapturedSource
+    captured = _Moved(
+        dict.fromkeys(x.source for x in entry.subgraph_input_mapping if isinstance(x, lifted))
+    )
+    guards, same = [], []
+    for guard in tx.output.guards:
+        source, name = guard.originating_source, guard.create_fn_name()
+        if not own.concerns(source):
+            continue
+        if name == "DUPLICATE_INPUT":
+            same.append((source, guard.create_fn.keywords["source_b"]))
+            continue
+        asked: Any = GUARD_VALUE_DISPATCH.get(name)
+        if not hasattr(asked, "eval_fn"):
+            raise LookupError(f"what {name} guards cannot be asked of another layer")
+        if name == "TENSOR_MATCH" and not captured.concerns(source):
+            raise LookupError("of a tensor only its layout is read")  # and nobody would guard it
+        value = tx.output.resolve_source_value(source)
+        guards.append((source, asked, asked.get_metadata_fn(guard, value), guard))
+    return tuple(guards), tuple(same)
+
+
+def _objects(found: Any) -> list[tuple[Any, Any]]:
+    """The arguments of a call that are no tensors, and have sources."""
+    tags = invoke_subgraph.InputTag
+    pairs = zip(found.arg_sources, found.flat_vts, strict=True)
+    return [
+        (source, vt)
+        for source, (tag, vt) in pairs
+        if source is not None and tag in (tags.OBJECT, tags.CONSTANT)
+    ]
 
 
 class _Moved:
@@ -168,13 +263,13 @@ def _moving(traced: _Traced, sources: Sequence[Any]) -> _Moved:
     return _Moved({a: b for a, b in pairs if a is not None and b is not None})
 
 
-def _is_like(tx: Any, traced: _Traced, found: Any) -> bool:
-    """Whether the call ``found`` gives the graph of ``traced``."""
+def _is_like(tx: Any, traced: _Traced, found: Any, layer: nn.Module) -> bool:
+    """Whether the call ``found``, of ``layer``, gives the graph of ``traced``."""
     if not invoke_subgraph.is_reusable(tx, traced.condition, found, traced.entry):
         return False
-    moved = _moving(traced, found.arg_sources)
-    if invoke_subgraph.has_mutated_vars(tx, OrderedSet(map(moved, traced.sources))):
+    if _sharing(found) != traced.sharing or _tensors_of(layer) != traced.tensors:
         return False
+    moved = _moving(traced, found.arg_sources)
     scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
     known: dict[Any, Any] = {}
 
@@ -204,6 +299,9 @@ def _note_layer(tx: Any, layer: Any) -> str:
     """Note on the call that was just put in the graph which layer it is."""
     name = str(layer.source.name() if callable(layer.source.name) else layer.source.name)
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", name)
-    calls = (n for n in reversed(tx.output.graph.nodes) if n.target is _invoke_subgraph)
-    next(calls).meta[LAYER] = path
+    _last_call(tx).meta[LAYER] = path
     return path
+
+
+def _last_call(tx: Any) -> Node:
+    return next(n for n in reversed(tx.output.graph.nodes) if n.target is _invoke_subgraph)

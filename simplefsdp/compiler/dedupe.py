@@ -27,7 +27,7 @@ from simplefsdp._torch import (
     sets_grad_mode,
     storage_of,
 )
-from simplefsdp.frontend.gather import GatherSpec, gather, refuse_meta, spec_of
+from simplefsdp.frontend.gather import GatherSpec, gather, spec_of
 from simplefsdp.frontend.living import living_shards
 
 log = logging.getLogger("simplefsdp")
@@ -41,8 +41,7 @@ def dedupe_gathers(gm: GraphModule, inputs: Sequence[Any]) -> list[GatherSpec]:
         inputs: of it; parameters are the model's own.
 
     Raises:
-        ValueError: the model writes to a gathered tensor; names the parameter and the line. Or
-            parameters are on the meta device.
+        ValueError: the model writes to a gathered tensor; names the parameter and the line.
     """
     if copies := inline_repeated_calls(gm):
         log.debug("%d layers were not followed by Dynamo: they are like others", copies)
@@ -55,11 +54,7 @@ def dedupe_gathers(gm: GraphModule, inputs: Sequence[Any]) -> list[GatherSpec]:
             for node, value in zip(placeholders, inputs, strict=True)
         },
     )
-    specs = _dedupe(gm)
-    value_of = dict(zip(placeholders, inputs, strict=True))
-    gathers = ((str(node.args[1]), value_of.get(node.args[0])) for node in gathers_of(gm))  # type: ignore[call-overload]
-    refuse_meta([fqn for fqn, param in gathers if getattr(param, "is_meta", False)])
-    return specs
+    return _dedupe(gm)
 
 
 def _name_gathers(gm: GraphModule, fqns: Mapping[Node, str]) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
@@ -301,13 +300,13 @@ def gather(
             f"{fqn or 'a parameter'}: expected the sharded DTensor, got {type(param).__name__}: it "
             "is read in a control-flow branch (torch.cond, say); read it before, and pass it in"
         )
-    if param.is_meta and torch.compiler.is_compiling():
-        # The backend refuses it (``dedupe.py``). If tracing raised, Dynamo would give up on the
-        # code that it traces, for ever.
-        dtype, device = spec.param_dtype or param.dtype, param.device_mesh.device_type
-        full = torch.empty(tuple(param.shape), dtype=dtype, device=device)
-        return full.requires_grad_(param.requires_grad)
-    refuse_meta([fqn] if param.is_meta else [])
+    if param.is_meta:
+        # Here, not where the parameter is read: Dynamo would take the code that it traces to be
+        # uncompilable, for ever.
+        raise ValueError(
+            f"{fqn or 'a parameter'}: is on the meta device, without values; call "
+            "simplefsdp.init_weights(model) after simple_fsdp, or load a checkpoint"
+        )
     with provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward):
         try:
             left = Deferral(**deferral) if deferral else _NOTHING_DEFERRED
@@ -320,20 +319,6 @@ def gather(
                 "is late, or took another branch of the program; see their logs"
             )
             raise
-
-
-def refuse_meta(fqns: Sequence[str]) -> None:
-    """Raise if there are parameters on the meta device that are to be gathered.
-
-    Raises:
-        ValueError: names up to five of them.
-    """
-    if fqns:
-        raise ValueError(
-            f"{', '.join(fqns[:5])}{f' and {len(fqns) - 5} more' if fqns[5:] else ''}: is on the "
-            "meta device, without values; call simplefsdp.init_weights(model) after simple_fsdp, "
-            "or load a checkpoint"
-        )
 
 
 def _refuse_transform(fqn: str, error: RuntimeError) -> NoReturn:

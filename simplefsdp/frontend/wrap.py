@@ -8,6 +8,7 @@ a property; the shards stay in ``_parameters`` under their own names. So ``named
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Literal
@@ -271,12 +272,17 @@ def _move_buffers(module: nn.Module, device_type: str) -> None:
 
 
 def _mark_repeated(model: nn.Module) -> None:
-    """Mark the members of lists of layers, of which the compiler may trace one for all."""
+    """Mark the members of lists of layers, of which the compiler may trace one for all.
+
+    Not those with a module that others have, too: Dynamo knows it by one of its names.
+    """
+    owners = Counter(id(child) for module in model.modules() for child in module.children())
     for container in model.modules():
         layers = list(container.children())
         if isinstance(container, (nn.ModuleList, nn.Sequential)) and len(layers) >= _MANY:
             for layer in layers:
-                if any(True for _ in layer.parameters()):
+                is_shared = any(owners[id(module)] > 1 for module in layer.modules())
+                if not is_shared and any(True for _ in layer.parameters()):
                     layer.__dict__[REPEATED] = True
 
 
