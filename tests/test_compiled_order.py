@@ -130,9 +130,9 @@ class Recorder:
 
         patch.setattr(passes.ImposeOrder, "__call__", order)
 
-    def graph_pass(self, graph, settings, fqn_of, planned) -> None:
+    def graph_pass(self, graph, settings, fqn_of, planned, before=None) -> None:
         self.before.append((copied(graph), settings))
-        passes.bucket_and_reorder(graph, settings, fqn_of, planned)
+        passes.bucket_and_reorder(graph, settings, fqn_of, planned, before)
         self.graphs.append(events_of(fx.read(graph, fqn_of).program))
         self.in_graph = [n.name for n in graph.nodes if is_placed(n)]
 

@@ -199,7 +199,8 @@ def test_each_graph_is_captured_whole(compiled):
 def test_regions_launch_nearly_as_few_kernels(compiled):
     """Those of regions that are alike counted once: 42 where the graph is compiled whole."""
     of_regions = [len(kernels(code)) for code in compiled("regions")["codes"]]
-    assert 10 < len(of_regions) <= 15 + LAYERS and sum(of_regions) <= 50 + LAYERS
+    # A piece of a layer more for each place where the plan has something stand in any of them.
+    assert 10 < len(of_regions) <= 20 + LAYERS and sum(of_regions) <= 50 + LAYERS, of_regions
 
 
 def test_regions_hold_no_collective(compiled):
