@@ -40,13 +40,6 @@ class Piece(NamedTuple):
     at: int
 
 
-def with_units(
-    program: Program, part_of: Callable[[str], Part | None], heavy: Collection[str] = ()
-) -> Program:
-    """``program`` with its computes in units: those of a :class:`Piece` are one."""
-    return in_units(program, pieces_of(program, part_of, heavy))
-
-
 def in_units(program: Program, pieces: Mapping[str, Piece]) -> Program:
     """``program`` with the ops of each piece, given by name, in a unit."""
     number = {piece: i for i, piece in enumerate(dict.fromkeys(pieces.values()), 1)}

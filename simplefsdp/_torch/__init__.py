@@ -40,6 +40,7 @@ from simplefsdp._torch.dynamo import (
     sets_grad_mode,
     trace_artifact,
     trace_without,
+    with_own_code,
 )
 from simplefsdp._torch.gloo import mend_gloo_gathers
 from simplefsdp._torch.processes import (
@@ -158,6 +159,7 @@ __all__ = [
     "trace_repeated_calls_once",
     "trace_without",
     "tree_map_only",
+    "with_own_code",
 ]
 
 compile_modules_of_torch_too("simplefsdp", "simplefsdp.compiler.backend.simplefsdp")

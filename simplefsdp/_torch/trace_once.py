@@ -38,13 +38,13 @@ def can_trace_once() -> bool:
 def _patch() -> None:
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
+    from simplefsdp._torch.traced_calls import called
+
     original = UnspecializedNNModuleVariable.call_function
 
     @functools.wraps(original)
     def call_function(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if REPEATED in self.value.__dict__ and _can_be_called(self, tx):
-            from simplefsdp._torch.traced_calls import called  # only where torch has its parts
-
             return called(self, tx, args, kwargs)
         return original(self, tx, args, kwargs)
 

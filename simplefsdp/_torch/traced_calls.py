@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from simplefsdp._torch.dynamo import has_policy
+from simplefsdp._torch.dynamo import has_policy, source_name, with_own_code
 from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
 
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
@@ -54,9 +54,7 @@ def _caller(kind: object) -> Any:
     def call_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return layer(*args, **kwargs)
 
-    code = call_layer.__code__
-    call_layer.__code__ = code.replace(co_consts=(*code.co_consts, str(kind)))
-    return call_layer
+    return with_own_code(call_layer, str(kind))
 
 
 def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -203,7 +201,7 @@ def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
     Raises:
         LookupError: one cannot be asked of another layer.
     """
-    own = _Moved(dict.fromkeys(source for source, _ in _objects(found)))
+    own = _Moved(dict.fromkeys(_sources_of_objects(found)))
     lifted = invoke_subgraph.LiftedCapturedSource
     captured = _Moved(
         dict.fromkeys(x.source for x in entry.subgraph_input_mapping if isinstance(x, lifted))
@@ -226,15 +224,11 @@ def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
     return tuple(guards), tuple(same)
 
 
-def _objects(found: Any) -> list[tuple[Any, Any]]:
-    """The arguments of a call that are no tensors, and have sources."""
+def _sources_of_objects(found: Any) -> list[Any]:
+    """Of a call's arguments that are no tensors."""
     tags = invoke_subgraph.InputTag
     pairs = zip(found.arg_sources, found.flat_vts, strict=True)
-    return [
-        (source, vt)
-        for source, (tag, vt) in pairs
-        if source is not None and tag in (tags.OBJECT, tags.CONSTANT)
-    ]
+    return [s for s, (tag, _) in pairs if s is not None and tag in (tags.OBJECT, tags.CONSTANT)]
 
 
 class _Moved:
@@ -297,8 +291,7 @@ def _guard_as(traced: _Traced, sources: Sequence[Any]) -> None:
 
 def _note_layer(tx: Any, layer: Any) -> str:
     """Note on the call that was just put in the graph which layer it is."""
-    name = str(layer.source.name() if callable(layer.source.name) else layer.source.name)
-    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", name)
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", source_name(layer.source))
     _last_call(tx).meta[LAYER] = path
     return path
 

@@ -109,23 +109,22 @@ def compile_with_passes(
         return hashlib.sha256(f"{base}{current[0].planned}".encode()).hexdigest()
 
     def note(graph: GraphModule, is_backward: bool) -> None:
-        current[0] = observe(graph, is_backward, compilation)
+        current[0], _ = observe(graph, is_backward, compilation)
 
     def graph_pass(graph: Graph) -> None:
-        _write_plan(graph, settings, current[0]._replace(reading=None))
+        _write_plan(graph, settings, current[0])
 
     meet = functools.partial(meet_compiled, current, compilation)
     passes = None if settings is None else graph_pass
     codes = regional.Codes()
 
     def by_regions(graph: GraphModule, is_backward: bool) -> Callable[..., Any] | None:
-        note(graph, is_backward)
+        current[0], reading = observe(graph, is_backward, compilation)
         if regional.has_symbols(graph):
             part = _part(is_backward)
             say("%s graph: sizes are symbols, so it is compiled whole, not by regions", part)
             return None
-        _write_plan(graph.graph, settings, current[0])
-        current[0] = current[0]._replace(reading=None)  # it holds the whole graph
+        _write_plan(graph.graph, settings, current[0], reading)
         return regional.compile_by_regions(graph, codes, is_backward=is_backward)
 
     def compiled(graph: GraphModule, cut: _torch.Cut | None) -> Callable[..., Any]:
@@ -158,10 +157,11 @@ def compile_with_passes(
     return compilation.limits.watching(few_layers_traced(gm, compiled))
 
 
-def _write_plan(graph: Graph, settings: Settings | None, observed: Observed) -> None:
+def _write_plan(
+    graph: Graph, settings: Settings | None, observed: Observed, read: fx.Reading | None = None
+) -> None:
     if settings is not None:
-        planned, reading = observed.planned, observed.reading
-        bucket_and_reorder(graph, settings, carried_fqn, planned, reading)
+        bucket_and_reorder(graph, settings, carried_fqn, observed.planned, read)
 
 
 def _part(is_backward: bool) -> str:
@@ -189,19 +189,22 @@ class Observed(NamedTuple):
     Attributes:
         planned: its buckets, which the pass writes.
         launches: what it will communicate, line by line.
-        reading: how it was read; None if it could not be.
     """
 
     planned: tuple[PortableBucket, ...]
     launches: tuple[str, ...]
-    reading: fx.Reading | None = None
 
 
-def observe(gm: GraphModule, is_backward: bool, compilation: Compilation) -> Observed:
+def observe(
+    gm: GraphModule, is_backward: bool, compilation: Compilation
+) -> tuple[Observed, fx.Reading | None]:
     """Choose the buckets of a graph, compare its launches across ranks, log it and show it.
 
     Called whether or not a cache has the code, with the graph that the passes will get. Where no
     passes are wanted, a graph that cannot be read leads to a warning only.
+
+    Returns:
+        What the ranks agreed on, and how the graph was read, if it could be.
 
     Raises:
         RankMismatchError: the ranks are about to communicate differently.
@@ -221,13 +224,13 @@ def observe(gm: GraphModule, is_backward: bool, compilation: Compilation) -> Obs
     if isinstance(found, Exception):
         if compilation.settings is None:
             log.warning("%s graph: compiled as it is: it cannot be read: %s", part, found)
-            return Observed((), lines)
+            return Observed((), lines), None
         if is_users(found):
             raise ValueError(f"{part} graph: {found}") from found
         raise PassError(f"{part} graph: {found}; {REMEDY}") from found
     settings, same = compilation.settings, compilation.number
     notify(CompiledGraph(part, found, settings, seconds, same, ranges=ranges))
-    return Observed(found.planned, lines, found.reading)
+    return Observed(found.planned, lines), found.reading
 
 
 def meet_compiled(current: Sequence[Observed], compilation: Compilation, is_backward: bool) -> None:

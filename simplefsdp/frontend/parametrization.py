@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp._torch import cast_floating_point, is_to_empty, run_as_it_is
+from simplefsdp._torch import cast_floating_point, is_to_empty, run_as_it_is, with_own_code
 from simplefsdp.frontend import control, init_flow, living, recurrent, refused, uninitialised
 from simplefsdp.frontend.accumulation import (
     begin_anew,
@@ -39,15 +39,7 @@ from simplefsdp.frontend.kept import (
     kept_stays,
     refresh,
 )
-from simplefsdp.frontend.reading import (
-    OWN,
-    in_forward,
-    marked,
-    marked_own,
-    plain,
-    read_only,
-    with_own_code,
-)
+from simplefsdp.frontend.reading import OWN, in_forward, marked, marked_own, plain, read_only
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
     GATHERS,

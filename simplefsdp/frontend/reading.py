@@ -29,6 +29,7 @@ from simplefsdp._torch import (
     run_as_it_is,
     trace_without,
     tree_map_only,
+    with_own_code,
 )
 from simplefsdp.frontend.placement import share_memory
 
@@ -66,13 +67,6 @@ def marked_own(forward: Forward) -> Forward:
         return getattr(self, OWN)(*args, **kwargs)
 
     return with_own_code(functools.update_wrapper(forward_of_wrapped, forward), repr(forward))
-
-
-def with_own_code(function: Any, tells_it_apart: str) -> Forward:
-    """Dynamo counts what it compiles by code, and gives up on one after eight."""
-    code = function.__code__
-    function.__code__ = code.replace(co_consts=(*code.co_consts, tells_it_apart))
-    return function
 
 
 def in_forward() -> bool:

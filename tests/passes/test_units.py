@@ -6,7 +6,7 @@ import pytest
 from programs import layers
 
 from inductor_passes.ir.text import parse, to_text
-from inductor_passes.planner.units import Part, Piece, parts_of, pieces_of, with_units
+from inductor_passes.planner.units import Part, Piece, in_units, parts_of, pieces_of
 from inductor_passes.transform.order import OverlapPolicy, overlap
 
 FORWARD = """
@@ -43,6 +43,10 @@ output out
 
 def part_of(op: str) -> Part | None:
     return Part(f"layers.{op[-1]}", "") if op[-1].isdigit() else None
+
+
+def with_units(program, of, heavy=()):
+    return in_units(program, pieces_of(program, of, heavy))
 
 
 def units(text: str, of=part_of, heavy=()) -> dict[str, int]:
