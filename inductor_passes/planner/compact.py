@@ -35,18 +35,18 @@ def compact(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
     sides = _Sides(late)
     runs = _Runs(late, cost, sides)
 
-    def run_of(i: int) -> object:
-        """What neighbours in a run agree in; an op that stays by itself is alone in its own."""
-        op = late.ops[i]
-        plain = i in sides.in_turn or (op.kind in ("compute", "view") and i not in sides.moving)
-        return ("run", op.unit) if plain and late.in_place.isdisjoint(late.touched[i]) else i
+    def is_plain(i: int) -> bool:
+        kind = late.ops[i].kind
+        plain = i in sides.in_turn or (kind in ("compute", "view") and i not in sides.moving)
+        return plain and late.in_place.isdisjoint(late.touched[i])
 
-    for key, run in groupby(sides.kept(), run_of):
+    for plain, run in groupby(sides.kept(), is_plain):
         members = list(run)
-        if isinstance(key, tuple):
+        if plain:
             runs.add(members[0], members[-1] + 1)
         else:
-            runs.keep(members[0])
+            for i in members:
+                runs.keep(i)
     return runs.program(), FixedCost(runs.op_us, cost)
 
 
@@ -129,6 +129,7 @@ class _Runs:
     Attributes:
         ops: so far.
         op_us: times of its computes.
+        unit_as: which unit each has become, of those that have a part in a run.
     """
 
     def __init__(self, bare: Program, cost: CostModel, sides: _Sides) -> None:
@@ -136,6 +137,7 @@ class _Runs:
         self.ops: list[Op] = []
         self.op_us: dict[str, float] = {}
         self.scratch: dict[str, Buffer] = {}
+        self.unit_as: dict[int, int] = {}
         self.size, self.live = bare.storage_nbytes, memory(bare).live_nbytes
         self.lives = lifetimes(bare)
         self.given, self.kept = bare.storages(bare.inputs), bare.storages(bare.outputs)
@@ -173,7 +175,8 @@ class _Runs:
             own = self._made(self.sides.before[i])
             reads = tuple(s for s in self._read((*self.sides.before[i], i)) if s not in own)
             writes = (*writes, *own)
-        self.ops.append(replace(op, reads=reads, writes=writes))
+        unit = self.unit_as.get(op.unit, op.unit)
+        self.ops.append(replace(op, reads=reads, writes=writes, unit=unit))
 
     def _keep_wait(self, i: int) -> None:
         op, starts = self.bare.ops[i], self.bare.start_of[i]
@@ -201,13 +204,20 @@ class _Runs:
         own = set(made)
         reads = tuple(s for s in self._read(members) if s not in own)
         name = self.bare.ops[members[-1]].name
-        unit = self.bare.ops[members[-1]].unit
+        unit = self._unit(members)
         if room < 0:  # what is read last here is freed before all that is left is there
             room = max(self.live[begin:end]) - before
             self._compute(f"{name} (reads)", 0.0, reads, self._scratch(name, room), unit)
             reads, room = (), 0
         us = sum(map(self._us, members))
         self._compute(name, us, reads, (*left, *self._scratch(name, room)), unit)
+
+    def _unit(self, members: Sequence[int]) -> int:
+        """Of a run, which all units that it has a part of become; no plan cuts between them."""
+        units = dict.fromkeys(self.bare.ops[i].unit for i in members if self.bare.ops[i].unit)
+        first = next((self.unit_as.get(unit, unit) for unit in units), 0)
+        self.unit_as.update(dict.fromkeys(units, first))
+        return first
 
     def _scratch(self, name: str, nbytes: int) -> tuple[str, ...]:
         """A buffer of ``nbytes`` that is alive during an op, if there are any."""
