@@ -19,7 +19,6 @@ from torch import nn
 from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.guards import GUARD_VALUE_DISPATCH, GuardBuilder, install_guard
 from torch._dynamo.variables import invoke_subgraph
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._guards import Source
 from torch.distributed.tensor import DTensor
@@ -27,6 +26,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from simplefsdp._torch.changed_state import Change, can_be_seen, changes
 from simplefsdp._torch.dynamo import has_policy, source_name, with_own_code
 from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
 
@@ -63,20 +63,22 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     known = tx.output.__dict__.setdefault(_TRACED, {}).setdefault(kind, [])
     arguments = [layer, *args]
     try:
-        _refuse_changed(tx)
+        changed = changes(tx)
         if len(known) < _MOST_KINDS:
             found = invoke_subgraph.build_input_fingerprint(tx, arguments, kwargs)
             _refuse_subclasses(_examples(found))
+            _refuse_seen(tx, changed, found)
             for traced in known:
-                if _is_like(tx, traced, found, layer.value):
+                if changed == traced.changed and _is_like(tx, traced, found, layer.value):
                     result = invoke_subgraph.stamp_out_subgraph(tx, found, traced.entry)
                     _guard_as(traced, found.arg_sources)
                     _note_layer(tx, layer)
                     return result
             function = UserFunctionVariable(_caller(kind))
             result = _call_traced(tx, function, arguments, kwargs)
-            _refuse_changed(tx)
-            known.append(_last_traced(tx, function, found, layer.value))
+            if changes(tx) != changed:
+                raise LookupError("a layer changes what was there before")
+            known.append(_last_traced(tx, function, found, layer.value, changed))
             known[-1].entry.body_gmod.meta.setdefault(LAYER, _note_layer(tx, layer))
             return result
         why = "they differ"
@@ -89,19 +91,10 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     raise UnspecializeRestartAnalysis(restart_reason="layers that are not alike")
 
 
-def _refuse_changed(tx: Any) -> None:
-    """Torch asks guards of what is there, not of what the code that is traced has changed.
-
-    Raises:
-        LookupError: it has changed something that was there before.
-    """
-    effects = tx.output.side_effects
-    stored = (item.mutation_type for item in effects.store_attr_mutations)
-    held = (item.mutation_type for item in effects.id_to_variable.values())
-    if any(isinstance(kind, AttributeMutationExisting) for kind in stored) or any(
-        isinstance(kind, ValueMutationExisting) and kind.is_modified for kind in held
-    ):
-        raise LookupError("something is changed between the layers, or in them")
+def _refuse_seen(tx: Any, changed: tuple[Change, ...], found: Any) -> None:
+    """Torch asks guards of what is there, not of what the code that is traced has changed."""
+    if changed and can_be_seen(changed, map(tx.output.resolve_source_value, _own_sources(found))):
+        raise LookupError("the layer, or an argument, holds what is changed before it")
 
 
 def _examples(found: Any) -> list[Any]:
@@ -146,6 +139,7 @@ class _Traced(NamedTuple):
         tensors: see :func:`_tensors_of`.
         guards: of the layer's own sources: each with its source, how to ask it, and what it said.
         same: pairs of sources that are one object; torch does not ask that of another call.
+        changed: what the code before it had changed.
     """
 
     condition: Any
@@ -154,6 +148,7 @@ class _Traced(NamedTuple):
     tensors: list[object]
     guards: tuple[tuple[Any, Any, Any, Any], ...]
     same: tuple[tuple[Any, Any], ...]
+    changed: tuple[Change, ...]
 
 
 def _call_traced(tx: Any, function: Any, arguments: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -165,7 +160,9 @@ def _call_traced(tx: Any, function: Any, arguments: list[Any], kwargs: dict[str,
         del tx.output.__dict__[INSIDE]
 
 
-def _last_traced(tx: Any, function: Any, found: Any, layer: nn.Module) -> _Traced:
+def _last_traced(
+    tx: Any, function: Any, found: Any, layer: nn.Module, changed: tuple[Change, ...]
+) -> _Traced:
     """What torch remembers of the call that was just traced, and what it does not.
 
     Raises:
@@ -189,6 +186,7 @@ def _last_traced(tx: Any, function: Any, found: Any, layer: nn.Module) -> _Trace
         _tensors_of(layer),
         guards,
         same,
+        changed,
     )
 
 
@@ -201,7 +199,7 @@ def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
     Raises:
         LookupError: one cannot be asked of another layer.
     """
-    own = _Moved(dict.fromkeys(_sources_of_objects(found)))
+    own = _Moved(dict.fromkeys(_own_sources(found)))
     lifted = invoke_subgraph.LiftedCapturedSource
     captured = _Moved(
         dict.fromkeys(x.source for x in entry.subgraph_input_mapping if isinstance(x, lifted))
@@ -224,7 +222,7 @@ def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
     return tuple(guards), tuple(same)
 
 
-def _sources_of_objects(found: Any) -> list[Any]:
+def _own_sources(found: Any) -> list[Any]:
     """Of a call's arguments that are no tensors."""
     tags = invoke_subgraph.InputTag
     pairs = zip(found.arg_sources, found.flat_vts, strict=True)
