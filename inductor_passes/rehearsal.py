@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +16,7 @@ from inductor_passes.adapters.roofline import cluster_of, cost_of, device_of, fu
 from inductor_passes.ir.buckets import Assignment, plan_buckets
 from inductor_passes.ir.cells import with_plain_sizes
 from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
+from inductor_passes.ir.text import to_text
 from inductor_passes.machine.bound import lower_bound_us
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.presets import preset
@@ -93,26 +94,44 @@ def read(graph: Graph, settings: Settings | None, fqn_of: fx.FqnOf) -> fx.Readin
     return fx.mark_units(reading, settings.units) if settings and settings.units else reading
 
 
-def choose(reading: fx.Reading, settings: Settings) -> Plan | tuple[Bucket, ...]:
-    """The buckets of a graph by the planner that the settings name."""
+# Given all that a plan is made of, as a text, and what makes it: the plan.
+Recall = Callable[[str, Callable[[], Plan]], Plan]
+
+
+def choose(
+    reading: fx.Reading, settings: Settings, recall: Recall | None = None
+) -> Plan | tuple[Bucket, ...]:
+    """The buckets of a graph by the planner that the settings name.
+
+    Args:
+        reading: the graph.
+        settings: what to do.
+        recall: may know the automatic planner's plan from before.
+    """
     if settings.auto is not None:
-        plan = plan_greedy if settings.auto.planner == "greedy" else plan_auto
-        room = None
-        if settings.auto.budget_nbytes is None:
-            room = room_nbytes(reading.program, settings.auto.cluster)
-        flat = settings.layout == "flat"
-        cluster = settings.auto.cluster
-        return plan(
-            with_plain_sizes(fused_program(reading)),
-            cost_of(reading, cluster.with_flat_buckets() if flat else cluster),
-            list(settings.assignment.label_of),
-            budget_nbytes=settings.auto.budget_nbytes,
-            device_nbytes=room,
-        )
+        return _planned(reading, settings, settings.auto, recall)
     buckets = plan_buckets(reading.program, settings.assignment)
     if not settings.merge:
         return tuple(Bucket(b.label, (start,)) for b in buckets for start in b.starts)
     return buckets
+
+
+def _planned(reading: fx.Reading, settings: Settings, auto: Auto, recall: Recall | None) -> Plan:
+    plan = plan_greedy if auto.planner == "greedy" else plan_auto
+    budget_nbytes, room = auto.budget_nbytes, None
+    if budget_nbytes is None:
+        room = room_nbytes(reading.program, auto.cluster)
+    cluster = auto.cluster.with_flat_buckets() if settings.layout == "flat" else auto.cluster
+    program, cost = with_plain_sizes(fused_program(reading)), cost_of(reading, cluster)
+    fqns = list(settings.assignment.label_of)
+
+    def make() -> Plan:
+        return plan(program, cost, fqns, budget_nbytes=budget_nbytes, device_nbytes=room)
+
+    if recall is None:
+        return make()
+    rest = (cost, fqns, auto.planner, budget_nbytes, room)
+    return recall("\n".join([to_text(program), *map(repr, rest)]), make)
 
 
 def room_nbytes(program: Program, cluster: Cluster) -> int:

@@ -17,6 +17,7 @@ from simplefsdp._torch.backends import (
     graphs_of,
     hash_of_files,
 )
+from simplefsdp._torch.cache_files import cache_folder
 from simplefsdp._torch.cpp import prepare_cpp
 from simplefsdp._torch.cut import Cut, can_cut, graph_module
 from simplefsdp._torch.dynamo import (
@@ -103,6 +104,7 @@ __all__ = [
     "assigns_data",
     "backward_nodes",
     "breaks_the_graph",
+    "cache_folder",
     "can_cut",
     "cast_floating_point",
     "compile_modules_of_torch_too",

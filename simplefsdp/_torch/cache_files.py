@@ -1,4 +1,4 @@
-"""Files of Inductor's cache that were not written to their end.
+"""Where Inductor's caches are, and files of them that were not written to their end.
 
 A compiler that is killed, or whose disk is full, leaves a shared object or a precompiled header
 that is cut short, under the name of the whole one. Whoever finds it there loads it.
@@ -43,6 +43,16 @@ def broken_files_removed() -> Iterator[None]:
             "killed while it compiled, or the disk was full. The file has been taken out: start "
             "again, and it is made anew"
         ) from error
+
+
+def cache_folder(name: str) -> Path | None:
+    """A folder of ours in that of Inductor's caches; None if the user wants no caches."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if config.force_disable_caches or not config.fx_graph_cache:
+        return None
+    return Path(cache_dir()) / name
 
 
 def _cut_short(message: str) -> tuple[Path | None, str]:

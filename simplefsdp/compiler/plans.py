@@ -19,6 +19,7 @@ from inductor_passes.ir.program import Bucket, ProgramError
 from inductor_passes.planner.plan import Plan
 from inductor_passes.rehearsal import Settings, as_planned, choose, communicated
 from inductor_passes.transform.portable import PortableBucket, from_json, in_names, to_json
+from simplefsdp.compiler.plan_files import recalled
 from simplefsdp.rank_guard import decided, decisions
 
 Chosen = Plan | tuple[Bucket, ...]
@@ -88,7 +89,7 @@ def plan_for_all(
 
         def decide() -> str:
             nonlocal mine
-            mine = _attempt(partial(choose, reading, settings))
+            mine = _attempt(partial(choose, reading, settings, recalled))
             return _to_text(reading, mine)
 
         of_settings = hashlib.sha256(repr(settings).encode()).hexdigest()[:16]

@@ -1,0 +1,121 @@
+"""Plans on disk: the same as those that are made, made once, and never needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import fresh_cache
+
+from inductor_passes import rehearsal
+from inductor_passes.ir.program import Bucket
+from inductor_passes.planner.plan import Plan
+from simplefsdp import simple_fsdp
+from simplefsdp.compiler import plan_files
+from simplefsdp.compiler.observers import observing
+from simplefsdp.rank_guard import decisions
+
+PLAN = Plan((Bucket("a..b", ("one", "two"), 3), Bucket("c", ("three",), -1)), 1.1, 1 / 3, 0.0, 5, 7)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache():
+    with fresh_cache():
+        yield
+
+
+def files() -> list[Path]:
+    return sorted((Path(cache_dir()) / plan_files.FOLDER).glob("*"))
+
+
+def never() -> Plan:
+    raise AssertionError("it was made before")
+
+
+def test_what_was_made_comes_back_whole():
+    assert plan_files.recalled("text", lambda: PLAN) == PLAN
+    assert plan_files.recalled("text", never) == PLAN
+    other = dataclasses.replace(PLAN, buckets=())
+    assert plan_files.recalled("another", lambda: other) == other
+    assert len(files()) == 2
+
+
+def test_a_failure_is_not_kept():
+    def fail() -> Plan:
+        raise ValueError("no schedule fits")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no schedule fits"):
+            plan_files.recalled("text", fail)
+    assert files() == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"buckets": []}', '{"buckets": 3}', "null"])
+def test_a_file_that_is_broken_is_written_anew(text):
+    plan_files.recalled("text", lambda: PLAN)
+    (file,) = files()
+    file.write_text(text)
+    assert plan_files.recalled("text", lambda: PLAN) == PLAN
+    assert plan_files.recalled("text", never) == PLAN
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only():
+    Path(cache_dir(), plan_files.FOLDER).touch()
+    for _ in range(2):
+        assert plan_files.recalled("text", lambda: PLAN) == PLAN
+
+
+@pytest.mark.parametrize("name", ["force_disable_caches", "fx_graph_cache"])
+def test_without_caches_nothing_is_kept(name):
+    with config.patch({name: name == "force_disable_caches"}):
+        assert plan_files.recalled("text", lambda: PLAN) == PLAN
+    assert files() == []
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def plans_of(mesh, **options: object) -> list[Plan]:
+    """Of forward and backward, as a new process makes them."""
+    torch._dynamo.reset()
+    decisions().clear()
+    seen = []
+    run = torch.compile(
+        simple_fsdp(Layers(), mesh),
+        backend="simplefsdp",
+        options={"executor": "aot_eager", "cluster": "h100", **options},
+    )
+    with observing(seen.append):
+        run(torch.ones(4, 64)).sum().backward()
+    return [graph.rehearsal.plan for graph in seen]
+
+
+def test_the_next_process_does_not_plan(fake_mesh, monkeypatch):
+    mesh, made = fake_mesh(4), []
+    plan_auto = rehearsal.plan_auto
+
+    def counted(*args, **keywords):
+        made.append(plan_auto(*args, **keywords))
+        return made[-1]
+
+    monkeypatch.setattr(rehearsal, "plan_auto", counted)
+    first = plans_of(mesh)
+    assert first == made and len(made) == 2
+    assert plans_of(mesh) == first and len(made) == 2
+    plans_of(mesh, cluster="a100")
+    assert len(made) == 4
+    plans_of(mesh, memory_budget_gb=1.0)
+    assert len(made) == 6
