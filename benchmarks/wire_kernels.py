@@ -6,7 +6,7 @@ compute, on the same SM; here it holds so many numbers that it has all registers
 each of 512 threads, says ptxas).
 
 Only imported where there is Triton. Nothing of it has run on a GPU; Triton and ptxas accept it
-(``tests/test_wire_kernels.py``).
+(``tests/benchmarks/test_wire_kernels.py``).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Each folder imports only those above it. ``ir`` to ``planner`` do not import tor
 3. ``machine``: what a machine is, and the time and memory that a program takes on it.
 4. ``planner``: which buckets, and when each starts, by that machine and a memory budget.
 5. ``adapters``: FX graphs and Inductor's nodes as programs, and back. ``adapters._torch`` holds
-   every private part of PyTorch; ``tests/test_passes_contract.py`` is its contract.
+   every private part of PyTorch; ``tests/adapters/test_passes_contract.py`` is its contract.
 6. ``executor``: layers that are alike are compiled once, and called in the planned order.
 
 ``rehearsal`` says what the passes will do to a graph, ``passes`` is what the compiler calls, and

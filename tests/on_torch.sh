@@ -10,7 +10,7 @@ with one line: version, passed, failed (with errors), skipped. Supported: 2.11.0
 2.14.1, 2.15.0.
 
   tests/on_torch.sh 2.15.0
-  tests/on_torch.sh 2.11.0 tests/test_wrap.py -k tied
+  tests/on_torch.sh 2.11.0 tests/frontend/test_wrap.py -k tied
 
 ON_TORCH_VENV   a folder for the environment, which is kept and taken again by the next run of the
                 same version (default: a temporary one, removed at the end)

@@ -103,3 +103,10 @@ def test_no_two_public_classes_share_a_name():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, n in names.items() if n > 1] == []
+
+
+def test_tests_are_in_folders_of_the_code():
+    """What is about the whole project, or about one file beside the folders, is beside these."""
+    code = {path.parent.name for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    tests = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert tests - code == {"benchmarks", "faults"}

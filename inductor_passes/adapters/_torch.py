@@ -1,6 +1,6 @@
 """Every private part of PyTorch that the passes touch, behind a name of our own.
 
-Each has a contract test in ``tests/test_passes_contract.py`` that says what moved.
+Each has a contract test in ``tests/adapters/test_passes_contract.py`` that says what moved.
 """
 
 from __future__ import annotations

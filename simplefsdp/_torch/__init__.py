@@ -1,6 +1,6 @@
 """Every private part of PyTorch that this package touches, behind a name of our own.
 
-Each function here has a contract test in ``tests/test_torch_contract.py`` that fails first, and
+Each function here has a contract test in ``tests/_torch/test_torch_contract.py`` that fails first, and
 says what moved, when a new release of PyTorch moves it.
 """
 
