@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from simplefsdp._torch.repeated_calls import INSIDE, REFUSED, REPEATED, kind_of
 
 
@@ -24,7 +26,12 @@ def trace_repeated_calls_once(backend: Callable[..., Any]) -> None:
 
 @functools.cache
 def can_trace_once() -> bool:
-    """Whether this torch can put a traced call in a graph again."""
+    """Whether this torch can put a traced call in a graph again, and tells what is not alike.
+
+    2.12 and 2.13 have the parts, and fail; 2.14 takes layers to be alike that -0.0 tells apart.
+    """
+    if torch.__version__ < "2.15":
+        return False
     try:
         from torch._dynamo.variables import invoke_subgraph
 

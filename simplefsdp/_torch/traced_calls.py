@@ -1,7 +1,7 @@
 """A call of a layer while Dynamo traces: followed, or put there as another was.
 
 See ``repeated_calls.py``. This imports Dynamo, and the parts of it that torch has for
-``nested_compile_region`` since 2.14.
+``nested_compile_region``; see ``trace_once.py`` for which torch.
 """
 
 from __future__ import annotations
