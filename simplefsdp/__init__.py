@@ -20,7 +20,8 @@ differently find out before they do.
 
 What is named here is imported when it is asked for, as the command line needs no torch to be read.
 
-``_torch`` holds every private part of PyTorch; ``tests/_torch/test_torch_contract.py`` is its contract.
+``_torch`` holds every private part of PyTorch; its contract is
+``tests/_torch/test_torch_contract.py``.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Dynamo traces one of the layers that are alike, where it can tell that the others are.
 
-Torch can do so for a function that the user marks (``nested_compile_region``, here from 2.15 on): what
+Torch can do so for a function that the user marks (``nested_compile_region``): what
 it saw of one call, guards included, is asked of the next call's arguments, and where all hold, the
 graph calls the same subgraph again. Here each member of a long list of layers is such a function by
 itself, and :func:`inline_repeated_calls` puts the layers' nodes in the place of the calls, before

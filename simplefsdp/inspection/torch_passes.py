@@ -12,7 +12,8 @@ none of which changes what a pass decides from its figures:
 - No order is pinned by control dependencies (``insert_overlap_deps``), which serve the lowering
   that follows: the order of the graph that a pass leaves is what is simulated.
 
-The passes are private parts of torch; ``tests/_torch/test_torch_contract.py`` says what of them moved.
+The passes are private parts of torch; what of them moved, says
+``tests/_torch/test_torch_contract.py``.
 """
 
 from __future__ import annotations
