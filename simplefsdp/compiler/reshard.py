@@ -95,7 +95,7 @@ def _set(gm: GraphModule, fqns: Collection[str], kept: Collection[str]) -> None:
 def _copied(gm: GraphModule) -> GraphModule:
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    return GraphModule(gm, graph)
+    return _torch.graph_module(gm, graph)
 
 
 def _chosen_or_none(

@@ -13,8 +13,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
+from simplefsdp import _torch
 from simplefsdp.compiler.deep_graph import Deep
 from simplefsdp.compiler.repeated_layers import Numbering, laid_out
 from simplefsdp.frontend.placement import local_nbytes
@@ -60,8 +61,8 @@ def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
     fqns = list(_deep_fqns(step.fqns, numbering, template, more))
     rows = {fqn: step.rows[_shallow(fqn, numbering, template, more)] for fqn in fqns}
     return TracedStep(
-        GraphModule(step.forward, forward.graph),
-        GraphModule(step.backward, backward.graph),
+        _torch.graph_module(step.forward, forward.graph),
+        _torch.graph_module(step.backward, backward.graph),
         tuple(fqns),
         rows,
     )
