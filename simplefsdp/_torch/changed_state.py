@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -18,8 +19,19 @@ from torch._dynamo.source import is_from_local_source
 from torch._dynamo.variables import UserDefinedObjectVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
-# (object, attribute, type and value): the object is kept, so that its id is no other's.
-Change = tuple[Any, str, type, object]
+
+@dataclass(frozen=True)
+class Change:
+    """An attribute that was set.
+
+    Attributes:
+        owner: whose; it is kept, so that its id is no other's.
+        what: whose, which, and to what; -0.0 is not 0.0.
+    """
+
+    owner: Any = field(compare=False)
+    what: str
+
 
 _MOST = 50_000  # objects that are looked at
 _ENDS = (
@@ -60,7 +72,7 @@ def _change(item: Any, name: str, value: Any) -> Change:
     empty = isinstance(constant, (dict, list, tuple)) and not constant
     if not (empty or constant is None or type(constant) in (bool, int, float, str)):
         raise LookupError(f"{name} is changed to what layers may change")
-    return item.value, name, type(constant), constant
+    return Change(item.value, f"{id(item.value)}.{name}: {type(constant)} {constant!r}")
 
 
 def can_be_seen(changed: Iterable[Change], roots: Iterable[object]) -> bool:
@@ -68,7 +80,7 @@ def can_be_seen(changed: Iterable[Change], roots: Iterable[object]) -> bool:
 
     What functions find among their globals has the same name for all layers, and is not looked at.
     """
-    wanted = {id(change[0]) for change in changed}
+    wanted = {id(change.owner) for change in changed}
     seen: set[int] = set()
     left = list(roots) if wanted else []
     while left:

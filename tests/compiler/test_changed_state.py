@@ -13,7 +13,7 @@ from test_repeated_calls import ALL, compiled, not_followed
 
 from simplefsdp import simple_fsdp
 from simplefsdp._torch import trace_once
-from simplefsdp._torch.changed_state import can_be_seen
+from simplefsdp._torch.changed_state import Change, can_be_seen
 
 pytestmark = pytest.mark.skipif(
     not trace_once.can_trace_once(), reason="this torch follows each call"
@@ -37,6 +37,11 @@ def factor_of(state: State) -> float:
 class ReadsGlobal(Layer):
     def forward(self, x, mask):
         return super().forward(x, mask) * factor_of(STATE)
+
+
+class ReadsSign(Layer):
+    def forward(self, x, mask):
+        return super().forward(x, mask).copysign(torch.full_like(x, STATE.factor))
 
 
 class ReadsOwn(Layer):
@@ -84,6 +89,11 @@ class SetsAgain(Sets):
         STATE.factor = float(i)
 
 
+class SetsZero(Sets):
+    def set_between(self, i: int) -> None:
+        STATE.factor = -0.0 if i == 4 else 0.0
+
+
 class SetsLate(Sets):
     """A layer sees what is there already; the next ones see what is set."""
 
@@ -114,6 +124,7 @@ CASES = {
     "seen by all": (lambda: Sets(layer=ReadsGlobal), ALL),
     "empty, seen by all": (lambda: SetsEmpty(layer=ReadsGlobal), ALL),
     "set again": (lambda: SetsAgain(layer=ReadsGlobal), 0),
+    "set to zeros": (lambda: SetsZero(layer=ReadsSign), None),
     "set late": (lambda: SetsLate(layer=ReadsGlobal), None),
     "filled": (lambda: Fills(layer=ReadsGlobal), 0),
     "held by the first": (lambda: holds_global(ReadsOwn, 0), 0),
@@ -138,7 +149,7 @@ def test_what_is_changed_is_seen_by_the_layers_that_see_it(solo_mesh, caplog, ca
 
 def test_what_a_layer_holds():
     state, other = State(), State()
-    changed = [(state, "factor", float, 1.0)]
+    changed = [Change(state, "factor")]
     deep = SimpleNamespace(a=[{"b": functools.partial(print, x=state)}])
     assert can_be_seen(changed, [deep])
     assert can_be_seen(changed, [lambda: state])
