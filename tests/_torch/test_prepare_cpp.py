@@ -66,7 +66,8 @@ def test_inductor_finds_everything_but_its_kernel(tmp_path: Path) -> None:
     assert sum("c++-header" in command for command in before) == 1
     kernels = [command for command in before if "c++-header" not in command]
     # No program for each set of instructions: torch's own are the only ones with that symbol.
-    assert kernels and not any("__avx_chk_kernel" in read_source(command) for command in kernels)
+    tried = [command for command in kernels if "__avx_chk_kernel" in read_source(command)]
+    assert kernels and bool(tried) == (torch.__version__ < "2.14")  # see ``_is_of_context``
     assert len(after) == 1 and "c++-header" not in after[0]
 
 
@@ -104,6 +105,7 @@ def test_the_instructions_are_those_that_torch_picks(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch tries all, see ``_is_of_context``")
 def test_where_the_user_wants_no_vectors_nothing_is_tried(
     not_begun: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

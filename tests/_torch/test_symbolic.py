@@ -63,7 +63,7 @@ def test_what_code_asks_of_a_size_must_hold():
 
 def test_a_size_that_became_a_number_is_told():
     with pytest.raises(ValueError, match="batch: the model's code decides by it"):
-        opened(traced(lambda x: x * range(9)[x.shape[0]], "batch", "seq"), HINTS)
+        opened(traced(lambda x: x * [*range(9)][x.shape[0]], "batch", "seq"), HINTS)
 
 
 def test_a_size_may_be_what_is_made_of_it():

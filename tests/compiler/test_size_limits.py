@@ -295,9 +295,9 @@ def scaled(x, n):
     return torch.tanh(x) * n
 
 
-def test_a_number_that_is_no_size_may_change(fake_mesh, caplog):
+def test_a_number_that_is_no_size_may_change(solo_mesh, caplog):
     """A step counter, say; its bounds are infinite."""
-    model, made = simple_fsdp(Layers(), fake_mesh(8)), []
+    model, made = simple_fsdp(Layers(), solo_mesh), []
     run = torch.compile(
         lambda x, n: scaled(model(x), n), backend="simplefsdp", fullgraph=True, options=OPTIONS
     )

@@ -156,6 +156,10 @@ def test_convolutions():
     compare(sweep, Cell(3, 30, 2), Cell(4, 32, 2), Cell(2, 18, 2))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.15",
+    reason="one op's result is counted where sizes are open, and not else",
+)
 def test_experts_of_transformers():
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
@@ -237,7 +241,7 @@ def test_code_that_decides_by_a_size_is_told():
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x * int(x.shape[0])).sum() * range(9)[x.shape[0]]
+            return self.layer(x * int(x.shape[0])).sum() * [*range(9)][x.shape[0]]
 
     sweep = swept(Decides, lambda batch, seq: (torch.zeros(batch, seq, 4),))
     with pytest.raises(CellError, match="batch: the model's code decides by it"):
