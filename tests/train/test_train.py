@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from sent import Sent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.tensor.debug import CommDebugMode
 
 from simplefsdp import simple_fsdp
 from simplefsdp.launcher import launch
@@ -164,10 +164,10 @@ def test_a_small_model_is_gathered_once_for_a_sample(small, fake_mesh, monkeypat
     rank = Rank(0, 1, torch.device("cpu"))
     # Nothing arrives here, so what is gathered may be anything.
     monkeypatch.setattr(torch, "multinomial", lambda *_, **__: torch.tensor([0]))
-    with CommDebugMode() as sent:
-        evaluate.sample(model, torch.zeros(4, dtype=torch.uint8), n_tokens=3, seed=0, rank=rank)
-    parameters = sum(1 for _ in model.parameters())
-    assert sent.get_total_counts() == (1 if small else 3) * parameters + 3
-    with CommDebugMode() as sent:
-        model(torch.zeros(1, 4, dtype=torch.long))
-    assert sent.get_total_counts() >= parameters  # nothing is kept
+    sent, parameters = Sent(), sum(1 for _ in model.parameters())
+    sent.start()
+    evaluate.sample(model, torch.zeros(4, dtype=torch.uint8), n_tokens=3, seed=0, rank=rank)
+    assert sent.stop().total() == (1 if small else 3) * parameters
+    sent.start()
+    model(torch.zeros(1, 4, dtype=torch.long))
+    assert sent.stop().total() >= parameters  # nothing is kept
