@@ -112,6 +112,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported stays: the collector, which compilers keep busy, need not walk it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -88,6 +88,7 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], pipe: Connec
 
     gc.collect()
     gc.freeze()  # as in conftest.py
+    gc.set_threshold(50_000, 20, 100)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
