@@ -92,7 +92,7 @@ def _none_or_widest() -> list[Any] | None:
 
 
 def _is_of_context(config: Any) -> bool:
-    """Whether a setting is the context's: since torch 2.14. Other threads would see it before."""
+    """Whether a setting is the context's: since torch 2.13. Other threads would see it before."""
     entry = config._config["cpp.vec_isa_ok"]
     return isinstance(getattr(entry, "user_override", None), ContextVar)
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from simplefsdp._torch import run_as_it_is
 from simplefsdp.rank_guard import agree, ranks_of
 
 
@@ -55,3 +56,6 @@ def eager_forward() -> Iterator[None]:
     if not _now.depth:
         for mesh, fqns in _now.gathered.items():
             agree("what a forward gathers eagerly", ["eager", *fqns], ranks_of([mesh]))
+
+
+run_as_it_is(eager_forward.__wrapped__)  # type: ignore[attr-defined]
