@@ -145,7 +145,8 @@ def nodes_of(program: Program, ranks_per_node: int) -> dict[str, int]:
     A group that this process does not know, as in a graph made by hand, is left out.
     """
     found = {}
-    for group in {op.collective.group for _, op in program.starts() if op.collective}:
+    groups = (op.collective.group for _, op in program.starts() if op.collective)
+    for group in dict.fromkeys(groups):  # in the program's order, in every process
         ranks = _torch.ranks_of_group(group)
         if ranks is not None:
             world_size = torch.distributed.get_world_size()

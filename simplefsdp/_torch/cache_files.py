@@ -46,13 +46,17 @@ def broken_files_removed() -> Iterator[None]:
 
 
 def cache_folder(name: str) -> Path | None:
-    """A folder of ours in that of Inductor's caches; None if the user wants no caches."""
+    """A folder of ours in that of Inductor's caches; None if the user wants no caches, or there is
+    no place for them."""
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     if config.force_disable_caches or not config.fx_graph_cache:
         return None
-    return Path(cache_dir()) / name
+    try:
+        return Path(cache_dir()) / name
+    except OSError:
+        return None
 
 
 def _cut_short(message: str) -> tuple[Path | None, str]:

@@ -1,4 +1,4 @@
-"""What traced code has changed that was there before, and whether a layer can see it.
+"""What traced code has changed that was there before, and what a layer holds and so can see.
 
 Dynamo keeps changes to itself until the graph runs, so guards, which are asked of what is there,
 do not see them. A change is harmless to layers that are taken to be alike if it is the same for
@@ -9,10 +9,11 @@ global that transformers sets before the first layer.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.source import is_from_local_source
@@ -26,14 +27,17 @@ class Change:
 
     Attributes:
         owner: whose; it is kept, so that its id is no other's.
-        what: whose, which, and to what; -0.0 is not 0.0.
+        value: Dynamo's, of what it was set to; likewise.
+        what: whose, which, and to what; -0.0 is not 0.0, and no empty list is another.
     """
 
     owner: Any = field(compare=False)
+    value: Any = field(compare=False)
     what: str
 
 
-_MOST = 50_000  # objects that are looked at
+_MOST = 100_000  # objects that are looked at
+_HIDING = weakref.ProxyTypes
 _ENDS = (
     type,
     ModuleType,
@@ -72,31 +76,72 @@ def _change(item: Any, name: str, value: Any) -> Change:
     empty = isinstance(constant, (dict, list, tuple)) and not constant
     if not (empty or constant is None or type(constant) in (bool, int, float, str)):
         raise LookupError(f"{name} is changed to what layers may change")
-    return Change(item.value, f"{id(item.value)}.{name}: {type(constant)} {constant!r}")
+    known = f"{type(constant)} {constant!r} {id(value) if empty else ''}"
+    return Change(item.value, value, f"{id(item.value)}.{name}: {known}")
 
 
-def can_be_seen(changed: Iterable[Change], roots: Iterable[object]) -> bool:
-    """Whether one of ``roots``, a layer or its arguments, holds an object that has changed.
+def held_by(roots: Iterable[object]) -> dict[int, object]:
+    """All objects that some hold, themselves included, by id.
 
-    What functions find among their globals has the same name for all layers, and is not looked at.
+    What functions find among their globals is left out: who reads that reads it by a global's name.
+
+    Raises:
+        LookupError: there are too many, or one hides what it holds.
     """
-    wanted = {id(change.owner) for change in changed}
-    seen: set[int] = set()
-    left = list(roots) if wanted else []
-    while left:
-        found = left.pop()
-        if id(found) in wanted or len(seen) > _MOST:
-            return True
-        if id(found) in seen or isinstance(found, _ENDS):
+    found: dict[int, object] = {}
+    left = list(roots)
+    for _ in range(_MOST):
+        if not left:
+            return found
+        one = left.pop()
+        kind = type(one)
+        if id(one) in found or issubclass(kind, _ENDS):
             continue
-        seen.add(id(found))
-        left += _held_by(found)
-    return False
+        if kind in _HIDING:
+            raise LookupError(f"what a {kind.__name__} holds is not known")
+        found[id(one)] = one
+        left += _of(one)
+    raise LookupError("a layer or what it reads holds too many objects")
 
 
-def _held_by(found: object) -> list[object]:
-    if isinstance(found, FunctionType):
-        return [found.__closure__, found.__defaults__, found.__kwdefaults__, found.__dict__]
-    if isinstance(found, torch.Tensor):
-        return [found.__dict__]
-    return gc.get_referents(found)
+def _of(one: object) -> list[object]:
+    if isinstance(one, FunctionType):
+        return [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
+    if isinstance(one, torch.Tensor):
+        return [one.__dict__]
+    if isinstance(one, weakref.ref):
+        return [one(), getattr(one, "__callback__", None)]
+    return gc.get_referents(one)
+
+
+def _globals_of(held: Mapping[int, object]) -> set[int]:
+    """The ids of the globals of those functions that are among ``held``."""
+    return {id(one.__globals__) for one in held.values() if isinstance(one, FunctionType)}
+
+
+class State(NamedTuple):
+    """What a layer found that no guard of its own tells.
+
+    Attributes:
+        changed: what the code before it had changed.
+        held: what it and its arguments hold, by id.
+        read: what globals hold that were read until its end, by id.
+    """
+
+    changed: tuple[Change, ...]
+    held: dict[int, object]
+    read: dict[int, object]
+
+
+def hold_alike(state: State, held: Mapping[int, object]) -> bool:
+    """Whether nothing that only one of two layers holds is in a global that was read, where a layer
+    may find itself, and their functions have the same globals."""
+    differs = (state.held.keys() ^ held.keys()) & state.read.keys()
+    return not differs and _globals_of(state.held) == _globals_of(held)
+
+
+def bases(source: Any) -> Iterator[Any]:
+    """A source, and what it is of."""
+    while source is not None:
+        yield source
+        source = getattr(source, "base", None)

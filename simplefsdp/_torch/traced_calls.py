@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.guards import GUARD_VALUE_DISPATCH, GuardBuilder, install_guard
+from torch._dynamo.source import ConstDictKeySource, is_from_local_source
 from torch._dynamo.variables import invoke_subgraph
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._guards import Source
@@ -26,7 +27,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from simplefsdp._torch.changed_state import Change, can_be_seen, changes
+from simplefsdp._torch.changed_state import Change, State, bases, changes, held_by, hold_alike
 from simplefsdp._torch.dynamo import has_policy, source_name, with_own_code
 from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
 
@@ -67,9 +68,11 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if len(known) < _MOST_KINDS:
             found = invoke_subgraph.build_input_fingerprint(tx, arguments, kwargs)
             _refuse_subclasses(_examples(found))
-            _refuse_seen(tx, changed, found)
+            held = _held(tx, found)
+            _refuse_seen(changed, held)
             for traced in known:
-                if changed == traced.changed and _is_like(tx, traced, found, layer.value):
+                state_is_alike = changed == traced.state.changed and hold_alike(traced.state, held)
+                if state_is_alike and _is_like(tx, traced, found, layer.value):
                     result = invoke_subgraph.stamp_out_subgraph(tx, found, traced.entry)
                     _guard_as(traced, found.arg_sources)
                     _note_layer(tx, layer)
@@ -78,7 +81,8 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
             result = _call_traced(tx, function, arguments, kwargs)
             if changes(tx) != changed:
                 raise LookupError("a layer changes what was there before")
-            known.append(_last_traced(tx, function, found, layer.value, changed))
+            state = State(changed, held, _global_values(tx, found, held))
+            known.append(_last_traced(tx, function, found, layer.value, state))
             known[-1].entry.body_gmod.meta.setdefault(LAYER, _note_layer(tx, layer))
             return result
         why = "they differ"
@@ -91,9 +95,15 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     raise UnspecializeRestartAnalysis(restart_reason="layers that are not alike")
 
 
-def _refuse_seen(tx: Any, changed: tuple[Change, ...], found: Any) -> None:
+def _held(tx: Any, found: Any) -> dict[int, object]:
+    """What a layer and its arguments hold."""
+    sources = [source for source in found.arg_sources if source is not None]
+    return held_by(map(tx.output.resolve_source_value, sources))
+
+
+def _refuse_seen(changed: tuple[Change, ...], held: Mapping[int, object]) -> None:
     """Torch asks guards of what is there, not of what the code that is traced has changed."""
-    if changed and can_be_seen(changed, map(tx.output.resolve_source_value, _own_sources(found))):
+    if any(id(change.owner) in held for change in changed):
         raise LookupError("the layer, or an argument, holds what is changed before it")
 
 
@@ -116,10 +126,12 @@ def _sharing(found: Any) -> tuple[int, ...]:
 
 
 def _tensors_of(layer: nn.Module) -> list[object]:
-    """What matters of a layer's parameters and buffers; not all of it is guarded."""
+    """What matters of a layer's parameters and buffers, and which attributes its modules have; not
+    all of it is guarded."""
     some = (layer.named_parameters, layer.named_buffers)
     named = itertools.chain.from_iterable(of(remove_duplicate=False) for of in some)
-    return [(name, tensor.requires_grad, tensor.is_leaf, _layout(tensor)) for name, tensor in named]
+    tensors = [(name, t.requires_grad, t.is_leaf, _layout(t)) for name, t in named]
+    return [*tensors, *((name, sorted(vars(m))) for name, m in layer.named_modules())]
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -139,7 +151,7 @@ class _Traced(NamedTuple):
         tensors: see :func:`_tensors_of`.
         guards: of the layer's own sources: each with its source, how to ask it, and what it said.
         same: pairs of sources that are one object; torch does not ask that of another call.
-        changed: what the code before it had changed.
+        state: see :class:`State`.
     """
 
     condition: Any
@@ -148,7 +160,7 @@ class _Traced(NamedTuple):
     tensors: list[object]
     guards: tuple[tuple[Any, Any, Any, Any], ...]
     same: tuple[tuple[Any, Any], ...]
-    changed: tuple[Change, ...]
+    state: State
 
 
 def _call_traced(tx: Any, function: Any, arguments: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -160,9 +172,7 @@ def _call_traced(tx: Any, function: Any, arguments: list[Any], kwargs: dict[str,
         del tx.output.__dict__[INSIDE]
 
 
-def _last_traced(
-    tx: Any, function: Any, found: Any, layer: nn.Module, changed: tuple[Change, ...]
-) -> _Traced:
+def _last_traced(tx: Any, function: Any, found: Any, layer: nn.Module, state: State) -> _Traced:
     """What torch remembers of the call that was just traced, and what it does not.
 
     Raises:
@@ -186,7 +196,7 @@ def _last_traced(
         _tensors_of(layer),
         guards,
         same,
-        changed,
+        state,
     )
 
 
@@ -204,9 +214,14 @@ def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
     captured = _Moved(
         dict.fromkeys(x.source for x in entry.subgraph_input_mapping if isinstance(x, lifted))
     )
+    tags = invoke_subgraph.InputTag
+    pairs = zip(found.arg_sources, found.flat_vts, strict=True)
+    tensors = {s for s, (tag, _) in pairs if s is not None and tag is tags.TENSOR}
     guards, same = [], []
     for guard in tx.output.guards:
         source, name = guard.originating_source, guard.create_fn_name()
+        if tensors.intersection(bases(getattr(source, "base", None))):
+            raise LookupError("an attribute of a tensor is read")
         if not own.concerns(source):
             continue
         if name == "DUPLICATE_INPUT":
@@ -227,6 +242,26 @@ def _own_sources(found: Any) -> list[Any]:
     tags = invoke_subgraph.InputTag
     pairs = zip(found.arg_sources, found.flat_vts, strict=True)
     return [s for s, (tag, _) in pairs if s is not None and tag in (tags.OBJECT, tags.CONSTANT)]
+
+
+def _global_values(tx: Any, found: Any, held: Mapping[int, object]) -> dict[int, object]:
+    """What globals hold that are guarded, but for those through which the layer was found.
+
+    Raises:
+        LookupError: see :func:`held_by`; or one is read by a key that the layer holds.
+    """
+    own = _Moved(dict.fromkeys(_own_sources(found)))
+    above = {base for source in own.known for base in bases(source)}
+    value_of, values = tx.output.resolve_source_value, []
+    for guard in tx.output.guards:
+        source = guard.originating_source
+        keys = (getattr(base, "index", None) for base in bases(source))
+        if any(isinstance(k, ConstDictKeySource) and id(value_of(k)) in held for k in keys):
+            raise LookupError("what is read by a key that a layer holds may differ for others")
+        known = source in above or own.concerns(source)
+        if source.name and not known and not is_from_local_source(source):
+            values.append(value_of(source))
+    return held_by(values)
 
 
 class _Moved:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -62,11 +62,10 @@ def _plan_of(told: Any) -> Plan:
 def _write(path: Path, text: str) -> None:
     """All of it or nothing, whoever else writes the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
+    own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
+        own.write_text(text)  # others who share the folder may read it, if they may read code there
+        os.replace(own, path)
     except BaseException:
-        os.unlink(name)
+        own.unlink(missing_ok=True)
         raise

@@ -70,6 +70,11 @@ def test_a_folder_that_cannot_be_written_costs_time_only():
         assert plan_files.recalled("text", lambda: PLAN) == PLAN
 
 
+def test_without_a_folder_of_caches_it_plans(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/none/below")
+    assert plan_files.recalled("text", lambda: PLAN) == PLAN
+
+
 @pytest.mark.parametrize("name", ["force_disable_caches", "fx_graph_cache"])
 def test_without_caches_nothing_is_kept(name):
     with config.patch({name: name == "force_disable_caches"}):
