@@ -13,6 +13,7 @@ import io
 import json
 import os
 import stat
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +41,25 @@ def read_json(path: str | os.PathLike[str], max_nbytes: int) -> Any:
         OSError: it cannot be read.
     """
     return parse_json(_text(Path(path), max_nbytes))
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a file, complete or not at all, whoever else writes it; anybody may read it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = Path(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(value, file, indent=1)
+            file.write("\n")
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def parse_json(text: str | bytes) -> Any:

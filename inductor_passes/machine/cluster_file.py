@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
-from inductor_passes.ir.json_file import MIB, read_json, shown, typed
+from inductor_passes.ir.json_file import MIB, read_json, shown, typed, write_json
 from inductor_passes.machine.cluster import Cluster, Peak, Wire
 from inductor_passes.machine.links import Link
 from inductor_passes.machine.presets import preset
@@ -57,18 +54,7 @@ def save(path: str | os.PathLike[str], cluster: Cluster) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    target = Path(path)
-    data = as_json(cluster)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_json(path, as_json(cluster))
 
 
 def load(path: str | os.PathLike[str]) -> Cluster:

@@ -32,6 +32,7 @@ from simplefsdp._torch.dynamo import has_policy, source_name, with_own_code
 from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
 
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
+_TAGS = invoke_subgraph.InputTag
 log = logging.getLogger("simplefsdp")
 
 _MOST_KINDS = 4
@@ -97,8 +98,7 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 def _held(tx: Any, found: Any) -> dict[int, object]:
     """What a layer and its arguments hold."""
-    sources = [source for source in found.arg_sources if source is not None]
-    return held_by(map(tx.output.resolve_source_value, sources))
+    return held_by(map(tx.output.resolve_source_value, _sources_of(found, *_TAGS)))
 
 
 def _refuse_seen(changed: tuple[Change, ...], held: Mapping[int, object]) -> None:
@@ -109,7 +109,7 @@ def _refuse_seen(changed: tuple[Change, ...], held: Mapping[int, object]) -> Non
 
 def _examples(found: Any) -> list[Any]:
     """The fake tensors that a call takes."""
-    tensors = (vt for tag, vt in found.flat_vts if tag is invoke_subgraph.InputTag.TENSOR)
+    tensors = (vt for tag, vt in found.flat_vts if tag is _TAGS.TENSOR)
     return [vt.as_proxy().node.meta.get("example_value") for vt in tensors]
 
 
@@ -120,12 +120,12 @@ def _refuse_subclasses(values: Iterable[Any]) -> None:
 
 def _sharing(found: Any) -> tuple[int, ...]:
     """Which of a call's arguments are the same: torch makes one input of these."""
-    tags = invoke_subgraph.InputTag
-    values = [v.as_proxy().node for t, v in found.flat_vts if t in (tags.TENSOR, tags.SYMNODE)]
+    given = (_TAGS.TENSOR, _TAGS.SYMNODE)
+    values = [v.as_proxy().node for tag, v in found.flat_vts if tag in given]
     return tuple(map(values.index, values))
 
 
-def _tensors_of(layer: nn.Module) -> list[object]:
+def _described(layer: nn.Module) -> list[object]:
     """What matters of a layer's parameters and buffers, and which attributes its modules have; not
     all of it is guarded."""
     some = (layer.named_parameters, layer.named_buffers)
@@ -148,7 +148,7 @@ class _Traced(NamedTuple):
         condition: torch's, of another call that gives the same graph; without its guards.
         entry: torch's, of the graph.
         sharing: see :func:`_sharing`.
-        tensors: see :func:`_tensors_of`.
+        described: see :func:`_described`.
         guards: of the layer's own sources: each with its source, how to ask it, and what it said.
         same: pairs of sources that are one object; torch does not ask that of another call.
         state: see :class:`State`.
@@ -157,7 +157,7 @@ class _Traced(NamedTuple):
     condition: Any
     entry: Any
     sharing: tuple[int, ...]
-    tensors: list[object]
+    described: list[object]
     guards: tuple[tuple[Any, Any, Any, Any], ...]
     same: tuple[tuple[Any, Any], ...]
     state: State
@@ -193,7 +193,7 @@ def _last_traced(tx: Any, function: Any, found: Any, layer: nn.Module, state: St
         replace(condition, guards=[], traced_sources=OrderedSet()),
         entry,
         _sharing(found),
-        _tensors_of(layer),
+        _described(layer),
         guards,
         same,
         state,
@@ -214,9 +214,7 @@ def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
     captured = _Moved(
         dict.fromkeys(x.source for x in entry.subgraph_input_mapping if isinstance(x, lifted))
     )
-    tags = invoke_subgraph.InputTag
-    pairs = zip(found.arg_sources, found.flat_vts, strict=True)
-    tensors = {s for s, (tag, _) in pairs if s is not None and tag is tags.TENSOR}
+    tensors = set(_sources_of(found, _TAGS.TENSOR))
     guards, same = [], []
     for guard in tx.output.guards:
         source, name = guard.originating_source, guard.create_fn_name()
@@ -239,9 +237,13 @@ def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
 
 def _own_sources(found: Any) -> list[Any]:
     """Of a call's arguments that are no tensors."""
-    tags = invoke_subgraph.InputTag
+    return _sources_of(found, _TAGS.OBJECT, _TAGS.CONSTANT)
+
+
+def _sources_of(found: Any, *tags: Any) -> list[Any]:
+    """Of those arguments of a call that have one of ``tags``, and come from outside."""
     pairs = zip(found.arg_sources, found.flat_vts, strict=True)
-    return [s for s, (tag, _) in pairs if s is not None and tag in (tags.OBJECT, tags.CONSTANT)]
+    return [source for source, (tag, _) in pairs if source is not None and tag in tags]
 
 
 def _global_values(tx: Any, found: Any, held: Mapping[int, object]) -> dict[int, object]:
@@ -259,7 +261,7 @@ def _global_values(tx: Any, found: Any, held: Mapping[int, object]) -> dict[int,
         if any(isinstance(k, ConstDictKeySource) and id(value_of(k)) in held for k in keys):
             raise LookupError("what is read by a key that a layer holds may differ for others")
         known = source in above or own.concerns(source)
-        if source.name and not known and not is_from_local_source(source):
+        if source_name(source) and not known and not is_from_local_source(source):
             values.append(value_of(source))
     return held_by(values)
 
@@ -272,8 +274,7 @@ class _Moved:
 
     def concerns(self, source: Any) -> bool:
         """Whether ``source`` is of the layer."""
-        base = getattr(source, "base", None)
-        return source in self.known or (base is not None and self.concerns(base))
+        return any(base in self.known for base in bases(source))
 
     def __call__(self, source: Any) -> Any:
         if source not in self.known:
@@ -294,7 +295,7 @@ def _is_like(tx: Any, traced: _Traced, found: Any, layer: nn.Module) -> bool:
     """Whether the call ``found``, of ``layer``, gives the graph of ``traced``."""
     if not invoke_subgraph.is_reusable(tx, traced.condition, found, traced.entry):
         return False
-    if _sharing(found) != traced.sharing or _tensors_of(layer) != traced.tensors:
+    if _sharing(found) != traced.sharing or _described(layer) != traced.described:
         return False
     moved = _moving(traced, found.arg_sources)
     scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}

@@ -8,16 +8,12 @@ different files cannot come to different plans.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import os
-import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from inductor_passes.ir.json_file import MIB, read_json
+from inductor_passes.ir.json_file import MIB, read_json, write_json
 from inductor_passes.ir.program import Bucket
 from inductor_passes.planner.plan import Plan
 from simplefsdp import _torch
@@ -48,7 +44,8 @@ def recalled(made_of: str, make: Callable[[], Plan]) -> Plan:
         log.debug("the plan in %s cannot be read, and is made anew: %s", path, error)
     plan = make()
     try:
-        _write(path, json.dumps(asdict(plan)))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(plan))
     except OSError as error:  # it would only have saved time
         log.debug("the plan cannot be kept in %s: %s", path, error)
     return plan
@@ -57,15 +54,3 @@ def recalled(made_of: str, make: Callable[[], Plan]) -> Plan:
 def _plan_of(told: Any) -> Plan:
     buckets = (Bucket(b["label"], tuple(b["starts"]), b["window"]) for b in told["buckets"])
     return Plan(**{**told, "buckets": tuple(buckets)})
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing, whoever else writes the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        own.write_text(text)  # others who share the folder may read it, if they may read code there
-        os.replace(own, path)
-    except BaseException:
-        own.unlink(missing_ok=True)
-        raise

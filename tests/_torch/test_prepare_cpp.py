@@ -44,7 +44,6 @@ def run(command, *args, **kwargs):
     return real(command, *args, **kwargs)
 subprocess.run = run
 from simplefsdp import _torch
-from simplefsdp._torch.instructions import _is_of_context
 _torch.prepare_cpp().join()
 before = len(made)
 torch.compile(lambda x: x.sin() + 1)(torch.ones(100))

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -226,17 +225,11 @@ def step(model: nn.Module, x: torch.Tensor, **options: object) -> dict[str, torc
     torch._dynamo.reset()
     torch.manual_seed(1)
     options = {"executor": "aot_eager", "bucketing": "manual", **options}
-    return computed(
-        model, x, torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
-    )
-
-
-def computed(model: nn.Module, x: torch.Tensor, run) -> dict[str, torch.Tensor]:
-    losses = [run(x).square().sum() for _ in range(2)]
+    compiled = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
+    losses = [compiled(x).square().sum() for _ in range(2)]
     torch.stack(losses).sum().backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in grads.items()}
-    return {"losses": torch.stack(losses).detach(), **local, **dict(model.named_buffers())}
+    grads = {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
+    return {"losses": torch.stack(losses).detach(), **grads, **dict(model.named_buffers())}
 
 
 def left_out(text: str) -> int:
@@ -251,17 +244,13 @@ def test_it_computes_what_all_layers_do(solo_mesh, monkeypatch, caplog, case):
     caplog.set_level(logging.DEBUG, "simplefsdp")
     few = step(simple_fsdp(copy.deepcopy(plain), solo_mesh), x)
     assert left_out(caplog.text) == expected
-    if expected:  # the same to the bit
-        monkeypatch.setattr(shorten, "LEAST", 1 << 20)
-        caplog.clear()
-        all_ = step(simple_fsdp(copy.deepcopy(plain), solo_mesh), x)
-        assert not left_out(caplog.text)
-    else:
-        all_ = computed(plain, x, plain)
+    monkeypatch.setattr(shorten, "LEAST", 1 << 20)
+    caplog.clear()
+    all_ = step(simple_fsdp(copy.deepcopy(plain), solo_mesh), x)
+    assert not left_out(caplog.text)
     assert few.keys() == all_.keys()
     for name, value in all_.items():
-        exactly = {"rtol": 0, "atol": 0} if expected else {}
-        torch.testing.assert_close(few[name], value, msg=name, **exactly)
+        torch.testing.assert_close(few[name], value, rtol=0, atol=0, msg=name)
 
 
 def test_an_output_without_gradient_has_no_stand_in(solo_mesh):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from test_plans import Layers, compiled
 from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
@@ -82,27 +82,12 @@ def test_without_caches_nothing_is_kept(name):
     assert files() == []
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 def plans_of(mesh, **options: object) -> list[Plan]:
     """Of forward and backward, as a new process makes them."""
     torch._dynamo.reset()
     decisions().clear()
     seen = []
-    run = torch.compile(
-        simple_fsdp(Layers(), mesh),
-        backend="simplefsdp",
-        options={"executor": "aot_eager", "cluster": "h100", **options},
-    )
+    run = compiled(simple_fsdp(Layers(), mesh), **{"cluster": "h100", **options})
     with observing(seen.append):
         run(torch.ones(4, 64)).sum().backward()
     return [graph.rehearsal.plan for graph in seen]

@@ -113,8 +113,10 @@ def test_what_is_compiled_does_not_grow_with_depth(fake_mesh, monkeypatch, bucke
         # At most the pieces of a layer, and what is before, behind and between layers.
         assert 2 <= few.compiled[part] <= 16 and 2 <= many.compiled[part] <= 16
         # Two to a layer, and one more for each place where something stands in any of them.
+        assert many.regions[part] - few.regions[part] >= 6
         assert all(2 * n <= ran.regions[part] <= 8 * n for n, ran in ((5, few), (8, many)))
         if bucketing == "manual":
+            assert many.regions[part] - few.regions[part] <= 24
             assert few.compiled[part] == many.compiled[part]
 
 

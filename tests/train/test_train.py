@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from sent import Sent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -164,10 +165,12 @@ def test_a_small_model_is_gathered_once_for_a_sample(small, fake_mesh, monkeypat
     rank = Rank(0, 1, torch.device("cpu"))
     # Nothing arrives here, so what is gathered may be anything.
     monkeypatch.setattr(torch, "multinomial", lambda *_, **__: torch.tensor([0]))
-    sent, parameters = Sent(), sum(1 for _ in model.parameters())
+    sent, parameters, broadcasts = Sent(), sum(1 for _ in model.parameters()), []
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: broadcasts.append(1))
     sent.start()
     evaluate.sample(model, torch.zeros(4, dtype=torch.uint8), n_tokens=3, seed=0, rank=rank)
     assert sent.stop().total() == (1 if small else 3) * parameters
+    assert len(broadcasts) == 3
     sent.start()
     model(torch.zeros(1, 4, dtype=torch.long))
     assert sent.stop().total() >= parameters  # nothing is kept
