@@ -41,10 +41,12 @@ if TYPE_CHECKING:
     from simplefsdp.inspection.capture import inspect
     from simplefsdp.pretrained.load import load_pretrained
     from simplefsdp.pretrained.save import full_state_dict, save_pretrained
+    from simplefsdp.step.compile_step import compile_step
 
 __all__ = [
     "__version__",
     "clip_grad_norm_",
+    "compile_step",
     "full_state_dict",
     "init_weights",
     "inspect",
@@ -59,6 +61,7 @@ __all__ = [
 
 _MODULE_OF = {
     "clip_grad_norm_": "frontend.grad_norm",
+    "compile_step": "step.compile_step",
     "full_state_dict": "pretrained.save",
     "init_weights": "frontend.initialize",
     "inspect": "inspection.capture",

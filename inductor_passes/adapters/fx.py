@@ -29,6 +29,7 @@ KIND_OF: dict[object, CollectiveKind] = {
     _ops.all_reduce_coalesced.default: "all_reduce",
 }
 _MARK = "inductor_passes_bucket"
+_KEPT = "inductor_passes_kept"  # on an input
 _UNIT = "inductor_passes_unit"  # and the place in the graph as it was made
 # Ops that draw random numbers or have unknown effects keep their order: they write these.
 _RANDOM, _EFFECTS = "random state", "effects"
@@ -59,6 +60,20 @@ class Reading:
 
     program: Program
     nodes: dict[str, tuple[Node, ...]]
+
+
+def keep_written(graph: Graph, is_kept: Callable[[Node], bool]) -> None:
+    """Note of the inputs that ``graph`` writes to that the caller keeps them, like the parameters
+    that it gathers: an optimizer's state is there before and after.
+
+    Args:
+        graph: whose writes to inputs are copies.
+        is_kept: whether what a value is copied to is so.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target, value = node.args[:2]
+        if isinstance(target, Node) and target.op == "placeholder" and is_kept(value):
+            target.meta[_KEPT] = True
 
 
 def read(graph: Graph, fqn_of: FqnOf) -> Reading:
@@ -147,6 +162,7 @@ class _Reader:
         if node.op in ("placeholder", "get_attr"):
             self.buffers[node.name] = _buffer(node)
             self.inputs.append(node.name)
+            self.resident |= {node.name} if node.meta.get(_KEPT) else set()
         elif node.op == "output":
             self.outputs = list(dict.fromkeys(n.name for n in node.all_input_nodes))
         elif node not in self.absorbed:
@@ -230,7 +246,9 @@ class _Reader:
                 self.buffers[name] = Buffer(name, 0)
                 self.inputs.append(name)
         mutated = list(_torch.mutated_arguments(node))
-        self.written_inputs += [n.name for n in mutated if n.op == "placeholder"]
+        self.written_inputs += [
+            n.name for n in mutated if n.op == "placeholder" and not n.meta.get(_KEPT)
+        ]
         return (*dict.fromkeys(n.name for n in mutated), *state)
 
 

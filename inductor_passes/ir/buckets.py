@@ -184,23 +184,31 @@ def _list_elements(fqns: Sequence[str]) -> dict[str, str]:
 def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]:
     """The buckets of one graph, in the order of their first members.
 
-    Members share label, kind, group, reduce op and dtype, and travel in the order of
-    the assignment, so that all ranks lay them out alike. (Gloo reads the tensors of a coalesced
+    Members share label, kind, group, reduce op and dtype, are each as often collected
+    before, and travel in the order of the assignment, so that all ranks lay them out alike. (Gloo reads the tensors of a coalesced
     reduce as if all had the dtype of the first.) Collectives that are not data parallelism's
     stay out. Those of more than :data:`MOST_MEMBERS` are in parts.
     """
     groups: dict[tuple[object, ...], list[tuple[int, str]]] = defaultdict(list)
     place = {fqn: i for i, fqn in enumerate(assignment.label_of)}
+    seen: Counter[tuple[object, ...]] = Counter()
     for _, op in program.starts():
         c = op.collective
         if c is not None and c.kind != "other" and c.fqns:
             label = assignment.label_of.get(c.fqns[0], c.fqns[0])
-            groups[label, c.kind, c.group, c.ranks, c.reduce_op, c.dtype].append(
+            # A whole step gathers a parameter for its forward, and again for its backward.
+            times = seen[c.fqns[0], c.kind, c.group]
+            seen[c.fqns[0], c.kind, c.group] += 1
+            groups[label, times, c.kind, c.group, c.ranks, c.reduce_op, c.dtype].append(
                 (place.get(c.fqns[0], len(place)), op.name)
             )
+    first = {str(label) for label, times, *_ in groups if not times}
     return of_few_members(
-        Bucket(str(key[0]), tuple(name for _, name in sorted(found, key=lambda pair: pair[0])))
-        for key, found in groups.items()
+        Bucket(
+            str(label) if not times else new_label(str(label), first),
+            tuple(name for _, name in sorted(found, key=lambda pair: pair[0])),
+        )
+        for (label, times, *_), found in groups.items()
     )
 
 

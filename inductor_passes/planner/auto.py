@@ -9,9 +9,10 @@ from inductor_passes.ir.buckets import assign_by_module, of_few_members, plan_bu
 from inductor_passes.ir.program import Bucket, Program, ProgramError
 from inductor_passes.machine.bound import lower_bound_us
 from inductor_passes.machine.cost import CostModel
+from inductor_passes.planner.halves import by_halves
 from inductor_passes.planner.invariant import common_ops, rank_invariant
 from inductor_passes.planner.local_search import LocalSearch
-from inductor_passes.planner.plan import Plan, budget_error, default_budget, evaluate
+from inductor_passes.planner.plan import BudgetError, Plan, budget_error, default_budget, evaluate
 from inductor_passes.planner.regular import least
 from inductor_passes.planner.segments import State, bare, lines_of, named_buckets
 from inductor_passes.planner.tried import launches_price
@@ -85,6 +86,15 @@ def plan_auto(
     fits = manual.peak_nbytes <= budget_nbytes
     if fits and _is_enough(manual):
         return replace(manual, budget_nbytes=budget_nbytes)
+    budget = budget_nbytes
+
+    def half(part: Program) -> Sequence[Bucket]:
+        return plan_auto(part, cost, fqns, budget_nbytes=budget, work=work).buckets
+
+    try:
+        together = by_halves(program, half)
+    except BudgetError:
+        together = None
     search = LocalSearch(
         program,
         late,
@@ -98,7 +108,7 @@ def plan_auto(
     def found(state: State) -> Plan | None:
         return evaluated(search.buckets_of(state))
 
-    plans = [manual, low, *_climbed(search, manual, found)]
+    plans = [manual, low, *_climbed(search, [manual.buckets, *([together] if together else [])], found)]
     fitting = _fitting(plans, budget_nbytes)
     fitting = fitting or _fitting(map(found, search.smallest()), budget_nbytes)
     if not fitting:
@@ -120,14 +130,16 @@ def _is_enough(manual: Plan) -> bool:
 
 
 def _climbed(
-    search: LocalSearch, manual: Plan, found: Callable[[State], Plan | None]
+    search: LocalSearch,
+    known: Iterable[Sequence[Bucket]],
+    found: Callable[[State], Plan | None],
 ) -> list[Plan]:
     """What climbs end at that begin at the most promising plans."""
     starts = search.starts()
     fitting = [tried for tried in starts if not tried.score.over_nbytes]
-    near = search.by_buckets(manual.buckets)
+    near = [tried for buckets in known if (tried := search.by_buckets(buckets))]
     plans: list[Plan] = []
-    first = dict.fromkeys([*starts[:1], *([near] if near else []), *fitting[:1]])
+    first = dict.fromkeys([*near[1:], *starts[:1], *near[:1], *fitting[:1]])
     for start in dict.fromkeys([*first, *starts[1:MORE_CLIMBS]]):
         if start not in first and search.left < EASY * search.allowed:
             break

@@ -17,6 +17,7 @@ from math import isfinite
 from inductor_passes.ir.lineage import reduced_nbytes
 from inductor_passes.ir.program import Collective, Op, Program
 from inductor_passes.machine.cost import CostModel, check_compute_beside
+from inductor_passes.planner.update import UPDATE, with_one_update
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,14 @@ def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCos
         ValueError: the cost model has no time for an op, or no fraction in ``compute_beside``.
     """
     check_compute_beside(cost)
+    program = with_one_update(program)
     local, shard_nbytes = _local(program)
     free = local | following(program, ("all_reduce",))
     op_us = {}
     for i, op in enumerate(program.ops):
         if op.kind == "compute":
-            us = 0.0 if i in free else checked_us(op.name, cost.compute_us(program, op))
+            known = op.name != UPDATE and i not in free
+            us = checked_us(op.name, cost.compute_us(program, op)) if known else 0.0
             op_us[op.name] = float(f"{us:.3g}")
     buffers = {
         name: replace(buffer, nbytes=shard_nbytes.get(buffer.storage, buffer.nbytes))

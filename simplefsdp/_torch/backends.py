@@ -14,6 +14,7 @@ from inductor_passes.adapters._torch_lowering import reuse_at_once
 from simplefsdp._torch.cache_files import broken_files_removed
 from simplefsdp._torch.cpp_kernels import kernels_together
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
+from simplefsdp._torch.one_graph import as_if_cut, nothing_recomputed_yet
 from simplefsdp._torch.padding import padding_without_benchmarks
 
 CompiledFunction = Callable[..., Any]
@@ -51,6 +52,7 @@ def compile_with_inductor(
     cudagraphs: bool,
     compiled: Callable[[bool], None] = lambda is_backward: None,
     cut: Cut | None = None,
+    whole_step: bool = False,
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
 
@@ -65,6 +67,7 @@ def compile_with_inductor(
         cudagraphs: capture each graph; if not, as the user's setting of Inductor says.
         compiled: called when there is the code of a graph, with whether it is the backward.
         cut: the joint graph, see there; only if :func:`can_cut`.
+        whole_step: whether ``gm`` computes its gradients itself, see ``one_graph.py``.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -74,6 +77,8 @@ def compile_with_inductor(
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         is_backward = bool(kwargs.get("is_backward", False))
+        if whole_step:
+            graph = as_if_cut(graph, kwargs.get("static_input_idxs") or ())
         with broken_files_removed(), kernels_together():
             with config.patch(users):
                 code: Any = observe(graph, is_backward)
@@ -101,7 +106,11 @@ def compile_with_inductor(
     users = {key: getattr(config, key) for key in patches}
     # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
     # is the one that saves the minutes of code generation.
-    with functorch_config.patch(enable_autograd_cache=False), padding_without_benchmarks():
+    with (
+        functorch_config.patch(enable_autograd_cache=False),
+        padding_without_benchmarks(),
+        nothing_recomputed_yet(),
+    ):
         whole = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
     return cast(CompiledFunction, whole)
 
@@ -229,6 +238,7 @@ def compile_with_aot_eager(
     compiled: Callable[[bool], None] = lambda is_backward: None,
     decompose: bool = False,
     cut: Cut | None = None,
+    whole_step: bool = False,
 ) -> CompiledFunction:
     """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
 
@@ -241,6 +251,9 @@ def compile_with_aot_eager(
 
     def compiler(is_backward: bool) -> GraphCompiler:
         def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> CompiledFunction:
+            if whole_step:
+                joint_pass(graph.graph)
+                graph = as_if_cut(graph)
             observe(graph, is_backward)
             if graph_pass is not None:
                 graph_pass(graph.graph)
@@ -272,7 +285,8 @@ def compile_with_aot_eager(
         decompositions=decompositions,
         keep_inference_input_mutations=True,
     )
-    return backend(gm, example_inputs)  # type: ignore[no-any-return]
+    with nothing_recomputed_yet():
+        return backend(gm, example_inputs)  # type: ignore[no-any-return]
 
 
 def graphs_of(

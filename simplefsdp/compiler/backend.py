@@ -39,6 +39,13 @@ from simplefsdp.rank_logging import say
 
 log = logging.getLogger("simplefsdp")
 
+Call = Callable[..., Any]
+# Of a Dynamo graph and its inputs: another graph to compile, which computes gradients and uses
+# them, its inputs, and what makes of its code a function that is called as that graph was.
+Extend = Callable[
+    [GraphModule, Sequence[Any]], tuple[GraphModule, Sequence[Any], Callable[[Call], Call]]
+]
+
 
 @told_plainly
 def simplefsdp(
@@ -47,6 +54,7 @@ def simplefsdp(
     *,
     options: Mapping[str, object] | None = None,
     adjust: Callable[[Settings], Settings] | None = None,
+    extend: Extend | None = None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph of a wrapped model; torch calls this, users name the backend.
 
@@ -56,6 +64,7 @@ def simplefsdp(
         options: see :class:`simplefsdp.compiler.options.Options`.
         adjust: of benchmarks and tests: changes what users do not choose, of the settings that
             follow from ``options``; in the same way on all ranks.
+        extend: makes a whole training step of the graph, see :mod:`simplefsdp.step`.
 
     Raises:
         TypeError, ValueError: an unknown option, a parameter that
@@ -98,6 +107,11 @@ def simplefsdp(
         return compile_with_passes(gm, inputs, choice, settings, ranks)
 
     until, sums, kept_places = _told_of_now(gm)
+    if extend is not None:
+        whole, inputs, called = extend(gm, example_inputs)
+        code = compile_with_passes(whole, inputs, choice, settings, ranks, whole_step=True)
+        compiled = refreshing(called(code), kept_places, ranks, choice.rank_guard_timeout_s)
+        return _refusing_emptied(compiled, gathered, ranks, choice.rank_guard_timeout_s)
     compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
     compiled = noting_backwards(compiled, until, sums)
     compiled = refreshing(compiled, kept_places, ranks, choice.rank_guard_timeout_s)

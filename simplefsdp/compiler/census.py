@@ -1,4 +1,4 @@
-"""What a forward or backward graph communicates, and what the passes make of it: its log line."""
+"""What a graph communicates, and what the passes make of it: its log line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes.rehearsal import Rehearsal, Settings, predict
 from simplefsdp import provenance
+from simplefsdp.compiler.observers import Part
 
 _ops = torch.ops._c10d_functional
 _GATHER_STARTS = {_ops.all_gather_into_tensor.default}
@@ -61,16 +62,18 @@ def _nbytes(node: Node) -> int:
     return int(value.numel()) * int(value.element_size())
 
 
-def describe(census: Census, *, is_backward: bool) -> str:
+def describe(census: Census, part: Part) -> str:
     """The census as one line of a log."""
     gathers = f"{len(census.gathers)} gathers ({format_nbytes(census.gather_nbytes)}"
-    if is_backward:
+    if part == "backward":
         gathers += ", recomputed" if census.gathers else ""
+    elif part == "step":
+        gathers += f"; {len(census.gathers) - len(set(census.gathers))} of them again in backward"
     elif census.gathers:
         kept = len(census.gathers) - census.resharded
         gathers += f"; {census.resharded} freed after forward, {kept} kept"
     reduces = f"{len(census.reduces)} reduces ({format_nbytes(census.reduce_nbytes)})"
-    return f"{'backward' if is_backward else 'forward'}: {gathers}), {reduces}"
+    return f"{part}: {gathers}), {reduces}"
 
 
 def format_nbytes(nbytes: int) -> str:

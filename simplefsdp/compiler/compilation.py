@@ -1,6 +1,6 @@
 """One Dynamo graph through AOTAutograd and the passes to code, the same on all ranks.
 
-Each graph, forward or backward, goes through four steps before it is lowered: it is planned; the
+Each graph, forward, backward or both, goes through four steps before it is lowered: it is planned; the
 ranks agree on what it will launch; it is described in the log; observers are called with it. Of
 these only the first two can fail a compilation.
 """
@@ -35,7 +35,7 @@ from simplefsdp.compiler.breaks import notify
 from simplefsdp.compiler.cache_key import identity
 from simplefsdp.compiler.census import describe, describe_passes, take_census
 from simplefsdp.compiler.lengthen import few_layers_traced
-from simplefsdp.compiler.observers import CompiledGraph
+from simplefsdp.compiler.observers import CompiledGraph, Part
 from simplefsdp.compiler.options import Options
 from simplefsdp.compiler.plans import Chosen, is_users, plan_for_all
 from simplefsdp.compiler.recompute import tag_for_recompute
@@ -58,6 +58,7 @@ class Compilation(NamedTuple):
         grad: whether gradients are wanted.
         number: the same for no others.
         limits: of the sizes that were left open.
+        whole_step: whether the forward graph computes its gradients itself, and uses them.
     """
 
     settings: Settings | None
@@ -66,6 +67,13 @@ class Compilation(NamedTuple):
     grad: bool
     number: int
     limits: SizeLimits
+    whole_step: bool = False
+
+    def part(self, is_backward: bool) -> Part:
+        """What a graph of this compilation is."""
+        if self.whole_step:
+            return "step"
+        return "backward" if is_backward else "forward"
 
 
 def begin_preparing(executor: str, device_type: str) -> None:
@@ -80,6 +88,8 @@ def compile_with_passes(
     options: Options,
     settings: Settings | None,
     ranks: Sequence[int],
+    *,
+    whole_step: bool = False,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph.
 
@@ -89,6 +99,7 @@ def compile_with_passes(
         options: the user's.
         settings: of the passes; None for none.
         ranks: that compile it together; none if they do not compare.
+        whole_step: whether ``gm`` computes its gradients itself, from its last input on.
 
     Raises:
         RankMismatchError, PassError, ValueError: see :func:`observe`.
@@ -103,6 +114,7 @@ def compile_with_passes(
         torch.is_grad_enabled(),
         next(_numbers),
         SizeLimits(gm),
+        whole_step,
     )
 
     def uuid() -> str:
@@ -121,7 +133,7 @@ def compile_with_passes(
     def by_regions(graph: GraphModule, is_backward: bool) -> Callable[..., Any] | None:
         current[0], reading = observe(graph, is_backward, compilation)
         if regional.has_symbols(graph):
-            part = _part(is_backward)
+            part = compilation.part(is_backward)
             say("%s graph: sizes are symbols, so it is compiled whole, not by regions", part)
             return None
         _write_plan(graph.graph, settings, current[0], reading)
@@ -137,6 +149,7 @@ def compile_with_passes(
                 joint_pass=tag_for_recompute,
                 graph_pass=passes,
                 cut=cut,
+                whole_step=whole_step,
             )
         return _torch.compile_with_inductor(
             graph,
@@ -152,9 +165,11 @@ def compile_with_passes(
             lowering=_lowering(settings),
             cudagraphs=options.cudagraphs,
             cut=cut,
+            whole_step=whole_step,
         )
 
-    return compilation.limits.watching(few_layers_traced(gm, compiled))
+    code = compiled(gm, None) if whole_step else few_layers_traced(gm, compiled)
+    return compilation.limits.watching(code)
 
 
 def _write_plan(
@@ -162,10 +177,6 @@ def _write_plan(
 ) -> None:
     if settings is not None:
         bucket_and_reorder(graph, settings, carried_fqn, observed.planned, read)
-
-
-def _part(is_backward: bool) -> str:
-    return "backward" if is_backward else "forward"
 
 
 def _as_planned(settings: Settings | None) -> bool:
@@ -211,10 +222,14 @@ def observe(
         PassError: it cannot be planned, on any rank; when all ranks have compared it.
         ValueError: likewise, and the user can mend it: no schedule fits the memory budget, say.
     """
-    part = _part(is_backward)
+    part = compilation.part(is_backward)
     begin = time.perf_counter()
-    if is_backward:  # sums of gradients that are deferred
+    if part == "step":
+        write_inputs_early(gm.graph, lambda value: True)
+        fx.keep_written(gm.graph, lambda value: reduced_fqn(value) is None)
+    elif part == "backward":  # sums of gradients that are deferred
         write_inputs_early(gm.graph, lambda value: reduced_fqn(value) is not None)
+    if part != "forward":
         add_matmuls_in_place(gm.graph)
     write_sums_unrounded(gm.graph)
     found, number = _planned(gm, part, compilation)
@@ -243,7 +258,7 @@ def meet_compiled(current: Sequence[Observed], compilation: Compilation, is_back
     Raises:
         RankMismatchError: a rank has not compiled it in time.
     """
-    part = _part(is_backward)
+    part = compilation.part(is_backward)
     what = f"running the {part} graph"
     subject = [part, f"gradients {compilation.grad}", *current[0].launches]
     rank_guard.agree(what, subject, compilation.ranks, compilation.timeout_s, late=_COMPILING)
@@ -314,7 +329,7 @@ def _tell(
     ranges: tuple[SizeRange, ...] = ()
 
     def communicates() -> str:
-        return describe(take_census(gm.graph), is_backward=part == "backward")
+        return describe(take_census(gm.graph), part)
 
     if isinstance(found, Rehearsal):
         _harmless(part, functools.partial(_trace, part, found))

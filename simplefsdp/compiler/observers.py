@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from inductor_passes.machine.cluster import Cluster
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("simplefsdp")
 
 
+Part = Literal["forward", "backward", "step"]
+
+
 class CompiledGraph(NamedTuple):
     """A graph as the passes get it, and what they will make of it.
 
     Attributes:
-        part: ``"forward"`` or ``"backward"``.
+        part: what of a training step it is; ``"step"`` is all of it, see :mod:`simplefsdp.step`.
         rehearsal: see :class:`inductor_passes.rehearsal.Rehearsal`.
         settings: of the passes; None for none.
         pass_seconds: that reading, planning and ordering took, and waiting for the plan.
@@ -28,7 +31,7 @@ class CompiledGraph(NamedTuple):
         ranges: where what was planned holds, of each size that was left open.
     """
 
-    part: str
+    part: Part
     rehearsal: Rehearsal
     settings: Settings | None
     pass_seconds: float

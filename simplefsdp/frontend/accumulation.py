@@ -326,3 +326,11 @@ def microbatch(model: nn.Module, *, is_last: bool) -> Iterator[None]:
         return
     with deferring(model):
         yield
+
+
+def note_reduced(params: Iterable[Tensor]) -> None:
+    """Note that nothing of the gradients of ``params`` waits to be reduced any more."""
+    for param in params:
+        sums = param.__dict__.get(SUMS)
+        if sums is not None:
+            sums.waiting = False

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement
 
 from simplefsdp._torch import is_split
+from simplefsdp.frontend.placement import dtensor_like
 from simplefsdp.frontend.waiting import refuse_waiting
 
+_collectives = torch.ops._c10d_functional
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -52,12 +54,12 @@ def clip_grad_norm_(
     params = [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
     refuse_waiting(params, "clip_grad_norm_")
     grads = [p.grad for p in params if p.grad is not None]
-    total = _total_norm(params, float(norm_type))
+    total = _total_norm([(p, p.grad) for p in params], float(norm_type), _norms)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the gradients' norm of order {norm_type} is {float(total)}; they were not clipped"
         )
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    factor = _factor(max_norm, total)
     for (device, dtype), alike in _alike(map(_local, grads)).items():
         # Elsewhere than on CPU a kernel takes many gradients only if the factor is of their dtype;
         # a kernel for each would round it likewise.
@@ -66,23 +68,76 @@ def clip_grad_norm_(
     return total
 
 
-def _total_norm(params: list[Tensor], norm_type: float) -> Tensor:
+def clipped(
+    params: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What :func:`clip_grad_norm_` does, of gradients in a graph that is traced.
+
+    Returns:
+        The norm, and the gradients scaled. Each has operators of its own, and waits for no other
+        but by the norm.
+    """
+    found = list(zip(params, grads, strict=True))
+    total = _total_norm(found, 2.0, _norm_of_each)
+    factor = _factor(max_norm, total)
+    return total, tuple(_scaled(grad, factor) for grad in grads)
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    local = _local(grad) * factor.to(grad.device, grad.dtype)
+    return dtensor_like(grad, local) if isinstance(grad, DTensor) else local
+
+
+def _factor(max_norm: float, total: Tensor) -> Tensor:
+    return (max_norm / (total + 1e-6)).clamp(max=1.0)
+
+
+# Of gradients that are alike the norm of each, in a dtype.
+Norms = Callable[[list[Tensor], float, torch.dtype], list[Tensor]]
+
+
+def _all_reduce(tensor: Tensor, op: str, group: ProcessGroup) -> Tensor:
+    started = _collectives.all_reduce(tensor, op, group.group_name)
+    return cast(Tensor, _collectives.wait_tensor(started))
+
+
+def _norms(alike: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    return list(torch._foreach_norm(alike, norm_type, dtype=dtype))
+
+
+def _norm_of_each(alike: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in alike]
+
+
+def _total_norm(
+    found: Sequence[tuple[Tensor, Tensor | None]],
+    norm_type: float,
+    norms: Norms,
+) -> Tensor:
     """Norm over all gradients: one all-reduce per mesh dimension that some are sharded over.
 
     Grouped by parameter, not by gradient: which parameters got one may differ between ranks, and
     all must take part in the same all-reduces.
+
+    Args:
+        found: each parameter, and its gradient if it has one.
+        norm_type: the p of the p-norm.
+        norms: of gradients of one device and dtype.
     """
-    device = params[0].device if params else torch.device("cpu")
+    device = found[0][0].device if found else torch.device("cpu")
     sharded_alike: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
-    for param in params:
+    for param, grad in found:
         parts = sharded_alike.setdefault(_shard_groups(param), [])
-        if param.grad is not None:
-            _check_placed_alike(param, param.grad)
-            part = _local(param.grad)
+        if grad is not None:
+            _check_placed_alike(param, grad)
+            part = _local(grad)
             parts.append(part.abs() if part.is_complex() else part)
-    zero = torch.zeros((), device=device, dtype=_dtype_of_norm(p.dtype for p in params))
-    norms = [_norm_over(*entry, norm_type, zero) for entry in sharded_alike.items()]
-    return _norm_of_norms(norms, norm_type)
+    zero = torch.zeros((), device=device, dtype=_dtype_of_norm(p.dtype for p, _ in found))
+    totals = [
+        _norm_over(groups, parts, norm_type, zero, norms)
+        for groups, parts in sharded_alike.items()
+    ]
+    return _norm_of_norms(totals, norm_type)
 
 
 def _shard_groups(param: Tensor) -> tuple[ProcessGroup, ...]:
@@ -124,19 +179,18 @@ def _norm_over(
     parts: list[Tensor],
     norm_type: float,
     zero: Tensor,
+    norms: Norms,
 ) -> Tensor:
-    norms = [zero]  # for empty shards, of which there is no inf-norm
+    found = [zero]  # for empty shards, of which there is no inf-norm
     for (_, dtype), alike in _alike(p for p in parts if p.numel()).items():
-        found = torch._foreach_norm(alike, norm_type, dtype=_dtype_of_norm([dtype]))
-        norms.append(_norm_of_norms(list(found), norm_type).to(zero))
-    total = _norm_of_norms(norms, norm_type)
+        of_these = norms(alike, norm_type, _dtype_of_norm([dtype]))
+        found.append(_norm_of_norms(of_these, norm_type).to(zero))
+    total = _norm_of_norms(found, norm_type)
     for group in groups:
         if norm_type == float("inf"):
-            dist.all_reduce(total, dist.ReduceOp.MAX, group)
+            total = _all_reduce(total, "max", group)
         else:
-            power = total**norm_type
-            dist.all_reduce(power, dist.ReduceOp.SUM, group)
-            total = power ** (1.0 / norm_type)
+            total = _all_reduce(total**norm_type, "sum", group) ** (1.0 / norm_type)
     return total
 
 

@@ -1,0 +1,221 @@
+"""Whole training steps on a modelled wire: one program against a forward, a backward and an update.
+
+A step is forward, loss, backward, clipping (unless ``--max-norm 0``) and AdamW. Real compute and
+memory in one process that stands for all ranks, as in step.py; the variants take turns. Examples:
+
+    python benchmarks/whole_step.py
+    python benchmarks/whole_step.py --row small --rounds 5 --max-norm 0
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rows import ROWS, Row
+
+RESULTS = Path(__file__).parent / "results"
+VARIANTS = (
+    "floor",
+    "auto",
+    "auto_update",
+    "step_none",
+    "step_manual",
+    "step_auto",
+    "fsdp2_eager",
+    "fsdp2_compiled",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a run."""
+
+    row: str = "default"
+    """Row of step.py's grid: the model and the wire."""
+    variants: tuple[str, ...] = VARIANTS
+    """floor: no communication. auto: as the README says, the update eager. auto_update: that
+    compiled by torch.compile(optimizer.step). step_*: simplefsdp.compile_step. fsdp2_*: of
+    variants.py."""
+    max_norm: float = 1.0
+    """Gradients are clipped to this norm; 0: they are not clipped."""
+    rounds: int = 7
+    """Timed rounds; each steps every variant once."""
+    warmup: int = 2
+    """Rounds before those."""
+    json: Path | None = None
+    """Where to write the results. Default: benchmarks/results/whole_step_<row>.json, if the other
+    options are as they are."""
+
+
+class Training(NamedTuple):
+    """A variant: a step gives its loss."""
+
+    step: Callable[[], float]
+    held_nbytes: int
+    params: list[Any]
+
+
+@dataclass
+class Seen:
+    """What was measured of a variant: of each round seconds, seconds exposed; at last the rest."""
+
+    step_s: list[float]
+    exposed_s: list[float]
+    losses: list[float]
+    compile_s: float = 0.0
+    launches: dict[str, int] | None = None
+    peak_nbytes: int = 0
+
+
+def _compiled_update(optimizer: Any) -> Callable[[], None]:
+    """The update by torch.compile, as its users write it: the learning rate a tensor."""
+    import torch
+
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    return torch.compile(optimizer.step)  # type: ignore[no-any-return]
+
+
+def separate(name: str, load: Any, max_norm: float) -> Training:
+    """Forward and backward of a variant of variants.py, then clipping, then the update."""
+    from torch.nn.utils import clip_grad_norm_ as clip_plain
+    from variants import BUILDERS
+
+    from simplefsdp import clip_grad_norm_
+
+    variant = BUILDERS["auto" if name == "auto_update" else name](load)
+    params = list(variant.params.values())
+    update = variant.optimizer.step
+    if name in ("floor", "auto_update"):
+        update = _compiled_update(variant.optimizer)
+    clip = clip_grad_norm_ if variant.is_sharded else clip_plain
+
+    def step() -> float:
+        loss = variant.step(load.tokens, load.targets)
+        loss.backward()
+        if max_norm:
+            clip(params, max_norm)
+        update()
+        variant.optimizer.zero_grad()
+        return float(loss.detach())
+
+    return Training(step, variant.extra_nbytes, params)
+
+
+def whole(bucketing: str, load: Any, max_norm: float) -> Training:
+    """A step of one program."""
+    import torch
+    from cluster_here import cluster_here
+    from variants import _wrapped
+
+    from simplefsdp import compile_step
+
+    model = _wrapped(load)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-4)
+    options: dict[str, Any] = {"bucketing": bucketing}
+    if bucketing == "auto":
+        options["cluster"] = cluster_here(load.row, load.device)
+    train = compile_step(model, optimizer, max_norm=max_norm or None, options=options)
+    return Training(lambda: float(train(load.tokens, load.targets).loss), 0, params)
+
+
+def build(name: str, load: Any, max_norm: float) -> Training:
+    """The variant of that name."""
+    kind, _, bucketing = name.partition("_")
+    return whole(bucketing, load, max_norm) if kind == "step" else separate(name, load, max_norm)
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure all variants, in turns."""
+    import measure
+    import torch
+    import wire
+    from memory import allocated_peak
+    from transfers import exposed_s, link
+
+    row: Row = ROWS[options.row]
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # the variants share the code of the model
+    wire.connect(row.world_size)
+    load = measure.workload(row, torch.device("cpu"))
+    first = measure.Runner(load, say=lambda line: print(line, flush=True))
+    measure.choose_link(row, *measure.calibrate(first))
+    trained: dict[str, Training] = {}
+    seen: dict[str, Seen] = {}
+    for name in options.variants:
+        torch.manual_seed(0)
+        begin = time.perf_counter()
+        trained[name] = build(name, load, options.max_norm)
+        seen[name] = Seen([], [], [trained[name].step()])
+        seen[name].compile_s = time.perf_counter() - begin
+        print(f"{name}: first step {seen[name].compile_s:.1f} s", flush=True)
+    gc.collect()
+    gc.disable()
+    for index in range(-options.warmup, options.rounds):
+        names = list(trained)
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            link.take()
+            begin = time.perf_counter()
+            loss = trained[name].step()
+            seconds, transfers = time.perf_counter() - begin, link.take()
+            seen[name].losses.append(loss)
+            if index >= 0:
+                ours = [t for t in transfers if t.kind != "other"]
+                seen[name].step_s.append(seconds)
+                seen[name].exposed_s.append(exposed_s(ours))
+                seen[name].launches = dict(Counter(t.kind for t in ours))
+        gc.collect()
+    gc.enable()
+    for name, variant in trained.items():
+        step = functools.partial(variant.step)
+        seen[name].peak_nbytes = allocated_peak(step, torch.device("cpu")) + variant.held_nbytes
+    return {name: vars(found) for name, found in seen.items()}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print a table."""
+    floor = statistics.median(found["floor"]["step_s"]) if "floor" in found else None
+    names = ("step s", "over floor", "exposed ms", "peak MiB", "first step s", "last loss")
+    print("| variant | " + " | ".join((*names, "launches")) + " |")
+    for name, cell in found.items():
+        step = statistics.median(cell["step_s"])
+        over = f"{step / floor:.3f}" if floor else ""
+        exposed = statistics.median(cell["exposed_s"]) * 1e3
+        print(
+            f"| {name} | {step:.3f} | {over} | {exposed:.0f} | {cell['peak_nbytes'] / 2**20:.0f} | "
+            f"{cell['compile_s']:.0f} | {cell['losses'][-1]:.5f} | {cell['launches']} |"
+        )
+
+
+def main() -> None:
+    """Run, print, write."""
+    import torch
+    import tyro
+    from report import environment
+
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    options = tyro.cli(Options, description=__doc__, config=config)
+    if options.row not in ROWS:
+        raise SystemExit(f"--row: expected one of {', '.join(ROWS)}, got {options.row!r}")
+    found = run(options)
+    show(found)
+    path = options.json
+    if path is None and options.variants == VARIANTS and options.max_norm == Options.max_norm:
+        path = RESULTS / f"whole_step_{options.row}.json"
+    if path is not None:
+        path.write_text(json.dumps({"environment": environment(torch.device("cpu")), "cells": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""A whole training step in two programs: its forward, and its backward with the update.
+
+What is good for the halves is a good place to begin with the whole: a search that begins there has
+only the border left to mend, where the first gathers of backward hide behind the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from inductor_passes.ir.buckets import new_label
+from inductor_passes.ir.program import Bucket, Program
+
+PlanHalf = Callable[[Program], Sequence[Bucket]]
+
+
+def border(program: Program) -> int | None:
+    """Where the first gather stands of a parameter that was gathered before; None if none was."""
+    seen: set[str] = set()
+    for i, op in program.starts():
+        if op.collective is not None and op.sends == "gather":
+            if not seen.isdisjoint(op.collective.fqns):
+                return i
+            seen.update(op.collective.fqns)
+    return None
+
+
+def halves(program: Program, at: int) -> tuple[Program, Program]:
+    """The ops before a position, and those from there on, as programs.
+
+    Nothing may be in transfer there, as in a program that is not planned yet.
+    """
+    first, second = program.ops[:at], program.ops[at:]
+    made = {name for op in first for name in op.writes}
+    used = {name for op in second for name in (*op.reads, *op.writes)} | {*program.outputs}
+    outputs = [n for n in dict.fromkeys((*program.inputs, *made)) if n in used & made]
+    known = {*program.inputs, *made}
+    taken = [name for name in dict.fromkeys((*program.inputs, *sorted(made))) if name in used]
+    return (
+        _part(program, first, program.inputs, (*sorted(outputs),)),
+        _part(program, second, tuple(n for n in taken if n in known), program.outputs),
+    )
+
+
+def _part(
+    program: Program, ops: tuple[object, ...], inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> Program:
+    return replace(
+        program,
+        ops=ops,
+        inputs=inputs,
+        outputs=outputs,
+        resident=program.resident & set(inputs),
+    )
+
+
+def by_halves(program: Program, plan: PlanHalf) -> tuple[Bucket, ...] | None:
+    """The buckets of ``program`` whose halves were planned one by one; None if it has none."""
+    at = border(program)
+    if at is None:
+        return None
+    found: list[Bucket] = []
+    for half in halves(program, at):
+        taken = {bucket.label for bucket in found}
+        found += [replace(b, label=new_label(b.label, taken)) for b in plan(half)]
+    return tuple(found)

@@ -1,0 +1,61 @@
+"""An optimizer's update as one op: of a program that is a whole training step.
+
+What follows the reduces there is done on shards, which takes no time that ranks share, and nothing
+of it is communicated. A plan cannot tell it from one op at the end, that reads all gradients::
+
+    reduce ─ wait ─ divide ─ norm ┐                  reduce ─ wait ┐
+    reduce ─ wait ─ divide ─ norm ┴ clip ─ writes    reduce ─ wait ┴ update
+
+But for memory: where nothing is clipped, a gradient may be gone before all are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inductor_passes.ir.program import Buffer, Op, Program
+
+UPDATE = "update of the parameters"
+
+
+def with_one_update(program: Program) -> Program:
+    """``program``; if it writes to what the caller keeps, with one op for all that follows."""
+    kept = program.storages(program.resident)
+    if not any(not kept.isdisjoint(program.mutated(i)) for i in range(len(program.ops))):
+        return program
+    gone = _after_reduces(program)
+    made = {name for i in gone for name in program.ops[i].writes}
+    reads = {n for i in gone for n in program.ops[i].reads if n not in made}
+    used = {n for i, op in enumerate(program.ops) if i not in gone for n in op.reads}
+    outputs = tuple(name for name in program.outputs if name not in made)
+    ops = [op for i, op in enumerate(program.ops) if i not in gone]
+    update = Op(UPDATE, "compute", tuple(sorted(reads)), (UPDATE,))
+    known = {*program.inputs, *outputs, *used, *reads, *(n for op in ops for n in op.writes)}
+    storages = {program.buffers[name].storage for name in known}
+    buffers = {n: b for n, b in program.buffers.items() if n in known or n in storages}
+    return replace(
+        program,
+        ops=(*ops, update),
+        buffers=buffers | {UPDATE: Buffer(UPDATE, 0)},
+        outputs=(*outputs, UPDATE),
+    )
+
+
+def _after_reduces(program: Program) -> set[int]:
+    """What follows reduces, or writes to what the caller keeps, and no data-parallel collective
+    needs."""
+    kept = program.storages(program.resident)
+    needed: set[int] = set()
+    for i in reversed(range(len(program.ops))):
+        op = program.ops[i]
+        if i in needed or op.sends in ("gather", "reduce", "all_reduce"):
+            needed.update(program.predecessors[i])
+    sent = {i for i, op in program.starts() if op.sends in ("reduce", "all_reduce")}
+    waits = {wait for i in sent for wait in program.waits_of[i]}
+    after: set[int] = set()
+    for i, op in enumerate(program.ops):
+        follows = any(j in after or j in waits for j in program.predecessors[i])
+        writes = not kept.isdisjoint(program.mutated(i))
+        if (follows or writes) and not op.sends.endswith(("gather", "reduce")):
+            after.add(i)
+    return after - needed - waits

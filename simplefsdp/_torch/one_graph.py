@@ -1,0 +1,124 @@
+"""Forward, backward and what comes after them, traced as one graph.
+
+AOTAutograd cuts a joint graph in two, and chooses what the forward saves and what the backward
+computes again. Of a graph that computes its gradients itself it has nothing to cut, and all is
+saved. So that graph is cut here, as AOTAutograd would, and the two are put one behind the other::
+
+    forward ─ loss ─ backward ─ update        cut where the gradient begins, at the last input
+    forward ─ saved ─▶ recompute, backward, update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from simplefsdp._torch.cut import graph_module
+
+_COPY = torch.ops.aten.copy_.default
+_TANGENT = "tangents_1"  # by this name the partitioner knows where a backward begins
+
+
+def nothing_recomputed_yet() -> AbstractContextManager[None]:
+    """Keep AOTAutograd from recomputing what is checkpointed in a graph with its own backward: it
+    knows nothing of what the cut chooses, and refuses random ops (since 2.12)."""
+    from torch._functorch import config
+
+    name = "remat_using_tags_for_fwd_loss_bwd_graph"
+    return config.patch({name: False}) if hasattr(config, name) else nullcontext()
+
+
+def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:
+    """``gm`` with that computed again which a backward of its own would compute again.
+
+    Args:
+        gm: of aten operators, functional but for copies into inputs at the end; its gradients begin
+            with its last input. Owned by the callee.
+        static: places of inputs that stay where they are, which it costs nothing to keep.
+
+    Raises:
+        ValueError: its backward would be told the state of random numbers, which one graph has not.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    inputs = gm.graph.find_nodes(op="placeholder")
+    copies = _take_copies(gm.graph)
+    (output,) = gm.graph.find_nodes(op="output")
+    seed, results = inputs[-1], list(output.args[0])
+    backward = _downstream(seed)
+    values = [r for r in [*results, *copies.values()] if isinstance(r, Node)]
+    early = [value for value in values if value not in backward]
+    late = [value for value in values if value in backward]
+    output.args = ((*early, *late),)
+    output.meta.pop("desc", None)
+    name, seed.target = seed.target, _TANGENT
+    parts = min_cut_rematerialization_partition(
+        gm, None, num_fwd_outputs=len(early), static_lifetime_input_indices=list(static)
+    )
+    graph = Graph()
+    known = {node.name: graph.node_copy(node) for node in inputs}
+    known[seed.name].target = name
+    found = [value for part in parts for value in _appended(graph, part, known)]
+    # Between the two stands what is saved, which is not among what the graph was asked for.
+    made = dict(zip([*early, *late], [*found[: len(early)], *found[len(found) - len(late) :]]))
+    for target, value in copies.items():
+        copy = graph.call_function(_COPY, (known[target.name], made[value]))
+        copy.meta["val"] = target.meta["val"]
+    graph.output(tuple(made[r] if isinstance(r, Node) else r for r in results))
+    return graph_module(gm, graph)
+
+
+def _take_copies(graph: Graph) -> dict[Node, Node]:
+    """What is copied into each input at the end of ``graph``; the copies are taken out of it."""
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=_COPY):
+        target, value = node.args[:2]
+        if target.op == "placeholder" and not node.users:
+            found[target] = value
+            graph.erase_node(node)
+    return found
+
+
+def _downstream(node: Node) -> set[Node]:
+    found, left = {node}, [node]
+    while left:
+        users = left.pop().users.keys() - found
+        found |= users
+        left += users
+    return found
+
+
+def _appended(graph: Graph, part: GraphModule, known: dict[str, Node]) -> list[Any]:
+    """Copy the nodes of a part behind those of ``graph``; gives its results.
+
+    Args:
+        graph: the whole.
+        part: whose inputs are known by their names.
+        known: the inputs of the whole, and what parts before have made; added to.
+    """
+    copied: dict[Node, Node] = {}
+    again: list[Node] = []
+    for node in part.graph.nodes:
+        if node.op == "placeholder":
+            if node.name not in known:
+                raise ValueError(
+                    f"a training step as one graph cannot hand {node.name} from forward to "
+                    "backward: it recomputes random numbers; do not checkpoint what draws some, or "
+                    "compile the model alone"
+                )
+            copied[node] = known[node.name]
+        elif node.op != "output":
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+            again += [copied[node]] if node.name in known else []
+            known[node.name] = copied[node]
+    (output,) = part.graph.find_nodes(op="output")
+    results = [copied[r] if isinstance(r, Node) else r for r in output.args[0]]
+    # A collective counts as used. Whose parameter is only updated, its gather is not made again.
+    for node in reversed(again):
+        if not node.users and node not in results:
+            graph.erase_node(node)
+    return results
