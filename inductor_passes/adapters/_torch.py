@@ -261,9 +261,10 @@ def scheduled_reads(
 
     Dependencies that stand for a sequence, not for data, are marked as fake. Inductor chains the
     launches of collectives by such; they are left out. A write in place has them on the reads
-    before it, which are kept. If what was read into is by now being reduced in place, Inductor
-    names what the reduce makes of it, and so a write that must only come after the read would wait
-    for the reduce; it gets the name from before the launch.
+    before it, which are kept; but for the launch of a collective that only sends what is written
+    to: its wait, which reads that, too, is another one. If what was read into is by now being
+    reduced in place, Inductor names what the reduce makes of it, and so a write that must only come
+    after the read would wait for the reduce; it gets the name from before the launch.
 
     Args:
         snode: a scheduler node.
@@ -273,10 +274,10 @@ def scheduled_reads(
     for dep in snode.unmet_dependencies:
         name = str(dep.name)
         is_sequence = getattr(dep, "is_fake", False) and name in launched
-        if is_sequence and is_scheduled_start(snode):
-            continue
-        in_place = is_sequence and not is_scheduled_wait(snode)
-        reads.update((in_place and launched[name]) or (name,))
+        if is_sequence and not is_scheduled_wait(snode):
+            reads.update(() if is_scheduled_start(snode) else launched[name])
+        else:
+            reads.add(name)
     return tuple(sorted(reads))
 
 

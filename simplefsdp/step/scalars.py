@@ -76,7 +76,7 @@ def _counts(optimizer: Optimizer) -> list[tuple[Place, Tensor]]:
         for g, group in enumerate(optimizer.param_groups)
         for i, param in enumerate(group["params"])
         for key, value in optimizer.state.get(param, {}).items()
-        if _is_number(value) and param.dim()
+        if _is_number(value) and not _is_number(param)  # whose moments are numbers, too
     ]
 
 
