@@ -214,7 +214,10 @@ def main() -> None:
     if path is None and options.variants == VARIANTS and options.max_norm == Options.max_norm:
         path = RESULTS / f"whole_step_{options.row}.json"
     if path is not None:
-        path.write_text(json.dumps({"environment": environment(torch.device("cpu")), "cells": found}, indent=1) + "\n")
+        path.write_text(
+            json.dumps({"environment": environment(torch.device("cpu")), "cells": found}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Read the code in this order; each folder imports only those above it:
 
 1. ``frontend``, the wrap: parameters become shards, and reading one gathers it.
 2. ``compiler``, the backend: it checks a graph, plans it, and calls ``inductor_passes``.
+   ``step``: a forward, its backward and the update as one graph.
 3. ``simulation``: steps that are not run, and what they take.
 4. ``pretrained``: values from a folder of safetensors files, and back. ``checkpoints``: the files
    of distributed ones, which are checked and never unpickled.

@@ -22,6 +22,7 @@ ORDER = (
     ("core",),  # what everybody uses
     ("frontend",),
     ("compiler",),
+    ("step",),
     ("simulation",),
     ("pretrained", "checkpoints"),
     ("models", "launcher"),

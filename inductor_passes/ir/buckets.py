@@ -184,10 +184,11 @@ def _list_elements(fqns: Sequence[str]) -> dict[str, str]:
 def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]:
     """The buckets of one graph, in the order of their first members.
 
-    Members share label, kind, group, reduce op and dtype, are each as often collected
-    before, and travel in the order of the assignment, so that all ranks lay them out alike. (Gloo reads the tensors of a coalesced
-    reduce as if all had the dtype of the first.) Collectives that are not data parallelism's
-    stay out. Those of more than :data:`MOST_MEMBERS` are in parts.
+    Members share label, kind, group, reduce op and dtype, and how often their parameters were sent
+    before: a whole step gathers one for its forward, and again for its backward. They travel in the
+    order of the assignment, so that all ranks lay them out alike. (Gloo reads the tensors of a
+    coalesced reduce as if all had the dtype of the first.) Collectives that are not data
+    parallelism's stay out. Those of more than :data:`MOST_MEMBERS` are in parts.
     """
     groups: dict[tuple[object, ...], list[tuple[int, str]]] = defaultdict(list)
     place = {fqn: i for i, fqn in enumerate(assignment.label_of)}
@@ -196,7 +197,6 @@ def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]
         c = op.collective
         if c is not None and c.kind != "other" and c.fqns:
             label = assignment.label_of.get(c.fqns[0], c.fqns[0])
-            # A whole step gathers a parameter for its forward, and again for its backward.
             times = seen[c.fqns[0], c.kind, c.group]
             seen[c.fqns[0], c.kind, c.group] += 1
             groups[label, times, c.kind, c.group, c.ranks, c.reduce_op, c.dtype].append(

@@ -43,7 +43,8 @@ def plan_auto(
     The plan of :func:`~inductor_passes.ir.buckets.assign_by_module` is taken if it fits and takes
     at most 0.5 % longer than the lower bound; or 2 %, if compute stands still for at most 0.5 % of
     it. Else a local search (:mod:`inductor_passes.planner.local_search`) climbs from the most
-    promising of many regular plans, from that by module, and from the best that fits, until a plan
+    promising of many regular plans, from that by module, and from the best that fits (of a whole
+    training step, first from the plans of its halves), until a plan
     is within 1 % of the bound, moves lead no further, or the search's work is done. Of what it
     found and the plan by module, it is the latter if that fits and takes at most 0.5 % longer:
     costs that differ a little give one plan. If that by module fits, no plan makes more launches
@@ -86,15 +87,7 @@ def plan_auto(
     fits = manual.peak_nbytes <= budget_nbytes
     if fits and _is_enough(manual):
         return replace(manual, budget_nbytes=budget_nbytes)
-    budget = budget_nbytes
-
-    def half(part: Program) -> Sequence[Bucket]:
-        return plan_auto(part, cost, fqns, budget_nbytes=budget, work=work).buckets
-
-    try:
-        together = by_halves(program, half)
-    except BudgetError:
-        together = None
+    known = [manual.buckets, *_of_halves(program, cost, fqns, budget_nbytes, work)]
     search = LocalSearch(
         program,
         late,
@@ -108,7 +101,7 @@ def plan_auto(
     def found(state: State) -> Plan | None:
         return evaluated(search.buckets_of(state))
 
-    plans = [manual, low, *_climbed(search, [manual.buckets, *([together] if together else [])], found)]
+    plans = [manual, low, *_climbed(search, known, found)]
     fitting = _fitting(plans, budget_nbytes)
     fitting = fitting or _fitting(map(found, search.smallest()), budget_nbytes)
     if not fitting:
@@ -116,6 +109,25 @@ def plan_auto(
         smallest = min((low, manual), key=lambda plan: plan.peak_nbytes)
         raise budget_error(program, smallest, budget_nbytes)
     return replace(_chosen(fitting, manual), budget_nbytes=budget_nbytes)
+
+
+def _of_halves(
+    program: Program,
+    cost: CostModel,
+    fqns: Sequence[str],
+    budget_nbytes: int,
+    work: int | None,
+) -> list[tuple[Bucket, ...]]:
+    """The buckets of a whole step whose halves were planned for themselves; nothing of others."""
+
+    def plan(half: Program) -> Sequence[Bucket]:
+        return plan_auto(half, cost, fqns, budget_nbytes=budget_nbytes, work=work).buckets
+
+    try:
+        together = by_halves(program, plan)
+    except BudgetError:  # the whole may fit all the same
+        return []
+    return [] if together is None else [together]
 
 
 def _fitting(plans: Iterable[Plan | None], budget_nbytes: int) -> list[Plan]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from inductor_passes.ir.buckets import new_label
-from inductor_passes.ir.program import Bucket, Program
+from inductor_passes.ir.program import Bucket, Op, Program
 
 PlanHalf = Callable[[Program], Sequence[Bucket]]
 
@@ -44,7 +44,7 @@ def halves(program: Program, at: int) -> tuple[Program, Program]:
 
 
 def _part(
-    program: Program, ops: tuple[object, ...], inputs: tuple[str, ...], outputs: tuple[str, ...]
+    program: Program, ops: tuple[Op, ...], inputs: tuple[str, ...], outputs: tuple[str, ...]
 ) -> Program:
     return replace(
         program,

@@ -44,6 +44,7 @@ from simplefsdp._torch.dynamo import (
     with_own_code,
 )
 from simplefsdp._torch.gloo import mend_gloo_gathers
+from simplefsdp._torch.one_graph import AS_ONE, AsOne
 from simplefsdp._torch.processes import (
     dispatch_mode,
     high_priority,
@@ -87,6 +88,8 @@ from simplefsdp._torch.trace_once import trace_repeated_calls_once
 from simplefsdp._torch.whole_modules import compile_modules_of_torch_too, is_compiled
 
 __all__ = [
+    "AS_ONE",
+    "AsOne",
     "CodePlace",
     "CompiledFunction",
     "Cut",

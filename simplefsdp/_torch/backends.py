@@ -14,7 +14,7 @@ from inductor_passes.adapters._torch_lowering import reuse_at_once
 from simplefsdp._torch.cache_files import broken_files_removed
 from simplefsdp._torch.cpp_kernels import kernels_together
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
-from simplefsdp._torch.one_graph import as_if_cut, nothing_recomputed_yet
+from simplefsdp._torch.one_graph import AS_ONE, AsOne, as_if_cut, nothing_recomputed_yet
 from simplefsdp._torch.padding import padding_without_benchmarks
 
 CompiledFunction = Callable[..., Any]
@@ -51,8 +51,7 @@ def compile_with_inductor(
     lowering: Callable[[], AbstractContextManager[None]],
     cudagraphs: bool,
     compiled: Callable[[bool], None] = lambda is_backward: None,
-    cut: Cut | None = None,
-    whole_step: bool = False,
+    cut: Cut | AsOne | None = None,
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
 
@@ -66,8 +65,8 @@ def compile_with_inductor(
         lowering: makes a context that each graph is lowered in.
         cudagraphs: capture each graph; if not, as the user's setting of Inductor says.
         compiled: called when there is the code of a graph, with whether it is the backward.
-        cut: the joint graph, see there; only if :func:`can_cut`.
-        whole_step: whether ``gm`` computes its gradients itself, see ``one_graph.py``.
+        cut: the joint graph, see there; only if :func:`can_cut`. Or there is none, and ``gm``
+            computes its gradients itself, see ``one_graph.py``.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -77,7 +76,7 @@ def compile_with_inductor(
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         is_backward = bool(kwargs.get("is_backward", False))
-        if whole_step:
+        if cut == AS_ONE:
             graph = as_if_cut(graph, kwargs.get("static_input_idxs") or ())
         with broken_files_removed(), kernels_together():
             with config.patch(users):
@@ -98,7 +97,7 @@ def compile_with_inductor(
         patches |= _scheduler_patches(scheduler)
     if cudagraphs:
         patches |= {"triton.cudagraphs": True}
-    if cut is not None:
+    if isinstance(cut, Cut):
         patches |= _after_the_users("joint_custom_pre_pass", cut.before, uuid)
         patches |= partitioner(cut, uuid)
     known = config.get_config_copy()
@@ -237,8 +236,7 @@ def compile_with_aot_eager(
     graph_pass: GraphPass | None,
     compiled: Callable[[bool], None] = lambda is_backward: None,
     decompose: bool = False,
-    cut: Cut | None = None,
-    whole_step: bool = False,
+    cut: Cut | AsOne | None = None,
 ) -> CompiledFunction:
     """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
 
@@ -249,11 +247,13 @@ def compile_with_aot_eager(
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    def tagged_as_if_cut(graph: GraphModule) -> GraphModule:
+        joint_pass(graph.graph)
+        return as_if_cut(graph)
+
     def compiler(is_backward: bool) -> GraphCompiler:
         def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> CompiledFunction:
-            if whole_step:
-                joint_pass(graph.graph)
-                graph = as_if_cut(graph)
+            graph = tagged_as_if_cut(graph) if cut == AS_ONE else graph
             observe(graph, is_backward)
             if graph_pass is not None:
                 graph_pass(graph.graph)
@@ -264,11 +264,11 @@ def compile_with_aot_eager(
         return compile_graph
 
     def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        if cut is not None:
+        if isinstance(cut, Cut):
             cut.before(joint.graph)
-        joint_pass(joint.graph)
-        if cut is not None:
+            joint_pass(joint.graph)
             return cut_in_two(cut, joint, inputs, **kwargs)
+        joint_pass(joint.graph)
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     decompositions: dict[Any, Any] = {}

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from simplefsdp._torch.cut import graph_module
 
+AsOne = Literal["as one"]
+AS_ONE: Final = "as one"
 _COPY = torch.ops.aten.copy_.default
 _TANGENT = "tangents_1"  # by this name the partitioner knows where a backward begins
 
@@ -64,7 +66,8 @@ def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:
     known[seed.name].target = name
     found = [value for part in parts for value in _appended(graph, part, known)]
     # Between the two stands what is saved, which is not among what the graph was asked for.
-    made = dict(zip([*early, *late], [*found[: len(early)], *found[len(found) - len(late) :]]))
+    asked = [*found[: len(early)], *found[len(found) - len(late) :]]
+    made = dict(zip([*early, *late], asked, strict=True))
     for target, value in copies.items():
         copy = graph.call_function(_COPY, (known[target.name], made[value]))
         copy.meta["val"] = target.meta["val"]

@@ -16,6 +16,10 @@ from simplefsdp._torch.cut import graph_module
 from simplefsdp._torch.dynamo import with_own_code
 
 
+class MakesState(Exception):
+    """A step has results: state that the optimizer makes of its first gradients."""
+
+
 class CapturedStep(NamedTuple):
     """A graph without results: all that it does is to write to tensors that were there.
 
@@ -34,6 +38,7 @@ def captured_step(optimizer: Optimizer) -> CapturedStep:
     No value changes, but parameters without state have their first one afterwards.
 
     Raises:
+        MakesState: it is to be called once before.
         torch._dynamo.exc.Unsupported: Dynamo cannot follow it as one graph.
     """
     # What users call breaks the graph before and behind the step that the class defines.
@@ -45,7 +50,9 @@ def captured_step(optimizer: Optimizer) -> CapturedStep:
         attributes = gm.graph.find_nodes(op="get_attr")
         tensors |= {node: getattr(gm, str(node.target)) for node in attributes}
         found.append(CapturedStep(gm.graph, tensors))
-        return lambda *_: ()
+        (output,) = gm.graph.find_nodes(op="output")
+        results = tuple(None for _ in output.all_input_nodes)
+        return lambda *_: results
 
     def run() -> None:
         step(optimizer)
@@ -53,7 +60,11 @@ def captured_step(optimizer: Optimizer) -> CapturedStep:
     run = with_own_code(run, f"{type(optimizer).__qualname__} at {id(optimizer)}")
     with torch.no_grad():
         torch.compile(run, backend=backend, fullgraph=True, dynamic=False)()
-    return found[-1]
+    captured = found[-1]
+    (output,) = captured.graph.find_nodes(op="output")
+    if output.all_input_nodes:
+        raise MakesState
+    return captured
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -82,10 +83,9 @@ def simplefsdp(
     _refuse_checkpoint_by_hooks([example_inputs[place] for place in gathered])
     missing = _without_values(gathered, example_inputs)
     settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
-    if settings is not None and adjust is not None:
-        settings = adjust(settings)
-    if settings is not None and settings.assignment.uncovered:
-        say("in no bucket of options['buckets']: %s", ", ".join(settings.assignment.uncovered))
+    if settings is not None:
+        settings = settings if adjust is None else adjust(settings)
+        _say_uncovered(settings)
     if choice.cudagraphs and _device(gm).type != "cuda":
         raise ValueError(
             f"options['cudagraphs']: expected parameters on cuda, got {_device(gm)}; leave it out"
@@ -103,17 +103,16 @@ def simplefsdp(
     if choice.separate_reduce_group:
         reduce_in_second_group(gm)
 
-    def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_with_passes(gm, inputs, choice, settings, ranks)
-
+    compile_graph = functools.partial(
+        compile_with_passes, options=choice, settings=settings, ranks=ranks
+    )
     until, sums, kept_places = _told_of_now(gm)
-    if extend is not None:
+    if extend is None:
+        compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
+        compiled = noting_backwards(compiled, until, sums)
+    else:
         whole, inputs, called = extend(gm, example_inputs)
-        code = compile_with_passes(whole, inputs, choice, settings, ranks, whole_step=True)
-        compiled = refreshing(called(code), kept_places, ranks, choice.rank_guard_timeout_s)
-        return _refusing_emptied(compiled, gathered, ranks, choice.rank_guard_timeout_s)
-    compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
-    compiled = noting_backwards(compiled, until, sums)
+        compiled = called(compile_graph(whole, inputs, whole_step=True))
     compiled = refreshing(compiled, kept_places, ranks, choice.rank_guard_timeout_s)
     return _refusing_emptied(compiled, gathered, ranks, choice.rank_guard_timeout_s)
 
@@ -147,6 +146,11 @@ def _refusing_emptied(
         return compiled(*args)
 
     return call
+
+
+def _say_uncovered(settings: Settings) -> None:
+    if uncovered := settings.assignment.uncovered:
+        say("in no bucket of options['buckets']: %s", ", ".join(uncovered))
 
 
 def _reset() -> None:

@@ -1,7 +1,7 @@
 """One Dynamo graph through AOTAutograd and the passes to code, the same on all ranks.
 
-Each graph, forward, backward or both, goes through four steps before it is lowered: it is planned; the
-ranks agree on what it will launch; it is described in the log; observers are called with it. Of
+Each graph, forward, backward or both, goes through four steps before it is lowered: it is planned;
+the ranks agree on what it will launch; it is described in the log; observers are called with it. Of
 these only the first two can fail a compilation.
 """
 
@@ -139,7 +139,7 @@ def compile_with_passes(
         _write_plan(graph.graph, settings, current[0], reading)
         return regional.compile_by_regions(graph, codes, is_backward=is_backward)
 
-    def compiled(graph: GraphModule, cut: _torch.Cut | None) -> Callable[..., Any]:
+    def compiled(graph: GraphModule, cut: _torch.Cut | _torch.AsOne | None) -> Callable[..., Any]:
         if options.executor == "aot_eager":
             return _torch.compile_with_aot_eager(
                 graph,
@@ -149,7 +149,6 @@ def compile_with_passes(
                 joint_pass=tag_for_recompute,
                 graph_pass=passes,
                 cut=cut,
-                whole_step=whole_step,
             )
         return _torch.compile_with_inductor(
             graph,
@@ -165,10 +164,9 @@ def compile_with_passes(
             lowering=_lowering(settings),
             cudagraphs=options.cudagraphs,
             cut=cut,
-            whole_step=whole_step,
         )
 
-    code = compiled(gm, None) if whole_step else few_layers_traced(gm, compiled)
+    code = compiled(gm, _torch.AS_ONE) if whole_step else few_layers_traced(gm, compiled)
     return compilation.limits.watching(code)
 
 
@@ -322,7 +320,7 @@ def _cannot(error: Exception) -> str:
 
 
 def _tell(
-    gm: GraphModule, part: str, found: Rehearsal | Exception, compilation: Compilation
+    gm: GraphModule, part: Part, found: Rehearsal | Exception, compilation: Compilation
 ) -> tuple[SizeRange, ...]:
     """Log what a graph communicates, what the passes make of it, and within which sizes."""
     settings, timed = compilation.settings, log.isEnabledFor(level())

@@ -16,6 +16,7 @@ from simplefsdp.frontend.waiting import refuse_waiting
 
 _collectives = torch.ops._c10d_functional
 
+
 @torch.no_grad()
 def clip_grad_norm_(
     model_or_params: nn.Module | Tensor | Iterable[Tensor],
@@ -134,8 +135,7 @@ def _total_norm(
             parts.append(part.abs() if part.is_complex() else part)
     zero = torch.zeros((), device=device, dtype=_dtype_of_norm(p.dtype for p, _ in found))
     totals = [
-        _norm_over(groups, parts, norm_type, zero, norms)
-        for groups, parts in sharded_alike.items()
+        _norm_over(groups, parts, norm_type, zero, norms) for groups, parts in sharded_alike.items()
     ]
     return _norm_of_norms(totals, norm_type)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim.optimizer import Optimizer
 
@@ -15,18 +16,14 @@ from simplefsdp import _torch
 from simplefsdp._torch import updates
 from simplefsdp.compiler.backend import simplefsdp
 from simplefsdp.frontend.accumulation import note_reduced
+from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.frontend.kept import expect_writes
 from simplefsdp.frontend.living import living_shards
-from simplefsdp.step.scalars import (
-    Scalars,
-    compute,
-    equal_counts,
-    scalars_of,
-    versions,
-    write,
-)
+from simplefsdp.step.scalars import CountsDiffer, Numbers, Scalars, scalars_of
 from simplefsdp.step.update import Update, capture, hyperparameters, tensor_at
 from simplefsdp.step.whole_graph import note_loss, whole_step
+
+log = logging.getLogger("simplefsdp")
 
 
 class StepResult(NamedTuple):
@@ -101,34 +98,46 @@ class _Step:
         self.loss_of, self.optimizer, self.max_norm = loss_of, optimizer, max_norm
         self.options = options
         self.compiled: list[_Compiled] = []
-        self.versions: object = None
-        self.equal: object = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         self._check()
         _keep_rates_as_tensors(self.optimizer)
-        compiled = self._known() or self._compiled()
-        result = compiled.call(*args, **kwargs)
-        self.versions = versions(self.optimizer)
-        return result
+        try:
+            return self._of_now().call(*args, **kwargs)
+        except CountsDiffer:
+            self.compiled.remove(self._of_now())
+            return self._of_now().call(*args, **kwargs)
+        except updates.MakesState:
+            log.info("the first step is not compiled: %s makes its state there", self._name)
+            return self._uncompiled(*args, **kwargs)
 
-    def _known(self) -> _Compiled | None:
-        """The step that was compiled for what the optimizer is now, the last one first."""
-        if versions(self.optimizer) != self.versions:  # somebody else wrote to a count
-            self.equal = equal_counts(self.optimizer)
+    @property
+    def _name(self) -> str:
+        return type(self.optimizer).__name__
+
+    def _of_now(self) -> _Compiled:
+        """The step for what the optimizer's hyperparameters are now."""
         wanted = hyperparameters(self.optimizer)
-        for known in reversed(self.compiled):
-            if known.scalars.equal == self.equal and known.update.hyperparameters == wanted:
+        for known in self.compiled:
+            if known.update.hyperparameters == wanted:
                 return known
-        return None
-
-    def _compiled(self) -> _Compiled:
         update = capture(self.optimizer)
         scalars = scalars_of(self.optimizer, update)
-        self.equal = scalars.equal
         self.compiled.append(_Compiled(self.optimizer, update, scalars, self.max_norm))
         self.compiled[-1].compile(self.loss_of, self.options)
         return self.compiled[-1]
+
+    def _uncompiled(self, *args: Any, **kwargs: Any) -> StepResult:
+        optimizer, norm = self.optimizer, None
+        with torch.enable_grad():
+            loss = self.loss_of(*args, **kwargs)
+            loss.backward()
+        if self.max_norm is not None:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            norm = clip_grad_norm_(params, self.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return StepResult(loss.detach(), norm)
 
     def _check(self) -> None:
         """Refuse what a step would pass over in silence."""
@@ -161,9 +170,7 @@ class _Compiled:
         self.max_norm = max_norm
         self.norm: Tensor | None = None
 
-    def compile(
-        self, loss_of: Callable[..., Tensor], options: Mapping[str, object] | None
-    ) -> None:
+    def compile(self, loss_of: Callable[..., Tensor], options: Mapping[str, object] | None) -> None:
         def loss(*args: Any, **kwargs: Any) -> Tensor:
             return note_loss(loss_of(*args, **kwargs))
 
@@ -194,12 +201,14 @@ class _Compiled:
             fqns=fqns,
         )
 
+        numbers = Numbers(self.optimizer, self.scalars, whole.trained)
+
         def called(code: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any) -> Any:
-                values = compute(self.optimizer, self.scalars)
-                own = [tensor_at(self.optimizer, place) for place in whole.places]
+                values = numbers.compute()
+                own = [tensor_at(self.optimizer, site) for site in whole.sites]
                 results = code(*args, *own, *(values[i] for i in whole.numbers), whole.seed)
-                write(self.optimizer, self.scalars, values, whole.trained)
+                numbers.write(values)
                 if self.max_norm is not None:
                     *results, self.norm = results
                 return results

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.optim.optimizer import Optimizer
 
-from simplefsdp.step.update import Owner, Place, Update, tensor_at
+from simplefsdp.step.update import Owner, Site, Update, tensor_at
 
 _IN_PLACE: dict[object, Callable[..., Any]] = {
     operator.iadd: operator.add,
@@ -36,48 +36,33 @@ class Scalars(NamedTuple):
     """The numbers of an update.
 
     Attributes:
-        sources: what ``gm`` is called with; of counts that are equal the first.
+        sources: what ``gm`` is called with: one of each of these, which are equal.
         gm: computes the results.
         results: the nodes of the update that they stand for.
         nodes: all nodes of the update that are numbers.
         written: the state that changes, with the number of its new value among all that ``gm``
             gives: the results, and then those that are only written.
-        equal: which counts were taken to be equal, see :func:`equal_counts`.
     """
 
-    sources: list[Place]
+    sources: list[list[Site]]
     gm: GraphModule
     results: list[Node]
     nodes: frozenset[Node]
-    written: dict[Place, int]
-    equal: object
+    written: dict[Site, int]
 
 
-def equal_counts(optimizer: Optimizer) -> object:
-    """The step counts of an optimizer by what they are now, in as far as they are equal.
+class CountsDiffer(Exception):
+    """Counts that were equal when a step was compiled are not any more."""
 
-    Of each group and state, a number for each parameter: counts with one number are equal.
-    """
-    numbers: dict[object, int] = {}
+
+def _counts(optimizer: Optimizer) -> dict[Site, Tensor]:
     return {
-        place: numbers.setdefault((place.group, place.key, float(tensor)), len(numbers))
-        for place, tensor in _counts(optimizer)
-    }
-
-
-def versions(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Changes where a count was written to, or has another tensor; at no cost."""
-    return [(id(tensor), tensor._version) for _, tensor in _counts(optimizer)]
-
-
-def _counts(optimizer: Optimizer) -> list[tuple[Place, Tensor]]:
-    return [
-        (Place("state", g, i, key), value)
+        Site("state", g, i, key): value
         for g, group in enumerate(optimizer.param_groups)
         for i, param in enumerate(group["params"])
         for key, value in optimizer.state.get(param, {}).items()
         if _is_number(value) and not _is_number(param)  # whose moments are numbers, too
-    ]
+    }
 
 
 def _is_number(value: object) -> bool:
@@ -86,14 +71,14 @@ def _is_number(value: object) -> bool:
 
 def scalars_of(optimizer: Optimizer, update: Update) -> Scalars:
     """What ``update`` computes of counts and options alone."""
-    equal: Any = equal_counts(optimizer)
-    builder = _Builder(equal)
+    counts = _counts(optimizer)
+    builder = _Builder({p: (p.group, p.key, float(tensor)) for p, tensor in counts.items()})
     wanted: dict[Node, None] = {}
     for node in update.graph.nodes:
-        place = update.places.get(node)
-        if place is not None:
-            if place in equal or (place.kind == "option" and place.key):
-                builder.source(node, place)
+        site = update.sites.get(node)
+        if site is not None:
+            if site in counts or site.kind == "option":
+                builder.source(node, site)
         elif node.op != "output" and all(n in builder.value for n in node.all_input_nodes):
             if node.all_input_nodes:
                 builder.compute(node)
@@ -105,22 +90,22 @@ def scalars_of(optimizer: Optimizer, update: Update) -> Scalars:
 class _Builder:
     """Makes a graph without repetitions of the nodes of another."""
 
-    def __init__(self, equal: Mapping[Place, int]) -> None:
-        self.equal = equal
+    def __init__(self, value_of: Mapping[Site, object]) -> None:
+        self.value_of = value_of  # of counts: those with one value are taken to be equal
         self.graph = Graph()
-        self.sources: list[Place] = []
+        self.sources: dict[object, list[Site]] = {}
         self.known: dict[object, Node] = {}
         self.value: dict[Node, Node] = {}  # of each node that is a number, what it is now
-        self.places: dict[Node, Place] = {}
-        self.written: dict[Place, Node] = {}
+        self.sites: dict[Node, Site] = {}
+        self.written: dict[Site, Node] = {}
 
-    def source(self, node: Node, place: Place) -> None:
-        key = ("count", self.equal[place]) if place in self.equal else place
+    def source(self, node: Node, site: Site) -> None:
+        key = self.value_of.get(site, site)
         if key not in self.known:
             given = self.graph.placeholder(f"source_{len(self.sources)}")
             self.known[key] = self.graph.call_method("double", (given,))
-            self.sources.append(place)
-        self.value[node], self.places[node] = self.known[key], place
+        self.sources.setdefault(key, []).append(site)
+        self.value[node], self.sites[node] = self.known[key], site
 
     def compute(self, node: Node) -> None:
         method = node.op == "call_method" and str(node.target)
@@ -136,38 +121,68 @@ class _Builder:
         self.value[node] = self.known[key]
         if in_place:
             self._write(node.args[0], self.known[key])
-            self.places[node] = self.places[node.args[0]]  # type: ignore[index]
+            self.sites[node] = self.sites[node.args[0]]  # type: ignore[index]
 
     def _write(self, target: Any, value: Node) -> None:
-        place = self.places[target]
-        for node, its in self.places.items():
-            if its == place:
+        site = self.sites[target]
+        for node, its in self.sites.items():
+            if its == site:
                 self.value[node] = value
-        self.written[place] = value
+        self.written[site] = value
 
     def done(self, wanted: list[Node]) -> Scalars:
         values = [self.value[node] for node in wanted]
         values += [v for v in dict.fromkeys(self.written.values()) if v not in values]
         self.graph.output(tuple(values))
         number = {value: i for i, value in enumerate(values)}
-        written = {place: number[value] for place, value in self.written.items()}
+        written = {site: number[value] for site, value in self.written.items()}
         gm = GraphModule(nn.Module(), self.graph)
-        return Scalars(self.sources, gm, wanted, frozenset(self.value), written, self.equal)
+        return Scalars([*self.sources.values()], gm, wanted, frozenset(self.value), written)
 
 
-def compute(optimizer: Optimizer, scalars: Scalars) -> tuple[Tensor, ...]:
-    """All values, for the step that is about to run."""
-    with torch.no_grad():
-        sources = [tensor_at(optimizer, place) for place in scalars.sources]
-        return scalars.gm(*sources)  # type: ignore[no-any-return]
+class Numbers:
+    """The numbers of a step, for the parameters that one graph trains.
 
+    Others keep their counts, and may so have others later.
+    """
 
-def write(
-    optimizer: Optimizer, scalars: Scalars, values: tuple[Tensor, ...], trained: Container[Owner]
-) -> None:
-    """Write the new counts of the parameters that were trained, when the step has run."""
-    written = {place: i for place, i in scalars.written.items() if place.owner in trained}
-    if written:
-        tensors = [tensor_at(optimizer, place) for place in written]
+    def __init__(self, optimizer: Optimizer, scalars: Scalars, trained: Container[Owner]) -> None:
+        self.optimizer, self.scalars = optimizer, scalars
+        mine = [
+            [p for p in sites if p.owner is None or p.owner in trained] for sites in scalars.sources
+        ]
+        self.equal = [sites for sites in mine if len(sites) > 1]
+        self.sources = [
+            own[0] if own else all_[0] for own, all_ in zip(mine, scalars.sources, strict=True)
+        ]
+        self.written = {p: i for p, i in scalars.written.items() if p.owner in trained}
+        self.versions: object = None
+
+    def compute(self) -> tuple[Tensor, ...]:
+        """All values, for the step that is about to run.
+
+        Raises:
+            CountsDiffer: the graph is for counts that are equal where these are not.
+        """
+        if self._versions() != self.versions:  # somebody else wrote to a count
+            for sites in self.equal:
+                if len({float(tensor_at(self.optimizer, site)) for site in sites}) > 1:
+                    raise CountsDiffer
+            self.versions = self._versions()
         with torch.no_grad():
-            torch._foreach_copy_(tensors, [values[i] for i in written.values()])
+            sources = [tensor_at(self.optimizer, site) for site in self.sources]
+            return self.scalars.gm(*sources)  # type: ignore[no-any-return]
+
+    def write(self, values: tuple[Tensor, ...]) -> None:
+        """Write the new counts, when the step has run."""
+        if not self.written:
+            return
+        tensors = [tensor_at(self.optimizer, site) for site in self.written]
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, [values[i] for i in self.written.values()])
+        self.versions = self._versions()
+
+    def _versions(self) -> object:
+        """Changes where a count has another tensor, or another value."""
+        tensors = [tensor_at(self.optimizer, p) for sites in self.equal for p in sites]
+        return [(id(tensor), tensor._version) for tensor in tensors]

@@ -11,32 +11,30 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.optim.optimizer import Optimizer
 
-from simplefsdp import _torch
 from simplefsdp._torch import updates
-
 
 Owner = tuple[int, int]  # of a parameter, its group's number and its own in that
 
 
-class Place(NamedTuple):
+class Site(NamedTuple):
     """Where an optimizer has a tensor.
 
     Attributes:
         kind: what it is: a parameter, its gradient, a state of it, or an option of its group.
-        group: number of the parameter group.
-        index: number of the parameter in it; -1 of an option.
+        group: number of its parameter group.
+        number: of the parameter in it; -1 of an option.
         key: name of the state or of the option.
     """
 
     kind: Literal["param", "grad", "state", "option"]
     group: int
-    index: int = -1
+    number: int = -1
     key: str = ""
 
     @property
     def owner(self) -> Owner | None:
         """The parameter that it belongs to."""
-        return None if self.kind == "option" else (self.group, self.index)
+        return None if self.kind == "option" else (self.group, self.number)
 
 
 class Update(NamedTuple):
@@ -44,22 +42,22 @@ class Update(NamedTuple):
 
     Attributes:
         graph: of Dynamo's; without results.
-        places: what its placeholders and attributes stand for.
+        sites: what its placeholders and attributes stand for.
         hyperparameters: the numbers that the graph has in it.
     """
 
     graph: Graph
-    places: dict[Node, Place]
+    sites: dict[Node, Site]
     hyperparameters: object
 
 
-def tensor_at(optimizer: Optimizer, place: Place) -> Tensor:
+def tensor_at(optimizer: Optimizer, site: Site) -> Tensor:
     """The tensor that is there now."""
-    group = optimizer.param_groups[place.group]
-    if place.kind == "option":
-        return group[place.key]  # type: ignore[no-any-return]
-    param = group["params"][place.index]
-    return optimizer.state[param][place.key] if place.kind == "state" else param
+    group = optimizer.param_groups[site.group]
+    if site.kind == "option":
+        return group[site.key]  # type: ignore[no-any-return]
+    param = group["params"][site.number]
+    return optimizer.state[param][site.key] if site.kind == "state" else param
 
 
 def capture(optimizer: Optimizer) -> Update:
@@ -69,19 +67,25 @@ def capture(optimizer: Optimizer) -> Update:
     update can run as soon as its gradient is there. Learning rates must be tensors.
 
     Raises:
+        MakesState: the optimizer makes state of its first gradients; step once before.
         ValueError: the step cannot be followed, or uses what is no parameter, gradient, state or
             option.
     """
     name = type(optimizer).__name__
+    before = {param: dict(state) for param, state in optimizer.state.items()}
     with _one_by_one(optimizer), _zero_gradients(optimizer):
         try:
             graph, tensors = updates.captured_step(optimizer)
+        except updates.MakesState:
+            optimizer.state.clear()
+            optimizer.state.update(before)
+            raise
         except Exception as error:
             raise ValueError(
                 f"optimizer: {name}.step() cannot be compiled into the training step: "
                 f"{str(error).splitlines()[0]}; compile the model alone"
             ) from error
-        known = {id(tensor): place for place, tensor in _all_tensors(optimizer)}
+        known = {id(tensor): site for site, tensor in _all_tensors(optimizer)}
     unknown = [node.name for node, tensor in tensors.items() if id(tensor) not in known]
     if unknown:
         raise ValueError(
@@ -89,8 +93,8 @@ def capture(optimizer: Optimizer) -> Update:
             f"gradients, their state nor options of their groups ({unknown[0]}, and "
             f"{len(unknown) - 1} more); compile the model alone"
         )
-    places = {node: known[id(tensor)] for node, tensor in tensors.items()}
-    return Update(graph, places, hyperparameters(optimizer))
+    sites = {node: known[id(tensor)] for node, tensor in tensors.items()}
+    return Update(graph, sites, hyperparameters(optimizer))
 
 
 def hyperparameters(optimizer: Optimizer) -> object:
@@ -110,29 +114,29 @@ def owners_of(update: Update) -> dict[Node, set[Owner]]:
     owners: dict[Node, set[Owner]] = {}
     for node in update.graph.nodes:
         found = set().union(*(owners[n] for n in node.all_input_nodes))
-        place = update.places.get(node)
-        owners[node] = found | ({place.owner} if place and place.owner else set())
+        site = update.sites.get(node)
+        owners[node] = found | ({site.owner} if site and site.owner else set())
     return owners
 
 
-def _trained(optimizer: Optimizer) -> Iterator[tuple[Place, nn.Parameter]]:
+def _trained(optimizer: Optimizer) -> Iterator[tuple[Site, nn.Parameter]]:
     for g, group in enumerate(optimizer.param_groups):
         for i, param in enumerate(group["params"]):
             if param.requires_grad:
-                yield Place("param", g, i), param
+                yield Site("param", g, i), param
 
 
-def _all_tensors(optimizer: Optimizer) -> Iterator[tuple[Place, Tensor]]:
+def _all_tensors(optimizer: Optimizer) -> Iterator[tuple[Site, Tensor]]:
     for g, group in enumerate(optimizer.param_groups):
         options = ((k, v) for k, v in group.items() if isinstance(v, Tensor))
-        yield from ((Place("option", g, key=key), value) for key, value in options)
-    for place, param in _trained(optimizer):
-        yield place, param
+        yield from ((Site("option", g, key=key), value) for key, value in options)
+    for site, param in _trained(optimizer):
+        yield site, param
         if param.grad is not None:
-            yield place._replace(kind="grad"), param.grad
+            yield site._replace(kind="grad"), param.grad
         for key, value in optimizer.state[param].items():
             if isinstance(value, Tensor):
-                yield place._replace(kind="state", key=key), value
+                yield site._replace(kind="state", key=key), value
 
 
 @contextmanager
@@ -155,9 +159,9 @@ def _one_by_one(optimizer: Optimizer) -> Iterator[None]:
         for group in optimizer.param_groups
     ]
     for group, own in zip(optimizer.param_groups, before, strict=True):
-        group |= dict.fromkeys(own, False)
+        group.update(dict.fromkeys(own, False))
     try:
         yield
     finally:
         for group, own in zip(optimizer.param_groups, before, strict=True):
-            group |= own
+            group.update(own)

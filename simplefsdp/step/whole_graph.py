@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,9 +12,10 @@ from torch.fx import GraphModule, Node
 from torch.optim.optimizer import Optimizer
 
 from simplefsdp._torch.updates import add_input, copied_graph
+from simplefsdp.compiler.dedupe import gathers_of
 from simplefsdp.frontend.grad_norm import clipped
 from simplefsdp.step.scalars import Scalars
-from simplefsdp.step.update import Owner, Place, Update, owners_of, tensor_at
+from simplefsdp.step.update import Owner, Site, Update, owners_of, tensor_at
 
 
 @torch.compiler.allow_in_graph
@@ -32,7 +33,7 @@ class WholeStep(NamedTuple):
     Attributes:
         gm: it.
         inputs: (fake) ones to compile it with.
-        places: where the optimizer has its further inputs.
+        sites: where the optimizer has its further inputs.
         numbers: which of the optimizer's numbers come behind them.
         seed: its last input: the gradient of the loss, one.
         trained: the parameters that are updated.
@@ -40,27 +41,10 @@ class WholeStep(NamedTuple):
 
     gm: GraphModule
     inputs: list[Any]
-    places: list[Place]
+    sites: list[Site]
     numbers: list[int]
     seed: Tensor
     trained: frozenset[Owner]
-
-
-class _Inputs:
-    """The inputs of a graph that is extended, in order.
-
-    Attributes:
-        fakes: of those that were added.
-    """
-
-    def __init__(self, gm: GraphModule, like: Tensor) -> None:
-        self.gm, self.like = gm, like
-        self.fakes: list[Any] = []
-
-    def add(self, name: str, tensor: Tensor) -> Node:
-        node, fake = add_input(self.gm, name, tensor, self.like)
-        self.fakes.append(fake)
-        return node
 
 
 def whole_step(
@@ -85,67 +69,65 @@ def whole_step(
         fqns: of parameters, by ``id``, for errors.
 
     Raises:
-        ValueError: the graph reads no parameter that is trained, or the optimizer updates one that
-            is read together with one that is not.
+        ValueError: the loss is not one number; a gradient is to be deferred; the graph reads no
+            parameter that is trained, or the optimizer updates one that is read together with one
+            that is not.
     """
     gm = copied_graph(gm)
-    graph = gm.graph
-    (loss,) = graph.find_nodes(op="call_function", target=note_loss)
-    given = dict(zip(map(id, inputs), graph.find_nodes(op="placeholder"), strict=False))
-    known = {
-        place: given[key]
-        for place in dict.fromkeys(update.places.values())
-        if place.kind == "param" and (key := id(tensor_at(optimizer, place))) in given
-    }
-    if not known:
-        raise ValueError("the loss reads no parameter that the optimizer trains")
-    trained = list(known)
-    names = [fqns.get(id(tensor_at(optimizer, p)), f"parameter {p.index}") for p in trained]
-    owners = frozenset(place.owner for place in trained if place.owner)
-    nodes = _nodes_of(update, scalars, owners)
-    added = _Inputs(gm, loss.meta["example_value"])
-    places = [
-        place
-        for place in dict.fromkeys(update.places[n] for n in nodes if n in update.places)
-        if place.kind != "grad" and place not in known
+    (loss,) = gm.graph.find_nodes(op="call_function", target=note_loss)
+    _check(gm, loss)
+    like: Tensor = loss.meta["example_value"]
+    nodes = _params_read(gm, inputs, optimizer, update)
+    trained = frozenset(site.owner for site in nodes if site.owner)
+    of_update = _nodes_of(update, scalars, trained)
+    sites = [
+        site
+        for site in dict.fromkeys(update.sites[n] for n in of_update if n in update.sites)
+        if site.kind != "grad" and site not in nodes
     ]
-    known |= {p: added.add(f"{p.kind}_{p.key}", tensor_at(optimizer, p)) for p in places}
-    used = {n for node in nodes for n in node.all_input_nodes}
+    used = {n for node in of_update for n in node.all_input_nodes}
     numbers = [i for i, node in enumerate(scalars.results) if node in used]
-    values = {scalars.results[i]: added.add(f"number_{i}", _NUMBER) for i in numbers}
-    one = torch.ones((), dtype=added.like.dtype, device=added.like.device)
-    seed = added.add("gradient_of_loss", one)
-    params = [known[place] for place in trained]
-    (output,) = graph.find_nodes(op="output")
-    with graph.inserting_before(output):
-        found = graph.call_function(_gradients_of(names), (loss.args[0], seed, *params))
-        graph.call_function(torch._C._set_grad_enabled, (False,))
-        norm: list[Node] = []
-        if max_norm is not None:
-            both = graph.call_function(clipped, (params, found, max_norm))
-            found = graph.call_function(operator.getitem, (both, 1))
-            norm = [graph.call_function(operator.getitem, (both, 0))]
-        for i, place in enumerate(trained):
-            known[place._replace(kind="grad")] = graph.call_function(operator.getitem, (found, i))
-        for node in nodes:
-            if node in update.places:
-                values[node] = known[update.places[node]]
-            else:
-                values[node] = graph.node_copy(node, values.__getitem__)
-                values[node].meta.pop("example_value", None)  # fake, of another mode
-        graph.call_function(torch._C._set_grad_enabled, (True,))
-        results = [
-            graph.call_method("detach", (r,)) if isinstance(r, Node) else r
-            for r in cast(Sequence[Any], output.args[0])
-        ]
-    output.args = ((*results, *norm),)
-    loss.replace_all_uses_with(cast(Node, loss.args[0]))
-    graph.erase_node(loss)
-    gm.recompile()
-    return WholeStep(gm, [*inputs, *added.fakes], places, numbers, one, owners)
+    seed = torch.ones(like.shape, dtype=like.dtype, device=like.device)
+    more = [(f"{site.kind}_{site.key}", tensor_at(optimizer, site)) for site in sites]
+    more += [(f"number_{i}", _NUMBER) for i in numbers]
+    more += [("gradient_of_loss", seed)]
+    added = [add_input(gm, name, tensor, like) for name, tensor in more]
+    known = {**nodes, **dict(zip(sites, (node for node, _ in added), strict=False))}
+    values = {scalars.results[i]: added[len(sites) + k][0] for k, i in enumerate(numbers)}
+    names = [fqns.get(id(tensor_at(optimizer, s)), f"parameter {s.number}") for s in nodes]
+    norm, grads = _gradients(gm, loss, added[-1][0], list(nodes.values()), names, max_norm)
+    known |= {s._replace(kind="grad"): grad for s, grad in zip(nodes, grads, strict=True)}
+    _append(gm, of_update, values, {n: known[s] for n, s in update.sites.items() if s in known})
+    _finish(gm, loss, norm)
+    return WholeStep(gm, [*inputs, *(fake for _, fake in added)], sites, numbers, seed, trained)
 
 
 _NUMBER = torch.zeros((), dtype=torch.float64)  # as what comes from outside of the graph
+
+
+def _check(gm: GraphModule, loss: Node) -> None:
+    shape = tuple(loss.meta["example_value"].shape)
+    if shape and max(shape) > 1:
+        raise ValueError(f"loss: expected one number, got a tensor of shape {shape}")
+    for node in gathers_of(gm):
+        if node.kwargs.get("until", "all") != "all":
+            raise ValueError(
+                f"{node.args[1]}: its gradient is to be deferred, but a step updates parameters: "
+                "call it for the last micro-batch, outside of microbatch(model, is_last=False), or "
+                "after set_requires_gradient_sync(True)"
+            )
+
+
+def _params_read(
+    gm: GraphModule, inputs: Sequence[Any], optimizer: Optimizer, update: Update
+) -> dict[Site, Node]:
+    """The inputs of a graph that are parameters which the optimizer trains."""
+    given = dict(zip(map(id, inputs), gm.graph.find_nodes(op="placeholder"), strict=False))
+    sites = [site for site in dict.fromkeys(update.sites.values()) if site.kind == "param"]
+    ids = {site: id(tensor_at(optimizer, site)) for site in sites}
+    if not any(key in given for key in ids.values()):
+        raise ValueError("the loss reads no parameter that the optimizer trains")
+    return {site: given[key] for site, key in ids.items() if key in given}
 
 
 def _nodes_of(update: Update, scalars: Scalars, trained: frozenset[Owner]) -> list[Node]:
@@ -163,6 +145,64 @@ def _nodes_of(update: Update, scalars: Scalars, trained: frozenset[Owner]) -> li
                 "read all; give it those that the loss reads, or compile the model alone"
             )
     return found
+
+
+def _gradients(
+    gm: GraphModule,
+    loss: Node,
+    seed: Node,
+    params: list[Node],
+    names: Sequence[str],
+    max_norm: float | None,
+) -> tuple[Node | None, list[Node]]:
+    """Append the gradients, and their norm if they are clipped; what follows has no gradients."""
+    graph = gm.graph
+    (output,) = graph.find_nodes(op="output")
+    norm = None
+    with graph.inserting_before(output):
+        found = graph.call_function(_gradients_of(names), (loss.args[0], seed, *params))
+        graph.call_function(torch._C._set_grad_enabled, (False,))
+        if max_norm is not None:
+            both = graph.call_function(clipped, (params, found, max_norm))
+            norm, found = (graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
+        each = [graph.call_function(operator.getitem, (found, i)) for i in range(len(params))]
+    return norm, each
+
+
+def _append(
+    gm: GraphModule, nodes: Iterable[Node], values: dict[Node, Node], known: Mapping[Node, Node]
+) -> None:
+    """Append copies of the nodes of an update.
+
+    Args:
+        gm: the graph.
+        nodes: to be copied, in order.
+        values: what is in the place of numbers; the copies are added to them.
+        known: what is in the place of tensors.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    with gm.graph.inserting_before(output):
+        for node in nodes:
+            if node in known:
+                values[node] = known[node]
+            else:
+                values[node] = gm.graph.node_copy(node, values.__getitem__)
+                values[node].meta.pop("example_value", None)  # fake, of another mode
+
+
+def _finish(gm: GraphModule, loss: Node, norm: Node | None) -> None:
+    graph = gm.graph
+    (output,) = graph.find_nodes(op="output")
+    with graph.inserting_before(output):
+        graph.call_function(torch._C._set_grad_enabled, (True,))
+        results = [
+            graph.call_method("detach", (r,)) if isinstance(r, Node) else r
+            for r in cast(Sequence[Any], output.args[0])
+        ]
+    output.args = ((*results, *([] if norm is None else [norm])),)
+    loss.replace_all_uses_with(cast(Node, loss.args[0]))
+    graph.erase_node(loss)
+    gm.recompile()
 
 
 def _gradients_of(fqns: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:

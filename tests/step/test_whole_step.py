@@ -11,7 +11,7 @@ from graphs import capture, gathers, reduces
 from parity import POLICIES, global_loss, local, mesh_for, relative_error
 from zoo import Small, Zoo, batch, loss_of
 
-from simplefsdp import clip_grad_norm_, compile_step, microbatch, simple_fsdp
+from simplefsdp import clip_grad_norm_, compile_step, simple_fsdp
 
 STEPS = 4
 MAX_NORM = 0.5

@@ -1,0 +1,290 @@
+"""What a compiled step refuses, what it compiles anew for, and what it takes along."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from simplefsdp import compile_step, microbatch, simple_fsdp
+from simplefsdp.compiler.observers import observing
+
+WIDTH = 8
+OPTIONS = {"executor": "aot_eager", "bucketing": "manual"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.unread = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def loss_with(model: nn.Module):
+    return lambda x: (model(x) - x).square().mean()
+
+
+def pair(mesh, kind=torch.optim.AdamW, **options):
+    """A plain model and a wrapped copy, and an optimizer of each."""
+    plain = Net()
+    model = simple_fsdp(copy.deepcopy(plain), mesh)
+    optimizers = [kind(m.parameters(), **{"lr": 1e-2, **options}) for m in (plain, model)]
+    return plain, model, *optimizers
+
+
+def plain_step(plain, optimizer, *batches):
+    for x in batches:
+        (loss_with(plain)(x) / len(batches)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check(plain, model, tolerance=1e-6):
+    for fqn, param in plain.named_parameters():
+        got = model.get_parameter(fqn).full_tensor()
+        torch.testing.assert_close(got, param.detach(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def seen():
+    """The graphs that are compiled."""
+    found = []
+    with observing(found.append):
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adam, {"amsgrad": True, "foreach": True}),
+        (torch.optim.RMSprop, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.NAdam, {}),
+    ],
+)
+def test_updates_of_other_optimizers(solo_mesh, kind, options):
+    plain, model, own, others = pair(solo_mesh, kind, **options)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    for _ in range(3):
+        x = torch.randn(4, WIDTH)
+        plain_step(plain, own, x)
+        step(x)
+    check(plain, model, 1e-5)
+    assert others.param_groups[0].get("foreach") is options.get("foreach")
+
+
+def test_learning_rates_change_without_compiling(solo_mesh, seen):
+    plain, model, own, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    for number in range(4):
+        x = torch.randn(4, WIDTH)
+        for optimizer in (own, others):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
+        plain_step(plain, own, x)
+        step(x)
+    check(plain, model)
+    assert [graph.part for graph in seen] == ["step"]
+
+
+def test_other_hyperparameters_are_compiled_anew(solo_mesh, seen):
+    plain, model, own, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    for decay in (0.5, 0.1, 0.5):
+        x = torch.randn(4, WIDTH)
+        for optimizer in (own, others):
+            optimizer.param_groups[0]["weight_decay"] = decay
+        plain_step(plain, own, x)
+        step(x)
+    check(plain, model)
+    assert len(seen) == 2  # the first one is still there
+
+
+def test_another_batch_size_is_compiled_anew(solo_mesh, seen):
+    plain, model, own, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    for size in (4, 6, 7):
+        x = torch.randn(size, WIDTH)
+        plain_step(plain, own, x)
+        step(x)
+    check(plain, model)
+    assert len(seen) == 2  # then sizes are open
+
+
+def test_what_the_loss_does_not_read_stays(solo_mesh):
+    plain, model, own, others = pair(solo_mesh, weight_decay=0.5)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    x = torch.randn(4, WIDTH)
+    plain_step(plain, own, x)
+    step(x)
+    check(plain, model)
+    assert torch.equal(model.unread.full_tensor(), torch.ones(WIDTH))
+    assert float(others.state[model._parameters["unread"]].get("step", torch.zeros(()))) == 0
+
+
+def test_loaded_state_counts(solo_mesh, seen):
+    """Counts that differ from parameter to parameter, too."""
+    plain, model, own, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    x = torch.randn(4, WIDTH)
+    plain_step(plain, own, x)
+    step(x)
+    for optimizer in (own, others):
+        saved = copy.deepcopy(optimizer.state_dict())
+        for number, state in saved["state"].items():
+            state["step"].fill_(10 + number % 2)
+            state["exp_avg"] *= 2
+        optimizer.load_state_dict(saved)
+    for _ in range(2):
+        plain_step(plain, own, x)
+        step(x)
+    check(plain, model)
+    counts = {float(s["step"]) for s in others.state.values() if float(s["step"]) > 9}
+    assert counts == {10, 12, 13}  # that of what the loss does not read stays
+    assert len(seen) == 2
+
+
+def test_gradients_of_micro_batches_are_taken_along(solo_mesh):
+    plain, model, own, others = pair(solo_mesh)
+    third = 1 / 3
+    loss = loss_with(model)
+    step = compile_step(lambda x: loss(x) * third, others, options=OPTIONS)
+    for _ in range(2):
+        batches = [torch.randn(4, WIDTH) for _ in range(3)]
+        plain_step(plain, own, *batches)
+        for x in batches[:-1]:
+            with microbatch(model, is_last=False):
+                (loss(x) * third).backward()
+        step(batches[-1])
+    check(plain, model, 1e-5)
+    others.step()  # nothing waits
+
+
+def test_a_deferring_model_is_refused(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    with pytest.raises(ValueError, match="is_last"), microbatch(model, is_last=False):
+        step(torch.randn(4, WIDTH))
+
+
+def test_full_parameters_that_are_kept_are_refreshed(solo_mesh):
+    plain, model, own, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    x = torch.randn(4, WIDTH)
+    model.unshard()
+    for _ in range(3):
+        plain_step(plain, own, x)
+        step(x)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_are_there_are_refused(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    loss_with(model)(torch.randn(4, WIDTH)).backward()
+    with pytest.raises(ValueError, match=r"has a gradient.*zero_grad"):
+        step(torch.randn(4, WIDTH))
+
+
+def test_hooks_are_refused(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    handle = others.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"hook .* each step"):
+        step(torch.randn(4, WIDTH))
+    handle.remove()
+    handle = model.first._parameters["weight"].register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ValueError, match="has hooks"):
+        step(torch.randn(4, WIDTH))
+
+
+def test_an_optimizer_that_cannot_be_followed_is_refused(solo_mesh):
+    model = simple_fsdp(Net(), solo_mesh)
+    step = compile_step(loss_with(model), torch.optim.LBFGS(model.parameters()), options=OPTIONS)
+    with pytest.raises(ValueError, match=r"LBFGS.step\(\) cannot be compiled"):
+        step(torch.randn(4, WIDTH))
+
+
+def test_a_gradient_that_does_not_arrive_is_told_by_name(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    loss = loss_with(model)
+    step = compile_step(
+        lambda x: loss(x) + model.second.weight.detach().sum() * 0 + detached(model, x),
+        others,
+        options=OPTIONS,
+    )
+    step(torch.randn(4, WIDTH))  # it is read elsewhere, with a gradient
+    step = compile_step(lambda x: detached(model, x), others, options=OPTIONS)
+    with pytest.raises(ValueError, match=r"no gradient reaches second\.\w+ \(2 such parameters\)"):
+        step(torch.randn(4, WIDTH))
+
+
+def detached(model, x):
+    return model.first(x).square().mean() + model.second(x).detach().mean()
+
+
+def test_a_loss_of_nothing_that_is_trained_is_refused(solo_mesh):
+    _, model, _, _ = pair(solo_mesh)
+    others = torch.optim.SGD([model._parameters["unread"]], lr=1.0)
+    with pytest.raises(ValueError, match="reads no parameter that the optimizer trains"):
+        compile_step(loss_with(model), others, options=OPTIONS)(torch.randn(4, WIDTH))
+
+
+def test_a_loss_that_is_no_number_is_refused(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    with pytest.raises(ValueError, match=r"loss: expected one number.*\(4, 8\)"):
+        compile_step(model, others, options=OPTIONS)(torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("norm", [-1.0, float("nan")])
+def test_max_norm_is_checked(solo_mesh, norm):
+    _, model, _, others = pair(solo_mesh)
+    with pytest.raises(ValueError, match="max_norm: expected a number >= 0"):
+        compile_step(loss_with(model), others, max_norm=norm)
+
+
+def test_a_plain_model_is_refused(solo_mesh):
+    plain, _, own, _ = pair(solo_mesh)
+    with pytest.raises(ValueError, match="is not sharded: call"):
+        compile_step(loss_with(plain), own, options=OPTIONS)(torch.randn(4, WIDTH))
+
+
+def test_backward_gathers_and_computes_again_what_is_not_kept(fake_mesh, seen):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = simple_fsdp(Net(), fake_mesh(4), mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = compile_step(loss_with(model), optimizer, max_norm=1.0, options=OPTIONS)
+    step(torch.randn(4, WIDTH))
+    (graph,) = seen
+    sent = [op.collective for _, op in graph.rehearsal.reading.program.starts()]
+    gathered = [c.fqns[0] for c in sent if c.kind == "gather"]
+    # Of the first layer nothing is needed for the gradients of its parameters.
+    assert sorted(set(gathered)) == ["first.bias", "first.weight", "second.bias", "second.weight"]
+    assert [fqn for fqn in set(gathered) if gathered.count(fqn) > 1] == ["second.weight"]
+    assert [c.kind for c in sent if not c.fqns] == ["other"]  # the norm
+    program = graph.rehearsal.after
+    merged = [op.collective.fqns for _, op in program.starts() if op.sends == "gather"]
+    assert len(merged) == len({*merged}) == 3  # what is gathered again has a bucket of its own
+
+
+def test_state_of_the_optimizer_is_not_counted_as_memory_of_the_step(fake_mesh, seen):
+    model = simple_fsdp(Net(), fake_mesh(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    compile_step(loss_with(model), optimizer, options=OPTIONS)(torch.randn(4, WIDTH))
+    program = seen[0].rehearsal.reading.program
+    moments = [
+        state.to_local()
+        for s in optimizer.state.values()
+        for key, state in s.items()
+        if key != "step"
+    ]
+    read = [m for m in moments[: len(moments)] if m.numel()]
+    assert len(read) == 10
+    written = {n for op in program.ops for n in op.writes} & set(program.inputs)
+    assert written and written <= program.resident
