@@ -64,10 +64,9 @@ def compile_step(
         optimizer.zero_grad()
 
     Gradients are never seen: ``.grad`` is None before and after. Gradients that micro-batches left
-    (:func:`simplefsdp.microbatch`) are taken along. Each learning rate becomes a tensor of the
-    optimizer's; schedules, and ``group["lr"] = 1e-4``, work as before. A new number for any other
-    option of the optimizer compiles anew. What is loaded into model and optimizer counts from the
-    next step on.
+    (:func:`simplefsdp.microbatch`) are taken along. Learning rates may change from step to step; a
+    new number for any other option of the optimizer compiles anew. What is loaded into model and
+    optimizer counts from the next step on.
 
     Args:
         loss_of: computes the loss, 0-d, from the arguments of a step, with wrapped models that are
@@ -101,7 +100,6 @@ class _Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         self._check()
-        _keep_rates_as_tensors(self.optimizer)
         try:
             return self._of_now().call(*args, **kwargs)
         except CountsDiffer:
@@ -216,18 +214,3 @@ class _Compiled:
             return call
 
         return whole.gm, whole.inputs, called
-
-
-def _keep_rates_as_tensors(optimizer: Optimizer) -> None:
-    """Let the graph read learning rates, which change from step to step, from tensors.
-
-    They are doubles, as Python's numbers are, on the CPU, where schedules write them.
-    """
-    rates: list[Tensor] = optimizer.__dict__.setdefault("_simple_fsdp_rates", [])
-    groups = optimizer.param_groups
-    rates += [torch.zeros((), dtype=torch.float64) for _ in groups[len(rates) :]]
-    for group, rate in zip(groups, rates, strict=False):
-        if isinstance(group["lr"], Tensor):
-            continue
-        rate.fill_(group["lr"])
-        group["lr"] = rate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +51,14 @@ class Update(NamedTuple):
     hyperparameters: object
 
 
+RATE = "lr"  # the option that changes from step to step
+
+
 def tensor_at(optimizer: Optimizer, site: Site) -> Tensor:
-    """The tensor that is there now."""
+    """The tensor that is there now; of a number, one that holds it, as exactly as Python does."""
     group = optimizer.param_groups[site.group]
     if site.kind == "option":
-        return group[site.key]  # type: ignore[no-any-return]
+        return torch.as_tensor(group[site.key], dtype=torch.float64)
     param = group["params"][site.number]
     return optimizer.state[param][site.key] if site.kind == "state" else param
 
@@ -64,7 +67,7 @@ def capture(optimizer: Optimizer) -> Update:
     """The update of all parameters that are trained, as if each had a gradient.
 
     Each parameter is updated by operators of its own, whatever ``foreach`` and ``fused`` say: an
-    update can run as soon as its gradient is there. Learning rates must be tensors.
+    update can run as soon as its gradient is there. Learning rates are read from tensors.
 
     Raises:
         MakesState: the optimizer makes state of its first gradients; step once before.
@@ -73,7 +76,7 @@ def capture(optimizer: Optimizer) -> Update:
     """
     name = type(optimizer).__name__
     before = {param: dict(state) for param, state in optimizer.state.items()}
-    with _one_by_one(optimizer), _zero_gradients(optimizer):
+    with _changed_options(optimizer), _zero_gradients(optimizer):
         try:
             graph, tensors = updates.captured_step(optimizer)
         except updates.MakesState:
@@ -98,11 +101,12 @@ def capture(optimizer: Optimizer) -> Update:
 
 
 def hyperparameters(optimizer: Optimizer) -> object:
-    """What a graph of the step has in it as numbers: all options that are no tensors, and which
-    parameters are trained."""
+    """What a graph of the step has in it as numbers: all options that are no tensors, but for the
+    learning rate, and which parameters are trained."""
+    skipped = ("params", RATE)
     return [
         (
-            {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)},
+            {k: v for k, v in group.items() if k not in skipped and not isinstance(v, Tensor)},
             [param.requires_grad for param in group["params"]],
         )
         for group in optimizer.param_groups
@@ -152,14 +156,13 @@ def _zero_gradients(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _one_by_one(optimizer: Optimizer) -> Iterator[None]:
-    """Have the optimizer update each parameter by itself."""
-    before: list[dict[str, Any]] = [
-        {key: group[key] for key in ("foreach", "fused") if key in group}
-        for group in optimizer.param_groups
-    ]
+def _changed_options(optimizer: Optimizer) -> Iterator[None]:
+    """Have the optimizer update each parameter by itself, at rates that are tensors."""
+    keys = ("foreach", "fused", RATE)
+    before = [{k: group[k] for k in keys if k in group} for group in optimizer.param_groups]
     for group, own in zip(optimizer.param_groups, before, strict=True):
-        group.update(dict.fromkeys(own, False))
+        changed = {key: torch.tensor(v) if key == RATE else False for key, v in own.items()}
+        group.update(changed | {k: v for k, v in own.items() if isinstance(v, Tensor)})
     try:
         yield
     finally:

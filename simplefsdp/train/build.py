@@ -5,13 +5,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from inductor_passes.passes import PassError
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.models.build import WithLoss
 from simplefsdp.rank_guard import RankMismatchError
-from simplefsdp.train.config import CompileOptions, as_flags, backend_options
+from simplefsdp.step.compile_step import compile_step
+from simplefsdp.train.config import CompileOptions, TrainConfig, as_flags, backend_options
 
 
 @contextmanager
@@ -45,3 +46,27 @@ def loss_of(model: nn.Module, options: CompileOptions) -> Any:
     if not options.compile:
         return whole
     return torch.compile(whole, backend="simplefsdp", options=backend_options(options))
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> Any:
+    """From tokens and targets of the last micro-batch, ``[b, s]`` each, to their mean loss and the
+    gradients' norm, the parameters updated: one program. None without ``--whole-step``."""
+    if not config.compile.whole_step:
+        return None
+    with_loss = WithLoss(model)
+    share = 1 / micro_batches(config)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        return with_loss(tokens, targets) * share  # type: ignore[no-any-return]
+
+    return compile_step(
+        loss_of,
+        optimizer,
+        max_norm=config.optim.max_grad_norm,
+        options=backend_options(config.compile),
+    )
+
+
+def micro_batches(config: TrainConfig) -> int:
+    """How many a rank's part of a batch is cut into."""
+    return config.optim.gradient_accumulation_steps or 1

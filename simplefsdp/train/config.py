@@ -83,6 +83,9 @@ class CompileOptions:
     """With --bucketing auto: 1e9 bytes for activations, full parameters and gradients. Default:
     what manual takes, or, if that is less, nine tenths of the device beside
     parameter shards and AdamW's state."""
+    whole_step: bool = False
+    """Compile forward, backward, clipping and update as one program. What the forward ends with
+    hides what the backward begins with; it takes longer to compile."""
 
 
 def backend_options(options: CompileOptions) -> dict[str, Any]:
@@ -262,6 +265,8 @@ def _number(value: int | str | None) -> int | None:
 
 
 def _check_compile(options: CompileOptions) -> None:
+    if options.whole_step and not options.compile:
+        raise ValueError("--whole-step is compiled, so it does not go with --no-compile")
     from simplefsdp.compiler.options import parse_options  # with torch
 
     try:

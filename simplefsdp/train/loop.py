@@ -15,6 +15,7 @@ from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import config_of, flops_per_token
 from simplefsdp.train import elastic, preflight, runs
+from simplefsdp.train.build import micro_batches
 from simplefsdp.train.checkpoint import SaveResult
 from simplefsdp.train.data import PROMPT_NBYTES
 from simplefsdp.train.evaluate import evaluate, sample
@@ -102,21 +103,27 @@ def _update(session: Session) -> _Update:
     inputs, targets = (t.to(device, non_blocking=True) for t in next(session.batches))
     lr = learning_rate(session.step, optim)
     set_learning_rate(session.optimizer, lr)
-    loss = _accumulate(session, inputs, targets)
+    count = micro_batches(session.plan.config)
+    parts = list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
+    if session.whole_step is not None:
+        loss = _accumulate(session, parts[:-1], count)
+        last, grad_norm = session.whole_step(*parts[-1])
+        return _Update(loss + last, grad_norm, lr)
+    loss = _accumulate(session, parts, count)
     grad_norm = clip_grad_norm_(session.model, optim.max_grad_norm)
     session.optimizer.step()
     session.optimizer.zero_grad()
     return _Update(loss, grad_norm, lr)
 
 
-def _accumulate(session: Session, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Give the parameters the gradients of this rank's batch; returns its mean loss."""
-    count = session.plan.config.optim.gradient_accumulation_steps or 1
-    total = torch.zeros((), device=inputs.device)
-    for i, (part, wanted) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
+def _accumulate(session: Session, parts: list[tuple[Tensor, Tensor]], count: int) -> Tensor:
+    """Give the parameters the gradients of the first of ``count`` micro-batches of this rank, or of
+    all; returns their share of its mean loss."""
+    total = torch.zeros((), device=session.rank.device)
+    for i, (part, wanted) in enumerate(parts):
         with microbatch(session.model, is_last=i == count - 1):
             loss = session.loss(part, wanted) / count
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         total += loss.detach()
     return total
 

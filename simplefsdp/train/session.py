@@ -18,7 +18,7 @@ from simplefsdp.models import config_of, num_parameters
 from simplefsdp.models.build import wrapped_model
 from simplefsdp.models.layout import make_mesh
 from simplefsdp.train import preflight, room, runs
-from simplefsdp.train.build import loss_of
+from simplefsdp.train.build import loss_of, step_of
 from simplefsdp.train.checkpoint import CheckpointWriter
 from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
 from simplefsdp.train.display import Display
@@ -35,7 +35,7 @@ class Session:
     """One rank's part of a run.
 
     ``loss`` is what training calls, on tokens and targets; ``model`` is in it, and what everything
-    else calls.
+    else calls. ``whole_step`` is called for the last micro-batch instead, if there is one.
     ``step`` counts updates done; ``stopped_by`` is the signal that all ranks agreed to stop for,
     or 0; ``save_error`` says why the latest checkpoint is missing.
     """
@@ -45,6 +45,7 @@ class Session:
     corpus: Corpus
     model: nn.Module
     loss: Any
+    whole_step: Any
     optimizer: torch.optim.AdamW
     batches: ShardedBatches
     checkpoints: CheckpointWriter
@@ -75,13 +76,15 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
         init_weights(model, device=rank.device, seed=config.optim.seed)
         seed_rng(config.optim.seed, rank.rank)
         metrics = MetricsWriter(plan.out, plan.first_step) if leads else None
+        optimizer = make_optimizer(model, config.optim)
         session = Session(
             plan=plan,
             rank=rank,
             corpus=corpus,
             model=model,
             loss=loss_of(model, config.compile),
-            optimizer=make_optimizer(model, config.optim),
+            whole_step=step_of(model, optimizer, config),
+            optimizer=optimizer,
             batches=preflight.batches(config, corpus, plan.layout, rank.rank // plan.layout.tp),
             checkpoints=CheckpointWriter(plan.out, config.run.keep, rank.device),
             display=display,
