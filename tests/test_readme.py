@@ -146,6 +146,18 @@ def recipe(kind: str) -> str:
     return MODEL + code.replace('.compile(backend="simplefsdp")', SOON)
 
 
+def test_a_whole_step(tmp_path):
+    (code,) = blocks("python step")
+    code = code.replace("max_norm=1.0", "max_norm=1.0, options={'executor': 'aot_eager'}")
+    start = "import simplefsdp\nsimple_fsdp(model)\nx = torch.randn(4, 8)\n"
+    start += "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
+    check = """
+assert all(step(x).loss < loss for _ in range(3)) and norm > 0
+dist.destroy_process_group()
+"""
+    on_ranks(tmp_path, PRELUDE + start + code + check, 2)
+
+
 def test_a_folder_of_hugging_face(tmp_path):
     pytest.importorskip("transformers")
     start = "dist.init_process_group('gloo')\nfolder = 'given'\n"

@@ -102,7 +102,14 @@ def test_keeps_the_last_checkpoints_and_the_text_is_learned(folder: Path) -> Non
     assert list((folder / "whole" / runs.TENSORBOARD).glob("events*"))
 
 
-@pytest.mark.parametrize("compiling", ["--no-compile", "--compile --executor aot_eager"])
+@pytest.mark.parametrize(
+    "compiling",
+    [
+        "--no-compile",
+        "--compile --executor aot_eager",
+        "--compile --executor aot_eager --whole-step",
+    ],
+)
 def test_resume_is_exact(folder: Path, pool: RankPool, compiling: str) -> None:
     kind = compiling.rsplit(maxsplit=1)[-1].strip("-")
     whole, halves = f"whole-{kind}", f"halves-{kind}"
@@ -121,10 +128,14 @@ def test_resume_is_exact(folder: Path, pool: RankPool, compiling: str) -> None:
     assert different == []
 
 
-def test_gradient_accumulation_changes_memory_not_numbers(folder: Path, pool: RankPool) -> None:
-    accumulated = f"{MICRO} --gradient-accumulation-steps 2 --compile --executor aot_eager"
-    pool.run(train_here, str(folder), f"{accumulated} --out accumulated")
-    one, two = ([loss for _, loss, *_ in curve(folder / r)] for r in ("whole", "accumulated"))
+@pytest.mark.parametrize("more", ["", "--whole-step"])
+def test_gradient_accumulation_changes_memory_not_numbers(
+    folder: Path, pool: RankPool, more: str
+) -> None:
+    accumulated = f"{MICRO} --gradient-accumulation-steps 2 --compile --executor aot_eager {more}"
+    pool.run(train_here, str(folder), f"{accumulated} --out accumulated{more}")
+    runs_ = ("whole", f"accumulated{more}")
+    one, two = ([loss for _, loss, *_ in curve(folder / r)] for r in runs_)
     assert one == pytest.approx(two, rel=1e-4)
     assert one[0] != one[-1]
 

@@ -88,6 +88,7 @@ def test_config_survives_json_but_for_what_belongs_to_one_session() -> None:
         (TrainConfig(data=DataOptions(seq_len=1)), "--seq-len"),
         (TrainConfig(parallel=ParallelOptions(shard_size=2)), "--shard-size"),
         (TrainConfig(plan=PlanOptions(world_size=2)), "--world-size"),
+        (TrainConfig(compile=CompileOptions(compile=False, whole_step=True)), "--whole-step"),
     ],
 )
 def test_impossible_options_are_refused_by_name(config: TrainConfig, named: str) -> None:
