@@ -7,6 +7,7 @@
     python benchmarks/results_tables.py --regions      # by regions against the whole graph,
     python benchmarks/results_tables.py --compiling    # compile_time.py
     python benchmarks/results_tables.py --accumulation # micro-batches; and --accumulation-on-ranks
+    python benchmarks/results_tables.py --whole-step   # whole_step.py
 
 Nothing is computed here but ratios and MiB.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -197,7 +199,25 @@ def compiling() -> str:
     return _where(found) + _lines(["variant", *(f"{n} layers" for n in depths)], rows)
 
 
+def whole_step() -> str:
+    """The rows that ``whole_step.py`` was run on: whole training steps, with the update."""
+    rows, where = [], []
+    for path in sorted(RESULTS.glob("whole_step_*.json")):
+        found = json.loads(path.read_text())
+        where.append(_where(found))
+        floor = statistics.median(found["cells"]["floor"]["step_s"])
+        for name, cell in found["cells"].items():
+            step, exposed = (statistics.median(cell[key]) for key in ("step_s", "exposed_s"))
+            sent = " + ".join(str(n) for n in (cell["launches"] or {}).values())
+            figures = [f"{step:.3f}", f"{step / floor:.3f}", f"{exposed:.3f}", sent]
+            figures += [f"{cell['peak_nbytes'] / MIB:.0f}", f"{cell['losses'][-1]:.5f}"]
+            rows.append([path.stem.removeprefix("whole_step_"), name, *figures])
+    heads = ["row", "variant", "step s", "/ floor", "exposed s", "launches", "peak MiB", "last loss"]
+    return "".join(dict.fromkeys(where)) + _lines(heads, rows)
+
+
 OTHERS = {
+    "--whole-step": whole_step,
     "--regions": regions,
     "--compiling": compiling,
     "--summary": summary,

@@ -141,7 +141,7 @@ class _Step:
         """Refuse what a step would pass over in silence."""
         ours = __name__.partition(".")[0]
         for hook in updates.step_hooks(self.optimizer):
-            if not hook.__module__.startswith(ours):
+            if not (getattr(hook, "__module__", None) or "").startswith(ours):
                 raise ValueError(
                     f"optimizer: the hook {getattr(hook, '__qualname__', hook)} is to be called at "
                     "each step, which a compiled step does not do; remove it, or compile the model "
