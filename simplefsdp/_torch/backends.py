@@ -15,6 +15,7 @@ from simplefsdp._torch.cache_files import broken_files_removed
 from simplefsdp._torch.cpp_kernels import kernels_together
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
 from simplefsdp._torch.padding import padding_without_benchmarks
+from simplefsdp._torch.saved_code import giving_entry
 
 CompiledFunction = Callable[..., Any]
 
@@ -41,6 +42,21 @@ class Passes(NamedTuple):
     uuid: Callable[[], str]
 
 
+class Results(NamedTuple):
+    """Who is told of what is compiled.
+
+    Attributes:
+        code: is called with whether a graph is the backward, and its code.
+        entry: with what ``saved_code.py`` can save, when there is all code; nobody, if None.
+    """
+
+    code: Callable[[bool, Any], None]
+    entry: Callable[[Any], None] | None
+
+
+NO_RESULTS = Results(lambda is_backward, code: None, None)
+
+
 def compile_with_inductor(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -49,7 +65,7 @@ def compile_with_inductor(
     observe: Callable[[GraphModule, bool], CompiledFunction | None],
     lowering: Callable[[], AbstractContextManager[None]],
     cudagraphs: bool,
-    compiled: Callable[[bool], None] = lambda is_backward: None,
+    results: Results = NO_RESULTS,
     cut: Cut | None = None,
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
@@ -63,10 +79,9 @@ def compile_with_inductor(
             the compiled graph, and none of the passes but the joint one, nor Inductor, sees it.
         lowering: makes a context that each graph is lowered in.
         cudagraphs: capture each graph; if not, as the user's setting of Inductor says.
-        compiled: called when there is the code of a graph, with whether it is the backward.
+        results: told of what is compiled.
         cut: the joint graph, see there; only if :func:`can_cut`.
     """
-    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -81,7 +96,7 @@ def compile_with_inductor(
                 kwargs["static_input_idxs"] = _static_inputs(graph, kwargs, static)
                 with _stable_mesh_hashes(inputs), reuse_at_once(), lowering():
                     code = compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
-        compiled(is_backward)
+        results.code(is_backward, code)
         return code
 
     joint, graph_pass, scheduler, uuid = passes
@@ -99,9 +114,8 @@ def compile_with_inductor(
     known = config.get_config_copy()
     patches = {key: value for key, value in patches.items() if key in known}
     users = {key: getattr(config, key) for key in patches}
-    # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
-    # is the one that saves the minutes of code generation.
-    with functorch_config.patch(enable_autograd_cache=False), padding_without_benchmarks():
+    # Torch's own lookup would skip tracing, and with it `observe`.
+    with giving_entry(results.entry), padding_without_benchmarks():
         whole = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
     return cast(CompiledFunction, whole)
 

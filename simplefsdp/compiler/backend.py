@@ -86,7 +86,9 @@ def simplefsdp(
     if len(ranks) > 1 and not choice.rank_guard_timeout_s:
         say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")
         ranks = ()
-    _agree_on_model(gm, choice, specs, settings, ranks, missing, adjusted=adjust is not None)
+    together = _agree_on_model(
+        gm, choice, specs, settings, ranks, missing, adjusted=adjust is not None
+    )
     uninitialised.refuse(missing)
     kept = decide_resharding(gm, example_inputs, settings, ranks, choice.rank_guard_timeout_s)
     if kept:
@@ -95,7 +97,7 @@ def simplefsdp(
         reduce_in_second_group(gm)
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_with_passes(gm, inputs, choice, settings, ranks)
+        return compile_with_passes(gm, inputs, choice, settings, ranks, together=together)
 
     until, sums, kept_places = _told_of_now(gm)
     compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
@@ -169,8 +171,12 @@ def _agree_on_model(
     missing: Sequence[str],
     *,
     adjusted: bool,
-) -> None:
-    """Compare across ranks what is communicated, before autograd: a difference is told by name."""
+) -> bool:
+    """Compare across ranks what is communicated, before autograd: a difference is told by name.
+
+    Returns:
+        Whether all ranks compile it now: see :func:`simplefsdp.rank_guard.agree`.
+    """
     params = _sharded_inputs(gm)
     grad = "with" if torch.is_grad_enabled() else "without"
     lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients"]
@@ -201,7 +207,7 @@ def _agree_on_model(
     ]
     lines += sorted(f"{tuple(p.shape)} {p.dtype} {p.placements} {p.requires_grad}" for p in params)
     timeout_s = options.rank_guard_timeout_s
-    rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
+    return rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
 
 
 def _fields(name: str, value: Options | Cluster | Settings) -> list[str]:
