@@ -66,6 +66,8 @@ def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
         raise UnknownGraphError("torch._functorch.config.joint_custom_pass is set")
     if not functorch_config.enable_autograd_cache:
         raise UnknownGraphError("torch._functorch.config.enable_autograd_cache is off")
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise UnknownGraphError("hooks of saved tensors are active")
     try:
         FxGraphCache._check_can_cache(gm, example_inputs, {})
         details = FxGraphHashDetails(gm, example_inputs, {}, [])
