@@ -116,7 +116,7 @@ def agree(
     if remember and key in agreed:
         return False
     timeout_s = waiting_s() if timeout_s is None else timeout_s
-    turn, verdict = _compared(what, lines, ranks, timeout_s, late)
+    turn, verdict = _compared(what, lines, ranks, timeout_s, late or _LATE)
     if verdict != _EQUAL:
         pair = [int(rank) for rank in verdict.removeprefix(_DIFFERENT).split()]
         store = _store_of(ranks)
@@ -126,13 +126,9 @@ def agree(
     return True
 
 
-def have_the_same(what: str, lines: Sequence[str], ranks: Sequence[int], timeout_s: float) -> bool:
-    """Whether all of ``ranks``, which all call this now, have equal ``lines``.
-
-    Raises:
-        RankMismatchError: a rank did not come in time.
-    """
-    return len(ranks) < 2 or _compared(what, lines, ranks, timeout_s, "")[1] == _EQUAL
+def have_the_same(what: str, line: str, ranks: Sequence[int], timeout_s: float) -> bool:
+    """Whether all of ``ranks`` have one line; all must call this now, and are waited for."""
+    return len(ranks) < 2 or _compared(what, [line], ranks, timeout_s, _LATE)[1] == _EQUAL
 
 
 def _compared(
@@ -147,7 +143,7 @@ def _compared(
     store.add(f"{turn}/count/{digest}", 1)
     if store.add(f"{turn}/arrived", 1) == len(ranks):
         _decide(store, turn, _outcome(store, turn, digest, ranks))
-    return turn, _verdict(what, store, turn, ranks, timeout_s, late or _LATE)
+    return turn, _verdict(what, store, turn, ranks, timeout_s, late)
 
 
 def decided(
