@@ -62,12 +62,7 @@ def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
     from torch._functorch import config as functorch_config
     from torch._inductor.codecache import FxGraphCache, FxGraphCachePickler, FxGraphHashDetails
 
-    if functorch_config.joint_custom_pass is not None:
-        raise UnknownGraphError("torch._functorch.config.joint_custom_pass is set")
-    if not functorch_config.enable_autograd_cache:
-        raise UnknownGraphError("torch._functorch.config.enable_autograd_cache is off")
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise UnknownGraphError("hooks of saved tensors are active")
+    _refuse_settings()
     try:
         FxGraphCache._check_can_cache(gm, example_inputs, {})
         details = FxGraphHashDetails(gm, example_inputs, {}, [])
@@ -75,7 +70,8 @@ def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
         yield FxGraphCachePickler(gm).get_hash(details)
     except Exception as error:
         raise UnknownGraphError(f"torch's settings have no key: {error}") from error
-    yield repr(sorted(functorch_config.save_config_portable().items(), key=str))
+    functorch = functorch_config.save_config_portable(ignore_private_configs=False)
+    yield repr(sorted(functorch.items(), key=str))
     backends = torch.backends
     yield repr(
         [
@@ -98,6 +94,24 @@ def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
             backends.cudnn.deterministic,
         ]
     )
+
+
+def _refuse_settings() -> None:
+    """Refuse what no text tells, and what code is not kept under."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    refused = {
+        "joint_custom_pass": functorch_config.joint_custom_pass is not None,
+        "enable_autograd_cache": not functorch_config.enable_autograd_cache,
+        "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "triton.cudagraphs": config.triton.cudagraphs,
+        "cudagraph_policy": config.cudagraph_policy,
+        "cpp_wrapper": config.cpp_wrapper,
+        "fx_wrapper": config.fx_wrapper,
+    }
+    if found := [name for name, is_so in refused.items() if is_so]:
+        raise UnknownGraphError(f"torch's settings: {', '.join(found)}")
 
 
 def _inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
@@ -169,13 +183,13 @@ def _function(node: Node, target: Any) -> str:
     root = module.partition(".")[0]
     if root in OURS and "<" not in name:
         return f"{module}.{name}"
-    if root not in ("", "torch", "math", "_operator", "builtins"):
+    if root not in ("torch", "math", "_operator", "builtins"):
         raise UnknownGraphError(f"{target} is neither torch's nor ours")
     try:
         check_node_safe(node)
     except Exception as error:
         raise UnknownGraphError(str(error)) from error
-    return f"{module}.{name} {getattr(target, '__self__', '')!s}"[:200]
+    return f"{module}.{name} {getattr(target, '__self__', '')!s}"
 
 
 def _text(value: Any, text: Any) -> str:
@@ -189,7 +203,7 @@ def _text(value: Any, text: Any) -> str:
         return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
     if isinstance(value, DeviceMesh):
         return _of_mesh(value)
-    if type(value) in _PLAIN or isinstance(value, _OF_TORCH):
+    if type(value) in _PLAIN or (isinstance(value, _OF_TORCH) and _is_of_torch(value)):
         return f"{type(value).__name__} {value!r}"
     raise UnknownGraphError(f"a {type(value).__name__} in the graph")
 
@@ -197,7 +211,8 @@ def _text(value: Any, text: Any) -> str:
 def _value(value: Any) -> str:
     """What is told of a value that Dynamo saw, or of an input."""
     if type(value) is DTensor:
-        whole = f"{_layout(value)} {value.placements} {_of_mesh(value.device_mesh)}"
+        placements = _text(value.placements, _value)
+        whole = f"{_layout(value)} {placements} {_of_mesh(value.device_mesh)}"
         return f"{whole} of {_value(value._local_tensor)}"
     if isinstance(value, Tensor):
         return _layout(value)
@@ -218,6 +233,6 @@ def _strides(value: Tensor) -> tuple[Any, ...]:
     return (*value.stride(), value.storage_offset()) if value.layout is torch.strided else ()
 
 
-def _is_of_torch(value: Tensor) -> bool:
-    """Whether a tensor is one of torch's own kinds, which have no code of somebody else's."""
+def _is_of_torch(value: object) -> bool:
+    """Whether a value is of one of torch's own kinds, which have no code of somebody else's."""
     return type(value).__module__.partition(".")[0] in ("torch", *OURS)

@@ -14,6 +14,7 @@ import functools
 import io
 import logging
 import pickle
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -133,7 +134,7 @@ def dump_code(entry: Any, codes: Mapping[bool, Any], meshes: Sequence[DeviceMesh
         indices, symbols = backward.backward_state_indices, backward.num_symints_saved_for_bw_
         whole.compiled_bw = _Backward(codes[True], indices, symbols)
     file = io.BytesIO()
-    _Pickler(file, meshes).dump(whole)
+    _Pickler(file, meshes).dump((_instructions(whole), whole))
     return file.getvalue()
 
 
@@ -151,7 +152,9 @@ def load_code(content: bytes, meshes: Sequence[DeviceMesh]) -> Callable[..., Any
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
     from torch._inductor.utils import BoxedBool
 
-    entry = _Unpickler(io.BytesIO(content), meshes).load()
+    instructions, entry = _Unpickler(io.BytesIO(content), meshes).load()
+    if instructions != _instructions(entry):
+        raise ValueError(f"it is of a machine with {instructions}")
     aot_config = dataclasses.replace(entry.sanitized_aot_config, aot_id=next(AOT_COUNTER))
     no_cudagraphs = {
         "cudagraphs": BoxedBool(False),
@@ -163,6 +166,19 @@ def load_code(content: bytes, meshes: Sequence[DeviceMesh]) -> Callable[..., Any
         return run(list(args))
 
     return call
+
+
+def _instructions(entry: Any) -> str:
+    """The processor's, which loops in C++ are as wide as; "" if there are none.
+
+    Not a part of the key: who compiles finds them out beside tracing.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    graphs = [part.code for part in (entry.compiled_fw, entry.compiled_bw) if part is not None]
+    if not any("cpu" in code.device_types for graph in graphs for code in codes_in(graph)):
+        return ""
+    return f"{platform.machine()} {cpu_vec_isa.pick_vec_isa()}"
 
 
 def _has_duplicates() -> bool:

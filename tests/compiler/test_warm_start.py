@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch._inductor import cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
@@ -377,6 +378,17 @@ def test_other_passes_of_the_users(fake_mesh):
     assert names[0] == names[2] != names[1]
 
 
+def test_other_instructions(fake_mesh, monkeypatch):
+    """Of a machine that shares the folder of caches, or is given them."""
+    mesh = fake_mesh(4)
+    trained(mesh)
+    with monkeypatch.context() as patch:
+        pick, first = cpu_vec_isa.pick_vec_isa, iter(["avx1024"])
+        patch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: next(first, None) or pick())
+        assert not again(mesh)
+    assert again(mesh)
+
+
 def test_other_sources(fake_mesh, monkeypatch):
     mesh = fake_mesh(4)
     first = named(mesh)
@@ -471,8 +483,10 @@ def test_checkpoints_are_kept(fake_mesh):
         lambda: functorch_config.patch(joint_custom_pass=lambda graph, inputs: graph),
         lambda: inductor_config.patch(post_grad_custom_pre_pass=Uuid(None)),
         lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        lambda: inductor_config.patch({"triton.cudagraphs": True}),
+        lambda: inductor_config.patch(cpp_wrapper=True),
     ],
-    ids=["joint_custom_pass", "a pass without uuid", "hooks"],
+    ids=["joint_custom_pass", "a pass without uuid", "hooks", "cudagraphs", "cpp_wrapper"],
 )
 def test_settings_that_no_key_tells(fake_mesh, patch):
     with patch():
