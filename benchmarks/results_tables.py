@@ -212,7 +212,16 @@ def whole_step() -> str:
             figures = [f"{step:.3f}", f"{step / floor:.3f}", f"{exposed:.3f}", sent]
             figures += [f"{cell['peak_nbytes'] / MIB:.0f}", f"{cell['losses'][-1]:.5f}"]
             rows.append([path.stem.removeprefix("whole_step_"), name, *figures])
-    heads = ["row", "variant", "step s", "/ floor", "exposed s", "launches", "peak MiB", "last loss"]
+    heads = [
+        "row",
+        "variant",
+        "step s",
+        "/ floor",
+        "exposed s",
+        "launches",
+        "peak MiB",
+        "last loss",
+    ]
     return "".join(dict.fromkeys(where)) + _lines(heads, rows)
 
 

@@ -89,7 +89,7 @@ def agree(
     *,
     remember: bool = True,
     late: str = "",
-) -> None:
+) -> bool:
     """Return when all of ``ranks`` have called this with equal ``lines``.
 
     What they agreed on once they need not agree on again: a rank that compiles a graph anew for
@@ -103,18 +103,39 @@ def agree(
         remember: False to compare each time: another rank may differ though this one does not.
         late: why ranks may not come in time, and what to do, for the message.
 
+    Returns:
+        Whether all ranks are here now; False for what they agreed on before.
+
     Raises:
         RankMismatchError: on every rank, with the first difference; or on those that waited in
             vain, and on those that come later, with the ranks that did not come.
     """
-    digest = _digest(lines)
     if len(ranks) < 2:
-        return
-    agreed, key = _agreed.setdefault(dist.group.WORLD, set()), (tuple(ranks), digest)
+        return True
+    agreed, key = _agreed.setdefault(dist.group.WORLD, set()), (tuple(ranks), _digest(lines))
     if remember and key in agreed:
-        return
+        return False
     timeout_s = waiting_s() if timeout_s is None else timeout_s
-    store, me = _store_of(ranks), dist.get_rank()
+    turn, verdict = _compared(what, lines, ranks, timeout_s, late or _LATE)
+    if verdict != _EQUAL:
+        pair = [int(rank) for rank in verdict.removeprefix(_DIFFERENT).split()]
+        store = _store_of(ranks)
+        raise RankMismatchError(_told_apart(what, store, turn, lines, pair, timeout_s))
+    if remember:
+        agreed.add(key)
+    return True
+
+
+def have_the_same(what: str, line: str, ranks: Sequence[int], timeout_s: float) -> bool:
+    """Whether all of ``ranks`` have one line; all must call this now, and are waited for."""
+    return len(ranks) < 2 or _compared(what, [line], ranks, timeout_s, _LATE)[1] == _EQUAL
+
+
+def _compared(
+    what: str, lines: Sequence[str], ranks: Sequence[int], timeout_s: float, late: str
+) -> tuple[int, str]:
+    """A turn that all ranks came to, and how it ended."""
+    store, me, digest = _store_of(ranks), dist.get_rank(), _digest(lines)
     # The n-th call on one rank meets the n-th call on the others. The count lives in the store, so
     # that it starts afresh with a new process group.
     turn = store.add(f"turns/{me}", 1)
@@ -122,12 +143,7 @@ def agree(
     store.add(f"{turn}/count/{digest}", 1)
     if store.add(f"{turn}/arrived", 1) == len(ranks):
         _decide(store, turn, _outcome(store, turn, digest, ranks))
-    verdict = _verdict(what, store, turn, ranks, timeout_s, late or _LATE)
-    if verdict != _EQUAL:
-        pair = [int(rank) for rank in verdict.removeprefix(_DIFFERENT).split()]
-        raise RankMismatchError(_told_apart(what, store, turn, lines, pair, timeout_s))
-    if remember:
-        agreed.add(key)
+    return turn, _verdict(what, store, turn, ranks, timeout_s, late)
 
 
 def decided(

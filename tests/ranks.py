@@ -85,7 +85,9 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], pipe: Connec
     faulthandler.enable()  # and where Python was
     import torch
     import torch.distributed as dist
+    from torch._functorch import config as functorch_config
 
+    functorch_config.enable_autograd_cache = False  # as in conftest.py
     gc.collect()
     gc.freeze()  # as in conftest.py
     gc.set_threshold(50_000, 20, 100)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from inductor_passes.adapters import _torch
+from inductor_passes.adapters._torch_code import is_kept_code
 from inductor_passes.executor.regions import Region
 
 Compiled = Callable[[list[Any]], Any]
@@ -28,18 +29,38 @@ def straight_line(
         code_of: compiles a region.
     """
     writer = _Writer(gm, pieces)
-    source = writer.source(code_of)
-    exec(compile(source, "<simplefsdp regions>", "exec"), writer.scope)
-    ordered = writer.scope["run"]
+    return StraightLine(writer.source(code_of), writer.scope)
 
-    def run(args: list[Any]) -> Any:
+
+class StraightLine:
+    """A program of calls.
+
+    Attributes:
+        source: what it runs, as Python.
+        scope: the functions and constants that it names.
+    """
+
+    def __init__(self, source: str, scope: Mapping[str, Any]) -> None:
+        self.source, self.scope = source, scope
+        made = dict(scope)
+        exec(compile(source, "<simplefsdp regions>", "exec"), made)
+        self._ordered = made["run"]
+        self._boxed_call = True  # by which torch knows such a function
+        # It can be kept, if Inductor knows all regions by keys: torch asks for a key.
+        keys = [code._fx_graph_cache_key for code in self.codes()]
+        self._fx_graph_cache_key = None if None in keys else "regions"
+
+    def __call__(self, args: list[Any]) -> Any:
         # Of the dtypes that regions were compiled for; AOTAutograd leaves backward's autocast on.
         with _torch.no_autocast():
-            return ordered(args)
+            return self._ordered(args)
 
-    run.source = source  # type: ignore[attr-defined]
-    run._boxed_call = True  # type: ignore[attr-defined]  # by which torch knows such a function
-    return run
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StraightLine, (self.source, self.scope)
+
+    def codes(self) -> list[Any]:
+        """The code of the regions, each once."""
+        return list({id(v): v for v in self.scope.values() if is_kept_code(v)}.values())
 
 
 class _Writer:

@@ -12,12 +12,13 @@ from simplefsdp._torch.backends import (
     GraphCompiler,
     GraphPass,
     Passes,
+    Results,
     compile_with_aot_eager,
     compile_with_inductor,
     graphs_of,
     hash_of_files,
 )
-from simplefsdp._torch.cache_files import cache_folder
+from simplefsdp._torch.cache_files import cache_folder, keep, read_kept
 from simplefsdp._torch.cpp import prepare_cpp
 from simplefsdp._torch.cut import Cut, can_cut, graph_module
 from simplefsdp._torch.dynamo import (
@@ -31,6 +32,7 @@ from simplefsdp._torch.dynamo import (
     is_allowed_in_graph,
     is_checkpoint_region,
     is_skipped_by_dynamo,
+    is_traced,
     left_alone_by_dynamo,
     line_of,
     module_path,
@@ -44,6 +46,7 @@ from simplefsdp._torch.dynamo import (
     with_own_code,
 )
 from simplefsdp._torch.gloo import mend_gloo_gathers
+from simplefsdp._torch.graph_key import UnknownGraphError, key_of_graph, meshes_of
 from simplefsdp._torch.one_graph import AS_ONE, AsOne
 from simplefsdp._torch.processes import (
     dispatch_mode,
@@ -52,6 +55,7 @@ from simplefsdp._torch.processes import (
     in_backward,
     is_checkpointed_by_hooks,
     no_torch_function,
+    ranks_in_group,
     second_group,
     shared_store,
 )
@@ -60,6 +64,7 @@ from simplefsdp._torch.repeated_calls import (
     inline_repeated_calls,
     reset_repeated_calls,
 )
+from simplefsdp._torch.saved_code import can_save_code, dump_code, load_code
 from simplefsdp._torch.tensors import (
     DTensorOp,
     GradDtype,
@@ -100,7 +105,9 @@ __all__ = [
     "GraphPass",
     "Passes",
     "REPEATED",
+    "Results",
     "TorchDispatchMode",
+    "UnknownGraphError",
     "accumulates",
     "reached",
     "annotate_backward",
@@ -109,6 +116,7 @@ __all__ = [
     "breaks_the_graph",
     "cache_folder",
     "can_cut",
+    "can_save_code",
     "cast_floating_point",
     "compile_modules_of_torch_too",
     "compile_with_aot_eager",
@@ -116,6 +124,7 @@ __all__ = [
     "default_dtensor_op",
     "dispatch_mode",
     "draws_globally",
+    "dump_code",
     "fake_again",
     "grad_dtype_override",
     "grad_like",
@@ -140,17 +149,24 @@ __all__ = [
     "is_skipped_by_dynamo",
     "is_split",
     "is_to_empty",
+    "is_traced",
+    "keep",
+    "key_of_graph",
     "left_alone_by_dynamo",
     "line_of",
+    "load_code",
     "local_of",
     "local_tensor",
     "mend_gloo_gathers",
+    "meshes_of",
     "module_path",
     "no_torch_function",
     "order_of_saved",
     "place_being_compiled",
     "place_called",
     "prepare_cpp",
+    "ranks_in_group",
+    "read_kept",
     "reduces_in_param_dtype",
     "reset_repeated_calls",
     "reset_with_dynamo",

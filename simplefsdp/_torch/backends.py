@@ -16,6 +16,7 @@ from simplefsdp._torch.cpp_kernels import kernels_together
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
 from simplefsdp._torch.one_graph import AS_ONE, AsOne, as_if_cut, nothing_recomputed_yet
 from simplefsdp._torch.padding import padding_without_benchmarks
+from simplefsdp._torch.saved_code import giving_entry
 
 CompiledFunction = Callable[..., Any]
 
@@ -42,6 +43,21 @@ class Passes(NamedTuple):
     uuid: Callable[[], str]
 
 
+class Results(NamedTuple):
+    """Who is told of what is compiled.
+
+    Attributes:
+        code: is called with whether a graph is the backward, and its code.
+        entry: with what ``saved_code.py`` can save, when there is all code; nobody, if None.
+    """
+
+    code: Callable[[bool, Any], None]
+    entry: Callable[[Any], None] | None
+
+
+NO_RESULTS = Results(lambda is_backward, code: None, None)
+
+
 def compile_with_inductor(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -50,7 +66,7 @@ def compile_with_inductor(
     observe: Callable[[GraphModule, bool], CompiledFunction | None],
     lowering: Callable[[], AbstractContextManager[None]],
     cudagraphs: bool,
-    compiled: Callable[[bool], None] = lambda is_backward: None,
+    results: Results = NO_RESULTS,
     cut: Cut | AsOne | None = None,
 ) -> CompiledFunction:
     """Compile ``gm`` with Inductor, its settings patched for this compilation only.
@@ -64,11 +80,10 @@ def compile_with_inductor(
             the compiled graph, and none of the passes but the joint one, nor Inductor, sees it.
         lowering: makes a context that each graph is lowered in.
         cudagraphs: capture each graph; if not, as the user's setting of Inductor says.
-        compiled: called when there is the code of a graph, with whether it is the backward.
+        results: told of what is compiled.
         cut: the joint graph, see there; only if :func:`can_cut`. Or there is none, and ``gm``
             computes its gradients itself, see ``one_graph.py``.
     """
-    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -85,7 +100,7 @@ def compile_with_inductor(
                 kwargs["static_input_idxs"] = _static_inputs(graph, kwargs, static)
                 with _stable_mesh_hashes(inputs), reuse_at_once(), lowering():
                     code = compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
-        compiled(is_backward)
+        results.code(is_backward, code)
         return code
 
     joint, graph_pass, scheduler, uuid = passes
@@ -103,13 +118,8 @@ def compile_with_inductor(
     known = config.get_config_copy()
     patches = {key: value for key, value in patches.items() if key in known}
     users = {key: getattr(config, key) for key in patches}
-    # The AOTAutograd cache would skip tracing, and with it `observe`; the FX-graph cache below it
-    # is the one that saves the minutes of code generation.
-    with (
-        functorch_config.patch(enable_autograd_cache=False),
-        padding_without_benchmarks(),
-        nothing_recomputed_yet(),
-    ):
+    # Torch's own lookup would skip tracing, and with it `observe`.
+    with giving_entry(results.entry), padding_without_benchmarks(), nothing_recomputed_yet():
         whole = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
     return cast(CompiledFunction, whole)
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
+
 # What the loader says of it, by how much is missing.
 _SHORT = re.compile(
     r"ImportError: (?P<path>\S+\.so): (?P<what>file too short|invalid ELF header|"
@@ -57,6 +59,48 @@ def cache_folder(name: str) -> Path | None:
         return Path(cache_dir()) / name
     except OSError:
         return None
+
+
+def read_kept(folder: str, name: str) -> bytes | None:
+    """A file of ours in the folder of Inductor's caches; None if it cannot be read."""
+    place = cache_folder(folder)
+    try:
+        content = (place / name).read_bytes() if place is not None else None
+    except OSError:
+        return None
+    if content is not None:
+        CacheArtifactManager.record_artifact(_Kept.type(), f"{folder}/{name}", content)
+    return content
+
+
+def keep(folder: str, name: str, content: bytes) -> None:
+    """Write such a file, complete or not at all, and into what
+    ``torch.compiler.save_cache_artifacts`` gives.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from torch._inductor.codecache import write_atomic
+
+    if (place := cache_folder(folder)) is not None:
+        write_atomic(str(place / name), content, make_dirs=True)
+        CacheArtifactManager.record_artifact(_Kept.type(), f"{folder}/{name}", content)
+
+
+class _Kept(CacheArtifact):
+    """A file of ours among what ``torch.compiler.save_cache_artifacts`` gives."""
+
+    def populate_cache(self) -> None:
+        folder, _, name = self.key.partition("/")
+        if Path(folder).name == folder and Path(name).name == name:  # nowhere else
+            keep(folder, name, self.content)
+
+    @staticmethod
+    def type() -> str:
+        return "simplefsdp"
+
+
+CacheArtifactFactory.register(_Kept)
 
 
 def _cut_short(message: str) -> tuple[Path | None, str]:

@@ -238,6 +238,13 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     )
 
 
+def is_traced() -> bool:
+    """Whether ``TORCH_TRACE`` collects what is compiled."""
+    internal = torch._logging._internal
+    own = [h for h in internal.trace_log.handlers if isinstance(h, internal.LazyTraceHandler)]
+    return any(handler.root_dir or handler.stream for handler in own)
+
+
 def reset_with_dynamo(backend: Callable[..., Any]) -> None:
     """Let ``torch.compiler.reset()`` call ``backend.reset()``, if it has one.
 

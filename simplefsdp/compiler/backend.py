@@ -95,7 +95,9 @@ def simplefsdp(
     if len(ranks) > 1 and not choice.rank_guard_timeout_s:
         say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")
         ranks = ()
-    _agree_on_model(gm, choice, specs, settings, ranks, missing, adjusted=adjust is not None)
+    together = _agree_on_model(
+        gm, choice, specs, settings, ranks, missing, adjusted=adjust is not None
+    )
     uninitialised.refuse(missing)
     kept = decide_resharding(gm, example_inputs, settings, ranks, choice.rank_guard_timeout_s)
     if kept:
@@ -104,7 +106,7 @@ def simplefsdp(
         reduce_in_second_group(gm)
 
     compile_graph = functools.partial(
-        compile_with_passes, options=choice, settings=settings, ranks=ranks
+        compile_with_passes, options=choice, settings=settings, ranks=ranks, together=together
     )
     until, sums, kept_places = _told_of_now(gm)
     if extend is None:
@@ -187,8 +189,12 @@ def _agree_on_model(
     missing: Sequence[str],
     *,
     adjusted: bool,
-) -> None:
-    """Compare across ranks what is communicated, before autograd: a difference is told by name."""
+) -> bool:
+    """Compare across ranks what is communicated, before autograd: a difference is told by name.
+
+    Returns:
+        Whether all ranks compile it now: see :func:`simplefsdp.rank_guard.agree`.
+    """
     params = _sharded_inputs(gm)
     grad = "with" if torch.is_grad_enabled() else "without"
     lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients"]
@@ -219,7 +225,7 @@ def _agree_on_model(
     ]
     lines += sorted(f"{tuple(p.shape)} {p.dtype} {p.placements} {p.requires_grad}" for p in params)
     timeout_s = options.rank_guard_timeout_s
-    rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
+    return rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
 
 
 def _fields(name: str, value: Options | Cluster | Settings) -> list[str]:

@@ -74,6 +74,11 @@ def enter(gm: GraphModule) -> None:
     _current.after = _described(cut, gm) if cut is not None else _current.after
 
 
+def is_between_breaks() -> bool:
+    """Whether the graph that is being compiled begins or ends where another one goes on."""
+    return _current.before is not None or _current.after is not None
+
+
 def _described(cut: GraphBreak, gm: GraphModule) -> str:
     where = cut.stack[-1] if cut.stack else None
     last = next((m for n in reversed(gm.graph.nodes) if (m := _torch.module_path(n))), None)

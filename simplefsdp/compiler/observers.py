@@ -63,6 +63,11 @@ def observing(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
+def any_listen() -> bool:
+    """Whether somebody wants to see each graph that is compiled."""
+    return bool(_observers)
+
+
 def assumed_cluster(rehearsal: Rehearsal, settings: Settings | None) -> Cluster:
     """What to predict a graph for: its plan's cluster, else the device's preset, else an H100's."""
     from inductor_passes.adapters.roofline import cluster_of, device_of

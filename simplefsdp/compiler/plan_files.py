@@ -8,12 +8,13 @@ different files cannot come to different plans.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from inductor_passes.ir.json_file import MIB, read_json, write_json
+from inductor_passes.ir.json_file import MIB, parse_json
 from inductor_passes.ir.program import Bucket
 from inductor_passes.planner.plan import Plan
 from simplefsdp import _torch
@@ -32,22 +33,18 @@ def recalled(made_of: str, make: Callable[[], Plan]) -> Plan:
         made_of: program, costs, budget: all that the plan depends on beside the planner's sources.
         make: makes it. What it raises is not kept.
     """
-    folder = _torch.cache_folder(FOLDER)
-    if folder is None:
-        return make()
-    path = folder / f"{hashlib.sha256(f'{sources()}{made_of}'.encode()).hexdigest()}.json"
+    name = f"{hashlib.sha256(f'{sources()}{made_of}'.encode()).hexdigest()}.json"
+    content = _torch.read_kept(FOLDER, name)
     try:
-        return _plan_of(read_json(path, _MOST_NBYTES))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        log.debug("the plan in %s cannot be read, and is made anew: %s", path, error)
+        if content is not None and len(content) <= _MOST_NBYTES:
+            return _plan_of(parse_json(content))
+    except (ValueError, TypeError, KeyError) as error:
+        log.debug("the plan in %s cannot be read, and is made anew: %s", name, error)
     plan = make()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(plan))
+        _torch.keep(FOLDER, name, json.dumps(asdict(plan)).encode())
     except OSError as error:  # it would only have saved time
-        log.debug("the plan cannot be kept in %s: %s", path, error)
+        log.debug("the plan cannot be kept in %s: %s", name, error)
     return plan
 
 

@@ -26,23 +26,49 @@ Chosen = Plan | tuple[Bucket, ...]
 _numbers = itertools.count(1)
 
 
+class Decision(NamedTuple):
+    """What the planning rank told all.
+
+    Attributes:
+        planned: buckets, or why there are none.
+        number: the same on all ranks, and for no other plan.
+    """
+
+    planned: tuple[PortableBucket, ...] | Exception
+    number: int
+
+
+class Asked(NamedTuple):
+    """What one rank plans for all.
+
+    Attributes:
+        part: ``"forward"`` or ``"backward"``, for messages.
+        grad: whether it is of a training step. What is freed in an evaluation is kept in a training
+            step, which may communicate the same.
+        settings: what to do, as text.
+        lines: what is communicated, the same on all ranks.
+        sized: the same with sizes, which may differ.
+    """
+
+    part: str
+    grad: bool
+    settings: str
+    lines: tuple[str, ...]
+    sized: tuple[str, ...]
+
+
 class Choice(NamedTuple):
     """The buckets of a graph.
 
     Attributes:
         chosen: them; or why there are none.
-        number: the same on all ranks, and for no other plan; 0 if no rank planned for others.
+        number: of the decision; 0 if no rank planned for others.
+        asked: what was decided; None likewise.
     """
 
     chosen: Chosen | Exception
-    number: int
-
-
-class _Decision(NamedTuple):
-    """What the planning rank told all: buckets, or why there are none."""
-
-    planned: tuple[PortableBucket, ...] | Exception
-    number: int
+    number: int = 0
+    asked: Asked | None = None
 
 
 def is_users(error: Exception) -> bool:
@@ -79,31 +105,55 @@ def plan_for_all(
     """
     auto = settings.auto
     if auto is None:  # follows from what is communicated, and so is the same anyway
-        return Choice(_attempt(partial(choose, reading, settings)), 0)
-    known = decisions()
-    ours = tuple(communicated(reading.program, sizes=True))
-    key = ("plan", tuple(ranks), part, grad, repr(settings), ours)
+        return Choice(_attempt(partial(choose, reading, settings)))
+    asked = Asked(
+        part,
+        grad,
+        repr(settings),
+        tuple(communicated(reading.program)),
+        tuple(communicated(reading.program, sizes=True)),
+    )
     mine: Chosen | Exception | None = None
-    decision: _Decision | None = known.get(key)
-    if decision is None:
 
-        def decide() -> str:
-            nonlocal mine
-            mine = _attempt(partial(choose, reading, settings, recalled))
-            return _to_text(reading, mine)
+    def decide() -> str:
+        nonlocal mine
+        mine = _attempt(partial(choose, reading, settings, recalled))
+        if isinstance(mine, Exception):
+            return _error_text(mine)
+        buckets = mine.buckets if isinstance(mine, Plan) else mine
+        return text_of_plan(in_names(reading.program, buckets))
 
-        of_settings = hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
-        subject = [f"grad {grad}, settings {of_settings}", *communicated(reading.program)]
-        text = decided(f"the plan of the {part} graph", subject, ranks, decide, timeout_s)
-        decision = _from_text(text)
-        if not isinstance(decision.planned, Exception):
-            known[key] = decision
+    decision = decision_for_all(asked, ranks, decide, timeout_s)
     if mine is not None:
-        return Choice(mine, decision.number)
+        return Choice(mine, decision.number, asked)
     if isinstance(decision.planned, Exception):
-        return Choice(decision.planned, decision.number)
+        return Choice(decision.planned, decision.number, asked)
     used = _attempt(partial(as_planned, reading, auto, decision.planned))
-    return Choice(used, decision.number)
+    return Choice(used, decision.number, asked)
+
+
+def decision_for_all(
+    asked: Asked, ranks: Sequence[int], decide: Callable[[], str], timeout_s: float
+) -> Decision:
+    """What the lowest of ``ranks`` decides now, or what was decided before."""
+    decision = decision_before(asked, ranks)
+    if decision is None:
+        of_settings = hashlib.sha256(asked.settings.encode()).hexdigest()[:16]
+        subject = [f"grad {asked.grad}, settings {of_settings}", *asked.lines]
+        what = f"the plan of the {asked.part} graph"
+        decision = _from_text(decided(what, subject, ranks, decide, timeout_s))
+        if not isinstance(decision.planned, Exception):
+            decisions()[_key(asked, ranks)] = decision
+    return decision
+
+
+def decision_before(asked: Asked, ranks: Sequence[int]) -> Decision | None:
+    """What was decided in this process, if it was."""
+    return decisions().get(_key(asked, ranks))
+
+
+def _key(asked: Asked, ranks: Sequence[int]) -> object:
+    return "plan", tuple(ranks), asked._replace(lines=())
 
 
 def _attempt(function: Callable[[], Chosen]) -> Chosen | Exception:
@@ -113,17 +163,19 @@ def _attempt(function: Callable[[], Chosen]) -> Chosen | Exception:
         return error
 
 
-def _to_text(reading: fx.Reading, chosen: Chosen | Exception) -> str:
+def text_of_plan(planned: Sequence[PortableBucket]) -> str:
+    """A plan, under a new number, as the planning rank tells it."""
+    return json.dumps({"number": next(_numbers), "buckets": to_json(planned)})
+
+
+def _error_text(error: Exception) -> str:
     number = next(_numbers)
-    if isinstance(chosen, Exception):
-        return json.dumps({"number": number, "error": str(chosen), "users": is_users(chosen)})
-    buckets = chosen.buckets if isinstance(chosen, Plan) else chosen
-    return json.dumps({"number": number, "buckets": to_json(in_names(reading.program, buckets))})
+    return json.dumps({"number": number, "error": str(error), "users": is_users(error)})
 
 
-def _from_text(text: str) -> _Decision:
+def _from_text(text: str) -> Decision:
     told = json.loads(text)
     if "error" not in told:
-        return _Decision(from_json(told["buckets"]), told["number"])
+        return Decision(from_json(told["buckets"]), told["number"])
     kind = ValueError if told["users"] else ProgramError
-    return _Decision(kind(told["error"]), told["number"])
+    return Decision(kind(told["error"]), told["number"])

@@ -64,15 +64,13 @@ class SizeLimits:
             settings: of the passes.
             timed: tell also where its predicted time is near its lower bound.
         """
-        auto = settings.auto if settings is not None else None
-        budget = auto.budget_nbytes if auto is not None else None
         found: tuple[SizeRange, ...] = ()
         try:
             if self._sizes:
                 found = self._ranges(part, rehearsal, settings, timed=timed)
         finally:
             if not found:
-                _tell_if_static(part, rehearsal, budget)
+                _tell_if_static(part, rehearsal, settings)
         return found
 
     def _ranges(
@@ -184,11 +182,25 @@ class _Planned:
             log.log(at_level, "%s graph: compiled at %s: %s", self.part, now, text)
 
 
-def _tell_if_static(part: str, rehearsal: Rehearsal, budget_nbytes: int | None) -> None:
+def exceeds(rehearsal: Rehearsal, settings: Settings | None) -> bool:
+    """Whether a plan takes more than the user allows, as one that was made for another graph."""
+    return _exceeded(rehearsal, settings) is not None
+
+
+def _exceeded(rehearsal: Rehearsal, settings: Settings | None) -> tuple[int, int] | None:
+    """What it takes, and what is allowed, if that is less."""
+    auto = settings.auto if settings is not None else None
+    budget_nbytes = auto.budget_nbytes if auto is not None else None
+    if rehearsal.plan is None or budget_nbytes is None:
+        return None
+    peak_nbytes = rehearsal.plan.peak_nbytes
+    return (peak_nbytes, budget_nbytes) if peak_nbytes > budget_nbytes else None
+
+
+def _tell_if_static(part: str, rehearsal: Rehearsal, settings: Settings | None) -> None:
     """A plan for another graph cannot be made anew: the other ranks go on with it."""
-    plan = rehearsal.plan
-    if plan is not None and budget_nbytes is not None and plan.peak_nbytes > budget_nbytes:
-        text = _of_memory(plan.peak_nbytes, budget_nbytes, is_users=True)
+    if (found := _exceeded(rehearsal, settings)) is not None:
+        text = _of_memory(*found, is_users=True)
         log.warning("%s graph: planned for another batch or rank: %s", part, text)
 
 

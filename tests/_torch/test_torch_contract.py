@@ -681,6 +681,50 @@ def test_the_joint_graph_can_be_cut_by_us():
     assert {"num_fwd_outputs", "static_lifetime_input_indices", "compiler"} <= names
 
 
+@pytest.mark.skipif(not _torch.can_save_code(), reason="torch before 2.15")
+def test_aotautograd_has_an_entry_of_what_it_compiled():
+    from torch._functorch._aot_autograd import aot_autograd_result as result
+    from torch._functorch._aot_autograd import autograd_cache, schemas
+
+    cache = autograd_cache.AOTAutogradCache
+    assert list(inspect.signature(cache.try_load).parameters)[:3] == ["mod", "args", "aot_config"]
+    assert list(inspect.signature(cache.save).parameters) == ["key", "entry", "remote"]
+    entry = {field.name for field in fields(result.GenericAOTAutogradResult)}
+    assert {"compiled_fw", "compiled_bw", "runtime_metadata", "guards_expr"} <= entry
+    assert {"sanitized_aot_config", "serialized_bw_module"} <= entry
+    backward = {field.name for field in fields(result.CompiledBackward)}
+    assert {"backward_state_indices", "num_symints_saved_for_bw_"} <= backward
+    assert "bw_donated_idxs" in {field.name for field in fields(schemas.ViewAndMutationMeta)}
+    assert "aot_id" in {field.name for field in fields(schemas.CacheableAOTConfig)}
+    assert list(parameters_of(autograd_cache.check_node_safe)) == ["node"]
+
+
+@pytest.mark.skipif(not _torch.can_save_code(), reason="torch before 2.15")
+def test_inductors_key_has_all_settings_and_can_do_without_the_graph():
+    from torch._inductor.codecache import FxGraphCache, FxGraphCachePickler, FxGraphHashDetails
+
+    names = list(inspect.signature(FxGraphHashDetails.__init__).parameters)
+    assert names == ["self", "gm", "example_inputs", "fx_kwargs", "inputs_to_check"]
+    assert {"gm", "example_inputs", "fx_kwargs"} <= parameters_of(FxGraphCache._check_can_cache)
+    assert "gm" in parameters_of(FxGraphCachePickler.__init__)
+    assert {"graph", "constants"} <= parameters_of(FxGraphCache.cache_hit_post_compile)
+
+
+def test_our_files_are_among_the_artifacts_of_caches():
+    from torch.compiler._cache import CacheArtifactFactory, CacheArtifactManager
+
+    assert CacheArtifactFactory.create("simplefsdp", "folder/name", b"").key == "folder/name"
+    names = list(parameters_of(CacheArtifactManager.record_artifact))
+    assert {"artifact_type", "key", "content"} == set(names)
+
+
+def test_torch_trace_is_told_from_a_handler_without_a_folder(monkeypatch):
+    internal = torch._logging._internal
+    for folder in (None, "/somewhere"):
+        monkeypatch.setattr(internal.trace_log, "handlers", [internal.LazyTraceHandler(folder)])
+        assert _torch.is_traced() == (folder is not None)
+
+
 def test_fake_tensors_are_made_again_outside_of_modes():
     """In a dispatch mode, each call on a fake tensor takes milliseconds."""
     with FakeTensorMode() as mode:

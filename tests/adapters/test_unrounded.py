@@ -17,7 +17,7 @@ from inductor_passes.adapters import fx
 from inductor_passes.adapters.roofline import work_of
 from inductor_passes.adapters.unrounded import write_sums_unrounded
 from simplefsdp import simple_fsdp
-from simplefsdp.compiler.compilation import Compilation, observe
+from simplefsdp.compiler.observed import Compilation, observe
 from simplefsdp.compiler.size_limits import SizeLimits
 from simplefsdp.simulation.trace import trace
 

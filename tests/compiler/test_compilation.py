@@ -13,7 +13,7 @@ from inductor_passes.adapters import fx
 from inductor_passes.ir.program import ProgramError
 from inductor_passes.passes import PassError
 from simplefsdp import simple_fsdp
-from simplefsdp.compiler import census, compilation
+from simplefsdp.compiler import census, observed
 from simplefsdp.compiler.observers import observing
 
 
@@ -61,7 +61,7 @@ def test_a_prediction_that_fails_decides_nothing(step, monkeypatch, bucketing):
 
 
 def test_a_log_line_that_fails(step, monkeypatch):
-    monkeypatch.setattr(compilation, "describe", failing)
+    monkeypatch.setattr(observed, "describe", failing)
     buckets, log = step(bucketing="manual")
     assert len(buckets) == 2
     assert "forward graph: the log cannot describe all of it: ProgramError" in log
@@ -72,7 +72,7 @@ def test_what_nobody_reads_is_not_predicted(step, monkeypatch, caplog):
     predictions = []
     monkeypatch.setattr(census, "predict", lambda *args: predictions.append(args))
     with monkeypatch.context() as patch:
-        patch.setattr(compilation.log, "isEnabledFor", lambda level: level > logging.INFO)
+        patch.setattr(observed.log, "isEnabledFor", lambda level: level > logging.INFO)
         buckets, _ = step(bucketing="manual")
     assert len(buckets) == 2 and predictions == []
     step(bucketing="manual")

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from simplefsdp import rank_guard
-from simplefsdp.rank_guard import RankMismatchError, agree, decided
+from simplefsdp.rank_guard import RankMismatchError, agree, decided, have_the_same
 
 
 class Interleaved:
@@ -105,7 +105,7 @@ def test_a_rank_that_comes_while_another_gives_up(world, end):
     waited = arrive(world, 0)
     if not late:
         late.append(arrive(world, 1))
-    outcomes = {text == "None" for text in (waited, *late)}
+    outcomes = {text == "True" for text in (waited, *late)}
     assert len(outcomes) == 1, (waited, late)
 
 
@@ -118,10 +118,23 @@ def test_one_outcome_for_those_who_came_and_those_who_come_later(world):
 
 def test_what_was_agreed_on_is_not_asked_again(world):
     world.store.before["/verdict"] = lambda: arrive(world, 1)
-    assert arrive(world, 0) == "None"
+    assert arrive(world, 0) == "True"
     touched = len(world.store.keys)
-    assert arrive(world, 0) == arrive(world, 1) == "None"
+    assert arrive(world, 0) == arrive(world, 1) == "False"
     assert len(world.store.keys) == touched
+
+
+def test_whether_ranks_have_the_same_is_no_error_and_is_asked_each_time(world):
+    def one(rank: int, line: str) -> str:
+        return world.on(rank, have_the_same, "the file", line, (0, 1), timeout_s=0.1)
+
+    for lines, same in ((("a", "a"), "True"), (("a", "b"), "False"), (("a", "a"), "True")):
+        told = []
+        world.store.before["/verdict"] = lambda lines=lines, told=told: told.append(
+            one(1, lines[1])
+        )
+        assert [one(0, lines[0]), *told] == [same, same]
+    assert "did not get to" in one(0, "a")
 
 
 def test_a_rank_touches_as_many_keys_as_ever_however_many_ranks_there_are(world):
@@ -184,7 +197,7 @@ def counting(world, monkeypatch) -> World:
 
 
 def test_equal_ranks_ask_the_store_a_few_times_each(counting):
-    assert set(meet(counting, lambda rank: ["equal"]).values()) == {"None"}
+    assert set(meet(counting, lambda rank: ["equal"]).values()) == {"True"}
     meant = [call for call in counting.store.calls if call[1] not in ("wait", "check")]
     assert len(meant) <= 7 * RANKS
 

@@ -1,0 +1,52 @@
+"""Adapter: compiled code of Inductor's, as it is kept by who saves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+
+def is_kept_code(value: Any) -> bool:
+    """Whether a value is a graph that Inductor compiled."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    return isinstance(value, CompiledFxGraph)
+
+
+def codes_in(code: Any) -> Iterator[Any]:
+    """The graphs that Inductor compiled for a compiled graph: itself, or those of its regions."""
+    if is_kept_code(code):
+        yield code
+    else:
+        yield from code.codes()
+
+
+def without_callables(code: Any) -> dict[str, Any]:
+    """All of a compiled graph but what :func:`revive` makes again."""
+    bare = copy(code)
+    bare.prepare_for_serialization()
+    return dict(vars(bare))
+
+
+def revive(code: Any, *, is_backward: bool) -> None:
+    """Make a compiled graph callable that was kept without its callables.
+
+    Raises:
+        RuntimeError: its files cannot be written, or found.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.utils import BoxedBool
+
+    constants = CompiledFxGraphConstants()
+    found, _ = FxGraphCache.cache_hit_post_compile(code, {}, constants)
+    if found is None:
+        raise RuntimeError("code of Inductor's is not in its cache any more")
+    with tracing(TracingContext(None)):
+        found.post_compile(
+            [],
+            constants,
+            {"cudagraphs": BoxedBool(False), "is_backward": is_backward},
+        )

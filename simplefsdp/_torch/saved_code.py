@@ -1,0 +1,266 @@
+"""What AOTAutograd and Inductor made of a Dynamo graph, as bytes that another process can run.
+
+Torch's AOTAutogradCache has an entry for it: the wrappers around forward and backward, and how to
+find the code of both. It is asked for that entry, and for nothing else: its keys know nothing of
+what our passes read, and it knows nothing of other ranks. The code goes into the entry, and the
+device meshes in it are those of who asks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import io
+import logging
+import pickle
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
+
+from inductor_passes.adapters._torch_code import codes_in, is_kept_code, revive, without_callables
+from simplefsdp._torch.cpp_kernels import kernels_together
+
+log = logging.getLogger("simplefsdp")
+
+Keep = Callable[[Any], None]
+
+
+@functools.cache
+def can_save_code() -> bool:
+    """Whether this torch has all parts of it. Up to 2.14 an entry is made in another way."""
+    if torch.__version__ < "2.15":
+        return False
+    try:
+        from torch._functorch._aot_autograd import autograd_cache as cache
+        from torch.compiler._cache import CacheArtifactRecorder
+    except ImportError:
+        return False
+    names = ("try_load", "save", "make_entry")
+    return callable(CacheArtifactRecorder) and all(
+        hasattr(cache.AOTAutogradCache, n) for n in names
+    )
+
+
+class _Key(str):
+    """A key of AOTAutogradCache's under which nothing is stored: the entry is given away."""
+
+    keep: Keep
+
+
+_wanted: ContextVar[list[Keep] | None] = ContextVar("wanted", default=None)
+
+
+@contextmanager
+def giving_entry(keep: Keep | None) -> Iterator[None]:
+    """Inside, the next graph that AOTAutograd compiles is not looked up, and given to ``keep``.
+
+    That is called when there is the code of forward and backward, which may be later; never, if
+    Inductor cannot tell by a key what it compiled.
+    """
+    from torch._functorch import config as functorch_config
+
+    if keep is not None:
+        _give_entries()
+    token = _wanted.set([keep] if keep is not None else None)
+    try:
+        with functorch_config.patch(enable_autograd_cache=keep is not None):
+            yield
+    finally:
+        _wanted.reset(token)
+
+
+@functools.cache
+def _give_entries() -> None:
+    """Once for all threads: who compiles elsewhere has torch's cache as ever."""
+    from torch._functorch._aot_autograd import autograd_cache
+    from torch._functorch._aot_autograd.schemas import AOTAutogradCacheInfo
+
+    cache = autograd_cache.AOTAutogradCache
+    load, save = cache.try_load, cache.save
+
+    def try_load(mod: Any, args: Any, aot_config: Any, *rest: Any, **options: Any) -> Any:
+        wanted = _wanted.get()
+        if wanted is None:
+            return load(mod, args, aot_config, *rest, **options)
+        if not wanted:  # a graph inside of ours
+            return None, aot_config
+        key = _Key("simplefsdp")
+        key.keep = wanted.pop()
+        info = AOTAutogradCacheInfo(key, time.time_ns(), forward_symints=[])
+        return None, dataclasses.replace(aot_config, cache_info=info)
+
+    def save_or_give(key: str, entry: Any, remote: bool) -> None:
+        if not isinstance(key, _Key):
+            return save(key, entry, remote)
+        try:
+            key.keep(entry)
+        except Exception as error:  # it would only have saved time
+            log.debug("compiled code is not kept: %r", error)
+
+    cache.try_load = staticmethod(try_load)  # type: ignore[method-assign,assignment]
+    cache.save = staticmethod(save_or_give)  # type: ignore[method-assign,assignment]
+
+
+def dump_code(entry: Any, codes: Mapping[bool, Any], meshes: Sequence[DeviceMesh]) -> bytes:
+    """An entry with its code as bytes.
+
+    Args:
+        entry: that :func:`giving_entry` gave.
+        codes: the compiled forward (False) and backward (True) graph.
+        meshes: those that may be in it.
+
+    Raises:
+        ValueError: it holds what is true of this process alone.
+        Exception: it cannot be pickled.
+    """
+    backward = entry.compiled_bw
+    if entry.guards_expr or _has_duplicates():
+        raise ValueError("the code holds for some inputs only")
+    whole = copy.copy(entry)
+    whole.compiled_fw = _Forward(codes[False])
+    whole.serialized_bw_module = None  # compiled autograd then says how to do without us
+    if not is_kept_code(codes.get(True)):  # regions write over none of their inputs
+        whole.runtime_metadata = copy.copy(entry.runtime_metadata)
+        whole.runtime_metadata.bw_donated_idxs = []
+    if backward is not None:
+        indices, symbols = backward.backward_state_indices, backward.num_symints_saved_for_bw_
+        whole.compiled_bw = _Backward(codes[True], indices, symbols)
+    file = io.BytesIO()
+    _Pickler(file, meshes).dump((_instructions(whole), whole))
+    return file.getvalue()
+
+
+def load_code(content: bytes, meshes: Sequence[DeviceMesh]) -> Callable[..., Any]:
+    """What compiling gave whose bytes :func:`dump_code` made.
+
+    Args:
+        content: the bytes.
+        meshes: in the order that they had there.
+
+    Raises:
+        Exception: they are broken, or what they name cannot be loaded.
+    """
+    from torch._functorch.aot_autograd import AOT_COUNTER
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+    from torch._inductor.utils import BoxedBool
+
+    instructions, entry = _Unpickler(io.BytesIO(content), meshes).load()
+    if instructions != _instructions(entry):
+        raise ValueError(f"it is of a machine with {instructions}")
+    aot_config = dataclasses.replace(entry.sanitized_aot_config, aot_id=next(AOT_COUNTER))
+    no_cudagraphs = {
+        "cudagraphs": BoxedBool(False),
+        "boxed_forward_device_index": BoxedDeviceIndex(None),
+    }
+    run = entry.wrap_post_compile([], aot_config, no_cudagraphs)
+
+    def call(*args: Any) -> Any:
+        return run(list(args))
+
+    return call
+
+
+def _instructions(entry: Any) -> str:
+    """The processor's, which loops in C++ are as wide as; "" if there are none.
+
+    Not a part of the key: who compiles finds them out beside tracing.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    graphs = [part.code for part in (entry.compiled_fw, entry.compiled_bw) if part is not None]
+    if not any("cpu" in code.device_types for graph in graphs for code in codes_in(graph)):
+        return ""
+    return f"{platform.machine()} {cpu_vec_isa.pick_vec_isa()}"
+
+
+def _has_duplicates() -> bool:
+    """Whether Dynamo was told to guard on which inputs are one tensor."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return context is not None and bool(context.guards_context.aotautograd_guards)
+
+
+@dataclasses.dataclass
+class _Forward:
+    """The code of a graph, in the place of where AOTAutogradCache would look for it."""
+
+    code: Any
+    is_backward = False
+
+    def pre_save(self) -> None:
+        """Nothing: it is in the form that can be saved."""
+
+    def load(self, example_inputs: Sequence[Any]) -> Any:
+        """Load the modules and kernels that the code names."""
+        with kernels_together():
+            for code in codes_in(self.code):
+                revive(code, is_backward=self.is_backward)
+        return self.code
+
+    def post_compile(self, result: Any, fx_config: Mapping[str, Any]) -> Any:
+        """The code, as AOTAutograd calls it."""
+        return result
+
+
+@dataclasses.dataclass
+class _Backward(_Forward):
+    backward_state_indices: list[int]
+    num_symints_saved_for_bw_: int
+    is_backward = True
+
+    def post_compile(self, result: Any, fx_config: Mapping[str, Any]) -> Any:
+        """As AOTAutograd does when it has compiled a backward graph."""
+        return torch._dynamo.disable(result, reason="do not trace generated backwards pass")
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, meshes: Sequence[DeviceMesh]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._place = {id(mesh): place for place, mesh in enumerate(meshes)}
+
+    def persistent_id(self, value: Any) -> int | None:
+        mesh = getattr(value, "real_obj", value)
+        if not isinstance(mesh, DeviceMesh):
+            return None
+        if id(mesh) not in self._place:
+            raise pickle.PicklingError("a mesh that no parameter has")
+        return self._place[id(mesh)]
+
+    def reducer_override(self, value: Any) -> Any:
+        if is_kept_code(value):
+            return _kept_code, (type(value), without_callables(value))
+        if isinstance(value, torch._ops.OpOverload):
+            return _operator_named, (value.name(), value._overloadname)
+        if isinstance(value, (GraphModule, torch._subclasses.FakeTensor)):
+            raise pickle.PicklingError(f"a {type(value).__name__}")
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, meshes: Sequence[DeviceMesh]) -> None:
+        super().__init__(file)
+        self._meshes = meshes
+
+    def persistent_load(self, place: int) -> DeviceMesh:
+        return self._meshes[place]
+
+
+def _kept_code(cls: Any, state: dict[str, Any]) -> Any:
+    code = cls.__new__(cls)
+    vars(code).update(state)
+    return code
+
+
+def _operator_named(name: str, overload: str) -> Any:
+    namespace, _, rest = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), rest.removesuffix(f".{overload}"))
+    return getattr(packet, overload)

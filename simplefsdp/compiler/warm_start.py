@@ -1,0 +1,218 @@
+"""Compiled code on disk, so that a later process need not trace, plan and lower again.
+
+A file has the code of a Dynamo graph's forward and backward, and what the ranks agreed on of both
+(``observed.py``). Its key has all that the code depends on; in doubt there is none, and the graph
+is traced. On several ranks all use their files, or none does: a rank that compiles calls its
+backward's compiler in the middle of a step, where one that does not would wait for it in vain. So
+they compare first whether each has a file, and whether the same was agreed on in all. Then they go
+through what compiling would have had them agree on: a rank that compiles alone later finds the
+same decisions as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.fx import GraphModule
+
+from simplefsdp import _torch, rank_guard
+from simplefsdp.compiler import breaks, observers
+from simplefsdp.compiler.dedupe import specs_of
+from simplefsdp.compiler.observed import Compilation, Observed, agree_again
+from simplefsdp.compiler.options import Options
+from simplefsdp.compiler.plans import decision_before
+from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.rank_logging import level
+
+FOLDER = "simplefsdp_code"
+Code = Callable[..., Any]
+
+log = logging.getLogger("simplefsdp")
+
+
+class _File(NamedTuple):
+    """What is kept.
+
+    Attributes:
+        observed: of the forward (False) and the backward (True) graph.
+        code: of both.
+    """
+
+    observed: dict[bool, Observed]
+    code: bytes
+
+
+class WarmStart:
+    """The file of one Dynamo graph.
+
+    Args:
+        gm: the graph, before anything of it is traced.
+        example_inputs: its inputs.
+        compilation: of it.
+        options: the user's.
+        identity: of our passes and their settings.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        compilation: Compilation,
+        options: Options,
+        identity: str,
+    ) -> None:
+        self._compilation = compilation
+        self._attempt = _Attempt()
+        self._can = options.executor != "aot_eager" and _torch.can_save_code()
+        self._name: str | None = None
+        if self._can and _torch.cache_folder(FOLDER) is not None:
+            try:
+                self._meshes = _torch.meshes_of(example_inputs)
+                self._name = _name(gm, example_inputs, compilation, options, identity)
+            except Exception as error:
+                log.debug("compiled code is not kept: %s", error)
+
+    def code(self, *, together: bool) -> Code | None:
+        """The code of all ranks' files; None if one of them has none.
+
+        Args:
+            together: whether all ranks compile the graph now. One that compiles alone, what was
+                compared before, compiles.
+
+        Raises:
+            RankMismatchError: a rank did not come in time.
+        """
+        if not self._can or not together:
+            return None
+        ranks, timeout_s = self._compilation.ranks, self._compilation.timeout_s
+        found = self._loaded()
+        offered = _agreed_in(found[0]) if found is not None else "none"
+        what = "whether the code of an earlier run is used"
+        if not rank_guard.have_the_same(what, offered, ranks, timeout_s) or found is None:
+            return None
+        observed, code = found
+        for is_backward, one in observed.items():
+            agree_again(one, is_backward, self._compilation)
+        log.debug("the code of an earlier run is used")
+        return code
+
+    def _loaded(self) -> tuple[dict[bool, Observed], Code] | None:
+        if self._name is None or observers.any_listen() or _torch.is_traced():
+            return None
+        content = _torch.read_kept(FOLDER, self._name)
+        if content is None:
+            return None
+        try:
+            file = _File(*pickle.loads(content))
+            if not all(self._is_fine(one) for one in file.observed.values()):
+                return None
+            return file.observed, _torch.load_code(file.code, self._meshes)
+        except Exception as error:  # whatever it is, compiling meets it too, or does without
+            log.debug("compiled code in %s cannot be used: %r", self._name, error)
+            return None
+
+    def _is_fine(self, observed: Observed) -> bool:
+        """Whether it is of the plan that holds, and says what somebody wants to read."""
+        if log.isEnabledFor(level()) and not observed.said:
+            return False
+        if observed.asked is None:
+            return True
+        known = decision_before(observed.asked, self._compilation.ranks)
+        return known is None or known.planned == observed.planned
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether what is compiled can be kept."""
+        return self._name is not None
+
+    def attempt(self) -> _Attempt:
+        """To be told of what is compiled from now on."""
+        self._attempt = _Attempt()
+        return self._attempt
+
+    def accept(self) -> None:
+        """The code of the last attempt is what runs: keep it, now or when its backward is there."""
+        self._attempt.accept(self._keep)
+
+    def _keep(self, attempt: _Attempt) -> None:
+        observed, codes = attempt.observed, attempt.codes
+        if observed.keys() != codes.keys() or not all(one.stands for one in observed.values()):
+            return
+        code = _torch.dump_code(attempt.entry, codes, self._meshes)
+        kept = {part: one._replace(number=0) for part, one in observed.items()}
+        _torch.keep(FOLDER, str(self._name), pickle.dumps((kept, code)))
+
+
+def _agreed_in(observed: Mapping[bool, Observed]) -> str:
+    """What is the same on all ranks of what was observed."""
+    return repr([(part, one.planned, one.launches) for part, one in sorted(observed.items())])
+
+
+class _Attempt:
+    """A compilation of a graph, which may be given up for another one.
+
+    Attributes:
+        observed: of the graphs that were compiled.
+        codes: of them.
+        entry: what AOTAutograd says of them, when it has compiled all.
+    """
+
+    def __init__(self) -> None:
+        self.observed: dict[bool, Observed] = {}
+        self.codes: dict[bool, Any] = {}
+        self.entry: Any = None
+        self._keep: Callable[[_Attempt], None] | None = None
+
+    def add(self, is_backward: bool, observed: Observed, code: Any) -> None:
+        """Called with each graph that is compiled."""
+        self.observed[is_backward], self.codes[is_backward] = observed, code
+
+    def finish(self, entry: Any) -> None:
+        """Called by AOTAutograd, perhaps when the first backward runs."""
+        self.entry = entry
+        if self._keep is not None:
+            self._keep(self)
+            self.entry, self.codes = None, {}
+
+    def accept(self, keep: Callable[[_Attempt], None]) -> None:
+        """Keep it when it is finished."""
+        self._keep = keep
+        if self.entry is not None:
+            try:
+                keep(self)
+            except Exception as error:  # it would only have saved time
+                log.debug("compiled code is not kept: %r", error)
+
+
+def _name(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    compilation: Compilation,
+    options: Options,
+    identity: str,
+) -> str:
+    if options.cudagraphs:
+        raise _torch.UnknownGraphError("cudagraphs")
+    if breaks.is_between_breaks():  # of which more is said
+        raise _torch.UnknownGraphError("the graph breaks")
+    more = [
+        identity,
+        repr(options.executor),
+        repr((compilation.ranks, compilation.grad)),
+        *_groups(specs_of(gm)),
+    ]
+    return _torch.key_of_graph(gm, example_inputs, more)
+
+
+def _groups(specs: Iterable[GatherSpec]) -> list[str]:
+    """The ranks behind each name of a group."""
+    names: Mapping[str, None] = dict.fromkeys(
+        name
+        for spec in specs
+        for name in (spec.shard_group, spec.reduce_group, *(name for name, _ in spec.copy_groups))
+        if name
+    )
+    return [f"{name} {_torch.ranks_in_group(name)}" for name in names]
