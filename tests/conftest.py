@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -17,7 +18,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import RankPool, time_no_guards
 from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -117,17 +118,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    time_no_guards()
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """What is frozen would be reported as leaked at exit, by triton 3.9's bindings."""
-    gc.unfreeze()
+# What is frozen would be reported as leaked at exit, by triton 3.9's bindings. Not before: pytest
+# collects garbage five times when it ends.
+atexit.register(gc.unfreeze)
 
 
 # Modules whose tests start ranks by a command, and tests that compile with Inductor here.
 _COMMANDS = {"test_calibrate", "test_cli", "test_readme", "test_train"}
 _RANKS = {"pools", "own_ranks"}
 _INDUCTOR = {"test_compiled_order", "test_model_matrix", "test_pass_cache", "test_regions"}
+# Modules whose fixture takes long: they come first, so that no other worker steals a part of them.
+_TOGETHER = {"test_cuda_code", "test_elastic", "test_gpu_kit"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -147,4 +151,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         default = 4 if _RANKS & set(getattr(item, "fixturenames", ())) else 0
         return callspec.params.get("ranks", default) if callspec else default
 
-    items.sort(key=ranks_of, reverse=True)
+    items.sort(key=lambda item: (item.path.stem in _TOGETHER, ranks_of(item)), reverse=True)

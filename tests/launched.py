@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from ranks import PRELOADED
+from ranks import server
 
 
 def launch(script: Path, ranks: int, timeout: float = 120.0) -> str:
@@ -19,8 +18,7 @@ def launch(script: Path, ranks: int, timeout: float = 120.0) -> str:
     Raises:
         AssertionError: a rank failed, or gave no end.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
@@ -59,4 +57,5 @@ def _rank(script: Path, environment: dict[str, str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    torch.seed()  # as each process begins: ranks draw other numbers
     runpy.run_path(str(script), run_name="__main__")

@@ -1,7 +1,7 @@
 """Real ranks for tests: worker processes that are started once and run many test bodies.
 
-Importing torch and its compiler costs seconds: a server imports them once and forks the ranks, and
-a pool keeps them for many tests. A body is a module-level function that every rank calls with the
+Importing torch and its compiler costs seconds: a server does it once and forks the ranks, and a
+pool keeps them for many tests. A body is a module-level function that every rank calls with the
 same arguments; what it raises on any rank fails the test, with that rank's traceback, and a body
 that hangs is killed.
 """
@@ -16,13 +16,33 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.multiprocessing as mp
 
-PRELOADED = ["torch.distributed.tensor", "torch._inductor.compile_fx", "torch.profiler"]
+
+def server() -> Any:
+    """The context of a server that forks ranks, which has done what is in ``warm.py``."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    with pytest.MonkeyPatch.context() as patch:
+        # Python 3.11 tells the server no path; without ours it would import another checkout.
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(os.path.exists, sys.path)))
+        forkserver.ensure_running()
+    return context
+
+
+def time_no_guards() -> None:
+    """Let Dynamo not empty the processor's caches after each compilation, as it does to tell its
+    own log how long the guards take."""
+    from torch._dynamo import guards
+
+    if hasattr(guards, "profile_guard_manager"):  # of some releases
+        guards.profile_guard_manager = lambda *_: 0.0
 
 
 class RankPool:
@@ -58,8 +78,7 @@ class RankPool:
         return False, "gave no answer in time"
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = server()
         self._folder = Path(tempfile.mkdtemp(prefix="simplefsdp-test-ranks-"))
         store = str(self._folder / "store")
         for rank in range(self.world_size):
@@ -83,6 +102,7 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], pipe: Connec
     words = os.open(Path(store).with_name(f"{rank}.txt"), os.O_WRONLY | os.O_CREAT)
     os.dup2(words, 2)  # what C++ says before it aborts
     faulthandler.enable()  # and where Python was
+    assert "warm" in sys.modules, "the server of the ranks could not import it"
     import torch
     import torch.distributed as dist
     from torch._functorch import config as functorch_config
@@ -91,6 +111,7 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], pipe: Connec
     gc.collect()
     gc.freeze()  # as in conftest.py
     gc.set_threshold(50_000, 20, 100)
+    time_no_guards()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import fields
 from importlib.util import find_spec
@@ -22,8 +21,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import results_tables  # noqa: E402
 
-LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-
 
 def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", README, re.DOTALL)
@@ -39,18 +36,6 @@ def on_ranks(folder: Path, code: str, ranks: int) -> str:
     return launch(written(folder, code), ranks)
 
 
-def run(folder: Path, code: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments, str(written(folder, code))],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_python_of_the_readme_runs(tmp_path):
     train, resume = blocks("python")
     train = train.replace('"auto"}', '"auto", "executor": "aot_eager"}')
@@ -60,7 +45,7 @@ def test_python_of_the_readme_runs(tmp_path):
     show = f"values = {values}\nif dist.get_rank() == 0: print(*values)\n"
     end = "dist.destroy_process_group()\n"
     assert train.endswith(end)
-    printed = run(tmp_path, train.replace(end, show + end), *LAUNCHER, "2")
+    printed = on_ranks(tmp_path, train.replace(end, show + end), 2)
     losses = {step: float(x) for step, x in re.findall(r"step (\d): loss ([\d.]+), norm", printed)}
     assert len(losses) == 10 and losses["9"] < 0.95 * losses["0"]
 
@@ -193,17 +178,18 @@ def test_adapters_of_peft(tmp_path):
 
 
 def test_names_that_other_libraries_are_given(tmp_path):
+    code = ""
     (name,) = re.findall(r"`(import simplefsdp\.integrations\.lightning)`", README)
     (module,) = re.findall(r"`Accelerator` from `([\w.]+)`", README)
     if find_spec("accelerate"):  # test_accelerate.py trains with it
-        run(tmp_path, f"from {module} import Accelerator\nAccelerator(cpu=True)")
+        code += f"from {module} import Accelerator\nAccelerator(cpu=True)\n"
     (strategy,) = re.findall(r"`Trainer\((strategy=\"\w+\")\)`", README)
     if find_spec("lightning"):
-        made = f"from lightning import Trainer\nTrainer({strategy}, accelerator='cpu')"
-        run(tmp_path, f"{name}\n{made}")
+        code += f"{name}\nfrom lightning import Trainer\nTrainer({strategy}, accelerator='cpu')\n"
     ((module, config),) = re.findall(r"`--module ([\w.]+) --config (\w+)`", README)
     if find_spec("torchtitan") and find_spec("triton") and torch.__version__ >= "2.13":
-        run(tmp_path, f"import {module} as ours\nassert ours.{config}().model_spec")
+        code += f"import {module} as ours\nassert ours.{config}().model_spec\n"
+    on_ranks(tmp_path, code, 1)
 
 
 def test_it_is_of_one_sitting():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -56,6 +57,7 @@ def fresh_state():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    gc.freeze()  # accelerate collects garbage in each training: what is there now stays
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 

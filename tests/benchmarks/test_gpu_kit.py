@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from pack_checks import cases
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -44,8 +45,8 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
 CELLS = {
     "machine": {"versions", "attention", "calibration"},
-    "correct": {"eager", "none", "manual", "auto", "hybrid auto", "uneven rows", "second group"}
-    | {"every other member packed", "cudagraphs", "regions", "packing"},
+    "correct": {"eager", "hybrid auto", "checkpointed in full", "every other member packed"}
+    | {"cudagraphs", "regions", "packing"},
     "wire": {"smallest, 1 blocks", "24 blocks", "graphs"},
     "predicted": {"smallest, steps", "smallest, buckets of manual"},
     "host": {"optimizer and clip", "mm.dtype", "host, fsdp2_eager", "host, auto"},
@@ -57,8 +58,9 @@ def kit(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
     (path / "sitecustomize.py").write_text(_HIDDEN)
     command = [sys.executable, str(KIT / "run.py"), "--smallest", "--device", "cpu", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(path)}
-    # As conftest.py sets it: torch 2.13 has no attention in bf16 for such a CPU.
-    environment.pop("ATEN_CPU_CAPABILITY", None)
+    # As conftest.py sets it, so that Inductor soon compiles; of which torch 2.13 has no attention.
+    if torch.__version__.startswith("2.13"):
+        environment.pop("ATEN_CPU_CAPABILITY", None)
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=560, check=False
     )
@@ -83,7 +85,7 @@ def test_each_part_writes_what_it_found(found):
         assert data["environment"]["device"] == "cpu" and str(ROOT) not in text
     correct = json.loads((folder / "correct.json").read_text())["cells"]
     ranks = [rank for cell in correct.values() for rank in cell.get("ranks", ())]
-    assert len(ranks) == 28 and all(rank["ok"] for rank in ranks)
+    assert len(ranks) == 12 and all(rank["ok"] for rank in ranks)
     assert all(0 < rank["collectives"] <= 30 for rank in ranks)
     packs = [rank["packs"] for rank in correct["every other member packed"]["ranks"]]
     assert all(len(called) == 3 and min(called.values()) > 0 for called in packs)

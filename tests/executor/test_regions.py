@@ -151,7 +151,7 @@ def launches_of(source: str) -> list[str]:
     return ["region" if region else kind.split("_")[0] for kind, region in found]
 
 
-def test_it_runs_what_was_planned_and_in_that_order(fake_mesh, monkeypatch):
+def test_it_runs_what_was_planned_in_that_order_and_drops_values(fake_mesh, monkeypatch):
     mesh, seen = fake_mesh(4), []
     with observing(seen.append):
         ran = compiled_of(mesh, monkeypatch, 4)
@@ -163,10 +163,10 @@ def test_it_runs_what_was_planned_and_in_that_order(fake_mesh, monkeypatch):
     # One bucket is gathered while the one before is computed with.
     sequence = [k for k in launches_of(ran.programs["forward"]) if k != "wait"]
     assert " ".join(sequence).startswith("all all all region region all region region all")
+    every_value_is_dropped_after_its_last_use(ran)
 
 
-def test_every_value_is_dropped_after_its_last_use(fake_mesh, monkeypatch):
-    ran = compiled_of(fake_mesh(4), monkeypatch, 4)
+def every_value_is_dropped_after_its_last_use(ran: Ran) -> None:
     for source in ran.programs.values():
         *lines, result = source.splitlines()[2:]
         made: set[str] = set(re.findall(r"v\d+", source.splitlines()[1]))
@@ -186,21 +186,23 @@ def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found | {fqn: b.clone() for fqn, b in model.named_buffers()}
 
 
-@pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
-def test_it_computes_what_the_whole_graph_does(solo_mesh, monkeypatch, bucketing):
+def test_it_computes_what_the_whole_graph_does(solo_mesh, monkeypatch):
     """Dropout, too, which draws from the same seeds, and what is written in place."""
     torch.manual_seed(0)
     plain, x = Model(3, dropout=0.3), torch.rand(4, DIM)
-    results = []
-    for executor in ("inductor", "regions"):
+
+    def found(executor: str, bucketing: str) -> dict[str, torch.Tensor]:
         model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
         torch.manual_seed(1)
         with recorded(monkeypatch) as ran:
             loss = run(model, x, executor=executor, bucketing=bucketing)
         assert bool(ran.programs) == (executor == "regions")
-        results.append({"loss": loss, **numbers(model)})
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+        return {"loss": loss, **numbers(model)}
+
+    whole = found("inductor", "none")
+    for bucketing in ("none", "manual", "auto"):
+        for name, value in found("regions", bucketing).items():
+            torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_dropout_differs_between_layers(solo_mesh):

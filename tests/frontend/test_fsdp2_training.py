@@ -225,7 +225,7 @@ def test_layers_may_be_made_and_wrapped_one_by_one(fake_mesh):
     mesh, model = fake_mesh(2), nn.Sequential()
     for _ in range(8):
         model.append(simple_fsdp(Mlp(), mesh))
-        gc.collect()  # ids of the original parameters are used again
+        gc.collect(1)  # ids of the original parameters, which are young, are used again
     simple_fsdp(model, mesh)
     mean(model(numbers(2, DIM))).backward()
     assert all(p.grad is not None for p in model.parameters())

@@ -57,7 +57,7 @@ def sharded(model, args, **more):
 def _train(folder):
     fresh_state()
     args = arguments(folder, per_device_train_batch_size=2, per_device_eval_batch_size=1)
-    trainer = sharded(wrapped(llama(num_hidden_layers=2)), args)
+    trainer = sharded(wrapped(llama()), args)
     first = trainer.evaluate()["eval_loss"]
     trainer.train()
     return first, logged(trainer, "loss", "grad_norm", "eval_loss"), values_of(trainer.model)
@@ -68,7 +68,7 @@ def test_trains_as_one_process_does(pools, tmp_path):
     fresh_state()
     args = arguments(tmp_path, per_device_train_batch_size=4, per_device_eval_batch_size=2)
     data = {"train_dataset": sentences(16), "eval_dataset": sentences(6)}
-    plain = transformers.Trainer(llama(num_hidden_layers=2), args, **data)
+    plain = transformers.Trainer(llama(), args, **data)
     first_expected = plain.evaluate()["eval_loss"]
     plain.train()
     expected = logged(plain, "loss", "grad_norm", "eval_loss")

@@ -27,32 +27,6 @@ def tokens(generator):
     return torch.randint(60, (4, 16), generator=generator)
 
 
-def gpt2(generator):
-    """A logger call in the loss."""
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, **dropout)
-    x = tokens(generator)
-    return transformers.GPT2LMHeadModel(config), {"input_ids": x, "labels": x}
-
-
-def wav2vec2(generator):
-    """Lengths and masks that depend on the data."""
-    off = ["hidden", "attention", "feat_proj", "final", "activation"]
-    config = transformers.Wav2Vec2Config(
-        **{**TEXT, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3)},
-        **{f"{name}_dropout": 0.0 for name in off},
-        layerdrop=0.0,
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4,
-        apply_spec_augment=False,
-        ctc_loss_reduction="mean",
-    )
-    sound = torch.randn(4, 400, generator=generator)
-    labels = torch.randint(1, 32, (4, 5), generator=generator)
-    return transformers.Wav2Vec2ForCTC(config), {"input_values": sound, "labels": labels}
-
-
 def llava(generator):
     """Checks of the data; images that cross from graph to graph as views of one tensor."""
     vision = {**TEXT, "image_size": 28, "patch_size": 14, "num_hidden_layers": 2}
@@ -112,9 +86,9 @@ def train_and_compare(build, options):
     return [[b.fqns for b in graph.buckets] for graph in report.graphs.values()]
 
 
-@pytest.mark.parametrize("build", [gpt2, wav2vec2, llava])
-def test_models_that_dynamo_breaks(pools, build):
+def test_a_model_that_dynamo_breaks(pools):
+    """Others are in the matrix: GPT-2, wav2vec 2.0."""
     options = {"executor": "aot_eager", "bucketing": "manual"}
-    one, other = pools(2).run(train_and_compare, build, options)
+    one, other = pools(2).run(train_and_compare, llava, options)
     assert one == other
     assert len(one) > 2

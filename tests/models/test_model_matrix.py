@@ -33,10 +33,18 @@ MODELS = {
 }
 
 
+BROKEN = ("gpt2", "wav2vec2")  # by a logger call in the loss; by lengths that depend on data
+
+
 def compare(name: str, bucketing: str) -> dict:
     import models_rank
+    from models_media import classified, hugging_face
 
-    return models_rank.compare(name, bucketing, "aot_eager")
+    sizes = {"hidden_sizes": [8, 16], "depths": [1, 2], "embedding_size": 8}
+    two_stages = hugging_face("ResNetForImageClassification", classified, base={}, **sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(models_rank.MODELS, "resnet", two_stages)  # of four: it is compiled in time
+        return models_rank.compare(name, bucketing, "aot_eager")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -50,6 +58,7 @@ def test_trains_as_one_process_does(pools, name):
         assert found["gradient"] < tolerance, found["gradient_of"]
         assert found["loss"] < tolerance
         assert found["absent_differs"] == []
+        assert bool(found["breaks"]) or name not in BROKEN
         for kind in ("gather", "reduce"):
             assert found["buckets"][kind] < found["collectives"][kind], kind
 

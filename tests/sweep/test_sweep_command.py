@@ -103,7 +103,7 @@ def test_the_front_is_of_what_fits_by_sequence():
 def test_ranks_that_cannot_be_laid_out_are_left_out(tmp_path, capsys):
     """And spoil no other cell."""
     written = tmp_path / "cells.json"
-    sweep = ["--sweep", "batch=2", "seq=64", "ranks=3,4", "--tp", "2", *SMALL]
+    sweep = ["--sweep", "batch=3", "seq=64", "ranks=3,4", "--tp", "2", *SMALL]
     with pytest.raises(SystemExit) as stopped:
         main(["inspect", *sweep, "--json", str(written)])
     assert stopped.value.code == 0

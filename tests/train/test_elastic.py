@@ -24,7 +24,7 @@ from simplefsdp.train.command import parse
 from simplefsdp.train.config import DataOptions, OptimOptions, RunOptions, TrainConfig
 from simplefsdp.train.preflight import plan_run
 
-BATCH, STEPS = 8, 14
+BATCH, STEPS = 8, 11
 OPTIONS = (
     f"--data text --seq-len 16 --global-batch-size {BATCH} --steps {STEPS} --checkpoint-every 4 "
     "--eval-batches 1 --sample-tokens 0 --no-compile --log-every 1 --keep 99"
