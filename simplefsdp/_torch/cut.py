@@ -89,4 +89,9 @@ def _print_where_wanted(gm: GraphModule) -> None:
 
     log = _internal.getArtifactLogger("torch._functorch._aot_autograd.graph_compile", "aot_graphs")
     if not _internal.trace_log.handlers and not log.isEnabledFor(logging.INFO):
-        gm.print_readable = lambda *_, **__: ""  # type: ignore[method-assign,assignment]
+        gm.print_readable = _no_text  # type: ignore[method-assign,assignment]
+
+
+def _no_text(*_: object, **__: object) -> str:
+    """A function with a name: the keys of Inductor's cache are pickles of graphs."""
+    return ""

@@ -180,6 +180,46 @@ def test_code_is_used_again_and_gives_the_same(fake_mesh, options, depth, grad):
     assert len(found[0]) == (1 + 6 * depth if grad else 1)
 
 
+class Kinds(nn.Module):
+    """Statistics that are written to, dropout, a tied weight, an output that is an input's view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.first, self.last = nn.Embedding(10, WIDTH), nn.Linear(WIDTH, 10, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        h = x + self.first(x.long().clamp(0, 9)[:, 0])
+        for layer in self.layers:
+            h = self.drop(self.norm(layer(h)))
+        return self.last(h), x[1:], h.argmax()
+
+
+@pytest.mark.parametrize("options", CASES[:2], ids=str)
+def test_kinds_of_values(fake_mesh, options):
+    mesh, found = fake_mesh(4), []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = simple_fsdp(Kinds(), mesh)
+        run = torch.compile(model, backend="simplefsdp", options=options, fullgraph=True)
+        with watching() as log:
+            for i in range(3):
+                x = batch() + i
+                out, view, place = run(x)
+                out.square().mean().backward()
+                assert view.data_ptr() == x[1:].data_ptr()
+        grads = [p.grad.to_local() for p in model.parameters()]
+        found.append([out.detach(), view, place, *grads, *model.buffers()])
+    assert USED in log
+    assert_equal(*found)
+    assert model.calls == 3 and out.grad_fn is not None and view.grad_fn is None
+
+
 def test_the_log_says_the_same(fake_mesh):
     mesh, said = fake_mesh(4), []
     for _ in range(2):
