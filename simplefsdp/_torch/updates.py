@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +19,8 @@ from torch.optim.optimizer import Optimizer
 
 from simplefsdp._torch.cut import graph_module
 from simplefsdp._torch.dynamo import with_own_code
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class MakesState(Exception):
@@ -35,23 +42,27 @@ class CapturedStep(NamedTuple):
 def captured_step(optimizer: Optimizer) -> CapturedStep:
     """The graph of ``optimizer.step()`` for the parameters that have gradients.
 
-    No value changes, but parameters without state have their first one afterwards.
+    No tensor changes; what is Python's does. Parameters without state have their first one
+    afterwards.
 
     Raises:
         MakesState: it is to be called once before.
+        ValueError: the step that users call is not what the class of the optimizer defines, or has
+            effects that no graph has.
         torch._dynamo.exc.Unsupported: Dynamo cannot follow it as one graph.
     """
-    # What users call breaks the graph before and behind the step that the class defines.
-    step = inspect.unwrap(type(optimizer).step)
+    step = _defined_step(optimizer)
     found: list[CapturedStep] = []
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         tensors = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
         attributes = gm.graph.find_nodes(op="get_attr")
         tensors |= {node: getattr(gm, str(node.target)) for node in attributes}
+        gm._buffers.clear()  # or the graph keeps the state that there was when it was made
+        gm._parameters.clear()
         found.append(CapturedStep(gm.graph, tensors))
         (output,) = gm.graph.find_nodes(op="output")
-        results = tuple(None for _ in output.all_input_nodes)
+        results = tuple(None for _ in output.args[0])  # type: ignore[union-attr]
         return lambda *_: results
 
     def run() -> None:
@@ -60,11 +71,71 @@ def captured_step(optimizer: Optimizer) -> CapturedStep:
     run = with_own_code(run, f"{type(optimizer).__qualname__} at {id(optimizer)}")
     with torch.no_grad():
         torch.compile(run, backend=backend, fullgraph=True, dynamic=False)()
-    captured = found[-1]
+    captured = found.pop()  # Dynamo keeps the backend
     (output,) = captured.graph.find_nodes(op="output")
-    if output.all_input_nodes:
+    if not all(_is_written(node, captured.tensors) for node in output.all_input_nodes):
         raise MakesState
     return captured
+
+
+IN_PLACE: dict[object, Callable[..., Any]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+"""Operators that write to what is on their left, and those that do not and compute the same."""
+
+
+def _is_written(node: Node, tensors: dict[Node, Tensor]) -> bool:
+    """Whether a node is a tensor that was there, written to in place."""
+    while node not in tensors:
+        if not (node.target in IN_PLACE or (node.op == "call_method" and is_in_place(node))):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return True
+
+
+def is_in_place(node: Node) -> bool:
+    """Whether a Dynamo node calls a method, or a function, by a name that says that it writes."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return str(name).endswith("_") and not str(name).endswith("__")
+
+
+def _defined_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """What the class of an optimizer defines as its step. What users call breaks the graph before
+    and behind it."""
+    own = vars(optimizer).get("step")
+    # Schedules of learning rates wrap it to see that it is called.
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise ValueError("its step was replaced by another one")
+    step: Any = type(optimizer).step
+    while hasattr(step, "__wrapped__"):
+        if not _is_torchs(step):
+            raise ValueError(f"its step is wrapped by {step.__code__.co_filename}")
+        step = step.__wrapped__
+    if assigned := _assigned(type(optimizer), step, set()):
+        raise ValueError(f"it assigns to an attribute at each step, .{assigned}")
+    return cast(Callable[..., Any], step)
+
+
+def _assigned(cls: type, function: Any, seen: set[object]) -> str | None:
+    """An attribute that a step assigns to, or a method that it may call, which is not torch's: a
+    graph would have its first value in it, and Dynamo leaves an optimizer's attributes alone."""
+    code = function.__code__
+    seen.add(code)
+    if _is_torchs(function):
+        return None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR":
+            return str(instruction.argval)
+    methods = (inspect.getattr_static(cls, name, None) for name in code.co_names)
+    called = [m for m in methods if isinstance(m, FunctionType) and m.__code__ not in seen]
+    return next((found for m in called if (found := _assigned(cls, m, seen))), None)
+
+
+def _is_torchs(function: Any) -> bool:
+    return str(function.__code__.co_filename).startswith(_TORCH)
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
@@ -76,6 +147,16 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
         torch_optimizer._global_optimizer_post_hooks,
     )
     return [hook for found in hooks for hook in found.values()]
+
+
+def no_backward_inside() -> AbstractContextManager[None]:
+    """Have Dynamo refuse ``backward()`` in what it traces, also where the user allows it: a step's
+    own gradients are others."""
+    from torch._dynamo import config
+
+    if not getattr(config, "trace_autograd_ops", False):
+        return nullcontext()
+    return config.patch(trace_autograd_ops=False)  # type: ignore[no-any-return]
 
 
 def note_step(optimizer: Optimizer) -> None:

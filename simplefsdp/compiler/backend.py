@@ -26,6 +26,7 @@ from simplefsdp.compiler import breaks
 from simplefsdp.compiler.cache_key import sources
 from simplefsdp.compiler.compilation import begin_preparing, compile_with_passes
 from simplefsdp.compiler.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
+from simplefsdp.compiler.extension import Extension
 from simplefsdp.compiler.local_inputs import compile_with_local_inputs
 from simplefsdp.compiler.options import Options, parse_options
 from simplefsdp.compiler.reshard import decide_resharding
@@ -40,13 +41,6 @@ from simplefsdp.rank_logging import say
 
 log = logging.getLogger("simplefsdp")
 
-Call = Callable[..., Any]
-# Of a Dynamo graph and its inputs: another graph to compile, which computes gradients and uses
-# them, its inputs, and what makes of its code a function that is called as that graph was.
-Extend = Callable[
-    [GraphModule, Sequence[Any]], tuple[GraphModule, Sequence[Any], Callable[[Call], Call]]
-]
-
 
 @told_plainly
 def simplefsdp(
@@ -55,7 +49,7 @@ def simplefsdp(
     *,
     options: Mapping[str, object] | None = None,
     adjust: Callable[[Settings], Settings] | None = None,
-    extend: Extend | None = None,
+    extension: Extension | None = None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph of a wrapped model; torch calls this, users name the backend.
 
@@ -65,7 +59,7 @@ def simplefsdp(
         options: see :class:`simplefsdp.compiler.options.Options`.
         adjust: of benchmarks and tests: changes what users do not choose, of the settings that
             follow from ``options``; in the same way on all ranks.
-        extend: makes a whole training step of the graph, see :mod:`simplefsdp.step`.
+        extension: makes a whole training step of the graph.
 
     Raises:
         TypeError, ValueError: an unknown option, a parameter that
@@ -96,7 +90,14 @@ def simplefsdp(
         say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")
         ranks = ()
     together = _agree_on_model(
-        gm, choice, specs, settings, ranks, missing, adjusted=adjust is not None
+        gm,
+        choice,
+        specs,
+        settings,
+        ranks,
+        missing,
+        adjusted=adjust is not None,
+        more=[] if extension is None else extension.agreed,
     )
     uninitialised.refuse(missing)
     kept = decide_resharding(gm, example_inputs, settings, ranks, choice.rank_guard_timeout_s)
@@ -109,11 +110,11 @@ def simplefsdp(
         compile_with_passes, options=choice, settings=settings, ranks=ranks, together=together
     )
     until, sums, kept_places = _told_of_now(gm)
-    if extend is None:
+    if extension is None:
         compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
         compiled = noting_backwards(compiled, until, sums)
     else:
-        whole, inputs, called = extend(gm, example_inputs)
+        whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))
     compiled = refreshing(compiled, kept_places, ranks, choice.rank_guard_timeout_s)
     return _refusing_emptied(compiled, gathered, ranks, choice.rank_guard_timeout_s)
@@ -189,6 +190,7 @@ def _agree_on_model(
     missing: Sequence[str],
     *,
     adjusted: bool,
+    more: Sequence[str],
 ) -> bool:
     """Compare across ranks what is communicated, before autograd: a difference is told by name.
 
@@ -197,7 +199,7 @@ def _agree_on_model(
     """
     params = _sharded_inputs(gm)
     grad = "with" if torch.is_grad_enabled() else "without"
-    lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients"]
+    lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients", *more]
     lines += [f"Triton for what is sent {'is' if has_kernel(_device(gm)) else 'is not'} there"]
     # Not the cluster, which may be a path, but what it stands for.
     lines += _fields("options", replace(options, cluster=None))

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.optim.optimizer import Optimizer
 
-from simplefsdp import _torch
+from simplefsdp import _torch, rank_guard
 from simplefsdp._torch import updates
 from simplefsdp.compiler.backend import simplefsdp
+from simplefsdp.compiler.extension import Extension
+from simplefsdp.compiler.options import parse_options
 from simplefsdp.frontend.accumulation import note_reduced
 from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.frontend.kept import expect_writes
 from simplefsdp.frontend.living import living_shards
+from simplefsdp.frontend.waiting import refuse_waiting
+from simplefsdp.step.hyperparameters import fingerprint, hyperparameters
 from simplefsdp.step.scalars import CountsDiffer, Numbers, Scalars, scalars_of
-from simplefsdp.step.update import Update, capture, hyperparameters, tensor_at
-from simplefsdp.step.whole_graph import note_loss, whole_step
+from simplefsdp.step.update import Owner, Update, capture, params_of, tensor_at
+from simplefsdp.step.whole_graph import WholeStep, note_loss, whole_step
 
 log = logging.getLogger("simplefsdp")
+MOST = 8  # sets of hyperparameters that a step is compiled for
 
 
 class StepResult(NamedTuple):
@@ -76,9 +83,16 @@ def compile_step(
         options: those of the backend.
 
     Raises:
+        TypeError: ``optimizer`` is none; when it is called, the loss is no tensor.
         ValueError: when it is called: gradients are there already, hooks wait for them, the
-            optimizer cannot be compiled, or a gradient does not reach a parameter that it trains.
+            optimizer cannot be compiled, or changes its options time and again; the loss reads what
+            wants a gradient and is not trained, or no gradient reaches what is.
     """
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; of one "
+            "that wraps another, pass that"
+        )
     if max_norm is not None and not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number >= 0, or None, got {max_norm!r}")
     return _Step(loss_of, optimizer, max_norm, options).__call__
@@ -96,7 +110,11 @@ class _Step:
     ) -> None:
         self.loss_of, self.optimizer, self.max_norm = loss_of, optimizer, max_norm
         self.options = options
+        self.timeout_s = parse_options(options).rank_guard_timeout_s
         self.compiled: list[_Compiled] = []
+        self.last: tuple[list[object], _Compiled] | None = None
+        self.unread: set[Owner] = set()  # by the first step, if that was not compiled
+        self.makes_state = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         self._check()
@@ -104,58 +122,89 @@ class _Step:
             return self._of_now().call(*args, **kwargs)
         except CountsDiffer:
             self.compiled.remove(self._of_now())
+            self.last = None
             return self._of_now().call(*args, **kwargs)
         except updates.MakesState:
-            log.info("the first step is not compiled: %s makes its state there", self._name)
             return self._uncompiled(*args, **kwargs)
 
-    @property
-    def _name(self) -> str:
-        return type(self.optimizer).__name__
-
     def _of_now(self) -> _Compiled:
-        """The step for what the optimizer's hyperparameters are now."""
+        """The step for what the optimizer is now, but for the values of its tensors."""
+        now = fingerprint(self.optimizer)
+        if self.last is None or self.last[0] != now:
+            found = self._known() or self._compiled()
+            self.last = fingerprint(self.optimizer), found
+        return self.last[1]
+
+    def _known(self) -> _Compiled | None:
         wanted = hyperparameters(self.optimizer)
         for known in self.compiled:
             if known.update.hyperparameters == wanted:
                 return known
-        update = capture(self.optimizer)
+        if len(self.compiled) == MOST:
+            before = self.compiled[-1].update.hyperparameters
+            changed = [key for key in {**before, **wanted} if before.get(key) != wanted.get(key)]
+            raise ValueError(
+                f"optimizer: {changed[0]} has changed for the {MOST}th time, and the step was "
+                "compiled each time; keep it (OneCycleLR(cycle_momentum=False)), or compile the "
+                "model alone"
+            )
+        return None
+
+    def _compiled(self) -> _Compiled:
+        update = capture(self.optimizer, self.unread)
         scalars = scalars_of(self.optimizer, update)
-        self.compiled.append(_Compiled(self.optimizer, update, scalars, self.max_norm))
-        self.compiled[-1].compile(self.loss_of, self.options)
-        return self.compiled[-1]
+        compiled = _Compiled(self.optimizer, update, scalars, self.max_norm)
+        compiled.compile(self.loss_of, self.options)
+        self.compiled.append(compiled)
+        return compiled
 
     def _uncompiled(self, *args: Any, **kwargs: Any) -> StepResult:
-        optimizer, norm = self.optimizer, None
+        """A step in which the optimizer makes its state."""
+        optimizer, norm, params = self.optimizer, None, params_of(self.optimizer)
+        name = type(optimizer).__name__
+        if self.makes_state:
+            raise ValueError(
+                f"optimizer: {name}.step() makes other tensors of its state each time; compile the "
+                "model alone"
+            )
+        log.info("the first step is not compiled: %s makes its state there", name)
+        meshes = [p.device_mesh for p in params.values() if isinstance(p, DTensor)]
+        if self.timeout_s:
+            what = "a step that is not compiled, for the optimizer's state"
+            rank_guard.agree(
+                what, [name], rank_guard.ranks_of(meshes), self.timeout_s, remember=False
+            )
         with torch.enable_grad():
             loss = self.loss_of(*args, **kwargs)
             loss.backward()
         if self.max_norm is not None:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            norm = clip_grad_norm_(params, self.max_norm)
+            norm = clip_grad_norm_(params.values(), self.max_norm)
+        self.unread = {owner for owner, param in params.items() if param.grad is None}
         optimizer.step()
         optimizer.zero_grad()
+        self.makes_state = True
         return StepResult(loss.detach(), norm)
 
     def _check(self) -> None:
         """Refuse what a step would pass over in silence."""
+        if torch.is_inference_mode_enabled():
+            raise ValueError("a step that trains cannot be made in inference mode; call it outside")
         ours = __name__.partition(".")[0]
         for hook in updates.step_hooks(self.optimizer):
-            if not (getattr(hook, "__module__", None) or "").startswith(ours):
+            if str(getattr(hook, "__module__", "")).partition(".")[0] != ours:
                 raise ValueError(
                     f"optimizer: the hook {getattr(hook, '__qualname__', hook)} is to be called at "
                     "each step, which a compiled step does not do; remove it, or compile the model "
                     "alone"
                 )
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None or _torch.has_hooks(param):
-                    what = "has a gradient" if param.grad is not None else "has hooks"
-                    raise ValueError(
-                        f"a parameter of shape {tuple(param.shape)} {what}, which a compiled step "
-                        "would pass over: call optimizer.zero_grad() before it, and remove hooks; "
-                        "micro-batches leave their gradients by simplefsdp.microbatch"
-                    )
+        for param in params_of(self.optimizer).values():
+            if param.grad is not None or _torch.has_hooks(param):
+                what = "has a gradient" if param.grad is not None else "has hooks"
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} {what}, which a compiled step "
+                    "would pass over: call optimizer.zero_grad() before it, and remove hooks; "
+                    "micro-batches leave their gradients by simplefsdp.microbatch"
+                )
 
 
 class _Compiled:
@@ -173,15 +222,19 @@ class _Compiled:
             return note_loss(loss_of(*args, **kwargs))
 
         loss = _torch.with_own_code(loss, f"{loss_of!r} {id(self)}")
-        backend = partial(simplefsdp, options=options, extend=self.extend)
+        agreed = [f"a step of {type(self.optimizer).__name__}, max_norm {self.max_norm}"]
+        me = weakref.ref(self)  # Dynamo keeps the backend
+
+        def extend(gm: GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
+            return _there(me()).extend(gm, inputs)
+
+        extension = Extension(agreed, extend)
+        backend = partial(simplefsdp, options=options, extension=extension)
         self.loss = torch.compile(loss, backend=backend, fullgraph=True)
 
     def call(self, *args: Any, **kwargs: Any) -> StepResult:
-        with torch.enable_grad():
+        with torch.enable_grad(), updates.no_backward_inside():
             loss = self.loss(*args, **kwargs)
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        expect_writes(params)
-        note_reduced(params)
         updates.note_step(self.optimizer)
         norm, self.norm = self.norm, None
         return StepResult(loss, norm)
@@ -198,19 +251,35 @@ class _Compiled:
             max_norm=self.max_norm,
             fqns=fqns,
         )
-
         numbers = Numbers(self.optimizer, self.scalars, whole.trained)
+        me = weakref.ref(self)
 
         def called(code: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any) -> Any:
-                values = numbers.compute()
-                own = [tensor_at(self.optimizer, site) for site in whole.sites]
-                results = code(*args, *own, *(values[i] for i in whole.numbers), whole.seed)
-                numbers.write(values)
-                if self.max_norm is not None:
-                    *results, self.norm = results
-                return results
-
-            return call
+            return lambda *args: _there(me()).run(code, whole, numbers, args)
 
         return whole.gm, whole.inputs, called
+
+    def run(
+        self, code: Callable[..., Any], whole: WholeStep, numbers: Numbers, args: tuple[Any, ...]
+    ) -> Any:
+        """The results of the graph of the loss, of the compiled ``code`` of a whole step."""
+        params = params_of(self.optimizer)
+        others = (param for owner, param in params.items() if owner not in whole.trained)
+        refuse_waiting(others, "a compiled step")
+        values = numbers.compute()
+        own = [tensor_at(self.optimizer, site) for site in whole.sites]
+        results = code(*args, *own, *(values[i] for i in whole.numbers), whole.seed)
+        numbers.write(values)
+        trained = [params[owner] for owner in whole.trained]
+        expect_writes(trained)
+        note_reduced(trained)
+        if self.max_norm is not None:
+            *results, self.norm = results
+        return results
+
+
+def _there(value: _Compiled | None) -> _Compiled:
+    """What is not gone: who calls it holds it."""
+    if value is None:
+        raise RuntimeError("a compiled step was called that nobody has any more")
+    return value

@@ -12,8 +12,8 @@ graph; the new counts are written when the step is done::
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Container, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.optim.optimizer import Optimizer
 
+from simplefsdp._torch.updates import IN_PLACE, is_in_place
 from simplefsdp.step.update import Owner, Site, Update, tensor_at
-
-_IN_PLACE: dict[object, Callable[..., Any]] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
 
 
 class Scalars(NamedTuple):
@@ -39,6 +33,7 @@ class Scalars(NamedTuple):
         sources: what ``gm`` is called with: one of each of these, which are equal.
         gm: computes the results.
         results: the nodes of the update that they stand for.
+        examples: what they are now.
         nodes: all nodes of the update that are numbers.
         written: the state that changes, with the number of its new value among all that ``gm``
             gives: the results, and then those that are only written.
@@ -47,6 +42,7 @@ class Scalars(NamedTuple):
     sources: list[list[Site]]
     gm: GraphModule
     results: list[Node]
+    examples: list[Tensor]
     nodes: frozenset[Node]
     written: dict[Site, int]
 
@@ -70,21 +66,27 @@ def _is_number(value: object) -> bool:
 
 
 def scalars_of(optimizer: Optimizer, update: Update) -> Scalars:
-    """What ``update`` computes of counts and options alone."""
+    """What ``update`` computes of counts and options alone.
+
+    Raises:
+        ValueError: it writes to numbers in ways that are not followed here.
+    """
     counts = _counts(optimizer)
-    builder = _Builder({p: (p.group, p.key, float(tensor)) for p, tensor in counts.items()})
+    builder = _Builder({s: (s.group, s.key, float(tensor)) for s, tensor in counts.items()})
     wanted: dict[Node, None] = {}
     for node in update.graph.nodes:
         site = update.sites.get(node)
         if site is not None:
             if site in counts or site.kind == "option":
                 builder.source(node, site)
-        elif node.op != "output" and all(n in builder.value for n in node.all_input_nodes):
-            if node.all_input_nodes:
+        elif node.op != "output":
+            of_numbers = [n for n in node.all_input_nodes if n in builder.value]
+            if of_numbers and len(of_numbers) == len(node.all_input_nodes):
                 builder.compute(node)
-        else:
-            wanted.update(dict.fromkeys(n for n in node.all_input_nodes if n in builder.value))
-    return builder.done(list(wanted))
+            else:
+                builder.refuse_written(node)
+                wanted.update(dict.fromkeys(of_numbers))
+    return builder.done(list(wanted), optimizer)
 
 
 class _Builder:
@@ -108,36 +110,67 @@ class _Builder:
         self.value[node], self.sites[node] = self.known[key], site
 
     def compute(self, node: Node) -> None:
-        method = node.op == "call_method" and str(node.target)
-        in_place = node.target in _IN_PLACE or (method and method.endswith("_"))
-        target = _IN_PLACE.get(node.target, node.target)
-        if method and in_place:
+        method = str(node.target) if node.op == "call_method" else ""
+        target: Any = IN_PLACE.get(node.target, node.target)
+        if method == "copy_":
+            target = "clone"
+        elif method and is_in_place(node) and hasattr(Tensor, method[:-1]):
             target = method[:-1]
+        elif node.target not in IN_PLACE:
+            self.refuse_written(node)
         args = map_arg(node.args, self.value.__getitem__)
         kwargs = map_arg(node.kwargs, self.value.__getitem__)
+        args = args[1:2] if method == "copy_" else args
         key = (node.op, target, args, tuple(sorted(kwargs.items())))
         if key not in self.known:
             self.known[key] = self.graph.create_node(node.op, target, args, kwargs)
         self.value[node] = self.known[key]
-        if in_place:
-            self._write(node.args[0], self.known[key])
-            self.sites[node] = self.sites[node.args[0]]  # type: ignore[index]
+        if target != node.target:
+            self._write(node, cast(Node, node.args[0]))
 
-    def _write(self, target: Any, value: Node) -> None:
-        site = self.sites[target]
-        for node, its in self.sites.items():
+    def refuse_written(self, node: Node) -> None:
+        """Refuse what writes to a number otherwise than :meth:`compute` knows."""
+        writes = is_in_place(node) or node.target is operator.setitem
+        written: Any = node.args[:1] if writes else node.kwargs.get("out")
+        left = [written]
+        while left:
+            value = left.pop()
+            left += value if isinstance(value, (list, tuple)) else ()
+            if isinstance(value, Node) and value in self.value:
+                self._refuse(value)
+
+    def _refuse(self, node: Node) -> None:
+        site = self.sites.get(node)
+        raise ValueError(
+            f"optimizer: its step writes to {site.key if site else node.name!r}, a tensor of one "
+            "number, in a way that is not compiled; compile the model alone"
+        )
+
+    def _write(self, node: Node, target: Node) -> None:
+        """Note that ``target``, and all that stands for the same tensor, is now what ``node`` is"""
+        site = self.sites.get(target)
+        if site is None:  # made in this step
+            self.value[target] = self.value[node]
+            return
+        if site.kind != "state":
+            self._refuse(target)
+        self.sites[node] = site
+        for other, its in self.sites.items():
             if its == site:
-                self.value[node] = value
-        self.written[site] = value
+                self.value[other] = self.value[node]
+        self.written[site] = self.value[node]
 
-    def done(self, wanted: list[Node]) -> Scalars:
+    def done(self, wanted: list[Node], optimizer: Optimizer) -> Scalars:
         values = [self.value[node] for node in wanted]
         values += [v for v in dict.fromkeys(self.written.values()) if v not in values]
         self.graph.output(tuple(values))
         number = {value: i for i, value in enumerate(values)}
         written = {site: number[value] for site, value in self.written.items()}
         gm = GraphModule(nn.Module(), self.graph)
-        return Scalars([*self.sources.values()], gm, wanted, frozenset(self.value), written)
+        sources = [*self.sources.values()]
+        with torch.no_grad():
+            examples = list(gm(*(tensor_at(optimizer, sites[0]) for sites in sources)))
+        return Scalars(sources, gm, wanted, examples[: len(wanted)], frozenset(self.value), written)
 
 
 class Numbers:
@@ -156,7 +189,7 @@ class Numbers:
             own[0] if own else all_[0] for own, all_ in zip(mine, scalars.sources, strict=True)
         ]
         self.written = {p: i for p, i in scalars.written.items() if p.owner in trained}
-        self.versions: object = None
+        self.left: list[tuple[Tensor, int]] = []  # counts, as they were checked
 
     def compute(self) -> tuple[Tensor, ...]:
         """All values, for the step that is about to run.
@@ -164,11 +197,11 @@ class Numbers:
         Raises:
             CountsDiffer: the graph is for counts that are equal where these are not.
         """
-        if self._versions() != self.versions:  # somebody else wrote to a count
+        if not self._as_left():  # somebody else wrote to a count
             for sites in self.equal:
                 if len({float(tensor_at(self.optimizer, site)) for site in sites}) > 1:
                     raise CountsDiffer
-            self.versions = self._versions()
+            self._leave()
         with torch.no_grad():
             sources = [tensor_at(self.optimizer, site) for site in self.sources]
             return self.scalars.gm(*sources)  # type: ignore[no-any-return]
@@ -180,9 +213,17 @@ class Numbers:
         tensors = [tensor_at(self.optimizer, site) for site in self.written]
         with torch.no_grad():
             torch._foreach_copy_(tensors, [values[i] for i in self.written.values()])
-        self.versions = self._versions()
+        self._leave()
 
-    def _versions(self) -> object:
-        """Changes where a count has another tensor, or another value."""
-        tensors = [tensor_at(self.optimizer, p) for sites in self.equal for p in sites]
-        return [(id(tensor), tensor._version) for tensor in tensors]
+    def _counts(self) -> list[Tensor]:
+        return [tensor_at(self.optimizer, site) for sites in self.equal for site in sites]
+
+    def _leave(self) -> None:
+        self.left = [(tensor, tensor._version) for tensor in self._counts()]
+
+    def _as_left(self) -> bool:
+        now = self._counts()
+        return len(now) == len(self.left) and all(
+            tensor is before and tensor._version == version
+            for tensor, (before, version) in zip(now, self.left, strict=True)
+        )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Container, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from torch.optim.optimizer import Optimizer
 
 from simplefsdp._torch import updates
+from simplefsdp.step.hyperparameters import RATE, hyperparameters, unchanged
 
 Owner = tuple[int, int]  # of a parameter, its group's number and its own in that
 
@@ -43,50 +44,65 @@ class Update(NamedTuple):
     Attributes:
         graph: of Dynamo's; without results.
         sites: what its placeholders and attributes stand for.
-        hyperparameters: the numbers that the graph has in it.
+        hyperparameters: of the optimizer that it holds for.
+        params: of that; they are kept, as they are told apart by their ids.
     """
 
     graph: Graph
     sites: dict[Node, Site]
-    hyperparameters: object
-
-
-RATE = "lr"  # the option that changes from step to step
+    hyperparameters: dict[str, Any]
+    params: list[nn.Parameter]
 
 
 def tensor_at(optimizer: Optimizer, site: Site) -> Tensor:
     """The tensor that is there now; of a number, one that holds it, as exactly as Python does."""
     group = optimizer.param_groups[site.group]
     if site.kind == "option":
-        return torch.as_tensor(group[site.key], dtype=torch.float64)
+        value = group[site.key]
+        if isinstance(value, Tensor):
+            return value
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     param = group["params"][site.number]
     return optimizer.state[param][site.key] if site.kind == "state" else param
 
 
-def capture(optimizer: Optimizer) -> Update:
-    """The update of all parameters that are trained, as if each had a gradient.
+def params_of(optimizer: Optimizer) -> dict[Owner, nn.Parameter]:
+    """All parameters of an optimizer."""
+    return {
+        (g, i): param
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+    }
+
+
+def capture(optimizer: Optimizer, without_gradient: Container[Owner] = ()) -> Update:
+    """The update of the parameters that are trained, as if each had a gradient.
 
     Each parameter is updated by operators of its own, whatever ``foreach`` and ``fused`` say: an
     update can run as soon as its gradient is there. Learning rates are read from tensors.
 
+    Args:
+        optimizer: it. Parameters without state have their first one afterwards.
+        without_gradient: parameters that are known to have none.
+
     Raises:
         MakesState: the optimizer makes state of its first gradients; step once before.
-        ValueError: the step cannot be followed, or uses what is no parameter, gradient, state or
-            option.
+        ValueError: the step cannot be followed; or it uses what is no parameter, gradient, state or
+            option, or changes numbers of Python's.
     """
     name = type(optimizer).__name__
-    before = {param: dict(state) for param, state in optimizer.state.items()}
-    with _changed_options(optimizer), _zero_gradients(optimizer):
+    params = params_of(optimizer)
+    trained = {o: p for o, p in params.items() if p.requires_grad and o not in without_gradient}
+    known_state = {(param, key) for param, of in optimizer.state.items() for key in of}
+    with unchanged(optimizer), _changed_options(optimizer), _zero_gradients(trained.values()):
         try:
             graph, tensors = updates.captured_step(optimizer)
         except updates.MakesState:
-            optimizer.state.clear()
-            optimizer.state.update(before)
             raise
         except Exception as error:
             raise ValueError(
                 f"optimizer: {name}.step() cannot be compiled into the training step: "
-                f"{str(error).splitlines()[0]}; compile the model alone"
+                f"{_reason(error)}; compile the model alone"
             ) from error
         known = {id(tensor): site for site, tensor in _all_tensors(optimizer)}
     unknown = [node.name for node, tensor in tensors.items() if id(tensor) not in known]
@@ -96,21 +112,27 @@ def capture(optimizer: Optimizer) -> Update:
             f"gradients, their state nor options of their groups ({unknown[0]}, and "
             f"{len(unknown) - 1} more); compile the model alone"
         )
+    _move_counts(optimizer, known_state)
     sites = {node: known[id(tensor)] for node, tensor in tensors.items()}
-    return Update(graph, sites, hyperparameters(optimizer))
+    return Update(graph, sites, hyperparameters(optimizer), list(params.values()))
 
 
-def hyperparameters(optimizer: Optimizer) -> object:
-    """What a graph of the step has in it as numbers: all options that are no tensors, but for the
-    learning rate, and which parameters are trained."""
-    skipped = ("params", RATE)
-    return [
-        (
-            {k: v for k, v in group.items() if k not in skipped and not isinstance(v, Tensor)},
-            [param.requires_grad for param in group["params"]],
-        )
-        for group in optimizer.param_groups
-    ]
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")]
+    return ": ".join([*lines[:1], *told[:1]]).removesuffix(".")
+
+
+def _move_counts(optimizer: Optimizer, before: Container[tuple[Tensor, str]]) -> None:
+    """Have the first counts where the optimizer wants them: on the device, if its own kernels read
+    them there. It was followed without these kernels."""
+    for group in optimizer.param_groups:
+        if not (group.get("fused") or group.get("capturable")):
+            continue
+        for param in group["params"]:
+            for key, value in optimizer.state.get(param, {}).items():
+                if (param, key) not in before and isinstance(value, Tensor) and not value.dim():
+                    optimizer.state[param][key] = value.to(param.device)
 
 
 def owners_of(update: Update) -> dict[Node, set[Owner]]:
@@ -123,29 +145,21 @@ def owners_of(update: Update) -> dict[Node, set[Owner]]:
     return owners
 
 
-def _trained(optimizer: Optimizer) -> Iterator[tuple[Site, nn.Parameter]]:
-    for g, group in enumerate(optimizer.param_groups):
-        for i, param in enumerate(group["params"]):
-            if param.requires_grad:
-                yield Site("param", g, i), param
-
-
 def _all_tensors(optimizer: Optimizer) -> Iterator[tuple[Site, Tensor]]:
     for g, group in enumerate(optimizer.param_groups):
         options = ((k, v) for k, v in group.items() if isinstance(v, Tensor))
         yield from ((Site("option", g, key=key), value) for key, value in options)
-    for site, param in _trained(optimizer):
-        yield site, param
+    for (g, i), param in params_of(optimizer).items():
+        yield Site("param", g, i), param
         if param.grad is not None:
-            yield site._replace(kind="grad"), param.grad
-        for key, value in optimizer.state[param].items():
+            yield Site("grad", g, i), param.grad
+        for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
-                yield site._replace(kind="state", key=key), value
+                yield Site("state", g, i, key), value
 
 
 @contextmanager
-def _zero_gradients(optimizer: Optimizer) -> Iterator[None]:
-    params = [param for _, param in _trained(optimizer)]
+def _zero_gradients(params: Collection[nn.Parameter]) -> Iterator[None]:
     for param in params:
         param.grad = torch.zeros_like(param)
     try:
@@ -157,12 +171,14 @@ def _zero_gradients(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _changed_options(optimizer: Optimizer) -> Iterator[None]:
-    """Have the optimizer update each parameter by itself, at rates that are tensors."""
+    """Have the optimizer update each parameter by itself, at rates that are tensors, each group's
+    its own."""
     keys = ("foreach", "fused", RATE)
     before = [{k: group[k] for k in keys if k in group} for group in optimizer.param_groups]
-    for group, own in zip(optimizer.param_groups, before, strict=True):
-        changed = {key: torch.tensor(v) if key == RATE else False for key, v in own.items()}
-        group.update(changed | {k: v for k, v in own.items() if isinstance(v, Tensor)})
+    for g, group in enumerate(optimizer.param_groups):
+        for key in before[g]:
+            rate = key == RATE and tensor_at(optimizer, Site("option", g, key=key)).detach().clone()
+            group[key] = rate
     try:
         yield
     finally:

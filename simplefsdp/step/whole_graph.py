@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.optim.optimizer import Optimizer
 
@@ -69,15 +70,17 @@ def whole_step(
         fqns: of parameters, by ``id``, for errors.
 
     Raises:
-        ValueError: the loss is not one number; a gradient is to be deferred; the graph reads no
-            parameter that is trained, or the optimizer updates one that is read together with one
-            that is not.
+        TypeError: the loss is no tensor.
+        ValueError: it is not one number, or depends on nothing that is trained; a gradient is to be
+            deferred, or wanted by others; or the optimizer updates a parameter that is read
+            together with one that is not.
     """
     gm = copied_graph(gm)
     (loss,) = gm.graph.find_nodes(op="call_function", target=note_loss)
     _check(gm, loss)
     like: Tensor = loss.meta["example_value"]
     nodes = _params_read(gm, inputs, optimizer, update)
+    _refuse_others(gm, inputs, nodes.values(), fqns)
     trained = frozenset(site.owner for site in nodes if site.owner)
     of_update = _nodes_of(update, scalars, trained)
     sites = [
@@ -89,7 +92,7 @@ def whole_step(
     numbers = [i for i, node in enumerate(scalars.results) if node in used]
     seed = torch.ones(like.shape, dtype=like.dtype, device=like.device)
     more = [(f"{site.kind}_{site.key}", tensor_at(optimizer, site)) for site in sites]
-    more += [(f"number_{i}", _NUMBER) for i in numbers]
+    more += [(f"number_{i}", scalars.examples[i]) for i in numbers]
     more += [("gradient_of_loss", seed)]
     added = [add_input(gm, name, tensor, like) for name, tensor in more]
     known = {**nodes, **dict(zip(sites, (node for node, _ in added), strict=False))}
@@ -102,19 +105,40 @@ def whole_step(
     return WholeStep(gm, [*inputs, *(fake for _, fake in added)], sites, numbers, seed, trained)
 
 
-_NUMBER = torch.zeros((), dtype=torch.float64)  # as what comes from outside of the graph
-
-
 def _check(gm: GraphModule, loss: Node) -> None:
-    shape = tuple(loss.meta["example_value"].shape)
-    if shape and max(shape) > 1:
-        raise ValueError(f"loss: expected one number, got a tensor of shape {shape}")
+    value = loss.meta.get("example_value")
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        raise TypeError(
+            f"loss: expected a tensor, got {type(value).__name__}; return the loss alone, and of a "
+            "DTensor its full_tensor()"
+        )
+    if value.shape and max(value.shape) > 1:
+        raise ValueError(f"loss: expected one number, got a tensor of shape {tuple(value.shape)}")
+    if not value.requires_grad:
+        raise ValueError(
+            "loss: it depends on no parameter that wants a gradient; compute it in floating point, "
+            "from parameters that are not frozen, and not under no_grad"
+        )
     for node in gathers_of(gm):
         if node.kwargs.get("until", "all") != "all":
             raise ValueError(
                 f"{node.args[1]}: its gradient is to be deferred, but a step updates parameters: "
                 "call it for the last micro-batch, outside of microbatch(model, is_last=False), or "
                 "after set_requires_gradient_sync(True)"
+            )
+
+
+def _refuse_others(
+    gm: GraphModule, inputs: Sequence[Any], trained: Collection[Node], fqns: Mapping[int, str]
+) -> None:
+    """Refuse what wants a gradient that nobody uses: a backward would leave it in ``.grad``."""
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False):
+        wants = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+        if wants and node not in trained:
+            raise ValueError(
+                f"{fqns.get(id(value), node.name)}: the loss reads it, it wants a gradient, and "
+                "the optimizer does not train it, or did not as it made its state: freeze it "
+                "(requires_grad_(False)), give it to the optimizer, or compile the model alone"
             )
 
 
@@ -126,7 +150,10 @@ def _params_read(
     sites = [site for site in dict.fromkeys(update.sites.values()) if site.kind == "param"]
     ids = {site: id(tensor_at(optimizer, site)) for site in sites}
     if not any(key in given for key in ids.values()):
-        raise ValueError("the loss reads no parameter that the optimizer trains")
+        raise ValueError(
+            "the loss reads no parameter that the optimizer trains: make the optimizer after "
+            "simple_fsdp, and steps outside of simplefsdp.unsharded"
+        )
     return {site: given[key] for site, key in ids.items() if key in given}
 
 

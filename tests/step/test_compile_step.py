@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -22,8 +25,8 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.unread = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
+    def forward(self, x: torch.Tensor, reads: bool = False) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))) + (self.unread.sum() if reads else 0)
 
 
 def loss_with(model: nn.Module):
@@ -67,9 +70,13 @@ def seen():
         (torch.optim.RMSprop, {}),
         (torch.optim.Adagrad, {}),
         (torch.optim.NAdam, {}),
+        (torch.optim.RAdam, {}),
+        (torch.optim.Adamax, {}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.Rprop, {}),
     ],
 )
-def test_updates_of_other_optimizers(solo_mesh, kind, options):
+def test_updates_of_other_optimizers(solo_mesh, seen, kind, options):
     plain, model, own, others = pair(solo_mesh, kind, **options)
     step = compile_step(loss_with(model), others, options=OPTIONS)
     for _ in range(3):
@@ -78,6 +85,7 @@ def test_updates_of_other_optimizers(solo_mesh, kind, options):
         step(x)
     check(plain, model, 1e-5)
     assert others.param_groups[0].get("foreach") is options.get("foreach")
+    assert len(seen) == 1
 
 
 def test_learning_rates_change_without_compiling(solo_mesh, seen):
@@ -288,3 +296,204 @@ def test_state_of_the_optimizer_is_not_counted_as_memory_of_the_step(fake_mesh, 
     assert len(read) == 10
     written = {n for op in program.ops for n in op.writes} & set(program.inputs)
     assert written and written <= program.resident
+
+
+class Own(torch.optim.Optimizer):
+    """Plain descent, as somebody writes it; ``note`` is called in each step."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr, "count": 0})
+        self.count, self.total = 0, torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            scale = self.note(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * group["lr"] * scale)
+
+    def note(self, group):
+        return 1.0
+
+
+class InGroup(Own):
+    def note(self, group):
+        group["count"] += 1
+        return group["count"]
+
+
+class InState(Own):
+    def note(self, group):
+        state = self.state[group["params"][0]]
+        state["count"] = state.get("count", 0) + 1
+        return state["count"]
+
+
+class InAttribute(Own):
+    def note(self, group):
+        self.count += 1
+        return self.count
+
+
+class InForeach(Own):
+    def note(self, group):
+        state = self.state[group["params"][0]]
+        if "count" not in state:
+            state["count"] = torch.zeros(())
+        torch._foreach_add_([state["count"]], 1)
+        return state["count"]
+
+
+class Wrapped(Own):
+    @functools.wraps(Own.step)
+    def step(self, closure=None):
+        Own.step(self)
+        Own.step(self)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (InGroup, "param_groups.0..'count'. is a number of Python's"),
+        (InState, "state.'count'. is a number of Python's"),
+        (InAttribute, r"assigns to an attribute at each step, \.count"),
+        (Wrapped, "its step is wrapped by .*test_compile_step.py"),
+    ],
+)
+def test_what_a_graph_would_have_for_ever_is_refused(solo_mesh, kind, said):
+    """And the optimizer is as it was."""
+    _, model, _, others = pair(solo_mesh, kind)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    with pytest.raises(ValueError, match=said):
+        step(torch.randn(4, WIDTH))
+    assert others.param_groups[0]["count"] == others.count == 0
+    assert not any(others.state.values())
+
+
+def test_numbers_that_are_written_to_together_are_refused(solo_mesh):
+    _, model, _, others = pair(solo_mesh, InForeach)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    step(torch.randn(4, WIDTH))  # not compiled, as it makes its state
+    with pytest.raises(ValueError, match="writes to 'count', a tensor of one number"):
+        step(torch.randn(4, WIDTH))
+
+
+def test_an_optimizer_of_somebodys(solo_mesh, seen):
+    plain, model, own, others = pair(solo_mesh, Own)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    for _ in range(3):
+        x = torch.randn(4, WIDTH)
+        plain_step(plain, own, x)
+        step(x)
+    check(plain, model)
+    assert len(seen) == 1
+
+
+def test_a_replaced_step_is_refused(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    others.step = lambda: None
+    with pytest.raises(ValueError, match="its step was replaced"):
+        compile_step(loss_with(model), others, options=OPTIONS)(torch.randn(4, WIDTH))
+
+
+def test_a_gradient_that_nobody_uses_is_refused(solo_mesh):
+    _, model, _, _ = pair(solo_mesh)
+    others = torch.optim.AdamW([p for p in model.parameters() if p.dim() > 1])
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    with pytest.raises(ValueError, match=r"first\.bias: the loss reads it, .* does not train it"):
+        step(torch.randn(4, WIDTH))
+
+
+def test_state_in_another_dtype_is_compiled_anew(solo_mesh, seen):
+    plain, model, own, others = pair(solo_mesh, torch.optim.SGD, momentum=0.9)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    for number in range(4):  # the first one is not compiled
+        x = torch.randn(4, WIDTH)
+        plain_step(plain, own, x)
+        step(x)
+        if number == 1:
+            for optimizer in (own, others):
+                for state in optimizer.state.values():
+                    if state["momentum_buffer"] is not None:
+                        state["momentum_buffer"] = state["momentum_buffer"].to(torch.float64)
+    check(plain, model, 1e-5)
+    assert len(seen) == 2
+
+
+def test_a_rate_that_groups_share_is_each_ones_own(solo_mesh):
+    plain, model = Net(), None
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    optimizers = []
+    for net in (plain, model):
+        groups = [{"params": [*net.first.parameters()]}, {"params": [*net.second.parameters()]}]
+        optimizers.append(torch.optim.SGD(groups, lr=torch.tensor(0.1)))
+    step = compile_step(loss_with(model), optimizers[1], options=OPTIONS)
+    for _ in range(2):
+        x = torch.randn(4, WIDTH)
+        plain_step(plain, optimizers[0], x)
+        step(x)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.01
+    check(plain, model)
+
+
+def test_hyperparameters_that_never_stay_are_told_by_name(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    x = torch.randn(4, WIDTH)
+    for number in range(8):
+        others.param_groups[0]["betas"] = (0.9 - number / 100, 0.99)
+        step(x)
+    others.param_groups[0]["betas"] = (0.5, 0.99)
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['betas'\] has changed for the 8th"):
+        step(x)
+
+
+def test_what_waits_for_a_parameter_that_is_not_read_is_not_dropped(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    x = torch.randn(4, WIDTH)
+    with microbatch(model, is_last=False):
+        model(x, reads=True).mean().backward()
+    with pytest.raises(ValueError, match=r"a compiled step: gradients .* wait to be reduced"):
+        step(x)
+
+
+def test_nothing_is_kept_of_a_step_that_nobody_has(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    step(torch.randn(4, WIDTH))
+    gone = weakref.ref(step.__self__)
+    moments = weakref.ref(next(iter(others.state.values()))["exp_avg"])
+    others.load_state_dict(copy.deepcopy(others.state_dict()))
+    del step
+    gc.collect()
+    assert gone() is None and moments() is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "error"),
+    [
+        (lambda model, x: (model(x).sum(), 1), "loss: expected a tensor, got tuple"),
+        (lambda model, x: model(x).sum().detach(), "depends on no parameter that wants a gradient"),
+    ],
+)
+def test_losses_of_another_kind_are_refused(solo_mesh, loss, error):
+    _, model, _, others = pair(solo_mesh)
+    step = compile_step(lambda x: loss(model, x), others, options=OPTIONS)
+    with pytest.raises((TypeError, ValueError), match=error):
+        step(torch.randn(4, WIDTH))
+
+
+def test_what_is_no_optimizer_is_refused(solo_mesh):
+    _, model, _, _ = pair(solo_mesh)
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Net"):
+        compile_step(loss_with(model), model)
+
+
+def test_inference_mode_is_refused(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    with pytest.raises(ValueError, match="inference mode"), torch.inference_mode():
+        step(torch.randn(4, WIDTH))

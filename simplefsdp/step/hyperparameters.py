@@ -1,0 +1,118 @@
+"""What an optimizer is, beside the values of its tensors: a graph of its step holds all of that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+RATE = "lr"  # the option that changes from step to step
+_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")  # torch's, of what has happened
+_NUMBERS = (bool, int, float, complex, str, type(None))
+
+
+def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
+    """By a name for messages: options that are no tensors, but for the learning rate; attributes;
+    which parameters there are and which are trained; and the layout of their state."""
+    found: dict[str, Any] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key not in ("params", RATE) and not isinstance(value, Tensor):
+                found[f"param_groups[{g}][{key!r}]"] = copy.deepcopy(value)
+        found[f"param_groups[{g}]['params']"] = [(id(p), p.requires_grad) for p in group["params"]]
+        states = [optimizer.state.get(p, {}) for p in group["params"]]
+        laid_out = [{key: _layout(value) for key, value in state.items()} for state in states]
+        found[f"the state of param_groups[{g}]"] = laid_out
+    attributes = _attributes(optimizer).items()
+    return found | {f"optimizer.{key}": value for key, value in attributes if value is not _OPAQUE}
+
+
+def fingerprint(optimizer: Optimizer) -> list[object]:
+    """Differs where :func:`hyperparameters` may; made in less time."""
+    found: list[object] = []
+    for group in optimizer.param_groups:
+        found += [_plain(v) for k, v in group.items() if k not in ("params", RATE)]
+        for param in group["params"]:
+            found += [id(param), param.requires_grad]
+            for key, value in optimizer.state.get(param, {}).items():
+                is_tensor = isinstance(value, Tensor)
+                found += [key, *((id(value), value.dtype) if is_tensor else (_plain(value),))]
+    return [*found, *_attributes(optimizer).values()]
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, object]:
+    return {key: _plain(v) for key, v in vars(optimizer).items() if key not in _NOTES}
+
+
+def _layout(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return _plain(value)
+    placements = value.placements if isinstance(value, DTensor) else ()
+    return type(value), value.dtype, value.device, value.shape, value.stride(), placements
+
+
+_OPAQUE = "neither a number nor made of such"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, _NUMBERS):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return _OPAQUE
+
+
+@contextmanager
+def unchanged(optimizer: Optimizer) -> Iterator[None]:
+    """Around the step of an optimizer that is only followed: what it has is as before afterwards,
+    and so it is if that fails; but for state that its parameters did not have.
+
+    Raises:
+        ValueError: it has changed a number of Python's, or has such in its state: a graph of the
+            step would have the first value in it for ever.
+    """
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    numbers = [{k: copy.deepcopy(_plain(v)) for k, v in group.items()} for group in options]
+    attributes = dict(vars(optimizer))
+    plain = _attributes(optimizer)
+    state = {param: dict(of_param) for param, of_param in optimizer.state.items()}
+    fine = False
+    try:
+        yield
+        changed = [
+            f"param_groups[{g}][{key!r}]"
+            for g, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            if key != "params" and _plain(value) != numbers[g].get(key, _OPAQUE)
+        ]
+        changed += [
+            f"optimizer.{key}" for key, v in _attributes(optimizer).items() if v != plain.get(key)
+        ]
+        changed += [
+            f"state[{key!r}]"
+            for of_param in optimizer.state.values()
+            for key, value in of_param.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        ]
+        if changed:
+            raise ValueError(
+                f"optimizer: {changed[0]} is a number of Python's that "
+                f"{type(optimizer).__name__}.step() changes, which a compiled step cannot: make it "
+                "a tensor, or compile the model alone"
+            )
+        fine = True
+    finally:
+        for group, before in zip(optimizer.param_groups, options, strict=False):
+            group.update(before)
+        vars(optimizer).update(attributes)
+        for param in [p for p in optimizer.state if not fine and p not in state]:
+            del optimizer.state[param]
+        for param, before in state.items():
+            if not fine:
+                optimizer.state[param].clear()
+            optimizer.state[param].update(before)
