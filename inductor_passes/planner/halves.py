@@ -16,14 +16,21 @@ PlanHalf = Callable[[Program], Sequence[Bucket]]
 
 
 def border(program: Program) -> int | None:
-    """Where the first gather stands of a parameter that was gathered before; None if none was."""
+    """Where backward begins: before the first reduce, and the first gather of a parameter that was
+    gathered before. None if no parameter is gathered twice, or something is in transfer there."""
     seen: set[str] = set()
+    begins: list[int] = []
+    twice = False
     for i, op in program.starts():
-        if op.collective is not None and op.sends == "gather":
-            if not seen.isdisjoint(op.collective.fqns):
-                return i
-            seen.update(op.collective.fqns)
-    return None
+        fqns = set(op.collective.fqns) if op.collective is not None else set()
+        again = op.sends == "gather" and not seen.isdisjoint(fqns)
+        begins += [i] if again or op.sends in ("reduce", "all_reduce") else []
+        seen |= fqns if op.sends == "gather" else set()
+        twice |= again
+    if not twice:
+        return None
+    waits = (program.waits_of[i] for i, _ in program.starts() if i < begins[0])
+    return begins[0] if all(found and found[-1] < begins[0] for found in waits) else None
 
 
 def halves(program: Program, at: int) -> tuple[Program, Program]:
@@ -58,10 +65,11 @@ def _part(
 def by_halves(program: Program, plan: PlanHalf) -> tuple[Bucket, ...] | None:
     """The buckets of ``program`` whose halves were planned one by one; None if it has none."""
     at = border(program)
-    if at is None:
+    parts = () if at is None else halves(program, at)
+    if not parts or any(border(half) is not None for half in parts):
         return None
     found: list[Bucket] = []
-    for half in halves(program, at):
+    for half in parts:
         taken = {bucket.label for bucket in found}
         found += [replace(b, label=new_label(b.label, taken)) for b in plan(half)]
     return tuple(found)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from programs import layers, random_program
 
-from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.buckets import Assignment, plan_buckets
 from inductor_passes.ir.program import Buffer, Collective, Op, Program, ProgramError
 from inductor_passes.ir.text import parse
 from inductor_passes.transform.merge import merge
@@ -251,7 +251,8 @@ def test_merging_knows_what_comes_before_what():
         sent = [op.collective.fqns for _, op in program.starts() if op.collective]
         fqns = list(dict.fromkeys(fqn for found in sent for fqn in found))
         try:
-            after = merge(program, plan_buckets(program, assign_by_module(fqns)))
+            together = Assignment(dict.fromkeys(fqns, "all"))
+            after = merge(program, plan_buckets(program, together))
         except ProgramError:
             continue
         merged += len(after.ops) < len(program.ops)
