@@ -6,10 +6,12 @@
     loss, grad_norm = step(tokens, targets)
 
 Compiled apart, a forward and a backward begin and end with communication that nothing hides. As
-one program the first gathers of the backward hide behind the forward, and the last reduces behind
-the update of what was reduced before.
+one program the first gathers of the backward hide behind the forward; and clipping and update are
+compiled with the rest.
 
 Read ``compile_step`` first. ``update`` has the optimizer's step as a graph, and finds its tensors
-at each call; ``whole_graph`` puts that behind the graph of the loss. The compiler does the rest, as
-for any graph (``compiler``), but that ``_torch/one_graph.py`` chooses what backward computes again.
+at each call; ``hyperparameters`` says for which optimizer that graph holds; ``scalars`` computes
+step counts and learning rates outside of it. ``whole_graph`` puts it behind the graph of the loss.
+The compiler does the rest, as for any graph (``compiler``), but that ``_torch/one_graph.py``
+chooses what backward computes again.
 """
