@@ -99,16 +99,9 @@ def accumulating(name: str, count: int, load: Any) -> Any:
 def run(options: Options) -> list[dict[str, Any]]:
     """All cells, a table row each; prints them as they are measured."""
     import measure
-    import torch
-    import wire
 
     row = ROWS[options.row]
-    torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64  # the variants share the code of the model
-    wire.connect(row.world_size)
-    load = measure.workload(row, torch.device("cpu"))
-    first = measure.Runner(load, say=lambda line: print(line, flush=True))
-    measure.choose_link(row, *measure.calibrate(first))
+    load = measure.on_the_wire(row)
     cells = []
     for mode in options.modes:
         of_mode = replace(load, mesh=_mesh(row, mode))

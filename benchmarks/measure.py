@@ -94,6 +94,16 @@ def workload(row: Row, device: torch.device) -> Workload:
     )
 
 
+def on_the_wire(row: Row) -> Workload:
+    """The workload of a row on the CPU, this process connected to a wire that is calibrated."""
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # the variants share the code of the model
+    wire.connect(row.world_size)
+    load = workload(row, torch.device("cpu"))
+    choose_link(row, *calibrate(Runner(load, say=lambda line: print(line, flush=True))))
+    return load
+
+
 class Runner:
     """Builds the variants and steps them; a variant that fails is out, the others go on."""
 

@@ -9,7 +9,6 @@ memory in one process that stands for all ranks, as in step.py; the variants tak
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import statistics
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rows import ROWS, Row
+from rows import ROWS
 
 RESULTS = Path(__file__).parent / "results"
 VARIANTS = (
@@ -61,7 +60,6 @@ class Training(NamedTuple):
 
     step: Callable[[], float]
     held_nbytes: int
-    params: list[Any]
 
 
 @dataclass
@@ -108,7 +106,7 @@ def separate(name: str, load: Any, max_norm: float) -> Training:
         variant.optimizer.zero_grad()
         return float(loss.detach())
 
-    return Training(step, variant.extra_nbytes, params)
+    return Training(step, variant.extra_nbytes)
 
 
 def whole(bucketing: str, load: Any, max_norm: float) -> Training:
@@ -120,13 +118,12 @@ def whole(bucketing: str, load: Any, max_norm: float) -> Training:
     from simplefsdp import compile_step
 
     model = _wrapped(load)
-    params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     options: dict[str, Any] = {"bucketing": bucketing}
     if bucketing == "auto":
         options["cluster"] = cluster_here(load.row, load.device)
     train = compile_step(model, optimizer, max_norm=max_norm or None, options=options)
-    return Training(lambda: float(train(load.tokens, load.targets).loss), 0, params)
+    return Training(lambda: float(train(load.tokens, load.targets).loss), 0)
 
 
 def build(name: str, load: Any, max_norm: float) -> Training:
@@ -139,17 +136,10 @@ def run(options: Options) -> dict[str, Any]:
     """Measure all variants, in turns."""
     import measure
     import torch
-    import wire
     from memory import allocated_peak
     from transfers import exposed_s, link
 
-    row: Row = ROWS[options.row]
-    torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64  # the variants share the code of the model
-    wire.connect(row.world_size)
-    load = measure.workload(row, torch.device("cpu"))
-    first = measure.Runner(load, say=lambda line: print(line, flush=True))
-    measure.choose_link(row, *measure.calibrate(first))
+    load = measure.on_the_wire(ROWS[options.row])
     trained: dict[str, Training] = {}
     seen: dict[str, Seen] = {}
     for name in options.variants:
@@ -178,8 +168,8 @@ def run(options: Options) -> dict[str, Any]:
         gc.collect()
     gc.enable()
     for name, variant in trained.items():
-        step = functools.partial(variant.step)
-        seen[name].peak_nbytes = allocated_peak(step, torch.device("cpu")) + variant.held_nbytes
+        peak = allocated_peak(variant.step, torch.device("cpu"))
+        seen[name].peak_nbytes = peak + variant.held_nbytes
     return {name: vars(found) for name, found in seen.items()}
 
 

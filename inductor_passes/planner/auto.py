@@ -44,12 +44,11 @@ def plan_auto(
     at most 0.5 % longer than the lower bound; or 2 %, if compute stands still for at most 0.5 % of
     it. Else a local search (:mod:`inductor_passes.planner.local_search`) climbs from the most
     promising of many regular plans, from that by module, and from the best that fits (of a whole
-    training step, first from the plans of its halves), until a plan
-    is within 1 % of the bound, moves lead no further, or the search's work is done. Of what it
-    found and the plan by module, it is the latter if that fits and takes at most 0.5 % longer:
-    costs that differ a little give one plan. If that by module fits, no plan makes more launches
-    than it: hosts, networks and kernels beside them pay for a launch in ways that no model of its
-    time knows.
+    training step, first from the plans of its halves), until a plan is within 1 % of the bound,
+    moves lead no further, or the search's work is done. Of what it found and the plan by module, it
+    is the latter if that fits and takes at most 0.5 % longer: costs that differ a little give one
+    plan. If that by module fits, no plan makes more launches than it: hosts, networks and kernels
+    beside them pay for a launch in ways that no model of its time knows.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
@@ -87,7 +86,7 @@ def plan_auto(
     fits = manual.peak_nbytes <= budget_nbytes
     if fits and _is_enough(manual):
         return replace(manual, budget_nbytes=budget_nbytes)
-    known = [manual.buckets, *_of_halves(program, cost, fqns, budget_nbytes, work)]
+    halves = _of_halves(program, cost, fqns, budget_nbytes, work)
     search = LocalSearch(
         program,
         late,
@@ -101,7 +100,7 @@ def plan_auto(
     def found(state: State) -> Plan | None:
         return evaluated(search.buckets_of(state))
 
-    plans = [manual, low, *_climbed(search, known, found)]
+    plans = [manual, low, *_climbed(search, manual, halves, found)]
     fitting = _fitting(plans, budget_nbytes)
     fitting = fitting or _fitting(map(found, search.smallest()), budget_nbytes)
     if not fitting:
@@ -117,17 +116,16 @@ def _of_halves(
     fqns: Sequence[str],
     budget_nbytes: int,
     work: int | None,
-) -> list[tuple[Bucket, ...]]:
-    """The buckets of a whole step whose halves were planned for themselves; nothing of others."""
+) -> list[Bucket]:
+    """The buckets of a whole step whose halves were planned for themselves; none of others."""
 
     def plan(half: Program) -> Sequence[Bucket]:
         return plan_auto(half, cost, fqns, budget_nbytes=budget_nbytes, work=work).buckets
 
     try:
-        together = by_halves(program, plan)
+        return by_halves(program, plan)
     except BudgetError:  # the whole may fit all the same
         return []
-    return [] if together is None else [together]
 
 
 def _fitting(plans: Iterable[Plan | None], budget_nbytes: int) -> list[Plan]:
@@ -143,15 +141,18 @@ def _is_enough(manual: Plan) -> bool:
 
 def _climbed(
     search: LocalSearch,
-    known: Iterable[Sequence[Bucket]],
+    manual: Plan,
+    halves: Sequence[Bucket],
     found: Callable[[State], Plan | None],
 ) -> list[Plan]:
     """What climbs end at that begin at the most promising plans."""
     starts = search.starts()
     fitting = [tried for tried in starts if not tried.score.over_nbytes]
-    near = [tried for buckets in known if (tried := search.by_buckets(buckets))]
+    near = search.by_buckets(manual.buckets)
+    joined = search.by_buckets(halves) if halves else None
+    known = [start for start in (joined, *starts[:1], near, *fitting[:1]) if start is not None]
     plans: list[Plan] = []
-    first = dict.fromkeys([*near[1:], *starts[:1], *near[:1], *fitting[:1]])
+    first = dict.fromkeys(known)
     for start in dict.fromkeys([*first, *starts[1:MORE_CLIMBS]]):
         if start not in first and search.left < EASY * search.allowed:
             break

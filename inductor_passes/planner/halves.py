@@ -41,12 +41,11 @@ def halves(program: Program, at: int) -> tuple[Program, Program]:
     first, second = program.ops[:at], program.ops[at:]
     made = {name for op in first for name in op.writes}
     used = {name for op in second for name in (*op.reads, *op.writes)} | {*program.outputs}
-    outputs = [n for n in dict.fromkeys((*program.inputs, *made)) if n in used & made]
-    known = {*program.inputs, *made}
-    taken = [name for name in dict.fromkeys((*program.inputs, *sorted(made))) if name in used]
+    handed_on = tuple(sorted(made & used))
+    given = (name for name in program.inputs if name in used)
     return (
-        _part(program, first, program.inputs, (*sorted(outputs),)),
-        _part(program, second, tuple(n for n in taken if n in known), program.outputs),
+        _part(program, first, program.inputs, handed_on),
+        _part(program, second, tuple(dict.fromkeys((*given, *handed_on))), program.outputs),
     )
 
 
@@ -62,14 +61,14 @@ def _part(
     )
 
 
-def by_halves(program: Program, plan: PlanHalf) -> tuple[Bucket, ...] | None:
-    """The buckets of ``program`` whose halves were planned one by one; None if it has none."""
+def by_halves(program: Program, plan: PlanHalf) -> list[Bucket]:
+    """The buckets of ``program`` whose halves were planned one by one; none if it has no halves."""
     at = border(program)
     parts = () if at is None else halves(program, at)
     if not parts or any(border(half) is not None for half in parts):
-        return None
+        return []
     found: list[Bucket] = []
     for half in parts:
         taken = {bucket.label for bucket in found}
         found += [replace(b, label=new_label(b.label, taken)) for b in plan(half)]
-    return tuple(found)
+    return found

@@ -20,7 +20,7 @@ from simplefsdp._torch.backends import (
 )
 from simplefsdp._torch.cache_files import cache_folder, keep, read_kept
 from simplefsdp._torch.cpp import prepare_cpp
-from simplefsdp._torch.cut import Cut, can_cut, graph_module
+from simplefsdp._torch.cut import Cut, can_cut, copied, graph_module
 from simplefsdp._torch.dynamo import (
     CodePlace,
     GraphBreak,
@@ -55,7 +55,6 @@ from simplefsdp._torch.processes import (
     in_backward,
     is_checkpointed_by_hooks,
     no_torch_function,
-    ranks_in_group,
     second_group,
     shared_store,
 )
@@ -129,6 +128,7 @@ __all__ = [
     "grad_dtype_override",
     "grad_like",
     "graph_break_of",
+    "copied",
     "graph_module",
     "graphs_of",
     "handle_dtensor_op",
@@ -165,7 +165,6 @@ __all__ = [
     "place_being_compiled",
     "place_called",
     "prepare_cpp",
-    "ranks_in_group",
     "read_kept",
     "reduces_in_param_dtype",
     "reset_repeated_calls",

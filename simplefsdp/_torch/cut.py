@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 
 class Cut(NamedTuple):
@@ -63,6 +63,13 @@ def graph_module(root: GraphModule, graph: Graph) -> GraphModule:
 
     with _use_lazy_graph_module(True):
         return _make_graph_module(root, graph)
+
+
+def copied(gm: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
+    """A copy of ``gm`` whose graph can be changed, and the copy of each node."""
+    graph, copies = Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(gm.graph, copies))
+    return graph_module(gm, graph), copies
 
 
 def cut_in_two(cut: Cut, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:

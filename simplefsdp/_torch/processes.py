@@ -37,14 +37,6 @@ def high_priority(backend: str, timeout: timedelta) -> Any:
     return options
 
 
-def ranks_in_group(name: str) -> list[int]:
-    """Global ranks of the process group that compiled code calls by its name."""
-    from torch.distributed import distributed_c10d
-
-    group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
-    return distributed_c10d.get_process_group_ranks(group)
-
-
 _second_groups: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
-from simplefsdp._torch.cut import graph_module
+from simplefsdp._torch.cut import copied
 from simplefsdp._torch.dynamo import with_own_code
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -167,16 +167,14 @@ def note_step(optimizer: Optimizer) -> None:
 def copied_graph(gm: GraphModule) -> GraphModule:
     """A copy of a Dynamo graph that can be changed, and is compiled as that one would be; Dynamo
     goes on with the nodes of the original."""
-    graph, copies = Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(gm.graph, copies))
+    whole, copies = copied(gm)
     for node, copy in copies.items():
         if hasattr(node, "_dynamo_source"):
             copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
-    copied = graph_module(gm, graph)
-    copied.meta = dict(gm.meta)
+    whole.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
-        copied._param_name_to_source = gm._param_name_to_source
-    return copied
+        whole._param_name_to_source = gm._param_name_to_source
+    return whole
 
 
 def add_input(gm: GraphModule, name: str, tensor: Tensor, like: Tensor) -> tuple[Node, Tensor]:

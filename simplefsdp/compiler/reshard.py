@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from inductor_passes.adapters import fx
 from inductor_passes.adapters.roofline import cost_of, fused_program
@@ -74,7 +74,9 @@ def decide_resharding(
         subject = [hashlib.sha256(repr(settings).encode()).hexdigest(), *(s.fqn for s in specs)]
 
         def decide() -> str:
-            return json.dumps(_chosen_or_none(_copied(gm), example_inputs, settings, open_))
+            return json.dumps(
+                _chosen_or_none(_torch.copied(gm)[0], example_inputs, settings, open_)
+            )
 
         what = "which parameters stay from forward to backward"
         known[key] = json.loads(decided(what, subject, ranks, decide, timeout_s))
@@ -90,12 +92,6 @@ def _set(gm: GraphModule, fqns: Collection[str], kept: Collection[str]) -> None:
             spec = spec._replace(reshard_after_forward=spec.fqn not in kept)
             node.args = (node.args[0], *spec.arguments())
     gm.recompile()
-
-
-def _copied(gm: GraphModule) -> GraphModule:
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return _torch.graph_module(gm, graph)
 
 
 def _chosen_or_none(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
 
+from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp import _torch, rank_guard
 from simplefsdp.compiler import breaks, observers
 from simplefsdp.compiler.dedupe import specs_of
@@ -215,4 +216,7 @@ def _groups(specs: Iterable[GatherSpec]) -> list[str]:
         for name in (spec.shard_group, spec.reduce_group, *(name for name, _ in spec.copy_groups))
         if name
     )
-    return [f"{name} {_torch.ranks_in_group(name)}" for name in names]
+    ranks = {name: ranks_of_group(name) for name in names}
+    if None in ranks.values():
+        raise _torch.UnknownGraphError("a group that this process does not have")
+    return [f"{name} {found}" for name, found in ranks.items()]

@@ -330,7 +330,4 @@ def microbatch(model: nn.Module, *, is_last: bool) -> Iterator[None]:
 
 def note_reduced(params: Iterable[Tensor]) -> None:
     """Note that nothing of the gradients of ``params`` waits to be reduced any more."""
-    for param in params:
-        sums = param.__dict__.get(SUMS)
-        if sums is not None:
-            sums.waiting = False
+    _note_backward((param, "all") for param in params)

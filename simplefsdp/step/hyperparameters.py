@@ -77,7 +77,7 @@ def unchanged(optimizer: Optimizer) -> Iterator[None]:
             step would have the first value in it for ever.
     """
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    numbers = [{k: copy.deepcopy(_plain(v)) for k, v in group.items()} for group in options]
+    numbers = [{k: _plain(v) for k, v in group.items()} for group in options]
     attributes = dict(vars(optimizer))
     plain = _attributes(optimizer)
     state = {param: dict(of_param) for param, of_param in optimizer.state.items()}

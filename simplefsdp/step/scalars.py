@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.optim.optimizer import Optimizer
 
 from simplefsdp._torch.updates import IN_PLACE, is_in_place
-from simplefsdp.step.update import Owner, Site, Update, tensor_at
+from simplefsdp.step.update import Owner, Site, Update, params_of, tensor_at
 
 
 class Scalars(NamedTuple):
@@ -53,9 +53,8 @@ class CountsDiffer(Exception):
 
 def _counts(optimizer: Optimizer) -> dict[Site, Tensor]:
     return {
-        Site("state", g, i, key): value
-        for g, group in enumerate(optimizer.param_groups)
-        for i, param in enumerate(group["params"])
+        Site("state", *owner, key): value
+        for owner, param in params_of(optimizer).items()
         for key, value in optimizer.state.get(param, {}).items()
         if _is_number(value) and not _is_number(param)  # whose moments are numbers, too
     }
@@ -201,7 +200,7 @@ class Numbers:
             for sites in self.equal:
                 if len({float(tensor_at(self.optimizer, site)) for site in sites}) > 1:
                     raise CountsDiffer
-            self._leave()
+            self._leave(self._counts())
         with torch.no_grad():
             sources = [tensor_at(self.optimizer, site) for site in self.sources]
             return self.scalars.gm(*sources)  # type: ignore[no-any-return]
@@ -213,13 +212,13 @@ class Numbers:
         tensors = [tensor_at(self.optimizer, site) for site in self.written]
         with torch.no_grad():
             torch._foreach_copy_(tensors, [values[i] for i in self.written.values()])
-        self._leave()
+        self._leave([tensor for tensor, _ in self.left])
 
     def _counts(self) -> list[Tensor]:
         return [tensor_at(self.optimizer, site) for sites in self.equal for site in sites]
 
-    def _leave(self) -> None:
-        self.left = [(tensor, tensor._version) for tensor in self._counts()]
+    def _leave(self, counts: list[Tensor]) -> None:
+        self.left = [(tensor, tensor._version) for tensor in counts]
 
     def _as_left(self) -> bool:
         now = self._counts()
