@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,50 @@ def mark_original(param: Tensor, fqn: str) -> None:
     """Note on a parameter that a shard took its place."""
     setattr(param, _ORIGINAL, fqn)
     _watch_optimizers()
+
+
+class _Replaced(NamedTuple):
+    """A shard that another took the place of; not noted on it, for it may be pickled."""
+
+    shard: weakref.ref[Tensor]
+    owner: weakref.ref[nn.Module]
+    name: str
+    fqn: str
+
+
+_replaced: dict[tuple[int, int, str], _Replaced] = {}
+
+
+def note_replaced(owner: nn.Module, name: str, by: Tensor, fqn: str) -> None:
+    """Note that a parameter is about to take the place of a shard, as by ``assign=True``."""
+    shard = owner._parameters.get(name)
+    if shard is not None and shard is not by:
+        note = _Replaced(weakref.ref(shard), weakref.ref(owner), name, fqn)
+        _replaced[id(shard), id(owner), name] = note
+        _watch_optimizers()
+
+
+def refuse_replaced(optimizer: Optimizer) -> None:
+    """Refuse to update shards that models no longer have, and not what they have instead.
+
+    Raises:
+        ValueError: ``optimizer`` has such shards.
+    """
+    if not _replaced:
+        return
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for key, note in list(_replaced.items()):
+        shard, owner = note.shard(), note.owner()
+        if shard is None or owner is None:
+            del _replaced[key]
+            continue
+        now = owner._parameters.get(note.name)
+        if id(shard) in held and isinstance(now, DTensor) and id(now) not in held:
+            raise ValueError(
+                f"{type(optimizer).__name__}: holds {note.fqn} as it was before another parameter "
+                "took its place (load_state_dict(assign=True)), so that the step would not train "
+                "what the model has now; make the optimizer after that, or load without assign"
+            )
 
 
 def mark_full(param: nn.Parameter, fqn: str) -> nn.Parameter:
@@ -50,6 +95,7 @@ def _watch_optimizers() -> None:
 def _refuse_originals(optimizer: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    refuse_replaced(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
             if is_original(param):

@@ -27,7 +27,7 @@ from simplefsdp.frontend.accumulation import (
     note_backward,
     sums_stay,
 )
-from simplefsdp.frontend.after_wrap import check_before_eager_forward
+from simplefsdp.frontend.after_wrap import check_before_eager_forward, note_replaced
 from simplefsdp.frontend.eager_guard import eager_forward, note_gather
 from simplefsdp.frontend.gather import gather
 from simplefsdp.frontend.kept import (
@@ -130,6 +130,9 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
         check_placed_alike(self, name, param)
         free([self])  # such as by load_state_dict(assign=True)
         carry_over(self, name, param)
+        layout = getattr(self, LAYOUTS).get(name)
+        if layout is not None and isinstance(param, DTensor):
+            note_replaced(self, name, param, layout.spec.fqn)
         cls.register_parameter(self, name, param)
 
     methods = (_save_to_state_dict, _load_from_state_dict, _apply, __setstate__, register_parameter)

@@ -20,6 +20,7 @@ from simplefsdp.compiler.backend import simplefsdp
 from simplefsdp.compiler.extension import Extension
 from simplefsdp.compiler.options import parse_options
 from simplefsdp.frontend.accumulation import note_reduced
+from simplefsdp.frontend.after_wrap import refuse_replaced
 from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.frontend.kept import expect_writes
 from simplefsdp.frontend.living import living_shards
@@ -189,6 +190,7 @@ class _Step:
         """Refuse what a step would pass over in silence."""
         if torch.is_inference_mode_enabled():
             raise ValueError("a step that trains cannot be made in inference mode; call it outside")
+        refuse_replaced(self.optimizer)
         ours = __name__.partition(".")[0]
         for hook in updates.step_hooks(self.optimizer):
             if str(getattr(hook, "__module__", "")).partition(".")[0] != ours:
@@ -219,7 +221,9 @@ class _Compiled:
 
     def compile(self, loss_of: Callable[..., Tensor], options: Mapping[str, object] | None) -> None:
         def loss(*args: Any, **kwargs: Any) -> Tensor:
-            return note_loss(loss_of(*args, **kwargs))
+            value = loss_of(*args, **kwargs)
+            kind = "dict" if isinstance(value, dict) else type(value).__name__
+            return note_loss(value if isinstance(value, Tensor) else None, kind)
 
         loss = _torch.with_own_code(loss, f"{loss_of!r} {id(self)}")
         agreed = [f"a step of {type(self.optimizer).__name__}, max_norm {self.max_norm}"]

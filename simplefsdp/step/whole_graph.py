@@ -20,9 +20,9 @@ from simplefsdp.step.update import Owner, Site, Update, owners_of, tensor_at
 
 
 @torch.compiler.allow_in_graph
-def note_loss(loss: Tensor) -> Tensor:
-    """``loss``; in a graph, the node that says which value it is."""
-    return loss
+def note_loss(loss: Tensor | None, kind: str) -> Tensor:
+    """``loss``; in a graph, the node that says which value it is, and of what class."""
+    return loss  # type: ignore[return-value]
 
 
 class WholeStep(NamedTuple):
@@ -109,7 +109,7 @@ def _check(gm: GraphModule, loss: Node) -> None:
     value = loss.meta.get("example_value")
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         raise TypeError(
-            f"loss: expected a tensor, got {type(value).__name__}; return the loss alone, and of a "
+            f"loss: expected a tensor, got {loss.args[1]}; return the loss alone, and of a "
             "DTensor its full_tensor()"
         )
     if value.shape and max(value.shape) > 1:

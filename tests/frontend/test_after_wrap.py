@@ -24,6 +24,30 @@ def test_an_optimizer_made_before_the_wrap_is_refused_at_its_step(fake_mesh):
         early.step()
 
 
+def halved(model):
+    return {fqn: value.detach() * 0.5 for fqn, value in model.state_dict().items()}
+
+
+def test_an_optimizer_whose_parameters_were_replaced_is_refused_at_its_step(fake_mesh):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fake_mesh(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, tied = model[0].weight, model[1].weight
+    model[1].weight = before  # the optimizer has it
+    optimizer.step()
+    model[1].weight = tied
+    model.load_state_dict(halved(model), assign=True)
+    with pytest.raises(
+        ValueError, match=r"AdamW: holds [01]\.weight as it was before .*assign=True"
+    ):
+        optimizer.step()
+    torch.optim.AdamW(model.parameters()).step()
+    (model[0].weight, model[0].bias), (model[1].weight, model[1].bias) = (
+        optimizer.param_groups[0]["params"][:2],
+        optimizer.param_groups[0]["params"][2:],
+    )
+    optimizer.step()  # they are back
+
+
 @pytest.mark.parametrize("trainable", [True, False])
 def test_a_parameter_that_came_after_the_wrap(fake_mesh, trainable):
     model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2))

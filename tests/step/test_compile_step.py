@@ -477,6 +477,9 @@ def test_nothing_is_kept_of_a_step_that_nobody_has(solo_mesh):
     [
         (lambda model, x: (model(x).sum(), 1), "loss: expected a tensor, got tuple"),
         (lambda model, x: model(x).sum().detach(), "depends on no parameter that wants a gradient"),
+        (lambda model, x: {"loss": model(x).sum()}, "loss: expected a tensor, got dict"),
+        (lambda model, x: model(x).sum().item(), "loss: expected a tensor, got float"),
+        (lambda model, x: None, "loss: expected a tensor, got NoneType"),
     ],
 )
 def test_losses_of_another_kind_are_refused(solo_mesh, loss, error):
@@ -484,6 +487,16 @@ def test_losses_of_another_kind_are_refused(solo_mesh, loss, error):
     step = compile_step(lambda x: loss(model, x), others, options=OPTIONS)
     with pytest.raises((TypeError, ValueError), match=error):
         step(torch.randn(4, WIDTH))
+
+
+def test_replaced_parameters_are_refused(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    step, x = compile_step(loss_with(model), others, options=OPTIONS), torch.randn(4, WIDTH)
+    step(x)
+    state = {fqn: value.detach().clone() for fqn, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(ValueError, match=r"AdamW: holds .* as it was before .*assign=True"):
+        step(x)
 
 
 def test_what_is_no_optimizer_is_refused(solo_mesh):
