@@ -48,6 +48,7 @@ def simplefsdp(
     example_inputs: Sequence[Any],
     *,
     options: Mapping[str, object] | None = None,
+    mode: str | None = None,
     adjust: Callable[[Settings], Settings] | None = None,
     extension: Extension | None = None,
 ) -> Callable[..., Any]:
@@ -57,6 +58,7 @@ def simplefsdp(
         gm: the graph.
         example_inputs: its inputs; parameters are the model's own.
         options: see :class:`simplefsdp.compiler.options.Options`.
+        mode: is refused, as among ``options``: it is of Inductor alone.
         adjust: of benchmarks and tests: changes what users do not choose, of the settings that
             follow from ``options``; in the same way on all ranks.
         extension: makes a whole training step of the graph.
@@ -69,7 +71,7 @@ def simplefsdp(
         PassError: a pass failed.
     """
     _torch.reset_with_dynamo(simplefsdp)
-    choice = parse_options(options)
+    choice = parse_options(options if mode is None else {**(options or {}), "mode": mode})
     _refuse_unwrapped(gm, example_inputs)
     breaks.enter(gm)
     specs = dedupe_gathers(gm, example_inputs)

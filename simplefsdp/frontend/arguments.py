@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from simplefsdp.frontend.precision import check_policy
 from simplefsdp.frontend.wrapped import is_wrapped
@@ -43,6 +49,44 @@ def check_arguments(model: object, policy: object, reshard_after_forward: object
         raise ValueError(
             f"model: this {type(model).__name__} is already wrapped by simple_fsdp, itself or as a "
             "part of a model; wrap each module once, inner modules before the one around them"
+        )
+
+
+def check_modules(modules: Mapping[nn.Module, str]) -> None:
+    """Refuse modules that others wrapped, and such as need their weight, or its gradient, whole.
+
+    Args:
+        modules: that are to be wrapped, with their names.
+
+    Raises:
+        ValueError: see :func:`simplefsdp.simple_fsdp`.
+    """
+    for module, path in modules.items():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{path or 'model'}: is wrapped by fully_shard; simple_fsdp takes its place: call "
+                "it alone"
+            )
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f"{path or 'model'}: is a DistributedDataParallel; pass the module that is in it, "
+                "with mode='replicate' to have copies, too"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            _check_embedding(module, path or "model")
+
+
+def _check_embedding(module: nn.Embedding | nn.EmbeddingBag, path: str) -> None:
+    if module.max_norm is not None:
+        raise ValueError(
+            f"{path}: an embedding with max_norm={module.max_norm} writes to the weight in "
+            "forward, where it is a gathered copy; set max_norm to None, and scale the rows after "
+            "optimizer.step()"
+        )
+    if module.sparse and module.weight.requires_grad:
+        raise ValueError(
+            f"{path}: an embedding with sparse=True has no dense gradient to reduce over ranks; "
+            "set sparse to False, or freeze it"
         )
 
 

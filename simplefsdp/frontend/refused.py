@@ -64,8 +64,8 @@ def _save_pretrained(cls: type[nn.Module]) -> Callable[..., Any]:
         if kwargs.get("state_dict") is None:
             raise ValueError(
                 f"{cls.__name__}.save_pretrained: would write this rank's shards; call "
-                "simplefsdp.save_pretrained(model, folder) on all ranks, or this inside "
-                "`with simplefsdp.unsharded(model):`"
+                "simplefsdp.save_pretrained(model, folder) on all ranks (of PEFT's models, that of "
+                "simplefsdp.integrations.peft), or this inside `with simplefsdp.unsharded(model):`"
             )
         return cls.save_pretrained(self, *args, **kwargs)  # type: ignore[attr-defined]
 

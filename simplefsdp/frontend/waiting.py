@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from simplefsdp.frontend.living import living_shards
+
 SUMS = "_simple_fsdp_sums"  # on a shard: what was not reduced
 
 
@@ -36,11 +38,13 @@ def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
     for param in params:
         sums = param.__dict__.get(SUMS)
         if sums is not None and sums.waiting and not _is_zero(sums):
+            named = (fqn for fqn, shard in living_shards() if shard is param)
             raise ValueError(
-                f"{what}: gradients of a parameter of shape {tuple(param.shape)} wait to be "
+                f"{what}: gradients of {next(named, f'shape {tuple(param.shape)}')} wait to be "
                 "reduced over ranks, and would be missed: no backward since has reduced them. Call "
                 "model.set_requires_gradient_sync(True) before the forward of the last "
-                "micro-batch, not only before its backward; or model.finalize_backward() now"
+                "micro-batch, not only before its backward; or, as where that micro-batch does not "
+                "use the parameter, model.finalize_backward() now"
             )
 
 

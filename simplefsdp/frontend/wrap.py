@@ -22,6 +22,7 @@ from simplefsdp._torch import REPEATED, has_hooks, mend_gloo_gathers
 from simplefsdp.frontend.after_wrap import is_original, mark_original
 from simplefsdp.frontend.arguments import (
     check_arguments,
+    check_modules,
     check_placements,
     ignored_among,
     refuse_offloading,
@@ -163,6 +164,7 @@ def _parameters_of(modules: Mapping[nn.Module, str], ignored: set[int]) -> Origi
 
 
 def _check_parameters(modules: Mapping[nn.Module, str], originals: Originals) -> None:
+    check_modules(modules)
     for fqn, param in originals.values():
         _check_parameter(fqn, param)
     for module, path in modules.items():

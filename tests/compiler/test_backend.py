@@ -361,6 +361,13 @@ def test_options_that_would_be_ignored_or_make_no_sense(options, says):
         parse_options(options)
 
 
+def test_a_mode_of_torch_compile_is_told_what_to_use_instead(fake_mesh):
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    run = torch.compile(model, backend="simplefsdp", mode="reduce-overhead")
+    with pytest.raises(ValueError, match="mode='reduce-overhead' there is cudagraphs=True"):
+        run(torch.ones(2, 4))
+
+
 def test_nodes_that_are_not_the_clusters(fake_mesh, monkeypatch):
     fake_mesh(4)
     cpu, options = torch.device("cpu"), parse_options({"cluster": "h100"})

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from zoo import Zoo, batch, loss_of
 
@@ -231,6 +231,32 @@ def test_second_reference_to_a_parameter_is_refused(fake_mesh):
     layer.kept = [layer.weight]
     with pytest.raises(ValueError, match=r"weight: module 'root' \(Linear\).*'kept'"):
         simple_fsdp(layer, fake_mesh(2))
+
+
+@pytest.mark.parametrize("part", ["", "0"])
+def test_what_another_fsdp_or_ddp_has_wrapped_is_refused(fake_mesh, part):
+    mesh, model = fake_mesh(2), nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model.get_submodule(part), mesh=mesh)
+    with pytest.raises(ValueError, match=r"is wrapped by fully_shard; simple_fsdp takes its place"):
+        simple_fsdp(model, mesh)
+    plain = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), process_group=mesh.get_group())
+    with pytest.raises(ValueError, match=r"is a DistributedDataParallel; .*mode='replicate'"):
+        simple_fsdp(plain, mesh)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        (nn.Embedding, {"max_norm": 1.0}, r"^0: .*max_norm.* writes to the weight in forward"),
+        (nn.EmbeddingBag, {"sparse": True}, r"^0: .*sparse=True.* no dense gradient"),
+    ],
+)
+def test_embeddings_that_write_or_have_sparse_gradients_are_refused(fake_mesh, kind, options, says):
+    mesh = fake_mesh(2)
+    with pytest.raises(ValueError, match=says):
+        simple_fsdp(nn.Sequential(kind(4, 4, **options)), mesh)
+    if "sparse" in options:  # a frozen one has no gradient
+        simple_fsdp(nn.Sequential(kind(4, 4, **options)).requires_grad_(False), mesh)
 
 
 def test_lazy_parameter_is_refused(fake_mesh):
