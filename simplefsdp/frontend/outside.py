@@ -1,6 +1,6 @@
 """What is done to sharded parameters outside of forward and of initialisers, by operators.
 
-Most operators of DTensors do what they do to the plain tensor. Two kinds do not, and nobody would
+Most operators of DTensors do what they do to the plain tensor. Three kinds do not, and nobody would
 notice, and one is missing. torch lets a DTensor's operator be handled otherwise; these are:
 
 - *random fills* (``nn.init.normal_(module.weight)`` in a loop): on CPU every rank would draw
@@ -8,6 +8,8 @@ notice, and one is missing. torch lets a DTensor's operator be handled otherwise
   from rank 0's generator; so a fill is collective.
 - *slices along a sharded dimension* (``module.weight.data[0].zero_()``): they are copies, gathered
   from all ranks, so that a write is lost. Here they raise, where a write is possible;
+- *the number of a sum over ranks* (``param.grad.norm().item()``): it is this rank's part. Here it
+  raises, for what would add the parts up would wait for ranks that do not ask;
 - *whether any element is true*, which ``torch.autograd.detect_anomaly`` asks of every gradient.
 """
 
@@ -45,6 +47,7 @@ def handle_operators() -> None:
         _torch.handle_dtensor_op(op, _fill)
     for op in _SLICES:
         _torch.handle_dtensor_op(op, _slice)
+    _torch.handle_dtensor_op(_aten._local_scalar_dense.default, _number)
     _torch.handle_dtensor_op(_aten._is_any_true.default, _is_any_true)
 
 
@@ -112,6 +115,18 @@ def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             f"{fqn}: a slice along a dimension that is sharded is a copy, so that what is written "
             "to it would be lost; write inside `with simplefsdp.unsharded(model):` (or in the "
             "model's reset_parameters() or init_weights()); to read it, slice param.full_tensor()"
+        )
+    return _torch.default_dtensor_op(op, args, kwargs)
+
+
+def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    sizes = zip(target.placements, target.device_mesh.shape, strict=True)
+    if any(p.is_partial() and ranks > 1 for p, ranks in sizes) and _pointer(target) is not None:
+        raise ValueError(
+            "item(), float() or bool() of a DTensor that is not reduced over ranks, such as the "
+            "norm of a parameter or of its gradient, is this rank's part; call "
+            "full_tensor().item(), on all ranks"
         )
     return _torch.default_dtensor_op(op, args, kwargs)
 

@@ -51,6 +51,24 @@ def test_random_fills_do_not_depend_on_the_mesh(pools, ranks):
     pools(ranks).run(compare_meshes)
 
 
+def number_of_a_rank() -> None:
+    model = simple_fsdp(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    for tensor in (model.weight, model.weight.grad):
+        for read in (torch.Tensor.item, float, bool):
+            with pytest.raises(ValueError, match=r"this rank's part.*full_tensor\(\)\.item\(\)"):
+                read(tensor.norm())
+        whole = tensor.full_tensor()
+        assert tensor.norm().full_tensor().item() == pytest.approx(whole.norm().item())
+        assert bool(tensor.norm() > 0)
+    one = simple_fsdp(nn.Linear(4, 4), mode="replicate")
+    assert one.bias.sum().item() == pytest.approx(one.bias.full_tensor().sum().item())
+
+
+def test_a_number_that_is_of_one_rank_is_refused(pools):
+    pools(2).run(number_of_a_rank)
+
+
 def test_a_generator_of_the_users_is_drawn_from(fake_mesh):
     def weight(seed: int) -> torch.Tensor:
         own = torch.Generator().manual_seed(seed)
