@@ -38,7 +38,16 @@ def apply_marking(
     """``module._apply(fn)``, that marks those of its own parameters that ``fn`` leaves empty."""
     # Now, because ``fn`` may swap what is in the parameters.
     before = {n: (param.is_meta, _MARK in param.__dict__) for n, param in shards_of(module)}
-    result = apply(module, fn, *args, **kwargs)
+    try:
+        result = apply(module, fn, *args, **kwargs)
+    except RuntimeError as error:
+        if "swap" in str(error) and not hasattr(error, "__notes__"):
+            # torch's Dynamo refers to what an optimizer updates, for ever.
+            error.add_note(
+                "A compiled step, or a compiled optimizer, goes on with these parameters: cast or "
+                "move the model before it, or a copy: copy.deepcopy(model).to(...)"
+            )
+        raise
     for name, param in shards_of(module):
         was_meta, was_marked = before[name]
         if param.is_meta:

@@ -499,6 +499,18 @@ def test_replaced_parameters_are_refused(solo_mesh):
         step(x)
 
 
+def test_a_cast_of_what_a_step_trains_is_told_to_copy(solo_mesh):
+    _, model, _, others = pair(solo_mesh)
+    x = torch.randn(4, WIDTH)
+    compile_step(loss_with(model), others, options=OPTIONS)(x)
+    with pytest.raises(RuntimeError, match="swap") as raised:
+        model.double()
+    (note,) = raised.value.__notes__
+    assert "copy.deepcopy(model)" in note
+    assert copy.deepcopy(model).double()(x.double()).dtype == torch.float64
+    assert model(x).dtype == torch.float32
+
+
 def test_what_is_no_optimizer_is_refused(solo_mesh):
     _, model, _, _ = pair(solo_mesh)
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Net"):
