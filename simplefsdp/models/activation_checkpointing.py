@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from simplefsdp.models.options import ActivationCheckpointing
 
@@ -25,12 +23,6 @@ def layer_caller(mode: ActivationCheckpointing) -> Callable[..., Tensor]:
     - "full": only the layer's input is kept; the backward runs its forward again. Compiled by
       the simplefsdp backend for the CPU, attention's output is kept too (see `recompute.py`).
 
-    Args:
-        mode: One of the above.
-
-    Returns:
-        A function that calls the layer under that mode.
-
     Raises:
         ValueError: Another mode.
     """
@@ -39,26 +31,18 @@ def layer_caller(mode: ActivationCheckpointing) -> Callable[..., Tensor]:
             f"activation_checkpointing must be one of {get_args(ActivationCheckpointing)}, "
             f"got {mode!r}"
         )
-    return {"none": _call, "selective": _call_selective, "full": _call_full}[mode]
+    # The model has no dropout, so there is no generator state worth stashing.
+    recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    callers: dict[str, Callable[..., Tensor]] = {
+        "none": _call,
+        "selective": partial(recomputed, context_fn=_selective_contexts),
+        "full": recomputed,
+    }
+    return callers[mode]
 
 
 def _call(layer: nn.Module, *inputs: Tensor) -> Tensor:
     return layer(*inputs)  # type: ignore[no-any-return]
-
-
-def _call_selective(layer: nn.Module, *inputs: Tensor) -> Tensor:
-    return _checkpoint(layer, *inputs, context_fn=_selective_contexts)
-
-
-def _call_full(layer: nn.Module, *inputs: Tensor) -> Tensor:
-    return _checkpoint(layer, *inputs)
-
-
-def _checkpoint(layer: nn.Module, *inputs: Tensor, **options: Any) -> Tensor:
-    # The model has no dropout, so there is no generator state worth stashing.
-    return checkpoint(  # type: ignore[no-any-return]
-        layer, *inputs, use_reentrant=False, preserve_rng_state=False, **options
-    )
 
 
 def _selective_contexts() -> Any:

@@ -191,13 +191,7 @@ class Llama(nn.Module):
     To build it without memory, construct it under `torch.device("meta")`; then `to_empty` and
     `reset_parameters()` of every module that has one make it complete, rotary tables included.
 
-    Args:
-        config: The hyper-parameters.
-        activation_checkpointing: What the backward recomputes of each layer, see
-            `simplefsdp.models.activation_checkpointing`.
-
-    Raises:
-        ValueError: `activation_checkpointing` is none of "none", "selective", "full".
+    What the backward recomputes of each layer, `activation_checkpointing` says: see there.
     """
 
     def __init__(
@@ -215,13 +209,8 @@ class Llama(nn.Module):
         self.lm_head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Predicts the next token at every position.
-
-        Args:
-            tokens: int64 `[batch, seq]`, values below `vocab_size`.
-
-        Returns:
-            Logits `[batch, seq, vocab_size]`, in the dtype of the weights.
+        """The logits of the next token at every position, in the dtype of the weights: int64
+        `[batch, seq]` -> `[batch, seq, vocab_size]`.
 
         Raises:
             ValueError: The sequence is longer than `config.max_seq_len`.
