@@ -2,61 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
-from inductor_passes.ir.program import CollectiveKind
-from inductor_passes.machine.cluster import Peak
-from inductor_passes.machine.links import Link
+from rich.console import Console
+from rich.table import Table
+
+from inductor_passes.machine.cluster import Peak, Wire
 from simplefsdp.calibrate.fit import Sample, ramp_us
 from simplefsdp.words import plural
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 class CalibrationReport:
-    """The terminal of a calibration; on ranks other than 0 it says nothing, and needs no rich."""
+    """The terminal of a calibration; on ranks other than 0 it says nothing."""
 
     def __init__(self, *, enabled: bool) -> None:
-        self._console: Console | None = None
-        if enabled:
-            from rich.console import Console
-
-            self._console = Console(highlight=False, soft_wrap=True)
-
-    def _print(self, what: Any, **how: Any) -> None:
-        if self._console is not None:
-            self._console.print(what, **how)
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not enabled)
 
     def say(self, text: str) -> None:
-        """A line."""
-        self._print(text, markup=False)
+        self._console.print(text, markup=False)
 
     def progress(self, what: str) -> None:
         """What is being measured from now on."""
-        self._print(f"measuring {what} ...", style="dim", markup=False)
+        self._console.print(f"measuring {what} ...", style="dim", markup=False)
 
-    def links(
-        self,
-        ranks: int,
-        nodes: int,
-        measured: Mapping[CollectiveKind, Sequence[Sample]],
-        fitted: Mapping[CollectiveKind, Link],
-    ) -> None:
-        """The links of one group, with the error of the fit at each size."""
-        for kind, link in fitted.items():
-            where = f"{ranks} ranks on {plural(nodes, 'node')}"
-            ramp = f", ramp from {min(f for _, f in link.ramp):.0%}" if link.ramp else ""
-            each = f", {link.member_us:.3g} us per further member of a bucket"
-            if link.member_us == link.latency_us:
-                each += " (measured: that or more)"
-            title = (
-                f"{kind}, {where}: {link.latency_us:.4g} us + bytes / {link.gb_s:.4g} GB/s{ramp}"
-                f"{each if link.member_us else ''}"
-            )
-            predicted = [link.us(s.size, ranks) for s in measured[kind]]
-            self._fit(title, "KiB", 1024, measured[kind], predicted)
+    def wire(self, wire: Wire, measured: Sequence[Sample]) -> None:
+        """The link of one kind and group, with the error of the fit at each size."""
+        link = wire.link
+        where = f"{wire.ranks} ranks on {plural(wire.nodes, 'node')}"
+        title = f"{wire.kind}, {where}: {link.latency_us:.4g} us + bytes / {link.gb_s:.4g} GB/s"
+        if link.ramp:
+            title += f", ramp from {min(reached for _, reached in link.ramp):.0%}"
+        if link.member_us:
+            title += f", {link.member_us:.3g} us per further member of a bucket"
+            title += " (measured: that or more)" if link.member_us == link.latency_us else ""
+        predicted = [link.us(s.size, wire.ranks) for s in measured]
+        self._fit(title, "KiB", 1024, measured, predicted)
 
     def peak(
         self,
@@ -84,14 +64,10 @@ class CalibrationReport:
         measured: Sequence[Sample],
         predicted: Sequence[float],
     ) -> None:
-        if self._console is None:
-            return
-        from rich.table import Table
-
         table = Table(title=title, title_justify="left", title_style="bold")
         for column in (unit, "measured us", "fit us", "error"):
             table.add_column(column, justify="right")
         for sample, fit in zip(measured, predicted, strict=True):
             error = f"{fit / sample.us - 1:+.1%}"
             table.add_row(f"{sample.size / scale:,.4g}", f"{sample.us:,.1f}", f"{fit:,.1f}", error)
-        self._print(table)
+        self._console.print(table)

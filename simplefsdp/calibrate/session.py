@@ -25,12 +25,11 @@ def measure_wires(
     for ranks, nodes in measure.groups_of(rank.world_size, local_size):
         report.progress(f"collectives among {ranks} ranks")
         found = collectives.time_collectives(ranks, sweep, rank.device)
-        fitted = {
-            kind: with_members(fit_link(flat, ranks), flat, coalesced)
-            for kind, (flat, coalesced) in found.items()
-        }
-        wires += [Wire(kind, ranks, nodes, link) for kind, link in fitted.items()]
-        report.links(ranks, nodes, {kind: flat for kind, (flat, _) in found.items()}, fitted)
+        for kind, samples in found.items():
+            flat = [s for s in samples if s.members == 1]
+            wire = Wire(kind, ranks, nodes, with_members(fit_link(flat, ranks), samples))
+            wires.append(wire)
+            report.wire(wire, flat)
     return tuple(wires)
 
 
@@ -83,9 +82,7 @@ def _dtypes(device: torch.device) -> list[torch.dtype]:
 def _peak(matmuls: list[Sample], attention: list[Sample], launch_us: float) -> Peak:
     """Operations per second at best, and the fractions that sizes reach, launches left out."""
     (fastest, matmul), (fastest_attention, attended) = (
-        fit_ramp(
-            [Sample(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples], falls=True
-        )
+        fit_ramp([(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples], falls=True)
         for samples in map(without_delays, (matmuls, attention))
     )
     best = max(fastest, fastest_attention)
