@@ -7,23 +7,31 @@ variables, so ``simplefsdp train`` behaves the same started by itself and under 
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    SignalException,
+    Std,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simplefsdp.launcher.errors import EXIT_FAILED, RunFailed, UserError
 from simplefsdp.launcher.follow import be_launcher
-from simplefsdp.launcher.logs import logs_of
 from simplefsdp.launcher.ranks import cpu_count, device_type
 
+_MEMORY = Path("/dev/shm")
 # ``python -m simplefsdp``, that ends without a traceback on Ctrl-C, and with its launcher (as
 # ``follow_launcher`` sees to later), while it imports, too: that takes seconds.
 _AS_RANK = (
@@ -64,7 +72,7 @@ def start_local_ranks(
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=logs,
-            signals_to_handle=_signals_to_pass_on(),
+            signals_to_handle="SIGTERM,SIGINT,SIGQUIT" + ("" if _hangs_on() else ",SIGHUP"),
         )
         try:
             elastic_launch(config, sys.executable)("-c", _AS_RANK, *args)
@@ -82,9 +90,38 @@ def start_local_ranks(
     return 0
 
 
-def _signals_to_pass_on() -> str:
-    """Those that end the ranks, too."""
-    return "SIGTERM,SIGINT,SIGQUIT" + ("" if _hangs_on() else ",SIGHUP")
+class RankLogs(DefaultLogsSpecs):
+    """Output under the run folder; error files elsewhere, where a full disk does not cut them.
+
+    ``stderr_of`` is the file of each rank that does not write to the terminal.
+    """
+
+    def __init__(self, folder: Path, errors: Path, ranks: int) -> None:
+        # Rank 0 owns the terminal.
+        super().__init__(log_dir=str(folder), redirects=dict.fromkeys(range(1, ranks), Std.ALL))
+        self._errors = errors
+        self.stderr_of: dict[int, str] = {}
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destinations = super().reify(envs)
+        files = {}
+        for rank, env in envs.items():
+            attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+            files[rank] = str(self._errors / f"{attempt}-{rank}.json")
+            env["TORCHELASTIC_ERROR_FILE"] = files[rank]
+        self.stderr_of = {rank: file for rank, file in destinations.stderrs.items() if file}
+        return replace(destinations, error_files=files)
+
+
+@contextmanager
+def logs_of(folder: Path, ranks: int) -> Iterator[RankLogs]:
+    """What torch's elastic launcher is told of ``ranks`` local ranks that log into ``folder``."""
+    in_memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+    errors = Path(tempfile.mkdtemp(prefix="simplefsdp-errors-", dir=in_memory))
+    try:
+        yield RankLogs(folder, errors, ranks)
+    finally:
+        shutil.rmtree(errors, ignore_errors=True)
 
 
 def _hangs_on() -> bool:
@@ -93,15 +130,11 @@ def _hangs_on() -> bool:
 
 
 def _set_environment(ranks: int) -> None:
-    defaults = {}
     if device_type() == "cpu":
-        defaults["OMP_NUM_THREADS"] = str(max(1, cpu_count() // ranks))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks)))
     # Local ranks talk over loopback: a laptop's host name often resolves to nothing.
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:
-        defaults["GLOO_SOCKET_IFNAME"] = loopback
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _silence_elastic() -> None:
