@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,15 +27,10 @@ if TYPE_CHECKING:
 
 
 class RankComparison(NamedTuple):
-    """Whether all ranks compiled the same plan.
-
-    Attributes:
-        same: they did.
-        difference: the first difference; empty if there is none.
-    """
+    """Whether all ranks compiled the same plan."""
 
     same: bool
-    difference: str
+    difference: str  # the first one; empty if there is none
 
     def __bool__(self) -> bool:
         return self.same
@@ -94,8 +89,8 @@ class Report:
         if not self.graphs:
             raise ValueError(_NOTHING)
         n = self._step() if compilation is None else compilation
-        if not 1 <= n <= len(self._compilations):
-            known = len(self._compilations)
+        known = len(self._compilations)
+        if not 1 <= n <= known:
             raise ValueError(f"there is no compilation {n}: {known} of them, from 1 on")
         turns = sorted([*self._compilations.values()][n - 1])
         graphs = {name: self.graphs[name] for _, name in turns}
@@ -127,18 +122,14 @@ class Report:
 
     def __str__(self) -> str:
         """Tables, on rank 0; nothing on others."""
-        from rich.console import Console
-
-        from simplefsdp.inspection.tables import WIDTH, print_plans
+        from simplefsdp.inspection.tables import print_plans
+        from simplefsdp.inspection.terminal import printed
 
         if _rank() != 0:
             return ""
         if not self.graphs:
             return _NOTHING
-        out = Console(file=io.StringIO(), width=WIDTH, highlight=False)
-        print_plans(out, self.plans(), self._heading())
-        assert isinstance(out.file, io.StringIO)
-        return out.file.getvalue().rstrip()
+        return printed(lambda out: print_plans(out, self.plans(), self._heading()))
 
     def _heading(self) -> str:
         clusters = " and ".join(dict.fromkeys(self._clusters.values()))
@@ -169,7 +160,17 @@ class Report:
         plans = self.plans()
         if _rank() != 0:
             return
-        Path(name).write_text(_written(name, plans, self))
+        if name.endswith(".perfetto.json"):
+            from simplefsdp.inspection.perfetto import trace_events
+
+            text = json.dumps(trace_events(plans))
+        elif name.endswith(".json"):
+            text = json.dumps(self.to_json(), indent=1) + "\n"
+        else:
+            from simplefsdp.inspection.page import page
+
+            text = page(plans, self._heading())
+        Path(name).write_text(text)
 
     def measure(self, step_fn: Callable[[], object], steps: int = 5) -> Comparison:
         """Profile real steps, and lay what they sent beside what was predicted.
@@ -185,8 +186,7 @@ class Report:
         """
         from simplefsdp.inspection.matching import measure_steps
 
-        graphs = self.plan().graphs.values() if self.graphs else ()
-        return measure_steps(list(graphs), step_fn, steps)
+        return measure_steps(list(self.plan().graphs.values()), step_fn, steps)
 
     def compare_ranks(self) -> RankComparison:
         """Whether all ranks compiled the same plan. Every rank must call this."""
@@ -216,25 +216,10 @@ def _modules(rehearsal: Rehearsal, forward: Mapping[str, str]) -> Mapping[str, s
     return made | modules_of(graph, fqns)
 
 
-def _written(name: str, plans: Sequence[PlanReport], report: Report) -> str:
-    if name.endswith(".perfetto.json"):
-        from simplefsdp.inspection.perfetto import trace_events
-
-        return json.dumps(trace_events(plans))
-    if name.endswith(".json"):
-        return json.dumps(report.to_json(), indent=1) + "\n"
-    from simplefsdp.inspection.page import page
-
-    return page(plans, report._heading())
-
-
 def compare(launched: Sequence[Sequence[tuple[str, str]]]) -> RankComparison:
     """Compare (graph, launch) of all ranks with those of rank 0."""
-    first = launched[0]
     for rank, theirs in enumerate(launched[1:], 1):
-        for i in range(max(len(first), len(theirs))):
-            a = first[i] if i < len(first) else None
-            b = theirs[i] if i < len(theirs) else None
+        for i, (a, b) in enumerate(zip_longest(launched[0], theirs)):
             if a != b:
                 return RankComparison(
                     False,

@@ -50,7 +50,6 @@ def document(
 
 
 def plan_document(plan: PlanReport) -> dict[str, Any]:
-    """A plan."""
     step = plan.step
     return {
         "name": plan.name,
@@ -69,7 +68,6 @@ def plan_document(plan: PlanReport) -> dict[str, Any]:
 
 
 def graph_document(graph: GraphReport) -> dict[str, Any]:
-    """A forward or backward graph."""
     prediction, memory = graph.prediction, graph.memory
     timeline = prediction.timeline
     return {
@@ -97,7 +95,6 @@ def graph_document(graph: GraphReport) -> dict[str, Any]:
 
 
 def bucket_document(bucket: BucketReport) -> dict[str, Any]:
-    """A bucket."""
     exposure = bucket.exposure
     return {
         "name": bucket.name,

@@ -142,7 +142,6 @@ def recomputed(options: InspectOptions) -> ActivationCheckpointing:
 
 
 def parallel_options(options: InspectOptions) -> ParallelOptions:
-    """How the model is spread over the ranks."""
     return ParallelOptions(
         mode=options.mode,
         shard_size=options.shard_size,

@@ -47,7 +47,6 @@ def sweep_document(
 
 
 def cell_row(sweep: CellSweep, step: CellStep) -> dict[str, Any]:
-    """One cell."""
     cell = step.cell
     tokens = cell.batch * cell.seq / sweep.parallel.tp  # those that split a layer share them
     mfu = None
