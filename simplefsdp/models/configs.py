@@ -65,7 +65,6 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
         return self.dim // self.n_heads
 
 

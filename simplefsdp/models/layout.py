@@ -24,7 +24,6 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         return self.replicate * self.shard * self.tp
 
     @property

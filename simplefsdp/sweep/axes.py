@@ -42,7 +42,6 @@ def parse_axes(written: Sequence[str], default: Cell) -> dict[str, tuple[int, ..
 
 
 def cells_of(axes: dict[str, tuple[int, ...]]) -> list[Cell]:
-    """All combinations."""
     return [Cell(*sizes) for sizes in itertools.product(*(axes[name] for name in NAMES))]
 
 

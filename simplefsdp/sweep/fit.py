@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from simplefsdp.sweep.cells import CellStep
 
-Fit = Literal["batch", "seq"]
 MOST = {"batch": 1 << 16, "seq": 1 << 24}
 _AT_ONCE = 32
 
@@ -15,15 +13,10 @@ _AT_ONCE = 32
 def largest(
     steps: Callable[[Sequence[int]], Sequence[CellStep]], most: int, multiple: int = 1
 ) -> tuple[CellStep | None, CellStep | None]:
-    """The step of the largest size that fits, and of the next one, which does not.
+    """The step of the largest size up to ``most`` that fits, and of the next one, which does not;
+    either may be None. Of sizes, only multiples of ``multiple`` are looked at.
 
-    Args:
-        steps: the steps of some sizes; if one does not fit, no larger one does.
-        most: the largest size there is.
-        multiple: only multiples of it.
-
-    Returns:
-        Either may be None: nothing fits, or ``most`` does.
+    ``steps`` gives the steps of some sizes; if one does not fit, no larger one does.
     """
     most //= multiple
     fits, not_ = None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,28 +24,20 @@ _MAX_NBYTES = 16 * MIB
 
 @dataclass(frozen=True)
 class SweptModel:
-    """A model of any batch and sequence.
+    """A model of any batch and sequence."""
 
-    Attributes:
-        name: for messages.
-        build: the wrapped model, on meta, of a number of layers, over a mesh; its output is the
-            loss.
-        inputs: on one rank, for a batch and a sequence; either may be a ``torch.SymInt``.
-        layers: FQN of the list of its layers.
-        depth: how many there are.
-        longest: sequence that it takes; None if there is no limit.
-        flops_per_token: of a step, by the sequence; None if it is not known.
-        open_sizes: which of ``batch`` and ``seq`` its inputs have.
-    """
-
-    name: str
+    name: str  # for messages
+    # The wrapped model, on meta, of a number of layers, over a mesh; its output is the loss.
     build: Callable[[int, DeviceMesh], nn.Module]
+    # On one rank, for a batch and a sequence; either may be a ``torch.SymInt``.
     inputs: Callable[[Any, Any], tuple[Any, ...]]
-    layers: str
-    depth: int
-    longest: int | None = None
-    flops_per_token: Callable[[int], float] | None = None
-    open_sizes: tuple[str, ...] = ("batch", "seq")
+    layers: str  # FQN of the list of its layers
+    depth: int  # how many there are
+    longest: int | None = None  # sequence that it takes; None if there is no limit
+    flops_per_token: Callable[[int], float] | None = None  # of a step, by the sequence; if known
+    open_sizes: tuple[str, ...] = ("batch", "seq")  # those that its inputs have
+    # Around its tracing: says in its user's words why it cannot be traced.
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def swept_llama(
@@ -142,13 +135,8 @@ def _is_tokens(x: object) -> bool:
 def swept_transformers(
     path: Path, options: ModelOptions, parallel: ParallelOptions, layers: int | None = None
 ) -> SweptModel:
-    """A causal language model of transformers, from its configuration alone.
-
-    Args:
-        path: a ``config.json``, or the folder that it is in.
-        options: what of it is recomputed: whole layers, or nothing.
-        parallel: how it is spread over the ranks, without tensor parallelism.
-        layers: so many, instead of all.
+    """A causal language model of transformers, from its configuration alone: a ``config.json``, or
+    the folder that it is in. With all of its layers or so many.
 
     Raises:
         ValueError: there is no such file, it is of no causal language model that transformers has,

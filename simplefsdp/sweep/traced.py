@@ -19,61 +19,39 @@ from inductor_passes.ir.sizes import formula_of, noted
 from inductor_passes.machine.cluster import Work
 from simplefsdp._torch.symbolic import opened
 from simplefsdp.provenance import carried_fqn
-from simplefsdp.simulation.rank_sizes import RankFormulas, with_ranks
+from simplefsdp.simulation.rank_sizes import with_ranks
 from simplefsdp.simulation.trace import TracedStep
-
-RANKS = "ranks"
 
 
 @dataclass(frozen=True)
 class OpenGraph:
-    """A forward or backward graph whose numbers are Sizes.
+    """A forward or backward graph whose numbers are Sizes."""
 
-    Attributes:
-        name: ``"forward"`` or ``"backward"``.
-        read: as it was read, for tests: all buffers that an eager run would have.
-        program: as it lies in memory once Inductor has fused it.
-        work: of its compute ops.
-    """
-
-    name: str
-    read: Program
-    program: Program
-    work: Mapping[str, Work]
+    name: str  # "forward" or "backward"
+    read: Program  # as it was read: all buffers that an eager run would have
+    program: Program  # as it lies in memory once Inductor has fused it
+    work: Mapping[str, Work]  # of its compute ops
 
 
 class RankGroup(NamedTuple):
-    """A process group of a mesh.
+    """A process group of a mesh."""
 
-    Attributes:
-        name: its own, as in the graph.
-        dim: name of the dimension of the mesh.
-        fixed: ranks of all other dimensions, so that it has ``ranks / fixed``; None for one that
-            has the same size among any number of ranks.
-    """
-
-    name: str
-    dim: str
+    name: str  # its own, as in the graph
+    dim: str  # of the mesh
+    # Ranks of all other dimensions, so that it has ``ranks / fixed``; None for one that has the
+    # same size among any number of ranks.
     fixed: int | None
 
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step whose sizes were left open.
+    """A step whose sizes were left open."""
 
-    Attributes:
-        graphs: forward and backward.
-        symbols: ``batch``, ``seq`` and ``ranks``, and what must hold of them.
-        fqns: of the parameters, in the order in which they are gathered.
-        parameters_nbytes: of a rank's shards, fp32.
-        dim_of: dimension of the mesh that each process group is of.
-    """
-
-    graphs: tuple[OpenGraph, ...]
-    symbols: Symbols
-    fqns: tuple[str, ...]
-    parameters_nbytes: int
-    dim_of: Mapping[str, str]
+    graphs: tuple[OpenGraph, ...]  # forward and backward
+    symbols: Symbols  # ``batch``, ``seq`` and ``ranks``, and what must hold of them
+    fqns: tuple[str, ...]  # of the parameters, in the order in which they are gathered
+    parameters_nbytes: int  # of a rank's shards, fp32
+    dim_of: Mapping[str, str]  # the dimension of the mesh that each process group is of
 
 
 def open_step(
@@ -94,9 +72,8 @@ def open_step(
         CellError: a size became a number while it was traced.
     """
     by_name, holds = opened(step.forward.graph, hints)
-    ranks = sympy.Symbol(RANKS, positive=True, integer=True)
+    ranks = sympy.Symbol("ranks", positive=True, integer=True)
     sizes = {group.name: ranks / group.fixed for group in groups if group.fixed is not None}
-    formulas = RankFormulas(sizes, step.rows)
     graphs, conditions, apart = [], set(holds), set[sympy.Basic]()
     for group in groups:
         if group.fixed is not None:  # alone it communicates nothing
@@ -104,7 +81,7 @@ def open_step(
             conditions.add(sympy.Eq(ranks, group.fixed) if alone else ranks > group.fixed)
     for name, gm in (("forward", step.forward), ("backward", step.backward)):
         with noted() as notes:
-            graph, of_ranks = _open_graph(name, gm, formulas, shards)
+            graph, of_ranks = _open_graph(name, gm, sizes, step.rows, shards)
         differ = {note for note in notes if isinstance(note, sympy.Ne)}
         conditions |= notes - differ | of_ranks
         apart |= differ | _constants(graph.read)
@@ -115,17 +92,21 @@ def open_step(
     starts = [op.collective for graph in graphs for _, op in graph.read.starts()]
     if any(c is not None and c.group not in known for c in starts):
         conditions.add(sympy.Eq(ranks, dist.get_world_size()))  # nobody knows how those grow
-    names = {"batch": (), "seq": ()} | by_name | {RANKS: (ranks,)}
+    names = {"batch": (), "seq": ()} | by_name | {"ranks": (ranks,)}
     symbols = Symbols(names, frozenset(conditions), frozenset(apart))
     dim_of = {group.name: group.dim for group in groups}
     return OpenStep(tuple(graphs), symbols, step.fqns, nbytes, dim_of)
 
 
 def _open_graph(
-    name: str, gm: GraphModule, formulas: RankFormulas, shards: frozenset[str]
+    name: str,
+    gm: GraphModule,
+    ranks_of: Mapping[str, sympy.Expr],
+    rows_of: Mapping[str, int],
+    shards: frozenset[str],
 ) -> tuple[OpenGraph, set[sympy.Basic]]:
     reading = fx.read(gm.graph, carried_fqn)
-    program, holds = with_ranks(reading.program, formulas)
+    program, holds = with_ranks(reading.program, ranks_of, rows_of)
     program = replace(program, resident=program.resident | shards.intersection(program.inputs))
     reading = replace(reading, program=program)
     return OpenGraph(name, program, fused_program(reading), work_of(reading)), holds
