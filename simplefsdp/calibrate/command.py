@@ -71,11 +71,7 @@ def run(args: list[str]) -> int:
 
 
 def parse(args: list[str]) -> CalibrateOptions:
-    """Read the options.
-
-    Raises:
-        SystemExit: they cannot be read (code 2), or ``--help`` was shown (0).
-    """
+    """Read the options."""
     import tyro
 
     return tyro.cli(
@@ -177,11 +173,7 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
 
 
 def _local_size(rank: Rank) -> int:
-    """Ranks of this node.
-
-    Raises:
-        ValueError: other nodes have more or fewer; on all ranks.
-    """
+    """Ranks of this node; raises ValueError on all ranks where other nodes have more or fewer."""
     import torch
     import torch.distributed as dist
 

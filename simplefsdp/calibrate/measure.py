@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from simplefsdp.calibrate.fit import Sample
@@ -90,10 +90,7 @@ def time_matmuls(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list
 
 def matmuls(dtype: torch.dtype, width: int, device: torch.device) -> Call:
     """Three square matmuls, those of a linear layer."""
-
-    def tensor() -> Tensor:
-        return torch.randn(width, width, dtype=dtype, device=device)
-
+    tensor = partial(torch.randn, width, width, dtype=dtype, device=device)
     x, weight, grad, out = tensor(), tensor(), tensor(), tensor()
 
     def run() -> None:
@@ -110,12 +107,9 @@ def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> li
     timer = timer_for(device)
 
     def attention(length: int) -> Call:
-        def tensor() -> Tensor:
-            shape = (1, heads, length, channels)
-            return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
-
-        q, k, v = tensor(), tensor(), tensor()
-        grad = torch.randn_like(q)
+        tensor = partial(torch.randn, 1, heads, length, channels, dtype=dtype, device=device)
+        q, k, v = (tensor(requires_grad=True) for _ in range(3))
+        grad = tensor()
 
         def run() -> None:
             out = scaled_dot_product_attention(q, k, v, is_causal=True)

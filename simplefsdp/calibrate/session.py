@@ -57,7 +57,9 @@ def measure_compute(sweep: Sweep, rank: Rank, report: CalibrationReport) -> dict
         f"a kernel's launch {launch_us:.3g} us"
     )
     peaks = {}
-    for dtype in _dtypes(rank.device):
+    dtypes = [torch.float32, torch.bfloat16]
+    dtypes += [torch.float16, torch.float64] if rank.device.type == "cuda" else []
+    for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
         dist.barrier()
         report.progress(f"matmuls and attention in {name}")
@@ -72,11 +74,6 @@ def measure_compute(sweep: Sweep, rank: Rank, report: CalibrationReport) -> dict
         "launch_us": launch_us,
         "memory_gb": _memory_gb(rank),
     }
-
-
-def _dtypes(device: torch.device) -> list[torch.dtype]:
-    dtypes = [torch.float32, torch.bfloat16]
-    return [*dtypes, torch.float16, torch.float64] if device.type == "cuda" else dtypes
 
 
 def _peak(matmuls: list[Sample], attention: list[Sample], launch_us: float) -> Peak:

@@ -54,9 +54,9 @@ class Report:
     def __init__(self, cluster: Cluster | None) -> None:
         self._cluster = cluster
         self._numbers: dict[int, int] = {}  # of Dynamo graphs, from 1 on
-        self._compilations: dict[object, list[tuple[int, str]]] = {}  # graphs: when they run, name
+        # By call the graphs: whether it is a backward, its turn among these, its name.
+        self._compilations: dict[object, list[tuple[bool, int, str]]] = {}
         self._plan_names: dict[str, str] = {}
-        self._clusters: dict[str, str] = {}
         self._launches: dict[str, list[str]] = {}
         self.graphs: dict[str, GraphReport] = {}
 
@@ -71,10 +71,10 @@ class Report:
         made = self.graphs[forward].module_of if forward in self.graphs else {}
         limits, modules = limits_of(prediction, seen.settings), _modules(rehearsal, made)
         self.graphs[name] = report_graph(prediction, limits, modules, seen.ranges)
-        self._plan_names[name], self._clusters[name] = _plan_name(seen.settings), cluster.name
+        self._plan_names[name] = _plan_name(seen.settings)
         # Backward runs the graphs of a call from the last to the first.
-        turn = n if seen.part == "forward" else _LATER - n
-        self._compilations.setdefault(seen.call or (seen.compilation,), []).append((turn, name))
+        turn = (False, n, name) if seen.part == "forward" else (True, -n, name)
+        self._compilations.setdefault(seen.call or (seen.compilation,), []).append(turn)
 
     def plan(self, compilation: int | None = None) -> PlanReport:
         """The graphs of one compilation as a step, without an optimizer.
@@ -93,13 +93,11 @@ class Report:
         if not 1 <= n <= known:
             raise ValueError(f"there is no compilation {n}: {known} of them, from 1 on")
         turns = sorted([*self._compilations.values()][n - 1])
-        graphs = {name: self.graphs[name] for _, name in turns}
+        graphs = {name: self.graphs[name] for *_, name in turns}
         predictions = tuple(graph.prediction for graph in graphs.values())
-        resident = {
-            turn: self.graphs[name].prediction.memory.resident_nbytes for turn, name in turns
-        }
-        forwards = [nbytes for turn, nbytes in resident.items() if turn < _LATER // 2]
-        step = StepPrediction(predictions, 0.0, max(sum(forwards), *resident.values()), 0)
+        resident = [prediction.memory.resident_nbytes for prediction in predictions]
+        forwards = resident[: sum(not backward for backward, *_ in turns)]
+        step = StepPrediction(predictions, 0.0, max(sum(forwards), *resident), 0)
         name = " and ".join(dict.fromkeys(self._plan_names[name] for name in graphs))
         name += f", {len(forwards)} graphs (graph breaks)" if len(forwards) > 1 else ""
         name += f", compilation {n}" if n != self._step() else ""
@@ -117,7 +115,7 @@ class Report:
     def _step(self) -> int:
         """Number of the first compilation that trains, or of the first."""
         numbered = enumerate(self._compilations.values(), 1)
-        trains = (n for n, turns in numbered if any(turn > _LATER // 2 for turn, _ in turns))
+        trains = (n for n, turns in numbered if any(backward for backward, *_ in turns))
         return next(trains, 1)
 
     def __str__(self) -> str:
@@ -132,19 +130,21 @@ class Report:
         return printed(lambda out: print_plans(out, self.plans(), self._heading()))
 
     def _heading(self) -> str:
-        clusters = " and ".join(dict.fromkeys(self._clusters.values()))
+        clusters = " and ".join(dict.fromkeys(self._clusters()))
         return f"compiled on {_ranks()} ranks, as predicted for {clusters}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; the keys are those of :mod:`simplefsdp.inspection.document`.
+    def _clusters(self) -> list[str]:
+        return [graph.prediction.cost.cluster.name for graph in self.graphs.values()]
 
-        Its plans are those of :meth:`plans`.
+    def to_json(self) -> dict[str, Any]:
+        """The plans of :meth:`plans` in plain JSON values; the keys are those of
+        :mod:`simplefsdp.inspection.document`.
 
         Raises:
             ValueError: nothing was compiled.
         """
-        cluster = next(iter(self._clusters.values()), "")
-        return document(self.plans(), subject="compiled", ranks=_ranks(), cluster=cluster)
+        plans, (cluster, *_) = self.plans(), self._clusters()
+        return document(plans, subject="compiled", ranks=_ranks(), cluster=cluster)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report, on rank 0: a page (``.html``), JSON (``.json``) or a Perfetto trace
@@ -197,8 +197,6 @@ class Report:
         dist.all_gather_object(theirs, mine)
         return compare(theirs)
 
-
-_LATER = 1 << 40  # when the backward of graph 0 would run
 
 _NOTHING = (
     'nothing was compiled: only what torch.compile(..., backend="simplefsdp") compiles inside '

@@ -29,18 +29,15 @@ from typing import Any
 
 from simplefsdp.compiler.size_limits import describe_range
 from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
-
-VERSION = 1
+from simplefsdp.version import __version__
 
 
 def document(
     plans: Sequence[PlanReport], *, subject: str, ranks: int, cluster: str
 ) -> dict[str, Any]:
     """The whole report, in plain JSON values."""
-    from simplefsdp.version import __version__
-
     return {
-        "version": VERSION,
+        "version": 1,
         "simplefsdp": __version__,
         "subject": subject,
         "ranks": ranks,

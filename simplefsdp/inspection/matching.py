@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from simplefsdp.inspection.align import align
 from simplefsdp.inspection.intervals import length, union
@@ -67,19 +66,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted and measured, bucket by bucket.
+    """Predicted and measured, bucket by bucket."""
 
-    Attributes:
-        rows: of all graphs, in launch order.
-        steps: that were measured.
-        unmatched: measured launches that are no bucket's: a gradient norm's, say.
-        measured: all of the run.
-    """
-
-    rows: tuple[Row, ...]
-    steps: int
-    unmatched: int
-    measured: MeasuredReport
+    rows: tuple[Row, ...]  # of all graphs, in launch order
+    steps: int  # that were measured
+    unmatched: int  # measured launches that are no bucket's: a gradient norm's, say
+    measured: MeasuredReport  # all of the run
 
     @property
     def match_rate(self) -> float:
@@ -119,7 +111,24 @@ class Comparison:
         return printed(self._print)
 
     def _print(self, out: Console) -> None:
-        out.print(_table(self.rows))
+        numbers = ("predicted", "measured", "exposed: predicted", "measured", "covered", "GB/s")
+        words = ("graph", "kind", "parameters")
+        table = table_of(*words, *numbers, words=words)
+        for row in self.rows:
+            exposure = row.bucket.exposure
+            us, exposed, overlap, rate = row.duration_us, row.exposed_us, row.overlap, row.gb_s
+            table.add_row(
+                row.graph,
+                row.bucket.kind,
+                row.bucket.parameters or row.bucket.name,
+                time_text(exposure.duration_us),
+                time_text(us) if us is not None else "-",
+                time_text(exposure.exposed_us),
+                time_text(exposed) if exposed is not None else "-",
+                f"{overlap:.0%}" if overlap is not None else "-",
+                f"{rate:.3g}" if rate is not None else "-",
+            )
+        out.print(table)
         found, wanted = sum(len(row.launches) for row in self.rows), len(self.rows) * self.steps
         out.print(
             f"{plural(self.steps, 'step')}: {found} of {wanted} buckets found in the profile "
@@ -129,35 +138,10 @@ class Comparison:
         )
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    numbers = ("predicted", "measured", "exposed: predicted", "measured", "covered", "GB/s")
-    words = ("graph", "kind", "parameters")
-    table = table_of(*words, *numbers, words=words)
-    for row in rows:
-        exposure = row.bucket.exposure
-        us, exposed, overlap, rate = row.duration_us, row.exposed_us, row.overlap, row.gb_s
-        table.add_row(
-            row.graph,
-            row.bucket.kind,
-            row.bucket.parameters or row.bucket.name,
-            time_text(exposure.duration_us),
-            time_text(us) if us is not None else "-",
-            time_text(exposure.exposed_us),
-            time_text(exposed) if exposed is not None else "-",
-            f"{overlap:.0%}" if overlap is not None else "-",
-            f"{rate:.3g}" if rate is not None else "-",
-        )
-    return table
-
-
 def measure_steps(
     graphs: Sequence[GraphReport], step_fn: Callable[[], object], steps: int
 ) -> Comparison:
-    """Profile ``steps`` calls of ``step_fn``, after one that is not counted, and match them.
-
-    Raises:
-        ValueError: ``steps`` is below 1, or nothing communicates.
-    """
+    """Profile ``steps`` calls of ``step_fn``, after one that is not counted, and match them."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     if not any(graph.buckets for graph in graphs):

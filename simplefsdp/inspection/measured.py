@@ -156,15 +156,12 @@ def print_measured(out: Console, reports: Sequence[MeasuredReport]) -> None:
     out.print(_by_kind(worst))
     for m in sorted(worst.transfers, key=lambda m: -m.exposed_us)[:_SHOWN]:
         if m.exposed_us:
-            out.print(f"  exposed {time_text(m.exposed_us)} of {time_text(m.duration_us)}: "
-                      f"{m.transfer.kind} {_size(m.transfer)}{m.transfer.name}",
-                      markup=False)  # fmt: skip
+            t = m.transfer
+            size = f"of {nbytes_text(t.nbytes)}, " if t.nbytes else ""
+            us = f"{time_text(m.exposed_us)} of {time_text(m.duration_us)}"
+            out.print(f"  exposed {us}: {t.kind} {size}{t.name}", markup=False)
     for line in _gap_lines(worst):
         out.print(line, soft_wrap=True, markup=False)
-
-
-def _size(transfer: Transfer) -> str:
-    return f"of {nbytes_text(transfer.nbytes)}, " if transfer.nbytes else ""
 
 
 def _by_kind(report: MeasuredReport) -> Table:

@@ -29,21 +29,16 @@ def memory_report(
     """Report on a program, of which ``memory`` is, whose ops begin at ``arrival``; the module of
     what is not in ``module_of``, by op or input name, is not known."""
     at = program.index.get(memory.peak_op, 0)
+    owner, by_module = _owners(program, module_of, at), Counter[str]()
+    for storage, nbytes in live_at_peak(program).items():
+        by_module[owner.get(storage, "")] += nbytes
     return MemoryReport(
         memory.peak_op,
         arrival[at],
         {kind: nbytes for kind, nbytes in live_by_use(program).items() if nbytes},
-        _by_module(program, module_of, at),
+        {block or "(no module)": nbytes for block, nbytes in by_module.most_common() if nbytes},
         _curve(memory, arrival),
     )
-
-
-def _by_module(program: Program, module_of: Mapping[str, str], at: int) -> dict[str, int]:
-    owner = _owners(program, module_of, at)
-    found: Counter[str] = Counter()
-    for storage, nbytes in live_at_peak(program).items():
-        found[owner.get(storage, "")] += nbytes
-    return {block or "(no module)": nbytes for block, nbytes in found.most_common() if nbytes}
 
 
 def _owners(program: Program, module_of: Mapping[str, str], at: int) -> dict[str, str]:

@@ -14,6 +14,7 @@ from simplefsdp.compiler.size_limits import describe_range
 from simplefsdp.inspection.document import bucket_document, plan_document
 from simplefsdp.inspection.names import block_of, shorten_blocks, time_text
 from simplefsdp.inspection.report import GraphReport, PlanReport
+from simplefsdp.version import __version__
 from simplefsdp.words import counted, plural
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -46,8 +47,6 @@ def filled(own: Sequence[str], title: str, hint: str, report: object) -> str:
     The report is in it as JSON in which no name can end the script or open a comment.
     """
     from plotly.offline import get_plotlyjs
-
-    from simplefsdp.version import __version__
 
     def text(suffix: str, files: Iterable[str]) -> str:
         return "".join((_ASSETS / name).read_text() for name in files if name.endswith(suffix))

@@ -11,6 +11,7 @@ from inductor_passes.machine.simulate import memory
 from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.rehearsal import Auto, Settings
 from simplefsdp.inspection.explain import Limits
+from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.inspection.options import OwnPlan, PlanName
 from simplefsdp.inspection.report import BY_CONFIG, BY_TRACE, PlanReport, report_graph, traced_flops
 from simplefsdp.inspection.subject import Subject
@@ -35,12 +36,7 @@ def inspect_plan(
 ) -> PlanReport:
     """Predict a traced step under a plan, and explain it; call this in the process group that it
     was traced in. ``budget_nbytes`` is an automatic plan's, see
-    :class:`inductor_passes.rehearsal.Auto`.
-
-    Raises:
-        BudgetError, ValueError: as for :func:`simplefsdp.simulation.prediction.predict_step`, and
-            :func:`simplefsdp.inspection.torch_passes.predict_torch_step`.
-    """
+    :class:`inductor_passes.rehearsal.Auto`."""
     traced, nbytes = subject.step, subject.parameters_nbytes
     match name:
         case "torch-manual" | "torch-auto":
@@ -52,8 +48,9 @@ def inspect_plan(
             settings = settings_of(name, traced.fqns, cluster, budget_nbytes)
             step = predict_step(traced, settings, cluster, nbytes)
             limits = {graph.name: limits_of(graph, settings) for graph in step.graphs}
+    module_of = modules_of_step(traced)
     graphs = {
-        graph.name: report_graph(graph, limits[graph.name], subject.module_of[graph.name])
+        graph.name: report_graph(graph, limits[graph.name], module_of[graph.name])
         for graph in step.graphs
     }
     flops, peak_tflops = traced_flops(step.graphs[0].cost)

@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ _KIND_OF = {"allgather": "gather", "reducescatter": "reduce", "allreduce": "all_
 _LAUNCH = re.compile(r"^c10d::_?(all_?gather|reduce_?scatter|all_?reduce)")
 _WAIT = re.compile(r"^(_c10d_functional|c10d_functional)::wait_tensor|^c10d::(barrier|monitored)")
 _OURS = ("gather", "reduce", "all_reduce", "other")
+_SPAN = attrgetter("span")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _NBYTES = {
     "float": 4, "float32": 4, "double": 8, "float64": 8, "half": 2, "float16": 2, "bfloat16": 2,
@@ -182,15 +184,15 @@ def _predicted(trace: Trace) -> list[Profile]:
 
 def _on_threads(events: Sequence[Event], name: str) -> Profile:
     """The profile of a rank that computes on the CPU and communicates by gloo."""
-    sent = sorted((e for e in events if e.name.startswith("gloo:")), key=_span)
+    sent = sorted((e for e in events if e.name.startswith("gloo:")), key=_SPAN)
     theirs = {e.thread[1] for e in sent}
     own = [e for e in events if e.thread[1] not in theirs and not _is_frame(e)]
-    launches = sorted((e for e in own if _LAUNCH.match(e.name)), key=_span)
+    launches = sorted((e for e in own if _LAUNCH.match(e.name)), key=_SPAN)
     # gloo reduces to shards by all-reduce, tensor by tensor: the launches tell what it is for.
     causes = [cause for n, e in enumerate(launches) for cause in _causes(e, n)]
     if len(causes) != len(sent):
-        causes = [_Cause(_kind(e.name), 0, n) for n, e in enumerate(sent)]
-    transfers = [_gloo(e, cause) for e, cause in zip(sent, causes, strict=True)]
+        causes = [(_kind(e.name), 0, n) for n, e in enumerate(sent)]
+    transfers = [_gloo(e, *cause) for e, cause in zip(sent, causes, strict=True)]
     apart = [e for e in own if _WAIT.match(e.name) or _LAUNCH.match(e.name)]
     return _profile(name, transfers, _computed(own, apart))
 
@@ -208,12 +210,8 @@ def _on_wire(events: Sequence[Event], name: str) -> Profile:
 
 def _computed(own: Iterable[Event], apart: Iterable[Event]) -> list[Kernel]:
     """When a rank's own threads are at work, but for what is no compute."""
-    busy = difference(union(map(_span, own)), union(map(_span, apart)))
+    busy = difference(union(map(_SPAN, own)), union(map(_SPAN, apart)))
     return [Kernel(begin, end, "compute") for begin, end in busy]
-
-
-def _span(e: Event) -> tuple[float, float]:
-    return e.span
 
 
 def _is_frame(e: Event) -> bool:
@@ -226,26 +224,21 @@ def _is_step(e: Event) -> bool:
     return e.name.startswith(STEP) and e.category != "gpu_user_annotation"
 
 
-class _Cause(NamedTuple):
-    kind: str
-    numel: int
-    launch: int
-
-
-def _causes(launch: Event, number: int) -> list[_Cause]:
-    """What a launch hands to gloo's threads: of the full tensors, the larger of in and out."""
+def _causes(launch: Event, number: int) -> list[tuple[str, int, int]]:
+    """What a launch hands to gloo's threads: kind, elements of the full tensors (the larger of in
+    and out), and its number."""
     dims = [d for d in launch.args.get("Input Dims", ())[:2] if isinstance(d, list)]
     kind = _kind(launch.name)
     if kind == "reduce" and "coalesced" in launch.name and len(dims) == 2:
-        return [_Cause(kind, _numel(tensor), number) for tensor in dims[1]]
-    return [_Cause(kind, max(map(_numel, dims), default=0), number)]
+        return [(kind, _numel(tensor), number) for tensor in dims[1]]
+    return [(kind, max(map(_numel, dims), default=0), number)]
 
 
-def _gloo(e: Event, cause: _Cause) -> Transfer:
+def _gloo(e: Event, kind: str, numel: int, launch: int) -> Transfer:
     types = {str(t).rpartition("::")[2].lower() for t in e.args.get("Input type", ())}
     each = _NBYTES.get(types.pop()) if len(types) == 1 else None
-    nbytes = cause.numel * each if cause.numel and each else None
-    return Transfer(cause.kind, e.name, *e.span, nbytes, cause.launch)
+    nbytes = numel * each if numel and each else None
+    return Transfer(kind, e.name, *e.span, nbytes, launch)
 
 
 def _numel(dims: Any) -> int:

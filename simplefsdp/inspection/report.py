@@ -62,11 +62,6 @@ class GraphReport:
         """``"forward"`` or ``"backward"``."""
         return self.prediction.name
 
-    @property
-    def bucket_counts(self) -> dict[str, int]:
-        found = Counter(bucket.kind for bucket in self.buckets)
-        return {kind: found.get(kind, 0) for kind in KINDS}
-
     def exposed_by_reason(self) -> dict[str, float]:
         """Exposed time of the graph by cause, us; adds up to all of it."""
         found: Counter[str] = Counter()

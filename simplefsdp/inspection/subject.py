@@ -9,7 +9,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from simplefsdp.frontend.placement import local_nbytes
-from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.models import config_of, flops_per_token
 from simplefsdp.models.build import llama_with_loss
@@ -41,7 +40,6 @@ class Subject:
     # Of a rank's batch, with tensor parallelism its share of it; None if its input is no tokens.
     tokens: float | None
     flops: float | None  # of the model for these tokens, if its configuration is known
-    module_of: Mapping[str, Mapping[str, str]]  # module path by node name, by graph
 
 
 def trace_llama(
@@ -54,14 +52,9 @@ def trace_llama(
     batch_size: int,
     averages: bool,
 ) -> Subject:
-    """Trace a step of one of our models with its loss.
-
-    Args:
-        options, parallel, mesh: which one, and how it is spread over whom.
-        layers: how many of its layers; None for all.
-        seq_len: tokens per sequence.
-        batch_size: sequences per rank.
-        averages: the machine's communication averages by itself.
+    """Trace a step of one of our models with its loss: ``seq_len`` tokens per sequence,
+    ``batch_size`` sequences per rank, all of its layers or so many. ``averages``: the machine's
+    communication does so by itself.
 
     Raises:
         ValueError: no such model, or a sequence that is too long for it.
@@ -85,17 +78,15 @@ def trace_llama(
     step, nbytes = trace_deep(traced, "layers", config.n_layers)
     tokens = seq_len * batch_size / parallel.tp  # those that split a layer share them
     flops = tokens * flops_per_token(config, seq_len)
-    return Subject(options.model, step, nbytes, tokens, flops, modules_of_step(step))
+    return Subject(options.model, step, nbytes, tokens, flops)
 
 
 class Target:
     """A model of the user's, and its inputs: functions, each by ``module:function``.
 
     The first returns the wrapped model, and gets a mesh of all ranks if it takes an argument. The
-    second returns the inputs of a rank: a tensor, or a tuple.
-
-    Raises:
-        UserError: there is no such function.
+    second returns the inputs of a rank: a tensor, or a tuple. What cannot be had of them is a
+    UserError that names the option.
     """
 
     def __init__(self, build: str, inputs: str) -> None:
@@ -103,11 +94,7 @@ class Target:
         self._build, self._inputs = _load("--target", build), _load("--input", inputs)
 
     def build(self, mesh: DeviceMesh) -> nn.Module:
-        """The wrapped model.
-
-        Raises:
-            UserError: the function fails, or returns no model.
-        """
+        """The wrapped model."""
         wants_mesh = any(
             p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
             for p in inspect.signature(self._build).parameters.values()
@@ -121,21 +108,13 @@ class Target:
         return model
 
     def inputs(self) -> tuple[Any, ...]:
-        """What the model is called with.
-
-        Raises:
-            UserError: the function fails.
-        """
+        """What the model is called with."""
         made = _called("--input", self._example, self._inputs)
         return tuple(made) if isinstance(made, (tuple, list)) else (made,)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Tell in one line why the model cannot be traced.
-
-        Raises:
-            UserError: its forward fails or is not one graph, or there is nothing to plan in it.
-        """
+        """Tell in one line why the model cannot be traced."""
         try:
             yield
         except Unsupported as error:
@@ -166,16 +145,11 @@ def trace_target(target: Target, ranks: int, *, averages: bool) -> Subject:
         inputs = target.inputs()
         with target.tracing():
             step = trace(model, *inputs, averages=averages)
-    nbytes = local_nbytes(model.parameters())
-    return Subject(target.name, step, nbytes, _tokens(inputs), None, modules_of_step(step))
+    return Subject(target.name, step, local_nbytes(model.parameters()), _tokens(inputs), None)
 
 
 def _load(option: str, path: str) -> Callable[..., Any]:
-    """The function at ``module:function``; the working directory is searched, too.
-
-    Raises:
-        UserError: there is none; names ``option``, and what of the path does not exist.
-    """
+    """The function at ``module:function``; the working directory is searched, too."""
     name, _, attribute = path.partition(":")
     if not name or not attribute:
         raise UserError(
@@ -201,11 +175,7 @@ def _load(option: str, path: str) -> Callable[..., Any]:
 
 
 def _called(option: str, path: str, function: Callable[..., Any], *args: object) -> Any:
-    """What a user's function returns.
-
-    Raises:
-        UserError: it failed; names the option, and where.
-    """
+    """What a user's function returns."""
     try:
         return function(*args)
     except Exception as error:

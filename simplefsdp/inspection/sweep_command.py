@@ -61,12 +61,7 @@ def _sweep_of(options: InspectOptions, cluster: Cluster) -> CellSweep:
 
 
 def _steps(sweep: CellSweep, cells: Sequence[Cell]) -> list[CellStep]:
-    """The step in each cell.
-
-    Raises:
-        UserError: the model cannot be traced with its sizes left open, or the cluster's figures
-            are not enough for it.
-    """
+    """The step in each cell."""
     try:
         with sweep.model.tracing():
             return sweep.steps(cells)
@@ -117,11 +112,7 @@ def _sweep(options: InspectOptions, cluster: Cluster) -> None:
 
 
 def _laid_out(sweep: CellSweep, ranks: Sequence[int]) -> tuple[tuple[int, ...], list[str]]:
-    """The numbers of ranks that can be laid out, and of each other one why it cannot.
-
-    Raises:
-        ValueError: none can.
-    """
+    """The numbers of ranks that can be laid out, and of each other one why it cannot."""
     left_out: dict[int, ValueError] = {}
     for n in ranks:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from simplefsdp.compiler.size_limits import describe_range
 from simplefsdp.inspection.names import block_of, nbytes_text, shorten_blocks, time_text
-from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
+from simplefsdp.inspection.report import KINDS, BucketReport, GraphReport, PlanReport
 from simplefsdp.inspection.terminal import table_of
 from simplefsdp.words import counted, plural
 
@@ -77,10 +78,12 @@ def _summary(graph: GraphReport) -> str:
     prediction = graph.prediction
     timeline = prediction.timeline
     sent = sum(bucket.nbytes for bucket in graph.buckets)
+    kinds = Counter(bucket.kind for bucket in graph.buckets)
+    counts = counted((kind, kinds[kind]) for kind in KINDS)
     slowed = f" + {time_text(timeline.slowed_us)} beside transfers" if timeline.slowed_us else ""
     return (
         f"{len(prediction.before.ops):,} nodes; {counted(graph.collectives.items())} -> "
-        f"{plural(len(graph.buckets), 'bucket')} ({counted(graph.bucket_counts.items())}), "
+        f"{plural(len(graph.buckets), 'bucket')} ({counts}), "
         f"{nbytes_text(sent)}; takes {time_text(timeline.total_us)} = compute "
         f"{time_text(timeline.compute_us)}{slowed} + exposed {time_text(prediction.exposed_us)}, "
         f"bound {time_text(prediction.lower_bound_us)}; wire {time_text(timeline.wire_us)}; passes "

@@ -137,11 +137,7 @@ def units_of(fqns: Sequence[str]) -> list[list[str]]:
 @no_garbage_collection()
 def torch_manual(gm: GraphModule, units: Sequence[Sequence[str]]) -> GraphModule:
     """A copy of a traced graph after ``manual_overlap_bucketing``; ``units`` are FQNs of parameters
-    or of modules that share a bucket.
-
-    Raises:
-        ValueError: this torch has not what the pass is called with, or the pass fails.
-    """
+    or of modules that share a bucket."""
     values = [list(unit) for unit in units], False, module_stack
     return _after(gm, _MANUAL, values, lambda node: 0.0)  # an estimate is asked for, not used
 
@@ -149,11 +145,7 @@ def torch_manual(gm: GraphModule, units: Sequence[Sequence[str]]) -> GraphModule
 @no_garbage_collection()
 def torch_auto(gm: GraphModule, program: Program, cost: ClusterCost) -> GraphModule:
     """A copy of a traced graph, which was read as ``program``, after
-    ``schedule_overlap_bucketing``, its settings the defaults.
-
-    Raises:
-        ValueError: this torch has not what the pass is called with, or the pass fails.
-    """
+    ``schedule_overlap_bucketing``, its settings the defaults."""
 
     def estimate_ms(node: Node, override_nbytes: int | None = None) -> float | None:
         if node.target in fx.KIND_OF:
@@ -205,11 +197,7 @@ def _after(
 
 
 def _function(which: _Pass) -> Callable[..., GraphModule]:
-    """The pass itself.
-
-    Raises:
-        ValueError: there is none; names what is missing.
-    """
+    """The pass itself."""
     try:
         function = getattr(importlib.import_module(_FX_PASSES + which.module), which.name)
     except (ImportError, AttributeError) as error:
@@ -270,12 +258,11 @@ def _saturating_mib(program: Program, cost: ClusterCost) -> float:
     gather = next((c for c in gathers if c.kind == "gather"), None)
     if gather is None:
         return least
-    huge = replace(gather, nbytes=1 << 40)
-    bandwidth = huge.nbytes / cost.collective_us(huge)  # bytes per us
+
+    def bandwidth(nbytes: int) -> float:
+        return nbytes / cost.collective_us(replace(gather, nbytes=nbytes))
+
     mib = least
-    while mib < most:
-        at = replace(gather, nbytes=int(mib * 2**20))
-        if at.nbytes / cost.collective_us(at) >= _SATURATION * bandwidth:
-            break
+    while mib < most and bandwidth(int(mib * 2**20)) < _SATURATION * bandwidth(1 << 40):
         mib *= 1.1
     return min(mib, most)

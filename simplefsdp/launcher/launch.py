@@ -7,7 +7,6 @@ variables, so ``simplefsdp train`` behaves the same started by itself and under 
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -31,7 +30,6 @@ from simplefsdp.launcher.errors import EXIT_FAILED, RunFailed, UserError
 from simplefsdp.launcher.follow import be_launcher
 from simplefsdp.launcher.ranks import cpu_count, device_type
 
-_MEMORY = Path("/dev/shm")
 # ``python -m simplefsdp``, that ends without a traceback on Ctrl-C, and with its launcher (as
 # ``follow_launcher`` sees to later), while it imports, too: that takes seconds.
 _AS_RANK = (
@@ -116,12 +114,11 @@ class RankLogs(DefaultLogsSpecs):
 @contextmanager
 def logs_of(folder: Path, ranks: int) -> Iterator[RankLogs]:
     """What torch's elastic launcher is told of ``ranks`` local ranks that log into ``folder``."""
-    in_memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    errors = Path(tempfile.mkdtemp(prefix="simplefsdp-errors-", dir=in_memory))
-    try:
-        yield RankLogs(folder, errors, ranks)
-    finally:
-        shutil.rmtree(errors, ignore_errors=True)
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(
+        prefix="simplefsdp-errors-", dir=in_memory, ignore_cleanup_errors=True
+    ) as errors:
+        yield RankLogs(folder, Path(errors), ranks)
 
 
 def _hangs_on() -> bool:

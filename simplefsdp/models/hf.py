@@ -86,7 +86,7 @@ def write_hf_folder(
     """
     with complete_folder(Path(folder).absolute()) as partial:
         writer, written_dtype = Writer(partial), torch.float32
-        checked = _of_one_dtype(_checked(config, tensors, dtype))
+        checked = _checked(config, tensors, dtype)
         renamed = ((to_hf_name(fqn), tensor) for fqn, tensor in checked)
         for batch in in_files(renamed, nbytes_of, max_shard_nbytes):
             written_dtype = next(iter(batch.values())).dtype
@@ -95,29 +95,19 @@ def write_hf_folder(
         write_json(partial / "config.json", to_hf_config(config, written_dtype))
 
 
-def _of_one_dtype(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    first = None
-    for fqn, tensor in tensors:
-        first = first or tensor.dtype
-        if tensor.dtype != first:
-            raise TypeError(
-                f"{fqn} is {tensor.dtype}, those before it are {first}: pass dtype= to cast"
-            )
-        yield fqn, tensor
-
-
 def _checked(
     config: LlamaConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors on the CPU in `dtype`, once each is known to be what the model needs."""
+    """The tensors on the CPU in one dtype, once each is known to be what the model needs."""
     with torch.device("meta"):
         missing = {fqn: tuple(p.shape) for fqn, p in Llama(config).named_parameters()}
     seen: set[str] = set()
+    first = dtype
     for fqn, tensor in tensors:
-        if fqn in seen:
-            raise ValueError(f"{fqn} was given twice: pass each parameter once")
         if fqn not in missing:
-            raise ValueError(f"the model has no parameter {fqn}: export with the config it had")
+            twice = f"{fqn} was given twice: pass each parameter once"
+            unknown = f"the model has no parameter {fqn}: export with the config it had"
+            raise ValueError(twice if fqn in seen else unknown)
         shape = missing.pop(fqn)
         if tuple(tensor.shape) != shape:
             raise ValueError(
@@ -128,8 +118,13 @@ def _checked(
             raise TypeError(
                 f"{fqn} is a DTensor: gather it on every rank with full_tensor(), then write on one"
             )
+        first = first or tensor.dtype
+        if dtype is None and tensor.dtype != first:
+            raise TypeError(
+                f"{fqn} is {tensor.dtype}, those before it are {first}: pass dtype= to cast"
+            )
         seen.add(fqn)
-        yield fqn, tensor.detach().to("cpu", dtype or tensor.dtype)
+        yield fqn, tensor.detach().to("cpu", first)
     if missing:
         some = ", ".join(list(missing)[:3])
         raise ValueError(

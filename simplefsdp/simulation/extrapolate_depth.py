@@ -94,15 +94,12 @@ def _deep_rows(
 def trace_deep(
     traced: Callable[[int], tuple[TracedStep, nn.Module]], layers: str, depth: int
 ) -> tuple[TracedStep, int]:
-    """Trace a step, layers that are alike once.
+    """Trace a step, layers that are alike once: the step, and the bytes of this rank's shards.
 
     Args:
         traced: traces the model with that many layers; returns the step and the wrapped model.
         layers: FQN of the list of layers.
         depth: how many there are.
-
-    Returns:
-        The step, and the bytes of this rank's shards.
     """
     step, model = traced(min(depth, SHALLOW))
     nbytes = local_nbytes(model.parameters())

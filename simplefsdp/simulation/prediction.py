@@ -99,13 +99,8 @@ class StepPrediction:
 def predict_step(
     step: TracedStep, settings: Settings | None, cluster: Cluster, parameters_nbytes: int
 ) -> StepPrediction:
-    """Predict a traced step.
-
-    Args:
-        step: see :func:`simplefsdp.simulation.trace.trace`; call this in the same process group.
-        settings: of the passes; None for none.
-        cluster: what it is to run on.
-        parameters_nbytes: of this rank's shards, fp32.
+    """Predict a traced step, of whose fp32 shards a rank has so many bytes; call this in the
+    process group that it was traced in. ``settings`` are of the passes; None for none.
 
     Raises:
         ProgramError, ValueError: as for :func:`inductor_passes.passes.rehearse`.

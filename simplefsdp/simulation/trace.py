@@ -24,17 +24,12 @@ from simplefsdp.frontend.wrapped import is_wrapped
 
 
 class TracedStep(NamedTuple):
-    """The graphs of one step, as the passes get them.
+    """The graphs of one step, as the passes get them."""
 
-    Attributes:
-        forward: from inputs and shards to the outputs and what backward needs.
-        backward: from those and the outputs' gradients to the shards' gradients.
-        rows: of each parameter that is gathered, in the order of the forward's first reads, the
-            full tensor's size of dimension 0, which is sharded; 0 if it is not.
-    """
-
-    forward: GraphModule
-    backward: GraphModule
+    forward: GraphModule  # from inputs and shards to the outputs and what backward needs
+    backward: GraphModule  # from those and the outputs' gradients to the shards' gradients
+    # Of each parameter that is gathered, in the order of the forward's first reads, the full
+    # tensor's size of dimension 0, which is sharded; 0 if it is not.
     rows: Mapping[str, int]
 
     @property

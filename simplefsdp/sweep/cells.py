@@ -17,8 +17,6 @@ from inductor_passes.rehearsal import USABLE
 from simplefsdp.simulation.prediction import optimizer_us
 from simplefsdp.sweep.traced import OpenStep
 
-Binds = Literal["memory", "wire", "compute"]
-
 
 class Cell(NamedTuple):
     """Sizes of a step."""
@@ -45,7 +43,7 @@ class CellStep:
         return self.peak_nbytes <= self.room_nbytes
 
     @property
-    def binds(self) -> Binds:
+    def binds(self) -> Literal["memory", "wire", "compute"]:
         """What is to be had more of first: memory, if it does not fit; the wire, if it is busy
         for longer than compute; else compute."""
         if not self.fits:
@@ -63,10 +61,8 @@ def cell_steps(
     """The step in each cell that it holds for, see :meth:`inductor_passes.ir.cells.Symbols.check`.
 
     Args:
-        step: the graphs.
+        step, cells, cluster: the graphs, their sizes, and the machine.
         candidates: for the plan of each graph, see :func:`simplefsdp.sweep.plans.plans_of`.
-        cells: the sizes.
-        cluster: the machine.
         nodes_of: how many nodes a group of each dimension of the mesh spans among so many ranks.
 
     Raises:
@@ -91,7 +87,8 @@ def cell_steps(
     for plans in candidates:
         found = [taken(plan, sizes, costs) for plan in plans]
         best = _best(found, room - at_rest)
-        one = Taken(*(_chosen(column, best) for column in zip(*found, strict=True)))
+        columns = (torch.stack(column) for column in zip(*found, strict=True))
+        one = Taken(*(column.gather(0, best[None])[0] for column in columns))
         total, exposed = total + one.total_us, exposed + one.exposed_us
         compute, wire = compute + one.compute_us, wire + one.wire_us
         peak = torch.maximum(peak, one.peak_nbytes)
@@ -107,11 +104,6 @@ def cell_steps(
         )
         for k, cell in enumerate(cells)
     ]
-
-
-def _chosen(column: Sequence[Tensor], best: Tensor) -> Tensor:
-    """Of each cell the number of the plan that is best there."""
-    return torch.stack(list(column)).gather(0, best[None])[0]
 
 
 def _best(found: Sequence[Taken], room: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy
+
 from simplefsdp.sweep.cells import CellStep
 
 MOST = {"batch": 1 << 16, "seq": 1 << 24}
@@ -34,11 +36,5 @@ def largest(
 
 
 def _between(low: int, high: int) -> list[int]:
-    """Some sizes above ``low`` and below ``high``: doubling at first, then evenly apart."""
-    if low == 0 or high > 4 * low:
-        found = [max(1, low * 2)]
-        while 2 * found[-1] < high and len(found) < _AT_ONCE:
-            found.append(2 * found[-1])
-        return [n for n in found if n < high] or [high - 1]
-    by = max(1, (high - low) // _AT_ONCE)
-    return list(range(low + by, high, by)) or [low + 1]
+    """Some sizes above ``low`` and below ``high``, each as much larger than the one before."""
+    return sorted({round(n) for n in numpy.geomspace(low + 1, high - 1, _AT_ONCE).tolist()})

@@ -51,12 +51,9 @@ def swept_llama(
     config = config_of(options.model)
     config = replace(config, n_layers=layers or config.n_layers)
 
-    def build(depth: int, mesh: DeviceMesh) -> nn.Module:
-        return llama_with_loss(options, parallel, mesh, depth)
-
     return SweptModel(
         options.model,
-        build,
+        lambda depth, mesh: llama_with_loss(options, parallel, mesh, depth),
         tokens_and_targets,
         "layers",
         config.n_layers,
@@ -85,17 +82,14 @@ def swept_target(
     grow along, class weights ``[classes]`` do not. What is as long by chance is taken for it: the
     example should be of a batch and a sequence that are unlike other sizes.
 
-    Args:
-        name: for messages.
-        build: the wrapped model, over a mesh of all ranks.
-        example: what it is called with on a rank: tensors, and other things as they are.
-
     Raises:
         ValueError: the example has no batch, or a sequence as long as it.
     """
     made = example()
-    tokens = next((x for x in made if _is_tokens(x)), None)
-    batched = tokens if tokens is not None else next(filter(_has_dimensions, made), None)
+    tensors = [x for x in made if isinstance(x, torch.Tensor) and x.ndim > 0]
+    integers = (torch.int32, torch.int64)
+    tokens = next((x for x in tensors if x.ndim == 2 and x.dtype in integers), None)
+    batched = tokens if tokens is not None else next(iter(tensors), None)
     if batched is None:
         raise ValueError("--input: it returned no tensor with dimensions, so there is no batch")
     its_batch = batched.shape[0]
@@ -122,14 +116,6 @@ def swept_target(
         depth=1,
         open_sizes=("batch",) if tokens is None else ("batch", "seq"),
     )
-
-
-def _has_dimensions(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim > 0
-
-
-def _is_tokens(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim == 2 and x.dtype in (torch.int32, torch.int64)
 
 
 def swept_transformers(
@@ -171,7 +157,9 @@ def swept_transformers(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(its, trust_remote_code=False)
         if options.activation_checkpointing == "full":
-            _checkpoint_layers(model)
+            # By transformers' own method: its name changed in 5.x.
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return WithLoss(wrap(_Logits(model), parallel, mesh))
 
     alike = _are_alike(whole, getattr(config, "layer_types", None), depth)
@@ -186,12 +174,7 @@ def swept_transformers(
 
 
 def _configured(path: Path) -> tuple[Any, nn.Module]:
-    """The configuration in a file or folder, and its model on meta.
-
-    Raises:
-        ValueError: it is no file of JSON within bounds, transformers itself has no such model, or
-            a count that is read from it is none.
-    """
+    """The configuration in a file or folder, and its model on meta."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -229,12 +212,6 @@ def _are_alike(model: nn.Module, types: Sequence[str] | None, depth: int) -> boo
         if i >= SHALLOW // 2
     }
     return len(kinds) <= 1
-
-
-def _checkpoint_layers(model: nn.Module) -> None:
-    """By transformers' own method: its name changed in 5.x."""
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})  # type: ignore[operator]
 
 
 class _Logits(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from inductor_passes.ir.cells import CellError
 from inductor_passes.machine.cluster import Cluster, nodes_spanned
@@ -16,14 +15,12 @@ from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.layout import RankLayout, make_mesh, plan_layout
 from simplefsdp.models.options import ParallelOptions
 from simplefsdp.simulation.extrapolate_depth import trace_deep
-from simplefsdp.simulation.prediction import shards_of
 from simplefsdp.simulation.trace import TracedStep, trace
 from simplefsdp.sweep.cells import Cell, CellStep, cell_steps
 from simplefsdp.sweep.models import SweptModel
 from simplefsdp.sweep.plans import SweepPlan, plans_of
-from simplefsdp.sweep.traced import OpenStep, RankGroup, open_step
+from simplefsdp.sweep.traced import OpenStep, open_step
 
-_GROWING = ("dp", "replicate")
 _BATCHES = (3, 5)  # no powers of two: products with them are like no sizes of a model
 _AT_ONCE = 2000  # cells: what is alive during 1,024 ops in each takes 16 MB
 
@@ -65,12 +62,6 @@ class CellSweep:
                     found.update(zip(some, steps, strict=True))
         return [found[cell] for cell in cells]
 
-    @property
-    def peak_tflops(self) -> float:
-        """Of a device, in the dtype that is computed in."""
-        dtype = "bfloat16" if self.parallel.mixed_precision == "bf16" else "float32"
-        return self.cluster.peak(dtype).tflops
-
     def _of(self, cell: Cell) -> int:
         for at, (step, _) in enumerate(self.traced):
             if _holds(step, cell):
@@ -109,25 +100,15 @@ class CellSweep:
                     return trace(model, *inputs, averages=self.cluster.averages), model
 
             step, _ = trace_deep(traced, self.model.layers, self.model.depth)
-            shards = frozenset(shards_of(step.forward.graph))
-            return open_step(step, hints, self._groups(mesh, layout), shards)
+            names = mesh.mesh_dim_names or ()
+            dim_of: dict[str, str] = {mesh.get_group(dim).group_name: dim for dim in names}
+            # Tensor parallelism does not grow, and neither do groups of shards that have copies.
+            hybrid = self.parallel.mode == "hybrid_shard"
+            return open_step(step, hints, dim_of, layout.tp * (layout.shard if hybrid else 1))
 
     def layout(self, ranks: int) -> RankLayout:
-        """How so many ranks are laid out.
-
-        Raises:
-            ValueError: they cannot be.
-        """
+        """How so many ranks are laid out."""
         return plan_layout(self.parallel, ranks, self.cluster.ranks_per_node)
-
-    def _groups(self, mesh: DeviceMesh, layout: RankLayout) -> list[RankGroup]:
-        """Only those of data parallelism grow: tensor parallelism's do not, and neither do groups
-        of shards that have copies."""
-        fixed = layout.tp * (layout.shard if self.parallel.mode == "hybrid_shard" else 1)
-        return [
-            RankGroup(mesh.get_group(dim).group_name, dim, fixed if dim in _GROWING else None)
-            for dim in mesh.mesh_dim_names or ()
-        ]
 
     def _nodes_of(self, ranks: int) -> Mapping[str, int]:
         """How many nodes a group of each dimension of the mesh spans."""

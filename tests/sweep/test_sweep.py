@@ -24,7 +24,6 @@ from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.layout import make_mesh, plan_layout
 from simplefsdp.models.options import ModelOptions, ParallelOptions
 from simplefsdp.simulation.extrapolate_depth import trace_deep
-from simplefsdp.simulation.prediction import shards_of
 from simplefsdp.simulation.trace import TracedStep, trace
 from simplefsdp.sweep.cells import Cell, cell_steps
 from simplefsdp.sweep.models import SweptModel, _are_alike, swept_llama, swept_target
@@ -54,7 +53,7 @@ def fresh(sweep: CellSweep, cell: Cell) -> OpenStep:
                 return trace(model, *inputs, averages=H100.averages), model
 
         step, _ = trace_deep(traced, sweep.model.layers, sweep.model.depth)
-        return open_step(step, {}, (), frozenset(shards_of(step.forward.graph)))
+        return open_step(step, {}, {}, 1)
 
 
 def told(program: Program) -> list[object]:

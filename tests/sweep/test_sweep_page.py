@@ -31,10 +31,9 @@ def document(
     """What is told of made-up steps: of twice the tokens in twice the time and memory."""
     sweep: Any = SimpleNamespace(
         model=SimpleNamespace(name=name, flops_per_token=(lambda seq: 5e10) if flops else None),
-        cluster=SimpleNamespace(name="h100"),
-        parallel=SimpleNamespace(tp=1),
+        cluster=SimpleNamespace(name="h100", peak=lambda dtype: SimpleNamespace(tflops=989.0)),
+        parallel=SimpleNamespace(tp=1, mixed_precision="bf16"),
         bucketing="auto",
-        peak_tflops=989.0,
         traced={"one": None},
     )
     steps: Any = [made_up(*sizes) for sizes in itertools.product(*axes.values())]
