@@ -41,7 +41,7 @@ def table_of(*columns: str, words: Collection[str], title: str | None = None) ->
 def save(out: Console, path: Path, text: str) -> None:
     """Write a file, and say so."""
     path.write_text(text)
-    out.print(f"wrote {path}", soft_wrap=True)
+    out.print(f"wrote {path}", soft_wrap=True, markup=False)
 
 
 def save_json(out: Console, path: Path | None, document: object) -> None:
