@@ -132,8 +132,12 @@ def _run_rank(args: list[str]) -> int:
 
 def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
     from simplefsdp.calibrate.measure import sweep_for
-    from simplefsdp.calibrate.report import CalibrationReport
-    from simplefsdp.calibrate.session import measure_beside, measure_compute, measure_wires
+    from simplefsdp.calibrate.session import (
+        CalibrationReport,
+        measure_beside,
+        measure_compute,
+        measure_wires,
+    )
 
     with user_errors():
         ranks_per_node = _local_size(rank)

@@ -148,7 +148,8 @@ class _Run:
             from_us = self.arrival[wait]
             to_us = from_us + held
             change = f"waited for {held:,.0f} us later, {held:,.0f} us would be hidden"
-        live = self._most_live(from_us, to_us)
+        held_nbytes = zip(self.limits.live_nbytes, self.arrival, strict=False)
+        live = max((n for n, us in held_nbytes if from_us <= us <= to_us), default=0)
         budget = self.limits.budget_nbytes
         if budget is not None and live + nbytes > budget:
             more, beside = nbytes_text(nbytes), nbytes_text(live)
@@ -247,8 +248,3 @@ class _Run:
             return 0.0
         span = self.span_of[op.name]
         return span.end_us - span.begin_us
-
-    def _most_live(self, from_us: float, to_us: float) -> int:
-        live = self.limits.live_nbytes
-        at = [n for n, us in zip(live, self.arrival, strict=False) if from_us <= us <= to_us]
-        return max(at, default=0)

@@ -80,7 +80,9 @@ def read_profiles(path: Path) -> list[Profile]:
     name = path.stem if trace.rank is None else f"rank {trace.rank}"
     on_host = _on_wire if any(map(told_by, events)) else _on_threads
     found = _on_devices(events, name) or _predicted(trace) or [on_host(events, name)]
-    steps = tuple(sorted(e.span for e in events if _is_step(e)))
+    # On a device there is one more event for each step, of its kernels.
+    around = (e for e in events if e.name.startswith(STEP) and e.category != "gpu_user_annotation")
+    steps = tuple(sorted(e.span for e in around))
     found = [replace(profile, steps=steps) for profile in found if profile.transfers]
     if not found:
         raise ValueError(f"{path}: {_why_none(events)}")
@@ -217,11 +219,6 @@ def _computed(own: Iterable[Event], apart: Iterable[Event]) -> list[Kernel]:
 def _is_frame(e: Event) -> bool:
     """Whether an event is around others, whatever they do."""
     return e.category in ("Trace", "python_function") or e.name.startswith(STEP)
-
-
-def _is_step(e: Event) -> bool:
-    # On a device there is one more event for each, of the kernels of the step.
-    return e.name.startswith(STEP) and e.category != "gpu_user_annotation"
 
 
 def _causes(launch: Event, number: int) -> list[tuple[str, int, int]]:

@@ -145,7 +145,10 @@ def trace_target(target: Target, ranks: int, *, averages: bool) -> Subject:
         inputs = target.inputs()
         with target.tracing():
             step = trace(model, *inputs, averages=averages)
-    return Subject(target.name, step, local_nbytes(model.parameters()), _tokens(inputs), None)
+    first = next((x for x in inputs if isinstance(x, Tensor)), None)
+    is_tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
+    tokens = first.numel() if first is not None and is_tokens else None
+    return Subject(target.name, step, local_nbytes(model.parameters()), tokens, None)
 
 
 def _load(option: str, path: str) -> Callable[..., Any]:
@@ -197,10 +200,3 @@ def _graph_break(error: Unsupported) -> str:
         f"graph break{where}: the whole model must be one graph. Change that line, or inspect the "
         f"part of the model without it. Dynamo's reason: {' '.join(reason.split())}"
     )
-
-
-def _tokens(inputs: Sequence[object]) -> int | None:
-    first = next((x for x in inputs if isinstance(x, Tensor)), None)
-    if first is None or first.ndim != 2 or first.is_floating_point():
-        return None
-    return first.numel()

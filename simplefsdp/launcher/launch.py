@@ -70,7 +70,7 @@ def start_local_ranks(
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=logs,
-            signals_to_handle="SIGTERM,SIGINT,SIGQUIT" + ("" if _hangs_on() else ",SIGHUP"),
+            signals_to_handle=_signals_to_pass_on(),
         )
         try:
             elastic_launch(config, sys.executable)("-c", _AS_RANK, *args)
@@ -119,6 +119,10 @@ def logs_of(folder: Path, ranks: int) -> Iterator[RankLogs]:
         prefix="simplefsdp-errors-", dir=in_memory, ignore_cleanup_errors=True
     ) as errors:
         yield RankLogs(folder, Path(errors), ranks)
+
+
+def _signals_to_pass_on() -> str:
+    return "SIGTERM,SIGINT,SIGQUIT" + ("" if _hangs_on() else ",SIGHUP")
 
 
 def _hangs_on() -> bool:

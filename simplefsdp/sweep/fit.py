@@ -24,7 +24,9 @@ def largest(
     fits, not_ = None, None
     low, high = 0, most + 1  # which fits, which does not
     while high - low > 1:
-        sizes = _between(low, high)
+        # Each as much larger than the one before.
+        between = numpy.geomspace(low + 1, high - 1, _AT_ONCE)
+        sizes = sorted({round(n) for n in between.tolist()})
         found = steps([size * multiple for size in sizes])
         for step, size in zip(found, sizes, strict=True):
             if step.fits:
@@ -33,8 +35,3 @@ def largest(
                 high, not_ = size, step
                 break
     return fits, not_
-
-
-def _between(low: int, high: int) -> list[int]:
-    """Some sizes above ``low`` and below ``high``, each as much larger than the one before."""
-    return sorted({round(n) for n in numpy.geomspace(low + 1, high - 1, _AT_ONCE).tolist()})
