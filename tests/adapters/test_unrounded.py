@@ -215,6 +215,6 @@ def test_graphs_are_written_so_before_they_are_planned():
 def test_a_step_is_traced_as_the_planned_machine_runs_it(fake_mesh, on_cpu: bool):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = simple_fsdp(nn.Linear(K, M, bias=False), fake_mesh(RANKS), mp_policy=policy)
-    step = trace(model, torch.ones(N, K), on_cpu=on_cpu)
+    step = trace(model, torch.ones(N, K), averages=not on_cpu)
     assert (_aten.mm.dtype in targets(step.backward.graph)) is not on_cpu
     assert _aten.mm.dtype not in targets(step.forward.graph)

@@ -19,7 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from simplefsdp import simple_fsdp
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.ranks import Rank
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS
+from simplefsdp.models.llama3 import Llama
 from simplefsdp.train import evaluate, runs
 from simplefsdp.train.display import describe
 from simplefsdp.train.metrics import StepRecord

@@ -53,7 +53,7 @@ class _Sweep:
     def steps(self, cells: Sequence[Cell]) -> list[CellStep]:
         peaks = [BASE + EACH * cell.batch for cell in cells]
         return [
-            CellStep(cell, 1.0, 0.0, 1.0, 0.0, peak, self.room, ())
+            CellStep(cell, 1.0, 0.0, 1.0, 0.0, peak, self.room)
             for cell, peak in zip(cells, peaks, strict=True)
         ]
 
