@@ -48,16 +48,18 @@ def loss_of(model: nn.Module, options: CompileOptions) -> Any:
     return torch.compile(whole, backend="simplefsdp", options=backend_options(options))
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> Any:
-    """From tokens and targets of the last micro-batch, ``[b, s]`` each, to their mean loss and the
-    gradients' norm, the parameters updated: one program. None without ``--whole-step``."""
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, microbatches: int
+) -> Any:
+    """From tokens and targets of the last micro-batch, ``[b, s]`` each, to its share of the mean
+    loss and the gradients' norm, the parameters updated: one program. None without
+    ``--whole-step``."""
     if not config.compile.whole_step:
         return None
     with_loss = WithLoss(model)
-    share = 1 / micro_batches(config)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        return with_loss(tokens, targets) * share  # type: ignore[no-any-return]
+        return with_loss(tokens, targets) / microbatches  # type: ignore[no-any-return]
 
     return compile_step(
         loss_of,
@@ -65,8 +67,3 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainCon
         max_norm=config.optim.max_grad_norm,
         options=backend_options(config.compile),
     )
-
-
-def micro_batches(config: TrainConfig) -> int:
-    """How many a rank's part of a batch is cut into."""
-    return config.optim.gradient_accumulation_steps or 1

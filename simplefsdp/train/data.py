@@ -169,7 +169,7 @@ class ShardedBatches:
     Args:
         tokens: uint8 `[n]`, as in `Corpus`.
         seq_len: Tokens per sequence.
-        global_batch_size: Sequences per step, all ranks together.
+        global_batch_size: Sequences per step, all ranks together, which they divide.
         rank: This rank among the data-parallel ranks.
         world_size: Number of data-parallel ranks.
         seed: Seed of the order.
@@ -180,7 +180,7 @@ class ShardedBatches:
         batches_per_epoch: Global batches in one epoch that starts afresh.
 
     Raises:
-        ValueError: A size does not fit, or the tokens are fewer than one global batch needs.
+        ValueError: The tokens are fewer than one global batch needs.
     """
 
     def __init__(
@@ -194,7 +194,6 @@ class ShardedBatches:
         seed: int,
         fingerprint: str,
     ) -> None:
-        _check_sizes(seq_len, global_batch_size, rank, world_size)
         self._n_sequences = max(0, (tokens.numel() - 1) // seq_len)
         if self._n_sequences < global_batch_size:
             raise ValueError(
@@ -263,18 +262,3 @@ class ShardedBatches:
         digest = hashlib.sha256(f"{self._identity['seed']} {self.epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         return torch.randperm(self._n_sequences, generator=generator)
-
-
-def _check_sizes(seq_len: int, global_batch_size: int, rank: int, world_size: int) -> None:
-    for name, size in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be in 0..{world_size - 1} for {world_size} ranks, got {rank}")
-    if global_batch_size % world_size:
-        lower = global_batch_size // world_size * world_size
-        nearest = f"{lower} or {lower + world_size}" if lower else f"{world_size}"
-        raise ValueError(
-            f"global batch of {global_batch_size} sequences does not divide among {world_size} "
-            f"data-parallel ranks: use {nearest}"
-        )

@@ -1,9 +1,11 @@
 """Planning: what each rank would hold, from meta tensors and a process group that is not there."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Parameter
 
@@ -13,7 +15,7 @@ from simplefsdp.models.build import wrapped_model
 from simplefsdp.models.layout import RankLayout, make_mesh, precision_policy
 from simplefsdp.train import elastic
 from simplefsdp.train.config import TrainConfig
-from simplefsdp.train.optim import allocate_state, make_optimizer
+from simplefsdp.train.optim import make_optimizer
 from simplefsdp.words import plural
 
 
@@ -51,7 +53,7 @@ def plan_memory(config: TrainConfig, layout: RankLayout) -> MemoryPlan:
         mesh = make_mesh(layout, config.parallel, "cpu")
         model = wrapped_model(config.model, config.parallel, mesh)
         optimizer = make_optimizer(model, config.optim)
-        allocate_state(optimizer)
+        states: Any = get_optimizer_state_dict(model, optimizer)["state"]  # which makes them
         parameters = list(model.parameters())
         # What is planned here runs on GPUs, so "auto" means what it means there.
         policy = precision_policy(config.parallel, "cuda")
@@ -61,9 +63,7 @@ def plan_memory(config: TrainConfig, layout: RankLayout) -> MemoryPlan:
             parameters_nbytes=local_nbytes(parameters),
             gradients_nbytes=local_nbytes(p for p in parameters if p.requires_grad),
             deferred_nbytes=_deferred_nbytes(config, layout, parameters, policy),
-            optimizer_nbytes=local_nbytes(
-                value for state in optimizer.state.values() for value in state.values()
-            ),
+            optimizer_nbytes=local_nbytes(v for state in states.values() for v in state.values()),
             largest_gather_nbytes=max(
                 p.numel() // layout.tp * (compute_dtype or p.dtype).itemsize for p in parameters
             ),
@@ -94,10 +94,10 @@ def print_plan(config: TrainConfig, layout: RankLayout, plan: MemoryPlan) -> Non
         f"--mode {config.parallel.mode} on {plural(layout.world_size, 'rank')} "
         f"(replicate {layout.replicate} x shard {layout.shard} x tp {layout.tp})"
     )
-    at_once = elastic.at_once(config, layout.dp)
-    times = elastic.divide(config, layout.dp).microbatches
+    batch = elastic.divide(config, layout.dp)
     console.print(
-        f"{plural(at_once, 'sequence')} at once on a rank, {plural(times, 'time')} a step"
+        f"{plural(batch.at_once, 'sequence')} at once on a rank, "
+        f"{plural(batch.microbatches, 'time')} a step"
     )
     table = Table("per rank", "bytes", "GiB")
     for column in table.columns[1:]:

@@ -14,9 +14,7 @@ from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import config_of, flops_per_token
-from simplefsdp.train import elastic, preflight, runs
-from simplefsdp.train.build import micro_batches
-from simplefsdp.train.checkpoint import SaveResult
+from simplefsdp.train import preflight, runs
 from simplefsdp.train.data import PROMPT_NBYTES
 from simplefsdp.train.evaluate import evaluate, sample
 from simplefsdp.train.metrics import (
@@ -57,8 +55,8 @@ def train(plan: RunPlan, rank: Rank) -> int:
         if before:
             session.display.report_eval(before)
         reports = _train_steps(session)
-        _note_save(session, session.checkpoints.wait())
-        save_error = from_rank_zero(session.save_error)  # only rank 0 publishes checkpoints
+        session.checkpoints.wait()
+        save_error = from_rank_zero(session.checkpoints.error)  # only rank 0 publishes them
         if save_error:
             raise RunFailed(f"the last checkpoint was not saved: {save_error}")
         if session.stopped_by:
@@ -82,7 +80,7 @@ def _train_steps(session: Session) -> list[StepRecord]:
         session.stopped_by = _agree_to_stop(session.stop.received)
         if not _is_report_due(session):
             # What is on disk counts from now on, or a rank lost before the next report loses more.
-            _note_save(session, session.checkpoints.poll())
+            session.checkpoints.poll()
             continue
         loss = _mean(update.loss)
         seconds = (time.perf_counter() - clock) / (session.step - step_then)
@@ -103,7 +101,7 @@ def _update(session: Session) -> _Update:
     inputs, targets = (t.to(device, non_blocking=True) for t in next(session.batches))
     lr = learning_rate(session.step, optim)
     set_learning_rate(session.optimizer, lr)
-    count = micro_batches(session.plan.config)
+    count = session.plan.batch.microbatches
     parts = list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
     if session.whole_step is not None:
         loss = _accumulate(session, parts[:-1], count)
@@ -171,7 +169,7 @@ def _mean(loss: Tensor) -> float:
 
 def _record(session: Session, update: _Update, loss: float, step_s: float) -> StepRecord:
     config, rank = session.plan.config, session.rank
-    tokens_per_s = config.data.global_batch_size * config.data.seq_len / step_s
+    tokens_per_s = session.plan.batch.sequences * config.data.seq_len / step_s
     peak = peak_flops(rank.device)
     flops = flops_per_token(config_of(config.model.model), config.data.seq_len)
     return StepRecord(
@@ -188,7 +186,7 @@ def _record(session: Session, update: _Update, loss: float, step_s: float) -> St
 
 def _report(session: Session, record: StepRecord) -> None:
     if not math.isfinite(record.loss) or not math.isfinite(record.grad_norm):
-        _note_save(session, session.checkpoints.wait())  # it is from before, and good
+        session.checkpoints.wait()  # it is from before, and good
         saved = runs.complete_checkpoints(session.plan.out) if session.rank.rank == 0 else []
         # Rank 0 has put it in place; another may look before that.
         last = from_rank_zero(str(saved[-1]) if saved else "none")
@@ -212,7 +210,7 @@ def _write_metrics(session: Session, record: StepRecord | EvalRecord) -> None:
 
 def _save_or_poll(session: Session) -> None:
     if not _is_save_due(session):
-        _note_save(session, session.checkpoints.poll())
+        session.checkpoints.poll()
         return
     state = TrainerState(
         step=session.step,
@@ -223,28 +221,20 @@ def _save_or_poll(session: Session) -> None:
     tensors = training_state(
         session.model, session.optimizer, session.rank.rank, session.rank.device
     )
-    _note_save(session, session.checkpoints.save(tensors, state))
-    _note_save(session, session.checkpoints.poll())  # it may be refused at once
-
-
-def _note_save(session: Session, result: SaveResult | None) -> None:
-    """A save that failed does not stop training: the next one may succeed."""
-    if result is None:
-        return
-    session.save_error = result.error
-    if result.error:
-        session.display.say(f"warning: checkpoint of step {result.step} failed: {result.error}")
+    session.checkpoints.save(tensors, state)
 
 
 def _evaluate(session: Session) -> EvalRecord:
     plan = session.plan
     session.display.busy("evaluating")
-    batches = preflight.held_out_batches(plan.config, session.corpus, plan.layout, session.dp_rank)
+    batches = preflight.batches(
+        plan.config, session.corpus, plan.batch, session.dp_rank, held_out=True
+    )
     record = evaluate(
         session.model,
         batches,
         n_batches=min(plan.config.run.eval_batches, batches.batches_per_epoch),
-        at_once=elastic.at_once(plan.config, plan.layout.dp),
+        at_once=plan.batch.at_once,
         step=session.step,
         rank=session.rank,
     )

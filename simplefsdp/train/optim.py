@@ -56,21 +56,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every parameter group the same learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's state without training, as a target for loading a checkpoint.
-
-    One step with zero gradients and zero learning rate: AdamW then leaves the parameters as they
-    are, and what it allocates is by construction what it will use. Step counters must be loaded
-    or reset by the caller.
-    """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    set_learning_rate(optimizer, 0.0)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from simplefsdp.checkpoints import checksums
 from simplefsdp.checkpoints.opened import REMEDY, CheckpointFiles, fill, open_files, verify
-from simplefsdp.train import optim, runs
+from simplefsdp.train import runs
 from simplefsdp.train.runs import TrainerState
 from simplefsdp.train.state import MODEL, RNG, set_rng_state
 
@@ -126,27 +127,34 @@ def load_training_state(
     tensors = model.state_dict()
     keys = model_keys(checkpoint, tensors)
     targets: dict[str, Any] = {keys[fqn]: tensor for fqn, tensor in tensors.items()}
-    fqns: dict[Tensor, str] = {p: fqn for fqn, p in model.named_parameters() if p.requires_grad}
-    state_prefix = _optimizer_prefix(checkpoint, next(iter(fqns.values())))
+    trained = (fqn for fqn, param in model.named_parameters() if param.requires_grad)
+    state_prefix = _optimizer_prefix(checkpoint, next(trained))
     if state_prefix is not None:
-        optim.allocate_state(optimizer)
-        for parameter, state in optimizer.state.items():
-            for name, value in state.items():
-                targets[f"{state_prefix}{fqns[parameter]}.{name}"] = value
+        # Which makes the state, by a step that changes nothing.
+        states: Any = get_optimizer_state_dict(model, optimizer)["state"]
+        for fqn, state in states.items():
+            targets |= {f"{state_prefix}{fqn}.{name}": value for name, value in state.items()}
     fill(checkpoint.files, targets)
     return state_prefix is not None
 
 
 def load_rng_state(checkpoint: Checkpoint, rank: int, device: torch.device) -> None:
-    """Restore this rank's random states; only for as many ranks as saved them."""
+    """Restore this rank's random states; only for as many ranks as saved them.
+
+    Raises:
+        ValueError: they are of another kind of device, or damaged.
+    """
     prefix = f"{RNG}.{rank}."
     state = {
-        key: torch.empty(entry.size, dtype=torch.uint8)
+        key.removeprefix(prefix): torch.empty(entry.size, dtype=torch.uint8)
         for key, entry in checkpoint.tensors.items()
         if key.startswith(prefix)
     }
-    fill(checkpoint.files, state)
-    set_rng_state({key.removeprefix(prefix): value for key, value in state.items()}, device)
+    fill(checkpoint.files, {prefix + name: value for name, value in state.items()})
+    try:
+        set_rng_state(state, device)
+    except ValueError as error:
+        raise ValueError(f"checkpoint {checkpoint.path}: {error}") from error
 
 
 def load_plain(path: Path | str, model: nn.Module) -> nn.Module:

@@ -6,12 +6,10 @@ keeps two has three for a moment.
 
 import errno
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from simplefsdp.words import plural
 
@@ -27,19 +25,6 @@ def nbytes_of_model(model: nn.Module) -> int:
     """Bytes of one checkpoint of ``model``, which may be on meta, and of its AdamW's state."""
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return sum(t.nbytes for t in model.state_dict().values()) + _MOMENTS * trained
-
-
-def nbytes_of(tensors: Any) -> int:
-    """Bytes that all ranks together write of a nest of tensors; of a DTensor's, each shard once."""
-    return sum(t.numel() * t.element_size() for t in _flat(tensors))
-
-
-def _flat(nest: Any) -> Iterator[Tensor]:
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, dict):
-        for value in nest.values():
-            yield from _flat(value)
 
 
 def on_disk(nbytes: int) -> int:

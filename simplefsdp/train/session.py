@@ -37,7 +37,7 @@ class Session:
     ``loss`` is what training calls, on tokens and targets; ``model`` is in it, and what everything
     else calls. ``whole_step`` is called for the last micro-batch instead, if there is one.
     ``step`` counts updates done; ``stopped_by`` is the signal that all ranks agreed to stop for,
-    or 0; ``save_error`` says why the latest checkpoint is missing.
+    or 0.
     """
 
     plan: RunPlan
@@ -54,7 +54,6 @@ class Session:
     step: int
     stop: StopRequest = field(default_factory=StopRequest)
     stopped_by: int = 0
-    save_error: str | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -83,10 +82,12 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
             corpus=corpus,
             model=model,
             loss=loss_of(model, config.compile),
-            whole_step=step_of(model, optimizer, config),
+            whole_step=step_of(model, optimizer, config, plan.batch.microbatches),
             optimizer=optimizer,
-            batches=preflight.batches(config, corpus, plan.layout, rank.rank // plan.layout.tp),
-            checkpoints=CheckpointWriter(plan.out, config.run.keep, rank.device),
+            batches=preflight.batches(config, corpus, plan.batch, rank.rank // plan.layout.tp),
+            checkpoints=CheckpointWriter(
+                plan.out, config.run.keep, rank.device, plan.checkpoint_nbytes, display.say
+            ),
             display=display,
             metrics=metrics,
             step=plan.first_step,
@@ -126,58 +127,42 @@ def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
             short = f"warning: whether the disk has room for checkpoints cannot be seen: {error}"
         if short:
             display.say(short)
-    if plan.notice:
-        display.say(plan.notice)
-
-
-def _load_corpus(plan: RunPlan, rank: Rank) -> Corpus:
-    """The text, the same on every rank; if not on one, all ranks leave together."""
-    corpus, problem = None, None
-    try:
-        with user_errors():
-            corpus = load_corpus(plan.config.data.data)
-    except UserError as error:
-        problem = str(error)
-    if corpus is not None and corpus.fingerprint != plan.corpus_fingerprint:
-        problem = (
-            f"{corpus.name} is not the same text as on rank 0; give every node the same --data "
-            "(and, for the default text, the same Python release)"
-        )
-    problems: list[str | None] = [None] * rank.world_size
-    dist.all_gather_object(problems, problem)
-    first = next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), None)
-    if first or corpus is None:
-        refuse(rank, first or "no text")
-    return corpus
+    if plan.batch.notice:
+        display.say(plan.batch.notice)
 
 
 @contextmanager
-def _told_by_rank_zero(rank: Rank) -> Iterator[None]:
-    """For what is wrong on all ranks alike: one of them says so, and all leave."""
+def _all_or_none(rank: Rank) -> Iterator[None]:
+    """If what is inside fails on one rank, all leave, and rank 0 says why."""
+    problem = None
     try:
         with user_errors():
             yield
     except UserError as error:
-        refuse(rank, str(error))
-
-
-def _restore_rng(session: Session, checkpoint: Checkpoint) -> None:
-    """Each rank has its own random states: what is wrong on one is told to all."""
-    rank, problem = session.rank, None
-    try:
-        load_rng_state(checkpoint, rank.rank, rank.device)
-    except ValueError as error:
         problem = str(error)
     problems: list[str | None] = [None] * rank.world_size
     dist.all_gather_object(problems, problem)
-    first = next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), None)
-    if first:
-        refuse(rank, f"{checkpoint.path}: {first}")
+    first = next((r for r, told in enumerate(problems) if told), None)
+    if first is not None:
+        everywhere = len({*problems}) == 1
+        refuse(rank, f"{'' if everywhere else f'rank {first}: '}{problems[first]}")
+
+
+def _load_corpus(plan: RunPlan, rank: Rank) -> Corpus:
+    """The text, the same on every rank."""
+    with _all_or_none(rank):
+        corpus = load_corpus(plan.config.data.data)
+        if corpus.fingerprint != plan.corpus_fingerprint:
+            raise ValueError(
+                f"{corpus.name} is not the same text as on rank 0; give every node the same --data "
+                "(and, for the default text, the same Python release)"
+            )
+    return corpus
 
 
 def _restore(session: Session, checkpoint: Checkpoint) -> None:
-    say, busy = session.display.say, session.display.busy
-    with _told_by_rank_zero(session.rank):
+    say, busy, rank = session.display.say, session.display.busy, session.rank
+    with _all_or_none(rank):
         note = verify(checkpoint.files, lambda n, of: busy(f"verifying: {n / of:.0%}"))
         if note:
             say(f"warning: {note}")
@@ -190,11 +175,12 @@ def _restore(session: Session, checkpoint: Checkpoint) -> None:
         )
         return
     session.batches.load_state_dict(trainer.data)
-    if trainer.world_size == session.rank.world_size:
-        _restore_rng(session, checkpoint)
+    if trainer.world_size == rank.world_size:
+        with _all_or_none(rank):
+            load_rng_state(checkpoint, rank.rank, rank.device)
         say(f"resumed {checkpoint.path} exactly, at step {trainer.step}")
     else:
         say(
             f"resumed {checkpoint.path} at step {trainer.step}; random states are seeded anew, "
-            f"because {trainer.world_size} ranks saved them and {session.rank.world_size} run now"
+            f"because {trainer.world_size} ranks saved them and {rank.world_size} run now"
         )
