@@ -16,9 +16,7 @@ from torch import Tensor
 
 from simplefsdp.models.configs import DOCUMENT_SEPARATOR
 
-MAX_CORPUS_NBYTES = 64 * 2**20
-"""What `load_corpus` reads at most by default: about a quarter of a second from a warm disk."""
-
+_MAX_NBYTES = 64 * 2**20  # about a quarter of a second from a warm disk
 PROMPT_NBYTES = 16  # of held-out text, with which a sample begins
 _VALIDATION_FRACTION = 0.05
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
@@ -29,14 +27,10 @@ _SKIPPED_STDLIB_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "i
 
 @dataclass(frozen=True)
 class Corpus:
-    """A byte-level corpus in memory.
+    """A byte-level corpus in memory: uint8 ``[n]`` to train on and ``[m]``, a twentieth of it, to
+    validate with, of documents separated by ``DOCUMENT_SEPARATOR``.
 
-    Attributes:
-        train: uint8 `[n]`, documents separated by `DOCUMENT_SEPARATOR`.
-        validation: uint8 `[m]`, about one twentieth of the corpus; shares no document with
-            `train` unless one document is so large that it has to be cut.
-        name: Where it comes from and how much of it was read, for people.
-        fingerprint: Hash of the bytes: the same on every machine that reads the same documents.
+    ``name`` is for people, and says how much was read; ``fingerprint`` is a hash of the bytes.
     """
 
     train: Tensor
@@ -45,24 +39,17 @@ class Corpus:
     fingerprint: str
 
 
-def load_corpus(path: Path | None = None, *, max_nbytes: int = MAX_CORPUS_NBYTES) -> Corpus:
-    """Reads a corpus of bytes; any encoding will do, nothing is decoded.
+def load_corpus(path: Path | None = None, *, max_nbytes: int = _MAX_NBYTES) -> Corpus:
+    """Read a corpus of bytes, at most so many; any encoding will do, nothing is decoded.
 
     A folder gives every regular file below it, a document each, without hidden files and folders
-    and without byte-identical copies. Documents are ordered by a hash of their relative path:
-    deterministic, and a fair sample where `max_nbytes` or the validation split cuts. The last
-    twentieth validates; the cut falls between documents where one ends near enough.
-
-    Args:
-        path: A file or folder; None means the `.py` sources of the standard library of the Python
-            that runs this, without its tests and without installed packages.
-        max_nbytes: Stop reading after this many bytes; `Corpus.name` says so.
-
-    Returns:
-        The corpus.
+    and without byte-identical copies; None the `.py` sources of Python's standard library, without
+    its tests. Documents are ordered by a hash of their relative path: deterministic, and a fair
+    sample where ``max_nbytes`` or the validation split cuts. The latter cuts between documents
+    where one ends near enough.
 
     Raises:
-        ValueError: The path does not exist, cannot be read, or holds no bytes.
+        ValueError: the path does not exist, cannot be read, or holds no bytes.
     """
     files, source = _find_documents(path)
     buffer, ends, complete = _read_documents(files, max_nbytes)
@@ -160,27 +147,15 @@ def _split_point(nbytes: int, ends: list[int]) -> int:
 class ShardedBatches:
     """Batches of fixed-length sequences for one data-parallel rank, for ever.
 
-    Iterating yields `(inputs, targets)`, int64 `[global_batch_size / world_size, seq_len]` each;
-    targets are the inputs shifted by one. Every epoch visits the sequences in a new order that
-    depends on the seed alone; a remainder smaller than a global batch is left for another epoch.
-    The ranks' batches put together in rank order are the global batch, which is the same for any
-    number of ranks.
-
-    Args:
-        tokens: uint8 `[n]`, as in `Corpus`.
-        seq_len: Tokens per sequence.
-        global_batch_size: Sequences per step, all ranks together, which they divide.
-        rank: This rank among the data-parallel ranks.
-        world_size: Number of data-parallel ranks.
-        seed: Seed of the order.
-        fingerprint: `Corpus.fingerprint`, by which a resumed run knows its corpus again.
-
-    Attributes:
-        epoch: The epoch of the latest batch, from 0.
-        batches_per_epoch: Global batches in one epoch that starts afresh.
+    Iterating yields ``(inputs, targets)``, int64 ``[global_batch_size / world_size, seq_len]``
+    each, from ``tokens``, uint8 ``[n]``; targets are the inputs shifted by one. Every epoch visits
+    the sequences in a new order that depends on the seed alone; a remainder smaller than a global
+    batch is left for another epoch. The ranks' batches put together in rank order are the global
+    batch, which is the same for any number of ranks that divide it. By ``fingerprint``, the
+    corpus's, a resumed run knows it again.
 
     Raises:
-        ValueError: The tokens are fewer than one global batch needs.
+        ValueError: the tokens are fewer than one global batch needs.
     """
 
     def __init__(
@@ -230,10 +205,10 @@ class ShardedBatches:
         return {"epoch": self.epoch, "cursor": self._cursor, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken, on any number of ranks.
+        """Continue where ``state`` was taken, on any number of ranks.
 
         Raises:
-            ValueError: `state` comes from another corpus, sequence length or seed, or is damaged;
+            ValueError: it comes from another corpus, sequence length or seed, or is damaged;
                 nothing is changed then.
         """
         for name, ours in self._identity.items():
@@ -244,11 +219,10 @@ class ShardedBatches:
                     "data, sequence length and seed, or start a new run"
                 )
         epoch, cursor = state.get("epoch"), state.get("cursor")
-        if not (
-            isinstance(epoch, int)
-            and isinstance(cursor, int)
-            and epoch >= 0
-            and 0 <= cursor <= self._n_sequences
+        if (
+            not (isinstance(epoch, int) and isinstance(cursor, int))
+            or epoch < 0
+            or not 0 <= cursor <= self._n_sequences
         ):
             raise ValueError(
                 f"damaged data position: epoch {epoch!r}, cursor {cursor!r} of "

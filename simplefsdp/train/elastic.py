@@ -20,13 +20,8 @@ from simplefsdp.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Batch:
-    """How a global batch is divided.
-
-    Attributes:
-        sequences: of all ranks, in a step.
-        ranks: data-parallel ones.
-        microbatches: that each rank cuts its part into.
-        notice: what a user is to be told of it, or None.
+    """How a global batch of ``sequences`` is divided: among data-parallel ``ranks``, each of which
+    cuts its part into ``microbatches``; and what a user is to be told of it.
     """
 
     sequences: int

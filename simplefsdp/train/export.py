@@ -7,30 +7,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simplefsdp.checkpoints.opened import verify
+from simplefsdp.checkpoints.opened import fill, verify
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.models.build import plain_model
 from simplefsdp.models.configs import config_of
 from simplefsdp.models.hf import write_hf_folder
 from simplefsdp.models.options import ModelOptions
 from simplefsdp.train import runs
-from simplefsdp.train.restore import (
-    Checkpoint,
-    check_model,
-    load_alone,
-    model_keys,
-    open_checkpoint,
-)
+from simplefsdp.train.restore import Checkpoint, check_model, model_keys, open_checkpoint
 
 
 def export(path: Path, out: Path, dtype: str = "saved", name: str | None = None) -> None:
-    """Write the folder, complete or not at all.
-
-    Args:
-        path: a checkpoint, or a run folder.
-        out: the folder to write.
-        dtype: ``"saved"``, or a name of one of torch's to cast the weights to.
-        name: of the model, for a checkpoint that does not say which it is of.
+    """Write the folder, complete or not at all; see the options of the command.
 
     Raises:
         ValueError: the checkpoint is not usable, or ``out`` exists.
@@ -60,5 +48,5 @@ def _tensors(checkpoint: Checkpoint, options: ModelOptions) -> Iterator[tuple[st
     for fqn, key in model_keys(checkpoint, parameters).items():
         saved = checkpoint.tensors[key]
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
-        load_alone(checkpoint, {key: tensor})
+        fill(checkpoint.files, {key: tensor}, no_dist=True)
         yield fqn, tensor

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,10 @@ from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import config_of, flops_per_token
-from simplefsdp.train import preflight, runs
+from simplefsdp.train import runs
 from simplefsdp.train.data import PROMPT_NBYTES
 from simplefsdp.train.evaluate import evaluate, sample
-from simplefsdp.train.metrics import (
-    EvalRecord,
-    StepRecord,
-    peak_flops,
-    peak_memory_nbytes,
-)
+from simplefsdp.train.metrics import EvalRecord, StepRecord, peak_flops, peak_memory_nbytes
 from simplefsdp.train.optim import learning_rate, set_learning_rate
 from simplefsdp.train.preflight import RunPlan
 from simplefsdp.train.runs import TrainerState
@@ -30,8 +25,7 @@ from simplefsdp.train.session import Session, open_session
 from simplefsdp.train.state import training_state
 
 
-@dataclass(frozen=True)
-class _Update:
+class _Update(NamedTuple):
     """What one update measured on this rank; tensors, so that the device need not be waited for."""
 
     loss: Tensor
@@ -51,7 +45,7 @@ def train(plan: RunPlan, rank: Rank) -> int:
     with open_session(plan, rank) as session:
         if plan.config.compile.compile:
             begin_preparing(plan.config.compile.executor, rank.device.type)
-        before = _evaluate(session) if session.step == 0 else None
+        before = evaluate(session) if session.step == 0 else None
         if before:
             session.display.report_eval(before)
         reports = _train_steps(session)
@@ -63,7 +57,7 @@ def train(plan: RunPlan, rank: Rank) -> int:
             session.display.say(f"stopped at step {session.step}; {_how_to_go_on(session)}")
             dist.barrier()  # a launcher ends rank 0 as soon as another has left
             return 128 + session.stopped_by
-        after = _evaluate(session)
+        after = evaluate(session)
         _summarise(session, reports, before, after)
     return 0
 
@@ -88,8 +82,8 @@ def _train_steps(session: Session) -> list[StepRecord]:
         reports = [*reports[:1], record]
         _report(session, record)
         _save_or_poll(session)
-        if _is_eval_due(session):
-            session.display.report_eval(_evaluate(session))
+        if _is_due(session, config.run.eval_every) and session.step != config.last_step:
+            session.display.report_eval(evaluate(session))
         session.stop.listen()
         clock, step_then = time.perf_counter(), session.step
     return reports
@@ -126,19 +120,6 @@ def _accumulate(session: Session, parts: list[tuple[Tensor, Tensor]], count: int
     return total
 
 
-def _is_save_due(session: Session) -> bool:
-    every = session.plan.config.run.checkpoint_every
-    at_end = session.step == session.plan.config.last_step or session.stopped_by != 0
-    return every > 0 and (at_end or session.step % every == 0)
-
-
-def _is_eval_due(session: Session) -> bool:
-    """At the last step, the end of the run evaluates anyway."""
-    every = session.plan.config.run.eval_every
-    at_end = session.step == session.plan.config.last_step
-    return every > 0 and session.step % every == 0 and not at_end
-
-
 def _is_report_due(session: Session) -> bool:
     """The same on every rank: a report is a collective.
 
@@ -146,8 +127,12 @@ def _is_report_due(session: Session) -> bool:
     """
     run, plan = session.plan.config.run, session.plan
     at_ends = session.step in (plan.first_step + 1, plan.config.last_step)
-    every = [n for n in (run.log_every, run.eval_every, run.checkpoint_every) if n]
-    return at_ends or session.stopped_by != 0 or any(session.step % n == 0 for n in every)
+    every = (run.log_every, run.eval_every, run.checkpoint_every)
+    return at_ends or session.stopped_by != 0 or any(_is_due(session, n) for n in every)
+
+
+def _is_due(session: Session, every: int) -> bool:
+    return every > 0 and session.step % every == 0
 
 
 def _agree_to_stop(signal: int) -> int:
@@ -195,21 +180,14 @@ def _report(session: Session, record: StepRecord) -> None:
             f"or lengthen --warmup-steps; last checkpoint: {last}"
         )
     session.display.report(record)
-    _write_metrics(session, record)
-
-
-def _write_metrics(session: Session, record: StepRecord | EvalRecord) -> None:
-    """A record that cannot be written does not stop training: the next one may be."""
-    if session.metrics is None:
-        return
-    try:
+    if session.metrics:
         session.metrics.write(record)
-    except OSError as error:
-        session.display.say(f"warning: metrics of step {record.step} are not written: {error}")
 
 
 def _save_or_poll(session: Session) -> None:
-    if not _is_save_due(session):
+    every = session.plan.config.run.checkpoint_every
+    at_end = session.step == session.plan.config.last_step or session.stopped_by != 0
+    if not every or not (at_end or _is_due(session, every)):
         session.checkpoints.poll()
         return
     state = TrainerState(
@@ -222,24 +200,6 @@ def _save_or_poll(session: Session) -> None:
         session.model, session.optimizer, session.rank.rank, session.rank.device
     )
     session.checkpoints.save(tensors, state)
-
-
-def _evaluate(session: Session) -> EvalRecord:
-    plan = session.plan
-    session.display.busy("evaluating")
-    batches = preflight.batches(
-        plan.config, session.corpus, plan.batch, session.dp_rank, held_out=True
-    )
-    record = evaluate(
-        session.model,
-        batches,
-        n_batches=min(plan.config.run.eval_batches, batches.batches_per_epoch),
-        at_once=plan.batch.at_once,
-        step=session.step,
-        rank=session.rank,
-    )
-    _write_metrics(session, record)
-    return record
 
 
 def _summarise(

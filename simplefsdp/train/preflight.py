@@ -27,27 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the checks settle; decided once, then the same on every rank.
+    """What the checks settle; decided once, then the same on every rank."""
 
-    Attributes:
-        config: the options of this session, with nothing left to look up.
-        saved: those that checkpoints keep, which fit any number of ranks.
-        layout: how the ranks are laid out.
-        batch: how they divide a global batch.
-        out: the run folder.
-        checkpoint: where to resume from, or None.
-        corpus_fingerprint: the text that was checked; every rank must read the same.
-        checkpoint_nbytes: of one that this run saves; 0 if it saves none.
-    """
-
-    config: TrainConfig
-    saved: TrainConfig
+    config: TrainConfig  # of this session, with nothing left to look up
+    saved: TrainConfig  # what checkpoints keep, which fits any number of ranks
     layout: RankLayout
     batch: Batch
-    out: Path
-    checkpoint: Checkpoint | None
-    corpus_fingerprint: str
-    checkpoint_nbytes: int
+    out: Path  # the run folder
+    checkpoint: Checkpoint | None  # where to resume from
+    corpus_fingerprint: str  # of the text that was checked; every rank must read the same
+    checkpoint_nbytes: int  # of one that this run saves; 0 if it saves none
 
     @property
     def first_step(self) -> int:
@@ -63,10 +52,8 @@ class RunPlan:
 def make_layout(config: TrainConfig, world_size: int, node_ranks: int) -> RankLayout:
     """Check the options that need neither files nor ranks, and lay out the ranks.
 
-    ``node_ranks`` is how many ranks share a node: the default group of ``hybrid_shard``.
-
-    Raises:
-        UserError: an option is wrong or does not fit the model or the number of ranks.
+    ``node_ranks`` is how many ranks share a node: the default group of ``hybrid_shard``. A
+    UserError says which option does not fit.
     """
     with user_errors():
         check_options(config)

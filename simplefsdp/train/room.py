@@ -28,10 +28,8 @@ def nbytes_of_model(model: nn.Module) -> int:
 
 
 def on_disk(nbytes: int) -> int:
-    """Bytes that a checkpoint of ``nbytes`` of tensors takes on a disk.
-
-    They are rather too many, but where parts of tensors are tiny.
-    """
+    """Bytes that a checkpoint of ``nbytes`` of tensors takes on a disk: rather too many, but where
+    parts of tensors are tiny."""
     return round(nbytes * (1 + _BESIDE_SHARE)) + _BESIDE_NBYTES
 
 
@@ -72,14 +70,8 @@ def check_room(out: Path, nbytes: int) -> None:
 
 
 def warning(out: Path, nbytes: int, keep: int, there: int) -> str | None:
-    """A line on a disk that will not hold all the checkpoints that a run is to keep.
-
-    Args:
-        out: the run folder.
-        nbytes: of a checkpoint's tensors.
-        keep: how many are kept.
-        there: how many there are already.
-    """
+    """A line on the disk of a run folder ``out`` that will not hold all the checkpoints that the
+    run is to keep, of ``nbytes`` of tensors each, when so many are ``there`` already."""
     wanted = max(1, keep + 1 - there)  # one more, while it is written
     disk = os.statvfs(_existing(out))
     free, takes = disk.f_bavail * disk.f_frsize, on_disk(nbytes)

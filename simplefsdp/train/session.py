@@ -21,7 +21,7 @@ from simplefsdp.train import preflight, room, runs
 from simplefsdp.train.build import loss_of, step_of
 from simplefsdp.train.checkpoint import CheckpointWriter
 from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
-from simplefsdp.train.display import Display
+from simplefsdp.train.display import Display, open_display
 from simplefsdp.train.metrics import MetricsWriter
 from simplefsdp.train.optim import make_optimizer
 from simplefsdp.train.preflight import RunPlan
@@ -36,6 +36,7 @@ class Session:
 
     ``loss`` is what training calls, on tokens and targets; ``model`` is in it, and what everything
     else calls. ``whole_step`` is called for the last micro-batch instead, if there is one.
+    ``dp_rank`` is the part of a global batch that is read: tensor-parallel ranks share one.
     ``step`` counts updates done; ``stopped_by`` is the signal that all ranks agreed to stop for,
     or 0.
     """
@@ -43,6 +44,7 @@ class Session:
     plan: RunPlan
     rank: Rank
     corpus: Corpus
+    dp_rank: int
     model: nn.Module
     loss: Any
     whole_step: Any
@@ -55,18 +57,13 @@ class Session:
     stop: StopRequest = field(default_factory=StopRequest)
     stopped_by: int = 0
 
-    @property
-    def dp_rank(self) -> int:
-        """Which part of a global batch this rank reads; tensor-parallel ranks share one."""
-        return self.rank.rank // self.plan.layout.tp
-
 
 @contextmanager
 def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
     """Build everything; at the end, close the files and the display."""
     config = plan.config
     leads = rank.rank == 0
-    with Display(first_step=plan.first_step, last_step=config.last_step, enabled=leads) as display:
+    with open_display(plan.first_step, config.last_step, enabled=leads) as display:
         _describe(plan, rank, display)
         corpus = _load_corpus(plan, rank)
         mesh = make_mesh(plan.layout, config.parallel, rank.device.type)
@@ -74,17 +71,19 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
             model = wrapped_model(config.model, config.parallel, mesh)
         init_weights(model, device=rank.device, seed=config.optim.seed)
         seed_rng(config.optim.seed, rank.rank)
-        metrics = MetricsWriter(plan.out, plan.first_step) if leads else None
+        metrics = MetricsWriter(plan.out, plan.first_step, display.say) if leads else None
         optimizer = make_optimizer(model, config.optim)
+        dp_rank = rank.rank // plan.layout.tp
         session = Session(
             plan=plan,
             rank=rank,
             corpus=corpus,
+            dp_rank=dp_rank,
             model=model,
             loss=loss_of(model, config.compile),
             whole_step=step_of(model, optimizer, config, plan.batch.microbatches),
             optimizer=optimizer,
-            batches=preflight.batches(config, corpus, plan.batch, rank.rank // plan.layout.tp),
+            batches=preflight.batches(config, corpus, plan.batch, dp_rank),
             checkpoints=CheckpointWriter(
                 plan.out, config.run.keep, rank.device, plan.checkpoint_nbytes, display.say
             ),
@@ -99,14 +98,7 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
         finally:
             session.stop.close()
             if metrics:
-                _close(metrics, display)
-
-
-def _close(metrics: MetricsWriter, display: Display) -> None:
-    try:
-        metrics.close()
-    except OSError as error:
-        display.say(f"warning: the last metrics are lost: {error}")
+                metrics.close()
 
 
 def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
