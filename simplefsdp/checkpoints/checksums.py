@@ -38,11 +38,7 @@ class Checksum(NamedTuple):
 
 
 def checksum_of(file: Path, progress: Progress | None = None) -> Checksum:
-    """Read a file; ``progress`` is told of the bytes of each piece.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read a file; ``progress`` is told of the bytes of each piece."""
     digest, nbytes = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_PIECE))
     with file.open("rb", buffering=0) as opened:
@@ -55,11 +51,7 @@ def checksum_of(file: Path, progress: Progress | None = None) -> Checksum:
 
 
 def write(folder: Path, sums: Mapping[str, Checksum]) -> None:
-    """Write the file, complete or not at all, and see it reach the disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the file, complete or not at all, and see it reach the disk."""
     files = {name: sums[name]._asdict() for name in sorted(sums)}
     part = folder / f".{NAME}.tmp"
     with part.open("w") as file:
@@ -70,11 +62,7 @@ def write(folder: Path, sums: Mapping[str, Checksum]) -> None:
 
 
 def add(folder: Path, *names: str) -> None:
-    """Add files of ``folder`` to its checksums, if it has any.
-
-    Raises:
-        OSError, ValueError: what is there cannot be read, or not be written.
-    """
+    """Add files of ``folder`` to its checksums, if it has any."""
     sums = read(folder)
     if sums is not None:
         write(folder, sums | {name: checksum_of(folder / name) for name in names})

@@ -14,12 +14,7 @@ from simplefsdp.checkpoints import checksums
 from simplefsdp.checkpoints.checksums import Checksum
 from simplefsdp.checkpoints.metadata import NAME as METADATA
 from simplefsdp.checkpoints.metadata import files_of, read_metadata
-from simplefsdp.checkpoints.verifying import (
-    Tell,
-    faults_in,
-    faults_on_all_ranks,
-    without_checksum,
-)
+from simplefsdp.checkpoints.verifying import Tell, all_faults, faults_in
 
 # Nothing is to be removed: it may be the only copy, or what reads it is wrong.
 REMEDY = "copy it again, or move that folder elsewhere and use an earlier checkpoint"
@@ -27,17 +22,11 @@ REMEDY = "copy it again, or move that folder elsewhere and use an earlier checkp
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """What is in a checkpoint, and where.
-
-    Attributes:
-        path: its folder.
-        metadata: what torch's reader goes by; it was checked, and is not read again.
-        checksums: by file; None if an older program wrote it.
-    """
+    """What is in a checkpoint, and where."""
 
     path: Path
-    metadata: Metadata
-    checksums: Mapping[str, Checksum] | None
+    metadata: Metadata  # what torch's reader goes by; it was checked, and is not read again
+    checksums: Mapping[str, Checksum] | None  # by file; None if an older program wrote it
 
 
 def open_files(path: Path) -> CheckpointFiles:
@@ -80,15 +69,11 @@ def _check_sizes(path: Path, metadata: Metadata) -> None:
 
 
 def verify(files: CheckpointFiles, tell: Tell | None = None, *, alone: bool = False) -> str | None:
-    """Compare all files with their checksums; every rank must call it, unless ``alone``.
+    """Compare all files with their checksums; every rank must call it, unless ``alone``: then this
+    process reads all files.
 
-    Args:
-        files: what to compare.
-        tell: called with the bytes that this rank has read, and all that it will, if it takes long.
-        alone: this process reads all files, whether there are other ranks or not.
-
-    Returns:
-        A line to be told, if the checkpoint has no checksums.
+    ``tell`` is called with the bytes that this rank has read, and all that it will, if it takes
+    long. Returns a line to be told, if the checkpoint has no checksums.
 
     Raises:
         ValueError: a file is damaged, missing or has no checksum; on all ranks, with its name.
@@ -96,11 +81,7 @@ def verify(files: CheckpointFiles, tell: Tell | None = None, *, alone: bool = Fa
     sums, needed = files.checksums, files_of(files.metadata)
     if sums is None:
         return f"{files.path} has no checksums, as an older program wrote it: it is not verified"
-    if alone:
-        faults = [*faults_in(files.path, sums, sorted(sums), tell), *without_checksum(sums, needed)]
-    else:
-        faults = faults_on_all_ranks(files.path, sums, needed, tell)
-    if faults:
+    if faults := all_faults(files.path, sums, needed, tell, alone=alone):
         more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
         raise ValueError(f"checkpoint {files.path} is damaged: {faults[0]}{more}; {REMEDY}")
     return None

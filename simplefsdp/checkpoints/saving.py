@@ -37,9 +37,6 @@ class ChecksumWriter(FileSystemWriter):
     ends, what it leaves is refused, or complete.
     """
 
-    def __init__(self, folder: Path | str) -> None:
-        super().__init__(folder)
-
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # One rank is here, and the others wait for its plan: none has begun to write.
         Path(self.path, METADATA).unlink(missing_ok=True)

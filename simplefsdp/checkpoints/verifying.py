@@ -48,11 +48,17 @@ def faults_in(
         return [fault for fault in found if fault is not None]
 
 
-def faults_on_all_ranks(
-    folder: Path, sums: Mapping[str, Checksum], needed: Collection[str], tell: Tell | None = None
+def all_faults(
+    folder: Path,
+    sums: Mapping[str, Checksum],
+    needed: Collection[str],
+    tell: Tell | None = None,
+    *,
+    alone: bool = False,
 ) -> list[Fault]:
-    """What is wrong, the same on every rank; each reads a part. Every rank must call it."""
-    if not dist.is_initialized() or "fake" in dist.get_backend_config():
+    """What is wrong with any file. Every rank must call it and gets all of it, unless ``alone``;
+    each reads a part."""
+    if alone or not dist.is_initialized() or "fake" in dist.get_backend_config():
         return [*faults_in(folder, sums, sorted(sums), tell), *without_checksum(sums, needed)]
     shares = shared_out(sums, dist.get_world_size())
     found: list[list[Fault]] = [[] for _ in shares]

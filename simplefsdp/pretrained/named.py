@@ -41,11 +41,6 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {plain_name(k): value for k, value in model.state_dict(keep_vars=True).items()}
 
 
-def nbytes_of(tensor: Tensor) -> int:
-    """Bytes of the whole tensor, however it is sharded."""
-    return tensor.numel() * tensor.element_size()
-
-
 def few(names: list[str]) -> str:
     """The first names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
