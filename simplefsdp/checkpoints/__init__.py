@@ -6,5 +6,6 @@
    written, and ``verifying`` compares them, in one process or on all ranks.
 3. ``opened`` is a checkpoint of which the metadata has been read, once, and what is done with it.
 
-Nothing here knows what a checkpoint is of: a model, an optimizer, a trainer.
+Nothing here knows what a checkpoint is of: a model, an optimizer, a trainer. What is wrong with a
+file is told by a ValueError of one line.
 """

@@ -69,11 +69,7 @@ def add(folder: Path, *names: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Checksum] | None:
-    """The checksums in ``folder``, by file; None if it has none, as those of older programs.
-
-    Raises:
-        ValueError: they are damaged, or of a later version.
-    """
+    """The checksums in ``folder``, by file; None if it has none, as those of older programs."""
     path = folder / NAME
     try:
         return _read(read_json(path, _MAX_NBYTES))

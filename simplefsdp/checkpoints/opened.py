@@ -30,11 +30,7 @@ class CheckpointFiles:
 
 
 def open_files(path: Path) -> CheckpointFiles:
-    """Read a checkpoint's metadata, and see that all the bytes it names are there.
-
-    Raises:
-        ValueError: it is not a checkpoint, it is truncated, damaged, or wants to run code.
-    """
+    """Read a checkpoint's metadata, and see that all the bytes it names are there."""
     try:
         metadata = read_metadata(path)
         sums = checksums.read(path)
@@ -88,11 +84,7 @@ def verify(files: CheckpointFiles, tell: Tell | None = None, *, alone: bool = Fa
 
 
 def fill(files: CheckpointFiles, targets: dict[str, Any], *, no_dist: bool = False) -> None:
-    """Fill tensors, by key, from the files; see :func:`simplefsdp._torch.checkpoints.load_by`.
-
-    Raises:
-        ValueError: a file cannot be read; on all ranks.
-    """
+    """Fill tensors, by key, from the files; see :func:`simplefsdp._torch.checkpoints.load_by`."""
     try:
         load_by(files.metadata, files.path, targets, no_dist=no_dist)
     except ValueError as error:

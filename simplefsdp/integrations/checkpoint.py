@@ -65,11 +65,7 @@ def save(
 
 
 def load(folder: Path | str, models: Sequence[nn.Module], *, frozen: bool = True) -> None:
-    """Fill ``models``, built as they were at :func:`save`; every rank must call it.
-
-    Raises:
-        ValueError: the checkpoint is of other models, or is not complete.
-    """
+    """Fill ``models``, built as they were at :func:`save`; every rank must call it."""
     values = _values_of(models, frozen)
     files = _opened(folder)
     _check_keys(folder, files.metadata.state_dict_metadata, values)
@@ -84,11 +80,7 @@ def load(folder: Path | str, models: Sequence[nn.Module], *, frozen: bool = True
 def load_optimizers(
     folder: Path | str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Fill ``optimizers``, which need not have made a step before; every rank must call it.
-
-    Raises:
-        ValueError: the checkpoint is of other optimizers, or is not complete.
-    """
+    """Fill ``optimizers``, which need not have made a step before; every rank must call it."""
     files = _opened(folder)
     stored = files.metadata.state_dict_metadata
     values: dict[str, Any] = {}
@@ -106,11 +98,7 @@ def load_optimizers(
 
 
 def gathered(model: nn.Module, values: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
-    """``values``, of the state of ``model``, as full tensors on the CPU; empty unless ``keep``.
-
-    Raises:
-        RankMismatchError: not all ranks called it.
-    """
+    """``values``, of the state of ``model``, as full tensors on the CPU; empty unless ``keep``."""
     _agree("what is gathered of the model", [model], values)
     fulls: dict[int, Any] = {}  # by id: tied parameters stay one tensor
     for value in values.values():

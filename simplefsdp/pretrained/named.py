@@ -13,11 +13,7 @@ _COMPILED = "_orig_mod."  # torch.compile(module) puts it into names
 
 
 def wrapped_model(model: object) -> nn.Module:
-    """``model``, without what ``torch.compile`` put around it.
-
-    Raises:
-        ValueError: it is not wrapped.
-    """
+    """``model``, without what ``torch.compile`` put around it."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module) or not is_wrapped(inner):
         raise ValueError(

@@ -25,11 +25,7 @@ _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 @contextmanager
 def complete_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes ``folder`` at the end, or nothing if the block fails.
-
-    Raises:
-        ValueError: ``folder`` holds something.
-    """
+    """A folder to write to, which becomes ``folder`` at the end, or nothing if the block fails."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} already exists: choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -179,9 +179,6 @@ class TrainConfig:
         """Read what :meth:`to_json` wrote; options unknown to this version are left out.
 
         What belongs to one session only (``resume``, ``stop_after``, planning) is not taken over.
-
-        Raises:
-            ValueError: an option has a value of another type.
         """
         groups = {}
         for spec in dataclasses.fields(cls):

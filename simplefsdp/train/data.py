@@ -47,9 +47,6 @@ def load_corpus(path: Path | None = None, *, max_nbytes: int = _MAX_NBYTES) -> C
     its tests. Documents are ordered by a hash of their relative path: deterministic, and a fair
     sample where ``max_nbytes`` or the validation split cuts. The latter cuts between documents
     where one ends near enough.
-
-    Raises:
-        ValueError: the path does not exist, cannot be read, or holds no bytes.
     """
     files, source = _find_documents(path)
     buffer, ends, complete = _read_documents(files, max_nbytes)
@@ -153,9 +150,6 @@ class ShardedBatches:
     batch is left for another epoch. The ranks' batches put together in rank order are the global
     batch, which is the same for any number of ranks that divide it. By ``fingerprint``, the
     corpus's, a resumed run knows it again.
-
-    Raises:
-        ValueError: the tokens are fewer than one global batch needs.
     """
 
     def __init__(

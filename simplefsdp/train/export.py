@@ -18,11 +18,7 @@ from simplefsdp.train.restore import Checkpoint, check_model, model_keys, open_c
 
 
 def export(path: Path, out: Path, dtype: str = "saved", name: str | None = None) -> None:
-    """Write the folder, complete or not at all; see the options of the command.
-
-    Raises:
-        ValueError: the checkpoint is not usable, or ``out`` exists.
-    """
+    """Write the folder, complete or not at all; see the options of the command."""
     checkpoint = open_checkpoint(runs.checkpoint_at(path))
     if checkpoint.trainer:
         name = name or checkpoint.trainer.config["model"]["model"]

@@ -31,10 +31,6 @@ def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
 
     The step is traced without memory, in a process of its own: this one may be a rank, and a
     launcher must not occupy a device.
-
-    Raises:
-        ValueError: not one sequence fits, nothing can be predicted of how the model is run, what
-            is to be found is also given, or the process ended without an answer.
     """
     if config.optim.microbatch_size != "auto":
         return config

@@ -42,11 +42,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's metadata and see that all the bytes it names are there.
-
-    Raises:
-        ValueError: it is not a checkpoint, or it is truncated or damaged.
-    """
+    """Read a checkpoint's metadata and see that all the bytes it names are there."""
     found = Checkpoint(open_files(path), runs.read_trainer_state(path))
     if found.files.checksums is None and found.trainer and found.trainer.checksums:
         raise ValueError(

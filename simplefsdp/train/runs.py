@@ -182,11 +182,7 @@ def write_trainer_state(checkpoint: Path, state: TrainerState) -> str:
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState | None:
-    """Read :func:`write_trainer_state`'s file; None if another program wrote the checkpoint.
-
-    Raises:
-        ValueError: the file is damaged or of a later format.
-    """
+    """Read :func:`write_trainer_state`'s file; None if another program wrote the checkpoint."""
     path = checkpoint / _TRAINER_STATE
     if not path.is_file():
         return None

@@ -45,11 +45,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Restore what :func:`rng_state` returned.
-
-    Raises:
-        ValueError: it is of another kind of device, or damaged.
-    """
+    """Restore what :func:`rng_state` returned."""
     try:
         version, internal, gauss = parse_json(bytes(state["python"].tolist()))
         random.setstate((version, tuple(internal), gauss))

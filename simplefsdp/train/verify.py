@@ -13,11 +13,7 @@ from simplefsdp.train import runs
 
 
 def verify(path: Path) -> int:
-    """Print what is wrong with a checkpoint; return the exit code.
-
-    Raises:
-        ValueError: it is no checkpoint, or has no (readable) checksums.
-    """
+    """Print what is wrong with a checkpoint; return the exit code."""
     # A checkpoint that has lost its .metadata is one still.
     folder = path if (path / checksums.NAME).is_file() else runs.checkpoint_at(path)
     sums = checksums.read(folder)
@@ -47,11 +43,7 @@ def verify(path: Path) -> int:
 
 
 def _needed(folder: Path, faults: list[Fault]) -> set[str]:
-    """The files that must have a checksum; those that ``.metadata`` names, if it is good.
-
-    Raises:
-        ValueError: it cannot be read, though it is as it was written, or has no checksum.
-    """
+    """The files that must have a checksum; those that ``.metadata`` names, if it is good."""
     if any(fault.file == METADATA for fault in faults):
         return {METADATA}
     try:
