@@ -8,8 +8,6 @@ that come with any GPU since the A100 (1.0 GiB/s per core measured; BLAKE2b 0.8,
 ``sha256sum`` compares it by hand. CRC-32 is twice as fast, and misses one damage in four billion.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

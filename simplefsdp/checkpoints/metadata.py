@@ -4,8 +4,6 @@ Whatever can be wrong with it is found here, so torch's reader only sees tensors
 there, do not leave the folder, and cover the tensor.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product, starmap

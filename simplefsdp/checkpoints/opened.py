@@ -1,7 +1,5 @@
 """A checkpoint of which the metadata has been read, once, and what is done with it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

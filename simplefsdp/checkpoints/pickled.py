@@ -7,8 +7,6 @@ reader does not expect ends the reading. So the memory and the time that it take
 pickle's size.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each rank reads back and hashes what it wrote, in the thread that wrote it; rank
 checksums with the rest of what ranks tell each other of their files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,10 +1,8 @@
 """Whether a checkpoint's files are as they were written: in one process, or by all ranks together.
 
-Ranks share the files out by size, and each is read by one rank only, in a few threads: hashing
-leaves Python's lock alone.
+Each file is read by one rank only, a rank gets large ones and small ones, and reads them in a few
+threads: hashing leaves Python's lock alone.
 """
-
-from __future__ import annotations
 
 import threading
 import time
@@ -60,11 +58,16 @@ def all_faults(
     each reads a part."""
     if alone or not dist.is_initialized() or "fake" in dist.get_backend_config():
         return [*faults_in(folder, sums, sorted(sums), tell), *without_checksum(sums, needed)]
-    shares = shared_out(sums, dist.get_world_size())
-    found: list[list[Fault]] = [[] for _ in shares]
-    mine = faults_in(folder, sums, shares[dist.get_rank()], tell)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found: list[list[Fault]] = [[] for _ in range(ranks)]
+    mine = faults_in(folder, sums, share_of(sums, rank, ranks), tell)
     dist.all_gather_object(found, [*mine, *without_checksum(sums, needed)])
     return sorted({fault for faults in found for fault in faults})
+
+
+def share_of(sums: Mapping[str, Checksum], rank: int, ranks: int) -> list[str]:
+    """The files that a rank reads: some of the large ones, and some of the small ones."""
+    return sorted(sums, key=lambda name: (sums[name].nbytes, name))[rank::ranks]
 
 
 def without_checksum(sums: Collection[str], needed: Collection[str]) -> list[Fault]:
@@ -73,17 +76,6 @@ def without_checksum(sums: Collection[str], needed: Collection[str]) -> list[Fau
     if left == [METADATA]:  # a save adds it last
         return [Fault("interrupted", METADATA, "has no checksum, as the save was interrupted")]
     return [Fault("unverified", name, "has no checksum") for name in left]
-
-
-def shared_out(sums: Mapping[str, Checksum], parts: int) -> list[list[str]]:
-    """The files, in as many parts of about equal size."""
-    shares: list[list[str]] = [[] for _ in range(parts)]
-    nbytes = [0] * parts
-    for name in sorted(sums, key=lambda name: (-sums[name].nbytes, name)):
-        least = min(range(parts), key=nbytes.__getitem__)
-        shares[least].append(name)
-        nbytes[least] += sums[name].nbytes + 1  # empty files are shared out, too
-    return shares
 
 
 def unknown_in(folder: Path, known: Collection[str]) -> list[Fault]:

@@ -3,8 +3,6 @@
 ``from simplefsdp.integrations.accelerate import Accelerator`` is all that changes in a script.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,7 +77,7 @@ class Accelerator(accelerate.Accelerator):
         """As accelerate's; wrapped models and their optimizers as shards. Collective."""
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-            weights[:] = [state for state in weights if not _has_shards(state.values())]
+            weights[:] = [w for w in weights if not any(isinstance(v, DTensor) for v in w.values())]
             checkpoint.save(Path(folder, checkpoint.FOLDER), self._wrapped_models(), optimizers)
 
         with self._apart() as optimizers, _hooked(self.register_save_state_pre_hook, save):
@@ -112,10 +110,6 @@ class Accelerator(accelerate.Accelerator):
             yield [optimizer.optimizer for optimizer in apart]
         finally:
             self._optimizers = every
-
-
-def _has_shards(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, DTensor) for value in values)
 
 
 @contextmanager

@@ -4,8 +4,6 @@ Names are those of torch's own checkpoints, ``model.<fqn>`` and ``optimizer.stat
 the plain model and any number of ranks read the files. A second model is ``model_1``, and so on.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -42,17 +40,8 @@ def save(
     *,
     frozen: bool = True,
 ) -> None:
-    """Write all of ``models`` and ``optimizers``; every rank must call it.
-
-    Args:
-        folder: to write to.
-        models: wrapped or not.
-        optimizers: of parameters of ``models``.
-        frozen: False to leave out parameters that do not require a gradient.
-
-    Raises:
-        ValueError: an optimizer has a parameter that none of the models has.
-    """
+    """Write all of ``models``, wrapped or not, and of ``optimizers`` of their parameters; every
+    rank must call it. With ``frozen=False``, no parameters that do not require a gradient."""
     values = _values_of(models, frozen)
     for key, optimizer in _keyed(optimizers):
         names = _names(optimizer, models)

@@ -1,7 +1,5 @@
 """Buffers that no file has, such as the frequencies of rotary embeddings: made again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple

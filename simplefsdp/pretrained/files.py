@@ -1,7 +1,5 @@
 """What lies in a folder of safetensors files, from their headers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike

@@ -1,7 +1,5 @@
 """A wrapped model's tensors by the names that the plain model has for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """From shards to one rank: the plain model's state dict, or the folder that transformers read."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -8,8 +8,6 @@ The ranks along a mesh dimension send their rows to the one that stands where th
     tp   rank 2 ──▶ rank 0                             rank 0 gets the whole, in pieces
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The library writes a file only from whole tensors in memory. The format is a hea
 length before it as eight bytes, and the tensors' bytes one after another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

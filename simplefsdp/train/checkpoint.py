@@ -55,17 +55,8 @@ class CheckpointWriter:
 
     Saves use a process group of their own: they run beside training, and the order of collectives
     in a group must be the same on all ranks. One that fails does not stop training: the next may
-    succeed.
-
-    Args:
-        run: the run folder.
-        keep: how many checkpoints to keep.
-        device: that of the tensors.
-        nbytes: of a checkpoint's tensors, of all ranks.
-        say: called with a line on each save that failed.
-
-    Attributes:
-        error: why the latest checkpoint is missing; rank 0 knows most, as it puts them in place.
+    succeed. ``say`` is called with a line then, and ``error`` says why the latest checkpoint is
+    missing; rank 0 knows most, as it puts them in place. A checkpoint's tensors have ``nbytes``.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """Real text as bytes: the corpus, and the batches each data-parallel rank trains on."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

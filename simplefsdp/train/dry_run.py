@@ -12,8 +12,8 @@ from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.build import wrapped_model
 from simplefsdp.models.layout import RankLayout, make_mesh, precision_policy
 from simplefsdp.train import elastic
+from simplefsdp.train.build import make_optimizer
 from simplefsdp.train.config import TrainConfig
-from simplefsdp.train.optim import make_optimizer
 from simplefsdp.words import plural
 
 

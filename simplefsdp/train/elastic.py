@@ -10,8 +10,6 @@ torchrun (2.11 to 2.15) lets a machine join later only where ``TORCH_DISABLE_SHA
 is 1: else the first machine tells newcomers no address, and all fail after a minute.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """``--microbatch-size auto``: as many sequences at once as a rank has memory for, by prediction."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor

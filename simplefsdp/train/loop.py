@@ -15,10 +15,10 @@ from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import config_of, flops_per_token
 from simplefsdp.train import runs
+from simplefsdp.train.build import learning_rate
 from simplefsdp.train.data import PROMPT_NBYTES
 from simplefsdp.train.evaluate import evaluate, sample
 from simplefsdp.train.metrics import EvalRecord, StepRecord, peak_flops, peak_memory_nbytes
-from simplefsdp.train.optim import learning_rate, set_learning_rate
 from simplefsdp.train.preflight import RunPlan
 from simplefsdp.train.runs import TrainerState
 from simplefsdp.train.session import Session, open_session
@@ -94,7 +94,8 @@ def _update(session: Session) -> _Update:
     device = session.rank.device
     inputs, targets = (t.to(device, non_blocking=True) for t in next(session.batches))
     lr = learning_rate(session.step, optim)
-    set_learning_rate(session.optimizer, lr)
+    for group in session.optimizer.param_groups:
+        group["lr"] = lr
     count = session.plan.batch.microbatches
     parts = list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
     if session.whole_step is not None:

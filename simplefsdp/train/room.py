@@ -35,13 +35,13 @@ def on_disk(nbytes: int) -> int:
 
 def shortage(folder: Path, nbytes: int) -> str | None:
     """Why ``nbytes`` more of tensors do not fit on the disk of ``folder``; None if they do."""
-    disk = os.statvfs(_existing(folder))
-    free, takes = disk.f_bavail * disk.f_frsize, on_disk(nbytes)
+    free, has_inodes = _free(folder)
+    takes = on_disk(nbytes)
     if free < takes:
         return (
             f"the disk of {folder} has {_mb(free)} of free space, a checkpoint takes {_mb(takes)}"
         )
-    if disk.f_files and not disk.f_favail:
+    if not has_inodes:
         return f"the disk of {folder} has no free space for another file (no inodes left)"
     return None
 
@@ -55,9 +55,8 @@ def why_unsaved(folder: Path, error: BaseException) -> str:
     what = f"{type(error).__name__}: {error}"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     with suppress(OSError):  # a disk that is gone: the error tells of it
-        disk = os.statvfs(folder)
-        full |= disk.f_bavail * disk.f_frsize < _BESIDE_NBYTES
-        full |= bool(disk.f_files and not disk.f_favail)
+        free, has_inodes = _free(folder)
+        full |= free < _BESIDE_NBYTES or not has_inodes
     if full:
         return f"the disk of {folder} had no free space left while it was written ({what})"
     return what
@@ -73,8 +72,7 @@ def warning(out: Path, nbytes: int, keep: int, there: int) -> str | None:
     """A line on the disk of a run folder ``out`` that will not hold all the checkpoints that the
     run is to keep, of ``nbytes`` of tensors each, when so many are ``there`` already."""
     wanted = max(1, keep + 1 - there)  # one more, while it is written
-    disk = os.statvfs(_existing(out))
-    free, takes = disk.f_bavail * disk.f_frsize, on_disk(nbytes)
+    free, takes = _free(out)[0], on_disk(nbytes)
     if free >= wanted * takes:
         return None
     fit = free // takes
@@ -85,9 +83,11 @@ def warning(out: Path, nbytes: int, keep: int, there: int) -> str | None:
     )
 
 
-def _existing(folder: Path) -> Path:
+def _free(folder: Path) -> tuple[int, bool]:
+    """Free bytes on the disk where ``folder`` is, or will be, and whether it takes another file."""
     folder = folder.absolute()
-    return next(f for f in (folder, *folder.parents) if f.exists())
+    disk = os.statvfs(next(f for f in (folder, *folder.parents) if f.exists()))
+    return disk.f_bavail * disk.f_frsize, not disk.f_files or disk.f_favail > 0
 
 
 def _mb(nbytes: int) -> str:

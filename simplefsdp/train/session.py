@@ -18,12 +18,11 @@ from simplefsdp.models import config_of, num_parameters
 from simplefsdp.models.build import wrapped_model
 from simplefsdp.models.layout import make_mesh
 from simplefsdp.train import preflight, room, runs
-from simplefsdp.train.build import loss_of, step_of
+from simplefsdp.train.build import loss_of, make_optimizer, step_of
 from simplefsdp.train.checkpoint import CheckpointWriter
 from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
 from simplefsdp.train.display import Display, open_display
 from simplefsdp.train.metrics import MetricsWriter
-from simplefsdp.train.optim import make_optimizer
 from simplefsdp.train.preflight import RunPlan
 from simplefsdp.train.restore import Checkpoint, load_rng_state, load_training_state
 from simplefsdp.train.state import seed_rng

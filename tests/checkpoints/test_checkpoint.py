@@ -30,7 +30,7 @@ from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models import CONFIGS, LlamaConfig
 from simplefsdp.models.llama3 import Llama
 from simplefsdp.train import command, loop, runs
-from simplefsdp.train.export import export
+from simplefsdp.train.export import ExportOptions, export
 from simplefsdp.train.loop import train
 from simplefsdp.train.preflight import plan_run
 
@@ -306,7 +306,7 @@ def test_a_signal_is_not_kept_waiting_for_the_next_report(folder: Path, pool: Ra
 
 def test_export_gives_transformers_the_same_logits(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    export(folder / "whole", folder / "exported")
+    export(ExportOptions(folder / "whole", folder / "exported"))
     ours = Llama(CONFIGS["micro"])
     load_plain(runs.step_folder(folder / "whole", 6), ours)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported")
@@ -314,7 +314,7 @@ def test_export_gives_transformers_the_same_logits(folder: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="already exists"):
-        export(folder / "whole", folder / "exported")
+        export(ExportOptions(folder / "whole", folder / "exported"))
 
 
 _STALLING_TRAINER = """

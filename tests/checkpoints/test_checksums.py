@@ -279,11 +279,10 @@ def test_damaged_checksums(checkpoint: Path, capsys: pytest.CaptureFixture[str],
 
 def test_files_are_shared_out_by_size_and_each_to_one_rank() -> None:
     sums = {f"{i}": Checksum(nbytes, "") for i, nbytes in enumerate([5, 1, 0, 9, 4, 0, 3])}
-    shares = verifying.shared_out(sums, 3)
+    shares = [verifying.share_of(sums, rank, 3) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(sums)
-    nbytes = [sum(sums[name].nbytes for name in share) for share in shares]
-    assert sorted(nbytes) == [6, 7, 9]
-    assert verifying.shared_out({}, 2) == [[], []]
+    assert sorted(max(sums[name].nbytes for name in share) for share in shares) == [4, 5, 9]
+    assert verifying.share_of({}, 0, 2) == []
 
 
 def test_progress_is_told_from_time_to_time(

@@ -19,6 +19,7 @@ from simplefsdp.launcher.ranks import Rank, check_devices
 from simplefsdp.models.layout import RankLayout, plan_layout
 from simplefsdp.models.options import ParallelOptions
 from simplefsdp.train import command, loop, runs
+from simplefsdp.train.build import learning_rate, make_optimizer
 from simplefsdp.train.config import (
     CompileOptions,
     DataOptions,
@@ -30,7 +31,6 @@ from simplefsdp.train.config import (
     check_options,
 )
 from simplefsdp.train.dry_run import plan_memory
-from simplefsdp.train.optim import FINAL_LR_FRACTION, learning_rate, make_optimizer
 from simplefsdp.train.preflight import plan_run
 from simplefsdp.train.state import rng_state, set_rng_state
 
@@ -41,10 +41,10 @@ def test_learning_rate_warms_up_linearly_then_falls_to_a_tenth() -> None:
     assert rates[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)])
     assert rates[10] == 2.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(2.0 * FINAL_LR_FRACTION)
+    assert rates[-1] == pytest.approx(2.0 / 10)
     halfway = 10 + (99 - 10) / 2
     middle = (rates[int(halfway)] + rates[int(halfway) + 1]) / 2
-    assert middle == pytest.approx(2.0 * (1 + FINAL_LR_FRACTION) / 2)
+    assert middle == pytest.approx(2.0 * (1 + 1 / 10) / 2)
 
 
 def test_learning_rate_does_not_depend_on_where_a_session_stops() -> None:
