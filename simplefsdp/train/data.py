@@ -5,7 +5,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -139,6 +139,7 @@ def _split_point(nbytes: int, ends: list[int]) -> int:
     return nearest if 2 * abs(nearest - wanted) <= held_out and nearest < nbytes else wanted
 
 
+@dataclass(eq=False)
 class ShardedBatches:
     """Batches of fixed-length sequences for one data-parallel rank, for ever.
 
@@ -150,32 +151,25 @@ class ShardedBatches:
     corpus's, a resumed run knows it again.
     """
 
-    def __init__(
-        self,
-        tokens: Tensor,
-        *,
-        seq_len: int,
-        global_batch_size: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        fingerprint: str,
-    ) -> None:
-        self._n_sequences = max(0, (tokens.numel() - 1) // seq_len)
-        if self._n_sequences < global_batch_size:
+    tokens: Tensor
+    _: KW_ONLY
+    seq_len: int
+    global_batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        self._n_sequences = max(0, (self.tokens.numel() - 1) // self.seq_len)
+        self.batches_per_epoch = self._n_sequences // self.global_batch_size
+        if not self.batches_per_epoch:
             raise ValueError(
-                f"a global batch of {global_batch_size} sequences of {seq_len} tokens needs "
-                f"{global_batch_size * seq_len + 1:,} bytes of text, got {tokens.numel():,}: use "
-                "more data, a smaller batch or a shorter sequence"
+                f"a global batch of {self.global_batch_size} sequences of {self.seq_len} tokens "
+                f"needs {self.global_batch_size * self.seq_len + 1:,} bytes of text, got "
+                f"{self.tokens.numel():,}: use more data, a smaller batch or a shorter sequence"
             )
-        self.batches_per_epoch = self._n_sequences // global_batch_size
         self.epoch = 0
-        self._tokens = tokens
-        self._seq_len = seq_len
-        self._global_batch_size = global_batch_size
-        self._local = global_batch_size // world_size
-        self._first = rank * self._local
-        self._identity = {"fingerprint": fingerprint, "seq_len": seq_len, "seed": seed}
         self._cursor = 0  # sequences of this epoch that are behind us, over all ranks
         self._order = self._epoch_order()
 
@@ -183,18 +177,19 @@ class ShardedBatches:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        if self._cursor + self._global_batch_size > self._n_sequences:
+        if self._cursor + self.global_batch_size > self._n_sequences:
             self.epoch, self._cursor = self.epoch + 1, 0
             self._order = self._epoch_order()
-        first = self._cursor + self._first
-        starts = self._order[first : first + self._local, None] * self._seq_len
-        self._cursor += self._global_batch_size
-        window = self._tokens[starts + torch.arange(self._seq_len + 1)].long()
+        own = self.global_batch_size // self.world_size
+        first = self._cursor + self.rank * own
+        starts = self._order[first : first + own, None] * self.seq_len
+        self._cursor += self.global_batch_size
+        window = self.tokens[starts + torch.arange(self.seq_len + 1)].long()
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the latest batch: the same on every rank, ints and strings only."""
-        return {"epoch": self.epoch, "cursor": self._cursor, **self._identity}
+        return {"epoch": self.epoch, "cursor": self._cursor, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, on any number of ranks.
@@ -203,7 +198,7 @@ class ShardedBatches:
             ValueError: it comes from another corpus, sequence length or seed, or is damaged;
                 nothing is changed then.
         """
-        for name, ours in self._identity.items():
+        for name, ours in self._identity().items():
             if name not in state or state[name] != ours:
                 raise ValueError(
                     f"cannot resume the data position: it was saved with {name} = "
@@ -223,8 +218,11 @@ class ShardedBatches:
         self.epoch, self._cursor = epoch, cursor
         self._order = self._epoch_order()
 
+    def _identity(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint, "seq_len": self.seq_len, "seed": self.seed}
+
     def _epoch_order(self) -> Tensor:
         # A hash, so that no seed's epoch 1 is another seed's epoch 0.
-        digest = hashlib.sha256(f"{self._identity['seed']} {self.epoch}".encode()).digest()
+        digest = hashlib.sha256(f"{self.seed} {self.epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         return torch.randperm(self._n_sequences, generator=generator)
