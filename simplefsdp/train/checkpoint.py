@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def pinned_stager(device: torch.device) -> AsyncStager | None:
     return DefaultStager(options)
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
     """Writes the checkpoints of one run; every rank holds one and makes the same calls.
 
@@ -59,26 +61,21 @@ class CheckpointWriter:
     missing; rank 0 knows most, as it puts them in place. A checkpoint's tensors have ``nbytes``.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        keep: int,
-        device: torch.device,
-        nbytes: int,
-        say: Callable[[str], object],
-    ) -> None:
-        self.error: str | None = None
-        self._run = run
-        self._stager = pinned_stager(device)
-        self._keep = keep
-        self._nbytes = nbytes
-        self._say = say
+    run: Path
+    keep: int
+    device: torch.device
+    nbytes: int
+    say: Callable[[str], object]
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self._stager = pinned_stager(self.device)
         self._group: Any = dist.new_group(backend="gloo")
         self._leads = dist.get_rank() == 0
         self._pending: tuple[Future[Any], TrainerState] | None = None
         if self._leads:
-            (run / runs.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            for leftover in runs.leftovers(run):
+            (self.run / runs.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            for leftover in runs.leftovers(self.run):
                 runs.remove(leftover)
 
     def save(self, tensors: dict[str, Any], state: TrainerState) -> None:
@@ -97,7 +94,7 @@ class CheckpointWriter:
             future: Any = async_save(
                 tensors,
                 storage_writer=ChecksumWriter(
-                    runs.temporary(runs.step_folder(self._run, state.step))
+                    runs.temporary(runs.step_folder(self.run, state.step))
                 ),
                 process_group=self._group,
                 # A new one is what torch takes by itself, but not if it is given a writer.
@@ -110,7 +107,7 @@ class CheckpointWriter:
         found = None
         if self._leads:
             try:
-                found = room.shortage(self._run, self._nbytes)
+                found = room.shortage(self.run, self.nbytes)
             except OSError as error:
                 found = f"{type(error).__name__}: {error}"
         return from_rank_zero(found)
@@ -118,7 +115,7 @@ class CheckpointWriter:
     def _ended(self, step: int, error: str | None) -> None:
         self.error = error
         if error:
-            self._say(f"warning: checkpoint of step {step} failed: {error}")
+            self.say(f"warning: checkpoint of step {step} failed: {error}")
 
     def poll(self) -> None:
         """Put the running save in place if it has ended; never waits."""
@@ -130,7 +127,7 @@ class CheckpointWriter:
         if self._pending is None:
             return
         (future, state), self._pending = self._pending, None
-        folder = runs.step_folder(self._run, state.step)
+        folder = runs.step_folder(self.run, state.step)
         error = None
         try:
             future.result()
@@ -138,9 +135,9 @@ class CheckpointWriter:
                 self._publish(folder, state)
         except CheckpointException as failure:
             rank, (cause, _) = next(iter(failure.failures.items()))
-            error = f"rank {rank}: {room.why_unsaved(self._run, cause)}"
+            error = f"rank {rank}: {room.why_unsaved(self.run, cause)}"
         except (OSError, ValueError) as failure:
-            error = f"rank 0: {room.why_unsaved(self._run, failure)}"
+            error = f"rank 0: {room.why_unsaved(self.run, failure)}"
         if error and self._leads:  # all ranks have ended their part of it
             shutil.rmtree(runs.temporary(folder), ignore_errors=True)
         self._ended(state.step, error)
@@ -151,7 +148,7 @@ class CheckpointWriter:
         if folder.exists():  # not complete: a run does not go over checkpoints that are
             runs.remove(folder)
         written.rename(folder)
-        for old in runs.complete_checkpoints(self._run)[: -self._keep]:
+        for old in runs.complete_checkpoints(self.run)[: -self.keep]:
             doomed = runs.temporary(old)
             old.rename(doomed)
             runs.remove(doomed)

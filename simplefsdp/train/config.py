@@ -148,6 +148,9 @@ class PlanOptions:
     """Ranks to plan for. Default: those that would be started."""
 
 
+_OF_ONE_SESSION = {"resume", "stop_after", *vars(PlanOptions())}
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """All options of one training run, grouped as ``--help`` shows them."""
@@ -185,15 +188,10 @@ class TrainConfig:
             options: Any = spec.default_factory
             types = get_type_hints(options)
             group = typed(saved.get(spec.name, {}), dict, spec.name)
-            values = {k: _read_option(k, v, types[k]) for k, v in group.items() if k in types}
+            known = types.keys() - _OF_ONE_SESSION
+            values = {k: _read_option(k, v, types[k]) for k, v in group.items() if k in known}
             groups[spec.name] = options(**values)
-        config = cls(**groups)
-        return dataclasses.replace(
-            config,
-            optim=dataclasses.replace(config.optim, stop_after=None),
-            run=dataclasses.replace(config.run, resume=None),
-            plan=PlanOptions(),
-        )
+        return cls(**groups)
 
 
 def _read_option(name: str, value: Any, of: Any) -> Any:

@@ -16,7 +16,6 @@ from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import config_of, flops_per_token
 from simplefsdp.train import runs
 from simplefsdp.train.build import learning_rate
-from simplefsdp.train.data import PROMPT_NBYTES
 from simplefsdp.train.evaluate import evaluate, sample
 from simplefsdp.train.metrics import EvalRecord, StepRecord, peak_flops, peak_memory_nbytes
 from simplefsdp.train.preflight import RunPlan
@@ -216,15 +215,7 @@ def _summarise(
     )
     if config.run.sample_tokens:
         session.display.busy("sampling")
-        prompt = session.corpus.validation[:PROMPT_NBYTES]
-        text = sample(
-            session.model,
-            prompt,
-            n_tokens=config.run.sample_tokens,
-            seed=config.optim.seed,
-            rank=session.rank,
-        )
-        say(f"sample: {text!r}")
+        say(f"sample: {sample(session)!r}")
     say(f"metrics: {out / runs.METRICS}; tensorboard --logdir {out / runs.TENSORBOARD}")
     say(_how_to_go_on(session))
 

@@ -12,7 +12,7 @@ import tyro
 from simplefsdp.launcher.errors import EXIT_FAILED, UserError, user_errors
 
 if TYPE_CHECKING:
-    from simplefsdp.checkpoints.verifying import Fault
+    from simplefsdp.checkpoints.opened import Fault
 
 _DESCRIPTION = """Compare a checkpoint's files with the checksums that were written with them.
 
@@ -44,8 +44,7 @@ def run(args: list[str]) -> int:
 def verify(path: Path) -> int:
     """Print what is wrong with a checkpoint; return the exit code."""
     from simplefsdp.checkpoints import checksums
-    from simplefsdp.checkpoints.opened import open_files
-    from simplefsdp.checkpoints.verifying import faults_in, unknown_in, without_checksum
+    from simplefsdp.checkpoints.opened import faults_in, open_files, unknown_in, without_checksum
     from simplefsdp.train import runs
 
     # A checkpoint that has lost its .metadata is one still.

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from simplefsdp import simple_fsdp
-from simplefsdp.checkpoints import checksums, verifying
+from simplefsdp.checkpoints import checksums, opened
 from simplefsdp.checkpoints.checksums import Checksum
 from simplefsdp.checkpoints.opened import open_files
 from simplefsdp.checkpoints.saving import ChecksumWriter
@@ -279,10 +279,10 @@ def test_damaged_checksums(checkpoint: Path, capsys: pytest.CaptureFixture[str],
 
 def test_files_are_shared_out_by_size_and_each_to_one_rank() -> None:
     sums = {f"{i}": Checksum(nbytes, "") for i, nbytes in enumerate([5, 1, 0, 9, 4, 0, 3])}
-    shares = [verifying.share_of(sums, rank, 3) for rank in range(3)]
+    shares = [opened.share_of(sums, rank, 3) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(sums)
     assert sorted(max(sums[name].nbytes for name in share) for share in shares) == [4, 5, 9]
-    assert verifying.share_of({}, 0, 2) == []
+    assert opened.share_of({}, 0, 2) == []
 
 
 def test_progress_is_told_from_time_to_time(
@@ -292,10 +292,10 @@ def test_progress_is_told_from_time_to_time(
         (tmp_path / name).write_bytes(bytes(1000))
     sums = {name: checksums.checksum_of(tmp_path / name) for name in "abc"}
     told: list[tuple[int, int]] = []
-    assert verifying.faults_in(tmp_path, sums, "abc", lambda *n: told.append(n)) == []
+    assert opened.faults_in(tmp_path, sums, "abc", lambda *n: told.append(n)) == []
     assert told == []  # it took no time
-    monkeypatch.setattr(verifying, "_PATIENCE_S", 0.0)
-    verifying.faults_in(tmp_path, sums, "abc", lambda *n: told.append(n))
+    monkeypatch.setattr(opened, "_PATIENCE_S", 0.0)
+    opened.faults_in(tmp_path, sums, "abc", lambda *n: told.append(n))
     assert told == [(1000, 3000), (2000, 3000), (3000, 3000)]
 
 
