@@ -1,5 +1,7 @@
 """``simplefsdp export``: a checkpoint as a folder that ``transformers`` loads; needs no ranks."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
