@@ -25,11 +25,8 @@ from simplefsdp.launcher.output import unbroken_output
 
 COMMANDS = {
     "train": ("simplefsdp.train.command", "train a Llama 3 on text"),
-    "export": (
-        "simplefsdp.train.export_command",
-        "write a checkpoint as safetensors, for transformers",
-    ),
-    "verify": ("simplefsdp.train.verify_command", "see whether a checkpoint is as it was written"),
+    "export": ("simplefsdp.train.export", "write a checkpoint as safetensors, for transformers"),
+    "verify": ("simplefsdp.train.verify", "see whether a checkpoint is as it was written"),
     "calibrate": ("simplefsdp.calibrate.command", "measure this machine, for the planner"),
     "inspect": (
         "simplefsdp.inspection.command",

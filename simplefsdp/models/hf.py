@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp.models.configs import LlamaConfig, RopeScaling
 from simplefsdp.models.llama3 import Llama
-from simplefsdp.pretrained.named import nbytes_of
 from simplefsdp.pretrained.writer import Writer, complete_folder, in_files, write_json
 
 
@@ -88,7 +87,7 @@ def write_hf_folder(
         writer, written_dtype = Writer(partial), torch.float32
         checked = _checked(config, tensors, dtype)
         renamed = ((to_hf_name(fqn), tensor) for fqn, tensor in checked)
-        for batch in in_files(renamed, nbytes_of, max_shard_nbytes):
+        for batch in in_files(renamed, max_shard_nbytes):
             written_dtype = next(iter(batch.values())).dtype
             writer.write(batch)
         writer.finish()

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from plain_checkpoint import load_plain
 from ranks import RankPool
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -29,10 +30,9 @@ from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models import CONFIGS, LlamaConfig
 from simplefsdp.models.llama3 import Llama
 from simplefsdp.train import command, loop, runs
-from simplefsdp.train.export import export
+from simplefsdp.train.export import ExportOptions, export
 from simplefsdp.train.loop import train
 from simplefsdp.train.preflight import plan_run
-from simplefsdp.train.restore import load_plain
 
 CONFIGS["micro"] = LlamaConfig(  # 34 rows: uneven on 4 ranks, and on 2 once tp has halved them
     vocab_size=256, dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=34, rope_scaling=None,
@@ -306,14 +306,15 @@ def test_a_signal_is_not_kept_waiting_for_the_next_report(folder: Path, pool: Ra
 
 def test_export_gives_transformers_the_same_logits(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    export(folder / "whole", folder / "exported")
-    ours = load_plain(runs.step_folder(folder / "whole", 6), Llama(CONFIGS["micro"]))
+    export(ExportOptions(folder / "whole", folder / "exported"))
+    ours = Llama(CONFIGS["micro"])
+    load_plain(runs.step_folder(folder / "whole", 6), ours)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported")
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="already exists"):
-        export(folder / "whole", folder / "exported")
+        export(ExportOptions(folder / "whole", folder / "exported"))
 
 
 _STALLING_TRAINER = """

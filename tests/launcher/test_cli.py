@@ -133,7 +133,7 @@ def test_checkpoints_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> 
     metadata = (here / ".metadata").read_bytes()
     (here / ".metadata").write_bytes(metadata[: len(metadata) // 2])
     assert run(*train) == 2
-    assert ".metadata: it is damaged at byte" in capsys.readouterr().err
+    assert ".metadata: it is damaged;" in capsys.readouterr().err
     (here / ".metadata").write_bytes(metadata)
 
     (here / "trainer.json").write_text("{")

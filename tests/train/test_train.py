@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models import CONFIGS
 from simplefsdp.models.llama3 import Llama
 from simplefsdp.train import evaluate, runs
+from simplefsdp.train.config import RunOptions, TrainConfig
 from simplefsdp.train.display import describe
 from simplefsdp.train.metrics import StepRecord
 
@@ -163,13 +165,18 @@ def test_a_small_model_is_gathered_once_for_a_sample(small, fake_mesh, monkeypat
     monkeypatch.setattr(evaluate, "_SMALL_NBYTES", 10**9 if small else 0)
     config = replace(CONFIGS["debug"], n_layers=1)
     model = simple_fsdp(Llama(config), mesh)
-    rank = Rank(0, 1, torch.device("cpu"))
+    session = SimpleNamespace(
+        plan=SimpleNamespace(config=TrainConfig(run=RunOptions(sample_tokens=3))),
+        rank=Rank(0, 1, torch.device("cpu")),
+        corpus=SimpleNamespace(validation=torch.zeros(4, dtype=torch.uint8)),
+        model=model,
+    )
     # Nothing arrives here, so what is gathered may be anything.
     monkeypatch.setattr(torch, "multinomial", lambda *_, **__: torch.tensor([0]))
     sent, parameters, broadcasts = Sent(), sum(1 for _ in model.parameters()), []
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: broadcasts.append(1))
     sent.start()
-    evaluate.sample(model, torch.zeros(4, dtype=torch.uint8), n_tokens=3, seed=0, rank=rank)
+    evaluate.sample(session)
     assert sent.stop().total() == (1 if small else 3) * parameters
     assert len(broadcasts) == 3
     sent.start()
