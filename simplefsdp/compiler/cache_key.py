@@ -1,12 +1,19 @@
-"""What tells our passes apart in caches: their sources."""
+"""What tells our passes apart in Inductor's cache: their sources and settings."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from pathlib import Path
 
 import inductor_passes
+from inductor_passes.rehearsal import Settings
 from simplefsdp import _torch
+
+
+def identity(settings: Settings | None) -> str:
+    """The passes' identity for Inductor's cache: their sources, all of them, and settings."""
+    return hashlib.sha256(f"{sources()}{settings!r}".encode()).hexdigest()
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from inductor_passes.planner.plan import Plan
 from inductor_passes.rehearsal import Settings, as_planned, choose, communicated
 from inductor_passes.transform.portable import PortableBucket, from_json, in_names, to_json
 from simplefsdp import _torch
-from simplefsdp.compiler.cache_key import sources
+from simplefsdp.compiler.cache_key import identity, sources
 from simplefsdp.compiler.observers import Part
 from simplefsdp.compiler.options import Options
 from simplefsdp.compiler.size_limits import SizeLimits
@@ -62,8 +62,8 @@ class Compilation(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """The passes' identity for caches: their sources, all of them, and settings."""
-        return hashlib.sha256(f"{sources()}{self.settings!r}".encode()).hexdigest()
+        """The passes' identity for caches."""
+        return identity(self.settings)
 
     def part(self, is_backward: bool) -> Part:
         """What a graph of this compilation is."""

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from simplefsdp import _torch, microbatch, rank_guard, simple_fsdp
-from simplefsdp.compiler import plans, warm_start
+from simplefsdp.compiler import cache_key, warm_start
 from simplefsdp.compiler.observers import observing
 from simplefsdp.rank_guard import decisions
 
@@ -432,7 +432,7 @@ def test_other_instructions(fake_mesh, monkeypatch):
 def test_other_sources(fake_mesh, monkeypatch):
     mesh = fake_mesh(4)
     first = named(mesh)
-    monkeypatch.setattr(plans, "sources", lambda: "another commit")
+    monkeypatch.setattr(cache_key, "sources", lambda: "another commit")
     assert named(mesh) != first
 
 
