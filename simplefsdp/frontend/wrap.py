@@ -118,9 +118,10 @@ def simple_fsdp(
         "the model given to simple_fsdp",
         [f"mode={mode} {policy} reshard_after_forward={reshard_after_forward}"]
         + [
-            f"{fqn}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} {dtypes[key]}"
-            for key, (fqn, p) in originals.items()
-        ],
+            f"{fqn}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+            for fqn, p in originals.values()
+        ]
+        + [f"{fqn}: {dtypes[key]}" for key, (fqn, _) in originals.items()],
         ranks_of([mesh]),
         remember=False,  # what this rank wraps a second time, another may wrap another model for
     )
