@@ -64,11 +64,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def main_of_rank() -> NoReturn:
-    """:func:`main` of a rank that ``simplefsdp`` has started: on CPU it leaves at once.
-
-    Python would look through all compiled graphs once more as it ends, for a second or two. On CUDA
-    a profiler may have something to write then.
-    """
+    """:func:`main` of a rank that ``simplefsdp`` has started: on CPU it leaves at once, where
+    Python would look through all compiled graphs once more, for a second or two. On CUDA a profiler
+    may have something to write then."""
     try:
         main()
     except SystemExit as left:

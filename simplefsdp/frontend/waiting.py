@@ -28,26 +28,19 @@ class Sums:
 
 
 def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
-    """Refuse to use gradients of which a part is not reduced.
-
-    Raises:
-        ValueError: there are such.
-    """
+    """Refuse to use gradients of which a part is not reduced."""
     for param in params:
         sums = param.__dict__.get(SUMS)
-        if sums is not None and sums.waiting and not _is_zero(sums):
+        if sums is None or not sums.waiting:
+            continue
+        there = (tensor for tensor in (sums.unreduced, sums.partial) if tensor is not None)
+        if any(bool(tensor.any()) for tensor in there):  # not of a parameter that is only read
             raise ValueError(
                 f"{what}: gradients of a parameter of shape {tuple(param.shape)} wait to be "
                 "reduced over ranks, and would be missed: no backward since has reduced them. Call "
                 "model.set_requires_gradient_sync(True) before the forward of the last "
                 "micro-batch, not only before its backward; or model.finalize_backward() now"
             )
-
-
-def _is_zero(sums: Sums) -> bool:
-    """Whether the backwards that were noted had no gradient: of a parameter that is only read."""
-    there = (tensor for tensor in (sums.unreduced, sums.partial) if tensor is not None)
-    return not any(bool(tensor.any()) for tensor in there)
 
 
 @functools.cache

@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 
 from simplefsdp._torch import is_compiled
 from simplefsdp.frontend.accumulation import microbatch
+from simplefsdp.frontend.arguments import without_override
 from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.frontend.parametrization import cast_in_forward
-from simplefsdp.frontend.precision import without_override
 from simplefsdp.frontend.wrap import simple_fsdp
 from simplefsdp.frontend.wrapped import POLICY, is_wrapped
 

@@ -17,7 +17,9 @@ from inductor_passes.adapters import fx
 from inductor_passes.adapters.roofline import work_of
 from inductor_passes.adapters.unrounded import write_sums_unrounded
 from simplefsdp import simple_fsdp
-from simplefsdp.compiler.observed import Compilation, observe
+from simplefsdp.compiler.observed import observe
+from simplefsdp.compiler.options import Options
+from simplefsdp.compiler.plans import Compilation
 from simplefsdp.compiler.size_limits import SizeLimits
 from simplefsdp.simulation.trace import trace
 
@@ -206,7 +208,7 @@ def test_it_is_counted_as_the_matmul_that_it_is():
 def test_graphs_are_written_so_before_they_are_planned():
     graph = traced(lambda a, b: reduce(to_fp32(a @ b)))
     gm = GraphModule(nn.Module(), graph)
-    compilation = Compilation(None, (), 0.0, grad=True, number=0, limits=SizeLimits(gm))
+    compilation = Compilation(Options(), None, (), grad=True, number=0, limits=SizeLimits(gm))
     observe(gm, is_backward=True, compilation=compilation)
     assert targets(graph) == [_aten.mm.dtype, *START]
 
