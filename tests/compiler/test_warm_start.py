@@ -590,8 +590,8 @@ def alone_later(folder: str, options: dict[str, object]) -> list[bool]:
     return used
 
 
-@pytest.mark.parametrize("options", [REGIONS, AUTO], ids=str)
-def test_a_rank_that_compiles_alone_later_waits_for_nobody(own_ranks, tmp_path, options):
+def test_a_rank_that_compiles_alone_later_waits_for_nobody(own_ranks, tmp_path):
+    options = {**AUTO, "executor": "regions"}
     for rank, used in enumerate(own_ranks.run(alone_later, str(tmp_path), options)):
         assert used == [False, False, False, True, False, False], rank
 
@@ -604,9 +604,8 @@ def change_plan(file: Path) -> None:
     file.write_bytes(pickle.dumps((observed, code)))
 
 
-@pytest.mark.parametrize("options", [REGIONS, AUTO], ids=str)
-def test_all_ranks_use_their_files_or_none(own_ranks, tmp_path, options):
-    answers = own_ranks.run(on_ranks, str(tmp_path), options, "first same lost same changed same")
+def test_all_ranks_use_their_files_or_none(own_ranks, tmp_path):
+    answers = own_ranks.run(on_ranks, str(tmp_path), AUTO, "first same lost same changed same")
     for answer in answers:
         assert [used for used, _ in answer] == [False, True, False, True, False, True]
         assert all(values == answer[0][1] for _, values in answer)
