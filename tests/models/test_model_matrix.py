@@ -1,4 +1,4 @@
-"""Real architectures against one process, on two ranks: a dozen of ``benchmarks/models.py``."""
+"""Real architectures against one process, on two ranks: eleven of ``benchmarks/models.py``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ MODELS = {
     "albert": "manual",
     "modernbert": "auto",
     "t5": "manual",
-    "vit": "manual",
     "resnet": "manual",
     "wav2vec2": "manual",
     "lora_bf16": "auto",
