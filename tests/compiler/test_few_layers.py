@@ -20,7 +20,7 @@ from simplefsdp import simple_fsdp
 from simplefsdp.compiler import lengthen, shorten
 from simplefsdp.compiler.observers import observing
 
-DIM, DEPTH = 9, 9
+DIM, DEPTH = 9, 8
 LEFT_OUT = DEPTH - shorten.HEAD - 1 - shorten.TAIL
 
 
