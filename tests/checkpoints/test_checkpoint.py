@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from launched import ranks_of
 from plain_checkpoint import load_plain
 from ranks import RankPool
 from torch import nn
@@ -330,38 +328,23 @@ def stall(self, *args):
         time.sleep(600)
     return write_data(self, *args)
 FileSystemWriter.write_data = stall
-main(sys.argv[1:])
+main({arguments!r})
 """
 
 
 def test_kill_a_rank_during_a_save_then_resume(folder: Path, pool: RankPool) -> None:
-    args = ["train", *MICRO.split(), "--out", "killed"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(2):  # as torchrun would start them
-        env = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        }  # fmt: skip
-        command_line = [sys.executable, "-c", _STALLING_TRAINER, *args]
-        ranks.append(
-            subprocess.Popen(
-                command_line, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
-    try:
+    script = folder / "stalling.py"
+    script.write_text(
+        _STALLING_TRAINER.format(arguments=["train", *MICRO.split(), "--out", "killed"])
+    )
+    with ranks_of(script, 2) as ranks:
         deadline = time.monotonic() + 90
         while not (folder / "stalled").exists() and time.monotonic() < deadline:
-            assert all(process.poll() is None for process in ranks), ranks[0].communicate()[0]
+            assert all(rank.is_alive() for rank in ranks), script.with_suffix(".0.err").read_text()
             time.sleep(0.05)
-        ranks[1].send_signal(signal.SIGKILL)
-        assert ranks[0].wait(60) != 0
-    finally:
-        for process in ranks:
-            process.kill()
+        ranks[1].kill()
+        ranks[0].join(60)
+        assert ranks[0].exitcode
     run = folder / "killed"
     assert [runs.step_of(c) for c in runs.complete_checkpoints(run)] == [2]
     assert [p.name for p in runs.leftovers(run)] == [".step-00000004.tmp"]

@@ -196,9 +196,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of two ranks that nothing happens to."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "text").write_bytes(Path(__file__).read_bytes() * 3)
-    process = start(folder, *OPTIONS.split(), "--ranks", "2", "--out", "run")
+    more = ("--ranks", "2", "--out", "run", "--sample-tokens", "2")
+    process = start(folder, *OPTIONS.split(), *more)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text
+    assert f"step {STEPS}/{STEPS}" in text
+    for part in ("train loss", "validation loss", "bits/byte", "sample:", "metrics: run/"):
+        assert part in text
     return losses(folder / "run")
 
 
