@@ -193,24 +193,20 @@ def _print(cells: list[dict[str, Any]]) -> None:
     Console(width=130).print(table)
 
 
-def write(path: Path | None, options: Any, cells: list[dict[str, Any]]) -> None:
-    """Write a run of this benchmark, or of accumulate_ranks.py, with its environment."""
+def main() -> None:
+    """Run, print, write."""
     import torch
     from report import environment
 
-    if path is None:
-        return
-    settings = {**asdict(options), "json": None}
-    found = {"environment": environment(torch.device("cpu")), "options": settings}
-    path.write_text(json.dumps({**found, "cells": cells}, indent=1) + "\n")
-    print(f"written: {path}")
-
-
-def main() -> None:
-    """Run, print, write."""
     options = parse()
-    cells = run(options)
-    write(RESULTS if options == Options() else options.json, options, cells)
+    found = {
+        "environment": environment(torch.device("cpu")),
+        "options": {**asdict(options), "json": None},
+        "cells": run(options),
+    }
+    if path := RESULTS if options == Options() else options.json:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":

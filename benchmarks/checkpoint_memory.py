@@ -40,7 +40,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from simplefsdp import load_pretrained, save_pretrained, simple_fsdp
 from simplefsdp.frontend.placement import local_nbytes
 from simplefsdp.pretrained.files import entries_of
-from simplefsdp.pretrained.named import nbytes_of
 from simplefsdp.pretrained.writer import Writer, complete_folder, in_files
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint_memory.json"
@@ -73,7 +72,7 @@ def make(folder: Path, config: Any, max_nbytes: int) -> None:
     tensors = on_meta(config).state_dict()
     with complete_folder(folder) as partial:
         writer = Writer(partial)
-        for batch in in_files(tensors.items(), nbytes_of, max_nbytes):
+        for batch in in_files(tensors.items(), max_nbytes):
             with writer.file(batch) as write:
                 for name, tensor in batch.items():
                     for first in range(0, tensor.shape[0], _ROWS):

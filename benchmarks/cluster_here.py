@@ -11,8 +11,7 @@ from transfers import link
 from inductor_passes.machine.cluster import LINK_KINDS, Cluster, Wire
 from inductor_passes.machine.links import Link
 from simplefsdp.calibrate.measure import sweep_for
-from simplefsdp.calibrate.report import CalibrationReport
-from simplefsdp.calibrate.session import measure_compute
+from simplefsdp.calibrate.session import CalibrationReport, measure_compute
 from simplefsdp.launcher.ranks import Rank
 
 _computes: dict[str, object] = {}

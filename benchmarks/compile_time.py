@@ -6,10 +6,6 @@ of eight ranks and with one compile thread; counted is the CPU time, the childre
 the first forward and backward take beyond the second ones.
 
     python benchmarks/compile_time.py --layers 4 12 32 126
-
-Or a model of so many parameters in one list, one read after the other, by executor aot_eager:
-
-    python benchmarks/compile_time.py --layers 250 500 1000 2000 5000 --lists
 """
 
 from __future__ import annotations
@@ -34,11 +30,6 @@ OURS = {
     for executor in ("inductor", "regions")
 }
 VARIANTS = ("plain", "fsdp2_by_block", "fsdp2_whole", *OURS)
-LISTS = {
-    "list_plain": None,
-    "list_none": {"bucketing": "none", "executor": "aot_eager"},
-    "list_auto": {"bucketing": "auto", "executor": "aot_eager", "cluster": "h100"},
-}
 # Parts of it, by the names under which torch times them (wall seconds; parts may hold others).
 PHASES = {
     "_compile.compile_inner": "Dynamo and all it calls",
@@ -69,8 +60,6 @@ def built(variant: str, layers: int) -> Callable[..., Any]:
     from simplefsdp import simple_fsdp
 
     mesh = init_device_mesh("cpu", (RANKS,))
-    if variant in LISTS:
-        return built_list(layers, mesh, LISTS[variant])
     torch._dynamo.config.recompile_limit = max(8, 2 * layers)
     config = Row(layers=layers, dim=128, vocab=512, seq_len=64).config()
     if variant.startswith("fsdp2"):
@@ -88,30 +77,6 @@ def built(variant: str, layers: int) -> Callable[..., Any]:
     return torch.compile(model, backend="simplefsdp", options=OURS[variant], fullgraph=True)
 
 
-def built_list(parameters: int, mesh: Any, options: dict[str, str] | None) -> Callable[..., Any]:
-    """A model that multiplies by one small parameter after the other; plain without ``options``."""
-    import torch
-    from torch import nn
-
-    from simplefsdp import simple_fsdp
-
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factors = nn.ParameterList(torch.ones(16) for _ in range(parameters))
-
-        def forward(self, tokens: Any, targets: Any) -> Any:
-            x = tokens[0, :16].float()
-            for factor in self.factors:
-                x = x * factor
-            return x.sum()
-
-    model: Callable[..., Any] = Product()
-    if options is None:
-        return torch.compile(model, backend="aot_eager")
-    return torch.compile(simple_fsdp(model, mesh), backend="simplefsdp", options=options)
-
-
 def measure(variant: str, layers: int) -> dict[str, Any]:
     """Seconds of the first step of ``variant`` beyond the second's, and of torch's phases."""
     import torch
@@ -119,8 +84,7 @@ def measure(variant: str, layers: int) -> dict[str, Any]:
     from torch._dynamo.utils import compilation_time_metrics
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if variant not in LISTS:
-        sys.setrecursionlimit(20_000)  # AOTAutograd's partitioner walks deep graphs recursively
+    sys.setrecursionlimit(20_000)  # AOTAutograd's partitioner walks deep graphs recursively
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     run = built(variant, layers)
     tokens = torch.zeros(1, 64, dtype=torch.long)
@@ -169,8 +133,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 12, 32, 126])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--json", type=Path, help=f"default, for all variants: {RESULTS}")
-    parser.add_argument("--lists", action="store_true", help="see above; cold only")
-    parser.add_argument("--one", choices=(*VARIANTS, *LISTS), help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
     choice = parser.parse_args()
     if choice.one:
         print(json.dumps(measure(choice.one, choice.layers[0])))
@@ -180,18 +143,16 @@ def main() -> None:
 
     cells = []
     for layers in choice.layers:
-        for variant in LISTS if choice.lists else choice.variants:
+        for variant in choice.variants:
             with tempfile.TemporaryDirectory() as cache:
-                cold = in_process(variant, layers, cache)
-                warm = None if choice.lists else in_process(variant, layers, cache)
+                cold, warm = (in_process(variant, layers, cache) for _ in range(2))
             cells.append({"variant": variant, "layers": layers, "cold": cold, "warm": warm})
             print(
                 f"{layers:4} layers, {variant:15}: cold {cold['cpu_s']:6.1f} s CPU (of which C++ "
-                f"{cold['compiler_s']:5.1f})" + (f", warm {warm['cpu_s']:5.1f}" if warm else ""),
+                f"{cold['compiler_s']:5.1f}), warm {warm['cpu_s']:5.1f}",
                 flush=True,
             )
-    everything = choice.variants == VARIANTS and not choice.lists
-    target = choice.json or (RESULTS if everything else None)
+    target = choice.json or (RESULTS if choice.variants == VARIANTS else None)
     if target is not None:
         results = {"environment": environment(torch.device("cpu")), "cells": cells}
         target.write_text(json.dumps(results, indent=2) + "\n")

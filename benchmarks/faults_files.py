@@ -221,38 +221,25 @@ def _changed(**figures: float) -> str:
     return json.dumps(cluster)
 
 
-_CLUSTER = {"codes": {2}, "says": "error: cluster file cluster.json: "}
-
-
-@fault("100,000 brackets", _IN_ONE_LINE, **_CLUSTER, quick=True)
-def cluster_nested_deeply(scene: Scene) -> End:
-    return _cluster(scene, "[" * 100_000 + "]" * 100_000, "nested deeper than")
-
-
-@fault("a number of 5,000 digits", _IN_ONE_LINE, **_CLUSTER)
-def cluster_with_a_long_number(scene: Scene) -> End:
-    return _cluster(scene, '{"memory_gb": ' + "9" * 5000 + "}", "thousands of digits")
-
-
-@fault("1e-320 GB/s", _IN_ONE_LINE, **_CLUSTER)
-def cluster_with_a_slow_wire(scene: Scene) -> End:
-    return _cluster(scene, _changed(gb_s=1e-320), "gb_s")
-
-
-@fault("1e308 GB/s", _IN_ONE_LINE, **_CLUSTER)
-def cluster_with_a_fast_wire(scene: Scene) -> End:
-    return _cluster(scene, _changed(gb_s=1e308), "gb_s")
-
-
-@fault("lists where figures belong", _IN_ONE_LINE, **_CLUSTER)
-def cluster_of_wrong_types(scene: Scene) -> End:
-    cluster = as_json(preset("a100")) | {"memory_gb": [[], {}]}
-    return _cluster(scene, json.dumps(cluster), "memory_gb")
-
-
-@fault("bytes that are no text", _IN_ONE_LINE, **_CLUSTER)
-def cluster_is_binary(scene: Scene) -> End:
-    return _cluster(scene, bytes(range(256)) * 16, "this is no")
+_WRONG = as_json(preset("a100")) | {"memory_gb": [[], {}]}
+for name, where, text, words in (
+    ("nested_deeply", "100,000 brackets", "[" * 100_000 + "]" * 100_000, "nested deeper than"),
+    ("with_a_long_number", "a number of 5,000 digits", "9" * 5000, "thousands of digits"),
+    ("with_a_slow_wire", "1e-320 GB/s", _changed(gb_s=1e-320), "gb_s"),
+    ("with_a_fast_wire", "1e308 GB/s", _changed(gb_s=1e308), "gb_s"),
+    ("of_wrong_types", "lists where figures belong", json.dumps(_WRONG), "memory_gb"),
+    ("is_binary", "bytes that are no text", bytes(range(256)) * 16, "this is no"),
+):
+    faults_rows.add(
+        f"cluster_{name}",
+        functools.partial(_cluster, text=text, words=words),
+        where,
+        _IN_ONE_LINE,
+        codes={2},
+        says="error: cluster file cluster.json: ",
+        bound_s=120.0,
+        quick=name == "nested_deeply",
+    )
 
 
 @fault("100,000 brackets, and words for times", _IN_ONE_LINE, codes={2}, says="error: ")

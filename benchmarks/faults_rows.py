@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults_run import EAGER, End, EndedEarly, Scene
+from faults_run import EAGER, End, EndedEarly, Run, Scene
 
 _REFERENCE_STEPS = 16
 
@@ -30,33 +30,19 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """A row to be.
-
-    Attributes:
-        name: of its function, in words.
-        where: what was injected, and when.
-        expected: in words.
-        inject: makes the fault and waits for the end.
-        codes: exit codes that are right.
-        says: words that the last line must have.
-        loses: most steps that may be lost; None if nothing is trained, or nothing was to be saved.
-        resumes: whether to go on afterwards, and compare with a run that nothing happened to.
-        bound_s: the longest that it may take to end.
-        quick: whether the test suite has it, too.
-        tells_where: whether a traceback is right.
-    """
+    """A row to be."""
 
     name: str
-    where: str
-    expected: str
-    inject: Callable[[Scene], End]
-    codes: frozenset[int]
-    says: str = ""
-    loses: int | None = None
-    resumes: bool = False
-    bound_s: float = 60.0
-    quick: bool = False
-    tells_where: bool = False
+    where: str  # what was injected, and when
+    expected: str  # in words
+    inject: Callable[[Scene], End]  # makes the fault and waits for the end
+    codes: frozenset[int]  # exit codes that are right
+    says: str = ""  # words that the last line must have
+    loses: int | None = None  # most steps; None if nothing is trained, or nothing was to be saved
+    resumes: bool = False  # whether it goes on afterwards as a run that nothing happened to
+    bound_s: float = 60.0  # the longest that it may take to end
+    quick: bool = False  # whether the test suite has it, too
+    tells_where: bool = False  # whether a traceback is right
 
 
 @dataclass(frozen=True)
@@ -70,13 +56,13 @@ class Outcome:
     where: str
     expected: str
     outcome: str
-    seconds_to_exit: float | None
-    last_line: str
-    lost_steps: int | None
-    hang: bool
-    silent_loss: bool
-    traceback: bool
-    problems: tuple[str, ...]
+    seconds_to_exit: float | None = None
+    last_line: str = ""
+    lost_steps: int | None = None
+    hang: bool = False
+    silent_loss: bool = False
+    traceback: bool = False
+    problems: tuple[str, ...] = ()
 
 
 FAULTS: dict[str, Fault] = {}
@@ -88,11 +74,52 @@ def fault(
     """Make a function a row of the table; see :class:`Fault`."""
 
     def register(inject: Callable[[Scene], End]) -> Callable[[Scene], End]:
-        name = inject.__name__.replace("_", " ")
-        FAULTS[inject.__name__] = Fault(name, where, expected, inject, frozenset(codes), **more)
+        add(inject.__name__, inject, where, expected, codes=codes, **more)
         return inject
 
     return register
+
+
+def add(
+    key: str,
+    inject: Callable[[Scene], End],
+    where: str,
+    expected: str,
+    *,
+    codes: set[int],
+    **more: Any,
+) -> None:
+    """Add a row to the table, by its name in code."""
+    assert key not in FAULTS, f"{key}: there are two faults of that name"
+    name = key.replace("_", " ")
+    FAULTS[key] = Fault(name, where, expected, inject, frozenset(codes), **more)
+
+
+_WHO = {"launcher": "launcher", "all": "all processes", 0: "rank 0", 1: "rank 1"}
+
+
+def signalled(
+    key: str,
+    who: str | int,
+    number: int,
+    expected: str,
+    *,
+    begin: Callable[[Scene], Run],
+    when: str,
+    **more: Any,
+) -> None:
+    """Add a row: a run, as ``begin`` leaves it, gets a signal; ``who`` is ``launcher``, ``all`` or
+    a rank."""
+
+    def inject(scene: Scene) -> End:
+        run = begin(scene)
+        if who == "all":
+            run.kill_all(number)
+        else:
+            run.kill(number, *([run.ranks()[who]] if isinstance(who, int) else []))
+        return run.end()
+
+    add(key, inject, f"{_WHO[who]}, {when}", expected, **more)
 
 
 class Table:
@@ -104,12 +131,12 @@ class Table:
 
     def row(self, this: Fault) -> Outcome:
         """Make a fault happen, and see what comes of it."""
-        scene = Scene(self._folder / this.inject.__name__)
+        scene = Scene(self._folder / this.name.replace(" ", "_"))
         try:
             try:
                 end = this.inject(scene)
             except Skip as reason:
-                return _skipped(this, str(reason))
+                return Outcome(this.name, this.where, this.expected, f"skipped: {reason}")
             except TimeoutError as error:
                 return _judge(this, End(-1, str(error), 0.0, hung=True), None, [])
             except (EndedEarly, AssertionError) as error:
@@ -182,20 +209,4 @@ def _judge(this: Fault, end: End, lost: int | None, wrong: list[str]) -> Outcome
         silent_loss=any("other losses" in w or "no metrics" in w for w in wrong),
         traceback=traceback,
         problems=tuple(problems),
-    )
-
-
-def _skipped(this: Fault, reason: str) -> Outcome:
-    return Outcome(
-        this.name,
-        this.where,
-        this.expected,
-        f"skipped: {reason}",
-        None,
-        "",
-        None,
-        False,
-        False,
-        False,
-        (),
     )

@@ -8,9 +8,11 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from faults_rows import fault
+from faults_rows import fault, signalled
 from faults_run import EAGER, End, Run, Scene, until
 
 _SMALL_STEPS = ("--checkpoint-every", "2")
@@ -27,41 +29,32 @@ def _saving(scene: Scene, name: str) -> Run:
 
 
 _OLDER = "the checkpoint before is used"
-
-
-@fault("rank 1, while a shard is written", _OLDER, codes={137}, loses=4, resumes=True)
-def kill_rank_in_a_save(scene: Scene) -> End:
-    run = _saving(scene, "*.distcp")
-    run.kill(signal.SIGKILL, run.ranks()[1])
-    return run.end()
-
-
-@fault("rank 0, while a shard is written", _OLDER, codes={137}, loses=4, resumes=True)
-def kill_rank_zero_in_a_save(scene: Scene) -> End:
-    run = _saving(scene, "*.distcp")
-    run.kill(signal.SIGKILL, run.ranks()[0])
-    return run.end()
-
-
-@fault("launcher, while a shard is written", _OLDER, codes={-9}, loses=4, resumes=True)
-def kill_launcher_in_a_save(scene: Scene) -> End:
-    run = _saving(scene, "*.distcp")
-    run.kill(signal.SIGKILL)
-    return run.end()
-
-
-@fault("launcher, while a shard is written", "saves, exit 143", codes={143}, loses=0, resumes=True)
-def sigterm_in_a_save(scene: Scene) -> End:
-    run = _saving(scene, "*.distcp")
-    run.kill(signal.SIGTERM)
-    return run.end()
-
-
-@fault("rank 0, shards written, not published", _OLDER, codes={137}, loses=4, resumes=True)
-def kill_before_publishing(scene: Scene) -> End:
-    run = _saving(scene, ".metadata")
-    run.kill(signal.SIGKILL, run.ranks()[0])
-    return run.end()
+_LOST: dict[str, Any] = {"loses": 4, "resumes": True}
+_in_a_save = partial(
+    signalled, begin=partial(_saving, name="*.distcp"), when="while a shard is written"
+)
+_in_a_save("kill_rank_in_a_save", 1, signal.SIGKILL, _OLDER, codes={137}, **_LOST)
+_in_a_save("kill_rank_zero_in_a_save", 0, signal.SIGKILL, _OLDER, codes={137}, **_LOST)
+_in_a_save("kill_launcher_in_a_save", "launcher", signal.SIGKILL, _OLDER, codes={-9}, **_LOST)
+_in_a_save(
+    "sigterm_in_a_save",
+    "launcher",
+    signal.SIGTERM,
+    "saves, exit 143",
+    codes={143},
+    loses=0,
+    resumes=True,
+)
+signalled(
+    "kill_before_publishing",
+    0,
+    signal.SIGKILL,
+    _OLDER,
+    codes={137},
+    **_LOST,
+    begin=partial(_saving, name=".metadata"),
+    when="shards written, not published",
+)
 
 
 @fault("rank 0, as trainer.json is there", "one or the other", codes={137}, loses=4, resumes=True)

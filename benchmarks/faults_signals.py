@@ -7,8 +7,10 @@ import pty
 import signal
 import sys
 import time
+from functools import partial
+from typing import Any
 
-from faults_rows import fault
+from faults_rows import fault, signalled
 from faults_run import COMPILED, EAGER, End, Run, Scene, until
 
 
@@ -18,50 +20,63 @@ def _running(scene: Scene, *args: str, step: int = 3) -> Run:
     return run
 
 
+def _starting(scene: Scene) -> Run:
+    run = scene.train()
+    run.has_ranks()
+    return run
+
+
+def _compiling(scene: Scene) -> Run:
+    run = scene.train(options=COMPILED)
+    run.says("compiling")
+    time.sleep(1)
+    return run
+
+
+_after_step_3 = partial(signalled, begin=_running, when="after step 3")
+_as_ranks_start = partial(signalled, begin=_starting, when="as the ranks start")
+_in_compile = partial(signalled, begin=_compiling, when="while ranks compile")
+
 _SAVES = "saves, exit 128 + signal"
+_SAVED: dict[str, Any] = {"expected": _SAVES, "says": "continue with", "loses": 0}
+_TERM, _INT, _HUP, _KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL
+_after_step_3("sigterm", "launcher", _TERM, codes={143}, resumes=True, **_SAVED)
+_after_step_3("sigint", "launcher", _INT, codes={130}, **_SAVED)
+_after_step_3("ctrl_c_on_a_terminal", "all", _INT, codes={130}, **_SAVED)
+_after_step_3("sighup", "launcher", _HUP, codes={129}, resumes=True, quick=True, **_SAVED)
+_after_step_3("terminal_closes", "all", _HUP, codes={129}, **_SAVED)
+_after_step_3("sigterm_to_rank_zero", 0, _TERM, codes={143}, **_SAVED)
+_after_step_3("sigterm_to_rank_one", 1, _TERM, codes={143}, resumes=True, **_SAVED)
+_after_step_3("sigint_to_rank_one", 1, _INT, codes={130}, **_SAVED)
 
-
-@fault("launcher, after step 3", _SAVES, codes={143}, says="continue with", loses=0, resumes=True)
-def sigterm(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill(signal.SIGTERM)
-    return run.end()
-
-
-@fault("launcher, after step 3", _SAVES, codes={130}, says="continue with", loses=0)
-def sigint(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill(signal.SIGINT)
-    return run.end()
-
-
-@fault("all processes, after step 3", _SAVES, codes={130}, says="continue with", loses=0)
-def ctrl_c_on_a_terminal(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill_all(signal.SIGINT)
-    return run.end()
-
-
-@fault(
-    "launcher, after step 3",
-    _SAVES,
-    codes={129},
-    says="continue with",
-    loses=0,
-    resumes=True,
-    quick=True,
+_KILLED = "one line, exit 137"
+_LOST: dict[str, Any] = {"codes": {137}, "says": "rank 1 was killed"}
+_after_step_3("kill_rank_zero", 0, _KILL, _KILLED, codes={137}, says="rank 0 was killed", loses=3)
+_after_step_3("kill_rank_one", 1, _KILL, _KILLED, loses=3, resumes=True, **_LOST)
+_in_compile("kill_rank_in_compile", 1, _KILL, _KILLED, **_LOST)
+_after_step_3(
+    "segmentation_fault",
+    1,
+    signal.SIGSEGV,
+    "one line, exit 139",
+    codes={139},
+    says="SIGSEGV",
+    loses=3,
 )
-def sighup(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill(signal.SIGHUP)
-    return run.end()
 
+_LEFT = "nothing is left"
+_after_step_3("kill_launcher", "launcher", _KILL, _LEFT, codes={-9}, loses=3, resumes=True)
+_as_ranks_start("kill_launcher_early", "launcher", _KILL, _LEFT, codes={-9})
+_in_compile("kill_launcher_in_compile", "launcher", _KILL, _LEFT, codes={-9})
 
-@fault("all processes, after step 3", _SAVES, codes={129}, says="continue with", loses=0)
-def terminal_closes(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill_all(signal.SIGHUP)
-    return run.end()
+_UNSAVED: dict[str, Any] = {
+    "expected": "one line, exit 143",
+    "codes": {143},
+    "says": "before a checkpoint was saved; start it again",
+}
+_as_ranks_start("sigterm_early", "launcher", _TERM, **_UNSAVED)
+_in_compile("sigterm_in_compile", "launcher", _TERM, **_UNSAVED)
+_in_compile("ctrl_c_in_compile", "all", _INT, "exit 130, no traceback", codes={130})
 
 
 @fault("nobody reads it, after step 3", "goes on, exit 0", codes={0}, loses=0, quick=True)
@@ -71,61 +86,12 @@ def output_closed(scene: Scene) -> End:
     return run.end()
 
 
-@fault("rank 0, after step 3", _SAVES, codes={143}, says="continue with", loses=0)
-def sigterm_to_rank_zero(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill(signal.SIGTERM, run.ranks()[0])
-    return run.end()
-
-
-@fault("rank 1, after step 3", _SAVES, codes={143}, says="continue with", loses=0, resumes=True)
-def sigterm_to_rank_one(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill(signal.SIGTERM, run.ranks()[1])
-    return run.end()
-
-
-@fault("rank 1, after step 3", _SAVES, codes={130}, says="continue with", loses=0)
-def sigint_to_rank_one(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill(signal.SIGINT, run.ranks()[1])
-    return run.end()
-
-
 @fault("launcher twice, after step 3", "stops at once, exit 143", codes={143}, loses=3)
 def sigterm_twice(scene: Scene) -> End:
     run = _running(scene)
     run.kill(signal.SIGTERM)
     time.sleep(0.05)
     run.kill(signal.SIGTERM)
-    return run.end()
-
-
-@fault("rank 0, after step 3", "one line, exit 137", codes={137}, says="rank 0 was killed", loses=3)
-def kill_rank_zero(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill(signal.SIGKILL, run.ranks()[0])
-    return run.end()
-
-
-@fault(
-    "rank 1, after step 3",
-    "one line, exit 137",
-    codes={137},
-    says="rank 1 was killed",
-    loses=3,
-    resumes=True,
-)
-def kill_rank_one(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill(signal.SIGKILL, run.ranks()[1])
-    return run.end()
-
-
-@fault("rank 1, after step 3", "one line, exit 139", codes={139}, says="SIGSEGV", loses=3)
-def segmentation_fault(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill(signal.SIGSEGV, run.ranks()[1])
     return run.end()
 
 
@@ -147,34 +113,10 @@ def rank_frozen_then_sigterm(scene: Scene) -> End:
     return run.end(90)
 
 
-@fault("launcher, after step 3", "nothing is left", codes={-9}, loses=3, resumes=True)
-def kill_launcher(scene: Scene) -> End:
-    run = _running(scene)
-    run.kill(signal.SIGKILL)
-    return run.end()
-
-
 @fault("launcher, rank 1 being frozen", "nothing is left", codes={-9}, loses=3, quick=True)
 def kill_launcher_of_a_frozen_rank(scene: Scene) -> End:
     run = _running(scene)
     run.kill(signal.SIGSTOP, run.ranks()[1])
-    run.kill(signal.SIGKILL)
-    return run.end()
-
-
-@fault("launcher, as the ranks start", "nothing is left", codes={-9})
-def kill_launcher_early(scene: Scene) -> End:
-    run = scene.train()
-    run.has_ranks()
-    run.kill(signal.SIGKILL)
-    return run.end()
-
-
-@fault("launcher, while ranks compile", "nothing is left", codes={-9})
-def kill_launcher_in_compile(scene: Scene) -> End:
-    run = scene.train(options=COMPILED)
-    run.says("compiling")
-    time.sleep(1)
     run.kill(signal.SIGKILL)
     return run.end()
 
@@ -188,50 +130,12 @@ def kill_torchrun(scene: Scene) -> End:
     return run.end()
 
 
-_UNSAVED = "before a checkpoint was saved; start it again"
-
-
-@fault("launcher, as the ranks start", "one line, exit 143", codes={143}, says=_UNSAVED)
-def sigterm_early(scene: Scene) -> End:
-    run = scene.train()
-    run.has_ranks()
-    run.kill(signal.SIGTERM)
-    return run.end()
-
-
 @fault("all processes, as they start", "exit 130, no traceback", codes={130, -2})
 def ctrl_c_early(scene: Scene) -> End:
     run = scene.train()
     until(run.ranks, "a rank")
     time.sleep(0.5)  # before that it is Python itself that starts
     run.kill_all(signal.SIGINT)
-    return run.end()
-
-
-@fault("launcher, while ranks compile", "one line, exit 143", codes={143}, says=_UNSAVED)
-def sigterm_in_compile(scene: Scene) -> End:
-    run = scene.train(options=COMPILED)
-    run.says("compiling")
-    time.sleep(1)
-    run.kill(signal.SIGTERM)
-    return run.end()
-
-
-@fault("all processes, while ranks compile", "exit 130, no traceback", codes={130})
-def ctrl_c_in_compile(scene: Scene) -> End:
-    run = scene.train(options=COMPILED)
-    run.says("compiling")
-    time.sleep(1)
-    run.kill_all(signal.SIGINT)
-    return run.end()
-
-
-@fault("rank 1, while ranks compile", "one line, exit 137", codes={137}, says="rank 1 was killed")
-def kill_rank_in_compile(scene: Scene) -> End:
-    run = scene.train(options=COMPILED)
-    run.says("compiling")
-    time.sleep(1)
-    run.kill(signal.SIGKILL, run.ranks()[1])
     return run.end()
 
 

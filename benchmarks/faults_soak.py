@@ -29,30 +29,6 @@ _SAVES = ("--checkpoint-every", "10")
 _FLAT = 0.03  # of a process's memory, from the first half of a session to the second
 
 
-def _terminate(run: Run) -> None:
-    run.kill(signal.SIGTERM)
-
-
-def _hang_up(run: Run) -> None:
-    run.kill(signal.SIGHUP)
-
-
-def _interrupt_all(run: Run) -> None:
-    run.kill_all(signal.SIGINT)
-
-
-def _kill_launcher(run: Run) -> None:
-    run.kill(signal.SIGKILL)
-
-
-def _kill_rank(run: Run) -> None:
-    run.kill(signal.SIGKILL, random.choice(run.ranks()))
-
-
-def _stop_one_rank(run: Run) -> None:
-    run.kill(signal.SIGTERM, random.choice(run.ranks()))
-
-
 def _freeze(run: Run) -> None:
     rank = random.choice(run.ranks())
     run.kill(signal.SIGSTOP, rank)
@@ -60,8 +36,16 @@ def _freeze(run: Run) -> None:
     os.kill(rank, signal.SIGCONT)
 
 
-_OUTLIVED = (_freeze,)
-_FAULTS = (_terminate, _hang_up, _interrupt_all, _kill_launcher, _kill_rank, _stop_one_rank)
+_OUTLIVED = "freeze"
+_FAULTS: dict[str, Callable[[Run], None]] = {
+    "terminate": lambda run: run.kill(signal.SIGTERM),
+    "hang_up": lambda run: run.kill(signal.SIGHUP),
+    "interrupt_all": lambda run: run.kill_all(signal.SIGINT),
+    "kill_launcher": lambda run: run.kill(signal.SIGKILL),
+    "kill_rank": lambda run: run.kill(signal.SIGKILL, random.choice(run.ranks())),
+    "stop_one_rank": lambda run: run.kill(signal.SIGTERM, random.choice(run.ranks())),
+    _OUTLIVED: _freeze,
+}
 
 
 @dataclass
@@ -112,14 +96,14 @@ def _session(scene: Scene, every_s: float) -> Session:
         return session
     while True:
         _sample(run, session, every_s * random.uniform(0.5, 1.5))
-        fault: Callable[[Run], None] = random.choice((*_FAULTS, *_OUTLIVED))
+        fault = random.choice(list(_FAULTS))
         if run.process.poll() is not None:
             session.problems.append(f"ended by itself: {run.end(5).last_line[-300:]}")
             return session
-        session.faults.append(fault.__name__.strip("_"))
+        session.faults.append(fault)
         reached = run.last_step
-        fault(run)
-        if fault not in _OUTLIVED:
+        _FAULTS[fault](run)
+        if fault != _OUTLIVED:
             break
     end = run.end(60)
     saved = max(scene.checkpoints(), default=0)

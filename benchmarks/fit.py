@@ -141,9 +141,8 @@ def peak_nbytes(options: Options, trial: Trial, batch: int, cluster: str) -> int
     from simplefsdp.models.build import wrapped_model
     from simplefsdp.models.layout import make_mesh, plan_layout
     from simplefsdp.sweep.models import tokens_and_targets
-    from simplefsdp.train.build import loss_of
+    from simplefsdp.train.build import loss_of, make_optimizer
     from simplefsdp.train.config import CompileOptions, OptimOptions
-    from simplefsdp.train.optim import make_optimizer
 
     torch._dynamo.reset()
     model_options, parallel = settings(trial.recomputed, trial.kept, trial.mixed_precision)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,6 +22,7 @@ from inductor_passes.machine import cluster_file
 from inductor_passes.machine.cluster import Work
 from inductor_passes.machine.presets import preset
 from simplefsdp.checkpoints import checksums
+from simplefsdp.checkpoints.opened import fill, verify
 from simplefsdp.checkpoints.saving import ChecksumWriter
 from simplefsdp.inspection.measured import measure, measured_document, print_measured
 from simplefsdp.inspection.profile import read_profiles
@@ -28,7 +30,7 @@ from simplefsdp.pretrained.files import entries_of, opened
 from simplefsdp.train import metrics, runs
 from simplefsdp.train.config import TrainConfig, check_options
 from simplefsdp.train.data import ShardedBatches
-from simplefsdp.train.restore import load_plain
+from simplefsdp.train.restore import check_model, model_keys, open_checkpoint
 from simplefsdp.train.runs import TrainerState
 
 
@@ -171,15 +173,22 @@ def _written(name: str, *, sums: bool = False) -> Callable[[Path], Path]:
     return write
 
 
-def _read_checkpoint(path: Path) -> None:
-    load_plain(path.parent, _model())
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    """All that is saved of the model, as the command ``export`` reads it."""
+    checkpoint, model = open_checkpoint(path.parent), _model()
+    check_model(checkpoint, model, "a model of no trainer")
+    verify(checkpoint.files, alone=True)
+    tensors = model.state_dict()
+    keys = model_keys(checkpoint, tensors)
+    fill(checkpoint.files, {keys[fqn]: t for fqn, t in tensors.items()}, no_dist=True)
+    return tensors
 
 
 def _read_whole_checkpoint(path: Path) -> None:
     """What loads although its checksums were changed is what was saved."""
-    model = load_plain(path.parent, _model())
     wanted = _model().state_dict()
-    if not all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items()):
+    found = _read_checkpoint(path)
+    if not all(torch.equal(found[name], value) for name, value in wanted.items()):
         raise AssertionError("other values were loaded than were saved")
 
 

@@ -6,7 +6,6 @@ Examples:
 
     python benchmarks/predict.py
     python benchmarks/predict.py --row small --variants none manual auto --rounds 7
-    python benchmarks/predict.py --two-hosts      # over TCP between two network namespaces
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -177,15 +175,6 @@ def _pair(found: dict[str, float], error: float | None) -> str:
     return f"{found['predicted']:.3f} / {found['measured']:.3f}{told}"
 
 
-def on_two_hosts(options: argparse.Namespace) -> int:
-    """Run the variants there, which predicts them; returns its exit code."""
-    path = options.json or RESULTS / "predict_two_hosts.json"
-    how = ["--rounds", str(options.rounds), "--json", str(path)]
-    script = Path(__file__).parent / "two_hosts.py"
-    command = [sys.executable, str(script), "--variants", *options.variants, *how]
-    return subprocess.run(command, check=False).returncode
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -196,10 +185,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11, help="timed rounds (default: 11)")
     parser.add_argument("--threads", type=int, default=1, help="threads of compute (default: 1)")
     parser.add_argument("--json", type=Path, help="default: results/predict_<row>.json")
-    parser.add_argument("--two-hosts", action="store_true", help="on two_hosts.py's, not a row")
     options = parser.parse_args()
-    if options.two_hosts:
-        sys.exit(on_two_hosts(options))
     if options.rounds < 1 or options.threads < 1:
         sys.exit("--rounds and --threads: expected 1 or more")
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -6,7 +6,7 @@
     python benchmarks/results_tables.py --scale        # the clusters of scale.py,
     python benchmarks/results_tables.py --regions      # by regions against the whole graph,
     python benchmarks/results_tables.py --compiling    # compile_time.py
-    python benchmarks/results_tables.py --accumulation # micro-batches; and --accumulation-on-ranks
+    python benchmarks/results_tables.py --accumulation # micro-batches
     python benchmarks/results_tables.py --whole-step   # whole_step.py
 
 Nothing is computed here but ratios and MiB.
@@ -163,18 +163,6 @@ def accumulation() -> str:
     return "".join(dict.fromkeys(map(_where, runs))) + _lines(heads, rows)
 
 
-def accumulation_on_ranks() -> str:
-    """The cells of ``accumulate_ranks.py``: launches and gradients on real ranks."""
-    found = json.loads((RESULTS / "accumulate_ranks.json").read_text())
-    rows = []
-    for cell in found["cells"]:
-        row = [cell[key] for key in ("ranks", "mode", "microbatches", "variant")]
-        row += [cell["launches"][kind] for kind in LAUNCHES.values()]
-        rows.append([*row, f"{cell['gradient_error']:.1e}"])
-    heads = ["ranks", "mode", "micro-batches", "variant", *LAUNCHES, "gradient error"]
-    return _where(found) + _lines(heads, rows)
-
-
 def _lines(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     filled = ([*row, *[""] * (len(heads) - len(row))] for row in rows)
     head, *body = (f"| {' | '.join(map(str, line))} |" for line in [heads, *filled])
@@ -232,7 +220,6 @@ OTHERS = {
     "--summary": summary,
     "--scale": scale,
     "--accumulation": accumulation,
-    "--accumulation-on-ranks": accumulation_on_ranks,
 }
 
 

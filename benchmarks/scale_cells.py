@@ -22,7 +22,7 @@ from simplefsdp.models.configs import flops_per_token
 from simplefsdp.models.options import ActivationCheckpointing
 from simplefsdp.models.tensor_parallel import apply_tensor_parallel
 from simplefsdp.simulation.extrapolate_depth import trace_deep
-from simplefsdp.simulation.trace import TracedStep, averaging, trace
+from simplefsdp.simulation.trace import TracedStep, trace
 
 LayoutName = Literal["shard", "hybrid", "tp"]
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
@@ -140,8 +140,7 @@ def traced_step(cell: Cell, mesh: DeviceMesh) -> tuple[TracedStep, int]:
         return simple_fsdp(model, data_parallel_mesh(cell, mesh), mode=mode, mp_policy=POLICY)
 
     def run(model: nn.Module) -> tuple[TracedStep, nn.Module]:
-        averaging(model, True)
-        return trace(model, *tokens_and_targets(cell)), model
+        return trace(model, *tokens_and_targets(cell), averages=True), model
 
     def traced(depth: int) -> tuple[TracedStep, nn.Module]:
         torch._dynamo.reset()

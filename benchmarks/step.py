@@ -50,8 +50,6 @@ class Options:
     grid: bool = False
     """Run every row of the grid, each in a process of its own; rows whose results are there are
     left out."""
-    force: bool = False
-    """With --grid: run those again, too."""
     traceback: bool = False
     """Print where a failing variant failed."""
 
@@ -144,12 +142,12 @@ def result_path(row: str) -> Path:
     return RESULTS / f"step_{row}.json"
 
 
-def run_grid(options: Options, argv: list[str]) -> int:
+def run_grid(argv: list[str]) -> int:
     """Run the rows whose results are missing, one process after another; 1 if any failed."""
-    passed_on = [a for a in argv if a not in ("--grid", "--force")]
+    passed_on = [a for a in argv if a != "--grid"]
     code = 0
     for row in ROWS:
-        if result_path(row).exists() and not options.force:
+        if result_path(row).exists():
             print(f"{row}: {result_path(row)} is there")
             continue
         done = subprocess.run([sys.executable, __file__, "--row", row, *passed_on], check=False)
@@ -164,7 +162,7 @@ def main() -> None:
     argv = sys.argv[1:]
     options = parse(argv)
     if options.grid:
-        sys.exit(run_grid(options, argv))
+        sys.exit(run_grid(argv))
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler tells of its own start and end
     run(options)

@@ -36,8 +36,12 @@ from two_hosts import ADDRESSES, INTERFACE, RANKS, Options
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.cluster_file import as_json
 from simplefsdp.calibrate.measure import sweep_for
-from simplefsdp.calibrate.report import CalibrationReport
-from simplefsdp.calibrate.session import measure_beside, measure_compute, measure_wires
+from simplefsdp.calibrate.session import (
+    CalibrationReport,
+    measure_beside,
+    measure_compute,
+    measure_wires,
+)
 from simplefsdp.launcher.ranks import Rank
 
 PROBE_NBYTES = 64 << 20

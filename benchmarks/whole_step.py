@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from rows import ROWS
 
 RESULTS = Path(__file__).parent / "results"
+MAX_NORM = 1.0  # of gradients
 VARIANTS = (
     "floor",
     "auto",
@@ -44,8 +45,6 @@ class Options:
     """floor: no communication. auto: as the README says, the update eager. auto_update: that
     compiled by torch.compile(optimizer.step). step_*: simplefsdp.compile_step. fsdp2_*: of
     variants.py."""
-    max_norm: float = 1.0
-    """Gradients are clipped to this norm; 0: they are not clipped."""
     rounds: int = 7
     """Timed rounds; each steps every variant once."""
     warmup: int = 2
@@ -83,7 +82,7 @@ def _compiled_update(optimizer: Any) -> Callable[[], None]:
     return torch.compile(optimizer.step)  # type: ignore[no-any-return]
 
 
-def separate(name: str, load: Any, max_norm: float) -> Training:
+def separate(name: str, load: Any) -> Training:
     """Forward and backward of a variant of variants.py, then clipping, then the update."""
     from torch.nn.utils import clip_grad_norm_ as clip_plain
     from variants import BUILDERS
@@ -100,8 +99,7 @@ def separate(name: str, load: Any, max_norm: float) -> Training:
     def step() -> float:
         loss = variant.step(load.tokens, load.targets)
         loss.backward()
-        if max_norm:
-            clip(params, max_norm)
+        clip(params, MAX_NORM)
         update()
         variant.optimizer.zero_grad()
         return float(loss.detach())
@@ -109,7 +107,7 @@ def separate(name: str, load: Any, max_norm: float) -> Training:
     return Training(step, variant.extra_nbytes)
 
 
-def whole(bucketing: str, load: Any, max_norm: float) -> Training:
+def whole(bucketing: str, load: Any) -> Training:
     """A step of one program."""
     import torch
     from cluster_here import cluster_here
@@ -122,14 +120,14 @@ def whole(bucketing: str, load: Any, max_norm: float) -> Training:
     options: dict[str, Any] = {"bucketing": bucketing}
     if bucketing == "auto":
         options["cluster"] = cluster_here(load.row, load.device)
-    train = compile_step(model, optimizer, max_norm=max_norm or None, options=options)
+    train = compile_step(model, optimizer, max_norm=MAX_NORM, options=options)
     return Training(lambda: float(train(load.tokens, load.targets).loss), 0)
 
 
-def build(name: str, load: Any, max_norm: float) -> Training:
+def build(name: str, load: Any) -> Training:
     """The variant of that name."""
     kind, _, bucketing = name.partition("_")
-    return whole(bucketing, load, max_norm) if kind == "step" else separate(name, load, max_norm)
+    return whole(bucketing, load) if kind == "step" else separate(name, load)
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -145,7 +143,7 @@ def run(options: Options) -> dict[str, Any]:
     for name in options.variants:
         torch.manual_seed(0)
         begin = time.perf_counter()
-        trained[name] = build(name, load, options.max_norm)
+        trained[name] = build(name, load)
         seen[name] = Seen([], [], [trained[name].step()])
         seen[name].compile_s = time.perf_counter() - begin
         print(f"{name}: first step {seen[name].compile_s:.1f} s", flush=True)
@@ -201,7 +199,7 @@ def main() -> None:
     found = run(options)
     show(found)
     path = options.json
-    if path is None and options.variants == VARIANTS and options.max_norm == Options.max_norm:
+    if path is None and options.variants == VARIANTS:
         path = RESULTS / f"whole_step_{options.row}.json"
     if path is not None:
         path.write_text(

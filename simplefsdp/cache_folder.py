@@ -10,12 +10,9 @@ _NAME = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def leave_cache_folder_that_cannot_be_written() -> None:
-    """Take torch's own folder if the one that the user names is no good, and say so.
-
-    Torch would fail on ``import torch._dynamo``, or when the first graph has been compiled, with
-    the traceback of whatever wanted to write. Ranks that are started from here do likewise, in
-    silence.
-    """
+    """Take torch's own folder if the one that the user names is no good, and say so; ranks that are
+    started from here do likewise, in silence. Torch would fail on ``import torch._dynamo``, or
+    after the first graph, with the traceback of whatever wanted to write."""
     folder = os.environ.get(_NAME)
     if not folder:
         return

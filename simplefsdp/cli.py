@@ -25,11 +25,8 @@ from simplefsdp.launcher.output import unbroken_output
 
 COMMANDS = {
     "train": ("simplefsdp.train.command", "train a Llama 3 on text"),
-    "export": (
-        "simplefsdp.train.export_command",
-        "write a checkpoint as safetensors, for transformers",
-    ),
-    "verify": ("simplefsdp.train.verify_command", "see whether a checkpoint is as it was written"),
+    "export": ("simplefsdp.train.export", "write a checkpoint as safetensors, for transformers"),
+    "verify": ("simplefsdp.train.verify", "see whether a checkpoint is as it was written"),
     "calibrate": ("simplefsdp.calibrate.command", "measure this machine, for the planner"),
     "inspect": (
         "simplefsdp.inspection.command",
@@ -67,11 +64,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def main_of_rank() -> NoReturn:
-    """:func:`main` of a rank that ``simplefsdp`` has started: on CPU it leaves at once.
-
-    Python would look through all compiled graphs once more as it ends, for a second or two. On CUDA
-    a profiler may have something to write then.
-    """
+    """:func:`main` of a rank that ``simplefsdp`` has started: on CPU it leaves at once, where
+    Python would look through all compiled graphs once more, for a second or two. On CUDA a profiler
+    may have something to write then."""
     try:
         main()
     except SystemExit as left:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -28,10 +29,8 @@ _FOLDERS = tuple(str(Path(f).parent) for f in (__file__, str(inductor_passes.__f
 
 
 def told_plainly(backend: Callable[P, R]) -> Callable[P, R]:
-    """Let what ``backend`` has to tell its user pass through Dynamo: same type, same words.
-
-    What others raise inside of it, and what is a bug of ours, Dynamo reports as ever.
-    """
+    """Let what ``backend`` has to tell its user pass through Dynamo: same type, same words. What
+    others raise inside of it, and what is a bug of ours, Dynamo reports as ever."""
 
     @functools.wraps(backend)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -56,7 +55,5 @@ def told_plainly(backend: Callable[P, R]) -> Callable[P, R]:
 
 def _is_ours(error: BaseException) -> bool:
     """Whether a line of ours raised it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_FOLDERS)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename.startswith(_FOLDERS)

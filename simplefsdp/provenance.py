@@ -50,11 +50,9 @@ def reduced_fqn(node: Node) -> str | None:
 
 
 def gathered_fqn(node: Node) -> str | None:
-    """FQN of the parameter that ``node`` gathers, or None.
-
-    Autograd copies the marks of a forward node to the backward nodes made for it, so a node of
-    a reduce chain may carry both marks: the reduce is then the true one.
-    """
+    """FQN of the parameter that ``node`` gathers, or None. Autograd copies the marks of a forward
+    node to its backward nodes, so one of a reduce chain may carry both marks: the reduce is then
+    the true one."""
     marks = _marks(node)
     fqn = marks.get(_GATHER)
     return fqn if isinstance(fqn, str) and _REDUCE not in marks else None

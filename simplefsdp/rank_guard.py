@@ -35,13 +35,6 @@ _VARIABLE = "SIMPLEFSDP_TIMEOUT_S"
 _PATIENCE_S = 10.0  # then say who is missing
 # What was agreed on, in the default process group that it was agreed in.
 _agreed: WeakKeyDictionary[Any, set[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
-
-
-class _NoGroup:
-    """Stands for the default process group where there is none."""
-
-
-_NO_GROUP = _NoGroup()
 _decisions: WeakKeyDictionary[Any, dict[object, Any]] = WeakKeyDictionary()
 
 
@@ -66,11 +59,7 @@ def ranks_of_model(model: nn.Module) -> tuple[int, ...]:
 
 
 def waiting_s(default: float = TIMEOUT_S) -> float:
-    """Seconds to wait for other ranks where no option says it: as SIMPLEFSDP_TIMEOUT_S does.
-
-    Raises:
-        ValueError: the environment has no number of seconds for it.
-    """
+    """Seconds to wait for other ranks where no option says it: as SIMPLEFSDP_TIMEOUT_S does."""
     written = os.environ.get(_VARIABLE, str(default))
     try:
         seconds = float(written)
@@ -142,7 +131,12 @@ def _compared(
     store.set(f"{turn}/digest/{me}", digest)
     store.add(f"{turn}/count/{digest}", 1)
     if store.add(f"{turn}/arrived", 1) == len(ranks):
-        _decide(store, turn, _outcome(store, turn, digest, ranks))
+        verdict = _EQUAL
+        if store.add(f"{turn}/count/{digest}", 0) < len(ranks):
+            digests = store.multi_get([f"{turn}/digest/{rank}" for rank in ranks])
+            odd = next(i for i, other in enumerate(digests) if other != digests[0])
+            verdict = f"{_DIFFERENT}{ranks[0]} {ranks[odd]}"
+        _decide(store, turn, verdict)
     return turn, _verdict(what, store, turn, ranks, timeout_s, late)
 
 
@@ -165,9 +159,6 @@ def decided(
         ranks: global ranks, this one among them; it decides for itself if it is alone.
         decide: is called on the lowest rank. What it raises, the others do not hear of.
         timeout_s: how long to wait for the slowest rank, and then for the decision.
-
-    Raises:
-        RankMismatchError: the subjects differ, or nothing came in time.
     """
     if len(ranks) < 2:
         return decide()
@@ -193,20 +184,16 @@ def decided(
 
 
 def decisions() -> dict[object, Any]:
-    """What this process knows to be decided, by keys of the callers' own.
-
-    It is of the default process group: with another one all are asked again.
-    """
-    group = dist.group.WORLD if dist.is_initialized() else _NO_GROUP
+    """What this process knows to be decided, by keys of the callers' own; with another default
+    process group all are asked again."""
+    group = dist.group.WORLD if dist.is_initialized() else dist.group  # the class: there is none
     return _decisions.setdefault(group, {})
 
 
 def forget_decisions() -> None:
-    """Decide everything anew that comes up again. Call it on all ranks, or on none.
-
-    A rank that forgets alone waits for the lowest, and if that is the one, for the others: it
-    raises after ``rank_guard_timeout_s``, and says so.
-    """
+    """Decide everything anew that comes up again. Call it on all ranks, or on none: one that
+    forgets alone waits for the lowest, and if that is the one, for the others: it raises after
+    ``rank_guard_timeout_s``, and says so."""
     _decisions.clear()
 
 
@@ -225,15 +212,6 @@ def _store_of(ranks: Sequence[int]) -> Any:
 _EQUAL, _DIFFERENT = "equal", "different "
 
 
-def _outcome(store: Any, turn: int, digest: str, ranks: Sequence[int]) -> str:
-    """How a turn ends that all ranks came to, by the last of them."""
-    if store.add(f"{turn}/count/{digest}", 0) == len(ranks):
-        return _EQUAL
-    digests = store.multi_get([f"{turn}/digest/{rank}" for rank in ranks])
-    odd = next(i for i, other in enumerate(digests) if other != digests[0])
-    return f"{_DIFFERENT}{ranks[0]} {ranks[odd]}"
-
-
 def _decide(store: Any, turn: int, verdict: str) -> str:
     """``verdict``, unless another one stands already, and then that."""
     return str(store.compare_set(f"{turn}/verdict", "", verdict).decode())
@@ -242,11 +220,7 @@ def _decide(store: Any, turn: int, verdict: str) -> str:
 def _verdict(
     what: str, store: Any, turn: int, ranks: Sequence[int], timeout_s: float, remedy: str
 ) -> str:
-    """Whether all ranks came with equal lines; if not, which two did not.
-
-    Raises:
-        RankMismatchError: they did not all come before one of them gave up.
-    """
+    """Whether all ranks came with equal lines; if not, which two did not."""
     came = {rank: f"{turn}/digest/{rank}" for rank in ranks}
 
     @functools.cache
@@ -283,7 +257,14 @@ def _told_apart(
         store.set(keys[dist.get_rank()], "\n".join(lines))
     _wait(what, store, keys, timeout_s, _LATE)
     texts = [store.get(key).decode().split("\n") for key in keys.values()]
-    return _difference(what, pair, texts)
+    both = itertools.zip_longest(*texts, fillvalue="(nothing more)")
+    one, other = next(two for two in both if two[0] != two[1])
+    return (
+        f"{what} is not the same on all ranks, and would hang. The first difference: rank "
+        f"{pair[0]} has {one!r}, rank {pair[1]} has {other!r}. Build the same "
+        "model with the same options on every rank, and let no branch depend on the rank or on "
+        "local data"
+    )
 
 
 def _wait(
@@ -334,14 +315,3 @@ def _few(ranks: Sequence[int]) -> str:
     if len(ranks) > 8:
         few[7:] = [f"{len(ranks) - 7} more"]
     return f"rank {few[0]}" if len(few) == 1 else f"ranks {', '.join(few[:-1])} and {few[-1]}"
-
-
-def _difference(what: str, pair: Sequence[int], texts: Sequence[Sequence[str]]) -> str:
-    lines = itertools.zip_longest(*texts, fillvalue="(nothing more)")
-    one, other = next(two for two in lines if two[0] != two[1])
-    return (
-        f"{what} is not the same on all ranks, and would hang. The first difference: rank "
-        f"{pair[0]} has {one!r}, rank {pair[1]} has {other!r}. Build the same "
-        "model with the same options on every rank, and let no branch depend on the rank or on "
-        "local data"
-    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -146,9 +148,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.stem in _INDUCTOR:
             item.add_marker(pytest.mark.inductor)
 
-    def ranks_of(item: pytest.Item) -> int:
-        callspec = getattr(item, "callspec", None)
-        default = 4 if _RANKS & set(getattr(item, "fixturenames", ())) else 0
-        return callspec.params.get("ranks", default) if callspec else default
+    items.sort(key=lambda item: (item.path.stem in _TOGETHER, _ranks_of(item)), reverse=True)
 
-    items.sort(key=lambda item: (item.path.stem in _TOGETHER, ranks_of(item)), reverse=True)
+
+def _ranks_of(item: pytest.Item) -> int:
+    """The number of ranks that a test asks for: its parameter, or what its source has."""
+    names = set(getattr(item, "fixturenames", ()))
+    callspec = getattr(item, "callspec", None)
+    if callspec and "ranks" in callspec.params:
+        return callspec.params["ranks"]
+    if not names & _RANKS:
+        return 0
+    if "pools" not in names or "pool" in names:  # "pool": of a module's fixture, which stays
+        return 2
+    source = inspect.getsource(item.function)  # type: ignore[attr-defined]
+    return max(map(int, re.findall(r"pools\((\d)\)", source)), default=2)

@@ -6,18 +6,18 @@ import os
 import runpy
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from ranks import server
 
 
-def launch(script: Path, ranks: int, timeout: float = 120.0) -> str:
-    """What the ranks printed, one after another; each one's folder is that of the script.
-
-    Raises:
-        AssertionError: a rank failed, or gave no end.
-    """
+@contextmanager
+def ranks_of(script: Path, ranks: int) -> Iterator[list[Any]]:
+    """The processes of a script's ranks, which are killed in the end."""
     context = server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
@@ -29,19 +29,31 @@ def launch(script: Path, ranks: int, timeout: float = 120.0) -> str:
         "OMP_NUM_THREADS": "1",
     }
     processes = []
-    for rank in range(ranks):
-        own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(context.Process(target=_rank, args=(script, own), daemon=True))
-        processes[-1].start()
-    deadline = time.monotonic() + timeout
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        if any(process.exitcode for process in processes):
-            break  # the others wait for it
-        time.sleep(0.02)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
+    try:
+        for rank in range(ranks):
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(context.Process(target=_rank, args=(script, own), daemon=True))
+            processes[-1].start()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def launch(script: Path, ranks: int, timeout: float = 120.0) -> str:
+    """What the ranks printed, one after another; each one's folder is that of the script.
+
+    Raises:
+        AssertionError: a rank failed, or gave no end.
+    """
+    with ranks_of(script, ranks) as processes:
+        deadline = time.monotonic() + timeout
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
+                break  # the others wait for it
+            time.sleep(0.02)
+        codes = [process.exitcode for process in processes]
     said = [script.with_suffix(f".{rank}.err").read_text()[-3000:] for rank in range(ranks)]
     assert codes == [0] * ranks, f"{codes}\n" + "\n".join(said)
     return "".join(script.with_suffix(f".{rank}.out").read_text() for rank in range(ranks))

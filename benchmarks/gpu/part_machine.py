@@ -18,8 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from simplefsdp.calibrate.measure import sweep_for
-from simplefsdp.calibrate.report import CalibrationReport
-from simplefsdp.calibrate.session import measure_compute
+from simplefsdp.calibrate.session import CalibrationReport, measure_compute
 from simplefsdp.launcher.ranks import Rank
 
 LIBRARIES = ("triton", "numpy", "rich", "tyro", "pytest", "safetensors", "plotly", "tensorboard")

@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from inductor_passes.adapters import _torch
+from inductor_passes.adapters._torch_calls import run_by_itself
 from inductor_passes.adapters._torch_code import is_kept_code
 from inductor_passes.executor.regions import Region
 
@@ -102,11 +103,11 @@ class _Writer:
         return [f"    del {', '.join(names)}"] if names else []
 
     def _call_node(self, i: int, node: Node) -> list[str]:
-        function = f"f{i}"
-        self.scope[function] = node.target
-        arguments = [self._text(a) for a in node.args]
-        arguments += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
-        line = f"    {self.name[node]} = {function}({', '.join(arguments)})  # {node.target}"
+        function, call = f"f{i}", run_by_itself(node)
+        self.scope[function] = call.target
+        arguments = [self._text(a) for a in call.args]
+        arguments += [f"{key}={self._text(value)}" for key, value in call.kwargs.items()]
+        line = f"    {self.name[node]} = {function}({', '.join(arguments)})  # {call.target}"
         used = dict.fromkeys((*node.all_input_nodes, node))
         return [line, *self._dropped(n for n in used if self.last[n] == i)]
 

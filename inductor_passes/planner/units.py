@@ -7,9 +7,10 @@ cut (``executor/regions.py``), and one is compiled for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import groupby, pairwise, takewhile
 from typing import NamedTuple
 
 from inductor_passes.ir.program import Program
@@ -55,10 +56,12 @@ def pieces_of(
     """The computes that are in layers, by name, and the piece of each.
 
     A layer is cut in halves between its children, behind one that multiplies matrices: attention
-    and what norms its input are a half, and so are the feed-forward network and its norm. A half
-    may be cut before each op that multiplies matrices, for code is not fused across those. What is
-    outside of layers is like nothing else, and in no piece. Neither is what prepares a gather,
-    which belongs to its launch, nor what follows a reduce, which belongs to its wait.
+    and what norms its input are a half, and so are the feed-forward network and its norm. A
+    residual sum is in the half whose norm reads it, of the next layer perhaps: they are one loop
+    (:func:`_handed_on`). A half may be cut before each op that multiplies matrices, for code is
+    not fused across those. What is outside of layers is like nothing else, and in no piece. Neither
+    is what prepares a gather, which belongs to its launch, nor what follows a reduce, which belongs
+    to its wait.
 
     Args:
         program: in the order of the model.
@@ -84,7 +87,7 @@ def pieces_of(
             at, worked = worked, worked + 1
         if part.module:
             found[program.ops[i].name] = Piece(half, at)
-    return found
+    return _handed_on(program, computes, found, heavy)
 
 
 def _parts(
@@ -99,6 +102,42 @@ def _parts(
         current = current if part == Part(current.module, "") else part
         parts.append(current)
     return parts
+
+
+def _handed_on(
+    program: Program, computes: Sequence[int], piece: Mapping[str, Piece], heavy: Collection[str]
+) -> dict[str, Piece]:
+    """The pieces, with what is behind the last matrix product of a half in the piece that follows,
+    if the first ops of that read it, and nothing of it is sent."""
+    names, through = [op.name for op in program.ops], _through_views(program)
+
+    def half_of(i: int) -> int | None:
+        return piece[names[i]].half if names[i] in piece else None
+
+    def read_by(ops: Iterable[int]) -> set[int]:
+        return {j for i in ops for before in program.predecessors[i] for j in through[before]}
+
+    sent = read_by(i for i, _ in program.starts())
+    found = dict(piece)
+    for half, behind in pairwise(list(run) for _, run in groupby(computes, half_of)):
+        works = [k for k, i in enumerate(half) if names[i] in heavy]
+        last = half[works[-1] + 1 :] if works and half_of(half[0]) is not None else []
+        first = list(takewhile(lambda i: names[i] not in heavy, behind))
+        if not read_by(first).isdisjoint(last) and sent.isdisjoint(last):
+            for i in last:
+                del found[names[i]]
+                if names[first[0]] in piece:
+                    found[names[i]] = piece[names[first[0]]]
+    return found
+
+
+def _through_views(program: Program) -> list[frozenset[int]]:
+    """Of a view the ops whose results it passes on; of any other op itself."""
+    found: list[frozenset[int]] = []
+    for i, op in enumerate(program.ops):
+        made = (found[j] for j in program.predecessors[i]) if op.kind == "view" else ({i},)
+        found.append(frozenset[int]().union(*made))
+    return found
 
 
 def _will_work(

@@ -19,39 +19,30 @@ from simplefsdp._torch.padding import padding_without_benchmarks
 from simplefsdp._torch.saved_code import giving_entry
 
 CompiledFunction = Callable[..., Any]
-
 GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
-
 GraphPass = Callable[[Graph], None]
 
 
 class Passes(NamedTuple):
-    """What Inductor runs of ours.
+    """What Inductor runs of ours."""
 
-    Attributes:
-        joint: mutates the joint graph before it is partitioned.
-        graph: mutates the forward and the backward graph just before they are lowered.
-        scheduler: permutes Inductor's scheduler nodes, last of all. Its pickle becomes part of the
-            FX-graph cache's key.
-        uuid: identifies the other passes and all they depend on, for that key; asked for when a
-            graph has been observed.
-    """
-
-    joint: GraphPass
+    joint: GraphPass  # mutates the joint graph before it is partitioned
+    # Mutates the forward and the backward graph just before they are lowered.
     graph: GraphPass | None
+    # Permutes Inductor's scheduler nodes, last of all. Its pickle becomes part of the FX-graph
+    # cache's key.
     scheduler: Callable[[list[Any]], list[Any]] | None
+    # Identifies the other passes and all they depend on, for that key; asked for when a graph has
+    # been observed.
     uuid: Callable[[], str]
 
 
 class Results(NamedTuple):
-    """Who is told of what is compiled.
+    """Who is told of what is compiled."""
 
-    Attributes:
-        code: is called with whether a graph is the backward, and its code.
-        entry: with what ``saved_code.py`` can save, when there is all code; nobody, if None.
-    """
-
+    # Is called with whether a graph is the backward, and its code.
     code: Callable[[bool, Any], None]
+    # With what ``saved_code.py`` can save, when there is all code; nobody, if None.
     entry: Callable[[Any], None] | None
 
 
@@ -69,20 +60,20 @@ def compile_with_inductor(
     results: Results = NO_RESULTS,
     cut: Cut | AsOne | None = None,
 ) -> CompiledFunction:
-    """Compile ``gm`` with Inductor, its settings patched for this compilation only.
+    """Compile ``gm``, which is changed, with Inductor, its settings patched for this compilation
+    only.
 
     Args:
-        gm: the Dynamo graph; owned by the callee.
-        example_inputs: its (fake) inputs.
+        gm: the graph.
+        example_inputs: fake ones.
         passes: ours.
-        observe: called with each graph before it is lowered, and whether it is the backward;
-            called when the compiled code comes from a cache, too. If it gives a function, that is
-            the compiled graph, and none of the passes but the joint one, nor Inductor, sees it.
+        observe: called with each graph before it is lowered, also if its code comes from a cache,
+            and whether it is the backward. A function that it gives is the compiled graph: none of
+            the passes but the joint one, nor Inductor, sees it.
         lowering: makes a context that each graph is lowered in.
         cudagraphs: capture each graph; if not, as the user's setting of Inductor says.
         results: told of what is compiled.
-        cut: the joint graph, see there; only if :func:`can_cut`. Or there is none, and ``gm``
-            computes its gradients itself, see ``one_graph.py``.
+        cut: the joint graph, only if :func:`can_cut`; or there is none, see ``one_graph.py``.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -125,16 +116,9 @@ def compile_with_inductor(
 
 
 def _static_inputs(graph: GraphModule, kwargs: dict[str, Any], static: set[str]) -> list[int]:
-    """Places of the inputs that stay where they are from step to step, which need no copy.
-
-    Torch 2.15 takes shards that the forward had as such for others in backward: it counts places
-    without the meshes that DTensors bring along.
-
-    Args:
-        graph: a forward graph, then its backward.
-        kwargs: what Inductor is told of it.
-        static: names of the forward's, to which they are added.
-    """
+    """Places of the inputs that stay where they are from step to step, which need no copy. Torch
+    2.15 counts them without the meshes that DTensors bring along, and so takes others for the
+    shards that the forward had, whose names are in ``static``."""
     names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
     places = set(kwargs.get("static_input_idxs") or ())
     if kwargs.get("is_backward", False):
@@ -201,10 +185,8 @@ def _stable_mesh_hashes(inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def _after_the_users(name: str, function: GraphPass, identity: Callable[[], str]) -> dict[str, Any]:
-    """The setting that makes ``function`` a pass of Inductor's, which its caches can key on.
-
-    It runs after the pass that the user has set under the same name, if there is one.
-    """
+    """The setting that makes ``function`` a pass of Inductor's, after the user's of that name,
+    which its caches can key on."""
     from torch._inductor import config, custom_graph_pass
     from torch._inductor.custom_graph_pass import CustomGraphPass
 

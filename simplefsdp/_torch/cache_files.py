@@ -28,11 +28,8 @@ _SHORT_HEADER = re.compile(
 
 @contextmanager
 def broken_files_removed() -> Iterator[None]:
-    """Inside, what is loaded from Inductor's cache and is cut short is removed from it.
-
-    Raises:
-        ValueError: something was; it says to start again.
-    """
+    """Inside, what is loaded from Inductor's cache and is cut short is removed from it, with a
+    ValueError that says to start again."""
     try:
         yield
     except Exception as error:
@@ -75,11 +72,7 @@ def read_kept(folder: str, name: str) -> bytes | None:
 
 def keep(folder: str, name: str, content: bytes) -> None:
     """Write such a file, complete or not at all, and into what
-    ``torch.compiler.save_cache_artifacts`` gives.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    ``torch.compiler.save_cache_artifacts`` gives; an OSError if it cannot be written."""
     from torch._inductor.codecache import write_atomic
 
     if (place := cache_folder(folder)) is not None:

@@ -23,13 +23,8 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute that was set.
-
-    Attributes:
-        owner: whose; it is kept, so that its id is no other's.
-        value: Dynamo's, of what it was set to; likewise.
-        what: whose, which, and to what; -0.0 is not 0.0, and no empty list is another.
-    """
+    """An attribute that was set: whose, kept so that its id is no other's; Dynamo's value,
+    likewise; and all of it as text, in which -0.0 is not 0.0, and no empty list is another."""
 
     owner: Any = field(compare=False)
     value: Any = field(compare=False)
@@ -37,26 +32,13 @@ class Change:
 
 
 _MOST = 100_000  # objects that are looked at
-_HIDING = weakref.ProxyTypes
-_ENDS = (
-    type,
-    ModuleType,
-    CodeType,
-    BuiltinFunctionType,
-    torch.dtype,
-    torch.device,
-    str,
-    int,
-    float,
-)
+_NO_HOLDERS = torch.dtype, torch.device, str, int, float
+_ENDS = (type, ModuleType, CodeType, BuiltinFunctionType, *_NO_HOLDERS)
 
 
 def changes(tx: Any) -> tuple[Change, ...]:
-    """Attributes of global objects that the traced code has set to constants.
-
-    Raises:
-        LookupError: it has changed something else that was there before.
-    """
+    """Attributes of global objects that the traced code has set to constants; a LookupError if it
+    has changed something else that was there before."""
     effects = tx.output.side_effects
     held = (item.mutation_type for item in effects.id_to_variable.values())
     if any(isinstance(kind, ValueMutationExisting) and kind.is_modified for kind in held):
@@ -84,9 +66,7 @@ def held_by(roots: Iterable[object]) -> dict[int, object]:
     """All objects that some hold, themselves included, by id.
 
     What functions find among their globals is left out: who reads that reads it by a global's name.
-
-    Raises:
-        LookupError: there are too many, or one hides what it holds.
+    A LookupError if there are too many, or one hides what it holds.
     """
     found: dict[int, object] = {}
     left = list(roots)
@@ -97,7 +77,7 @@ def held_by(roots: Iterable[object]) -> dict[int, object]:
         kind = type(one)
         if id(one) in found or issubclass(kind, _ENDS):
             continue
-        if kind in _HIDING:
+        if kind in weakref.ProxyTypes:
             raise LookupError(f"what a {kind.__name__} holds is not known")
         found[id(one)] = one
         left += _of(one)
@@ -120,13 +100,8 @@ def _globals_of(held: Mapping[int, object]) -> set[int]:
 
 
 class State(NamedTuple):
-    """What a layer found that no guard of its own tells.
-
-    Attributes:
-        changed: what the code before it had changed.
-        held: what it and its arguments hold, by id.
-        read: what globals hold that were read until its end, by id.
-    """
+    """What a layer found that no guard of its own tells: what the code before it had changed; what
+    it and its arguments hold, and what globals hold that were read until its end, by id."""
 
     changed: tuple[Change, ...]
     held: dict[int, object]

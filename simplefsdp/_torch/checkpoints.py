@@ -33,18 +33,12 @@ def storage_info(name: str, offset: int, length: int, transforms: Sequence[str] 
 def load_by(
     metadata: Metadata, folder: Path, targets: dict[str, Any], *, no_dist: bool = False
 ) -> None:
-    """Fill ``targets`` from the files of ``folder``, of which ``metadata`` tells.
+    """Fill ``targets``, by key, from the files of ``folder``, of which ``metadata`` tells: tensors
+    in place; anything else is replaced. In this process alone if ``no_dist``, with a process group
+    or not.
 
-    Nothing in the files is run: what is no tensor is read by ``torch.load(weights_only=True)``.
-
-    Args:
-        metadata: of the folder, checked; its file is not read again.
-        folder: the checkpoint.
-        targets: tensors, filled in place, and anything else, replaced; by key.
-        no_dist: in this process alone, whether there is a process group or not.
-
-    Raises:
-        ValueError: a file cannot be read, or has something else in it; on all ranks.
+    Nothing in the files is run: what is no tensor is read by ``torch.load(weights_only=True)``. A
+    ValueError, on all ranks, if a file cannot be read, or has something else in it.
     """
     with warnings.catch_warnings():
         if no_dist:  # it says that torch.distributed is not initialised, which is how it should be

@@ -45,21 +45,14 @@ _KERNEL = re.compile(
 
 @dataclass(eq=False)
 class _StandIn:
-    """A kernel that a module asked for.
+    """A kernel that a module asked for."""
 
-    Attributes:
-        argtypes: C++ types of its arguments.
-        source: C++, one function named ``kernel``.
-        asked: all of the same graph; itself among them.
-        places: the module's dictionary, and its name there.
-        function: None until it is compiled.
-    """
-
-    argtypes: tuple[str, ...]
-    source: str
-    asked: list[_StandIn]
+    argtypes: tuple[str, ...]  # C++ types of its arguments
+    source: str  # C++, one function named ``kernel``
+    asked: list[_StandIn]  # all of the same graph; itself among them
+    # The module's dictionary, and its name there.
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    function: Function | None = None
+    function: Function | None = None  # None until it is compiled
 
     def be(self, function: Function) -> None:
         """Have it called instead, wherever this stands."""

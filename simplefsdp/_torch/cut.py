@@ -10,17 +10,13 @@ from torch.fx import Graph, GraphModule, Node
 
 
 class Cut(NamedTuple):
-    """What to do to a joint graph before and after it is cut into forward and backward.
+    """What to do to a joint graph before and after it is cut into forward and backward."""
 
-    Attributes:
-        before: mutates the joint graph before anything else does.
-        after: makes the two graphs anew, of them and of the number of the forward's outputs that
-            are not for backward.
-        kept: of the joint graph's inputs, the places of those that it has between the two.
-    """
-
-    before: Callable[[Graph], None]
+    before: Callable[[Graph], None]  # mutates the joint graph before anything else does
+    # Makes the two graphs anew, of them and of the number of the forward's outputs that are not for
+    # backward.
     after: Callable[[GraphModule, GraphModule, int], tuple[GraphModule, GraphModule]]
+    # Of the joint graph's inputs, the places of those that it has between the two.
     kept: Callable[[], Sequence[int]]
 
 

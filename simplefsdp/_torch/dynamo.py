@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -50,11 +51,9 @@ def trace_without(cls: type[torch.Tensor]) -> None:
 
 
 def run_as_it_is(function: Callable[..., Any]) -> None:
-    """Let no call of ``function`` become a graph of its own, nor what it calls.
-
-    Where Dynamo cannot take a frame, it goes on with each function that the frame calls. Called
-    from a frame that it can take, ``function`` is traced as ever.
-    """
+    """Let no call of ``function`` become a graph of its own, nor what it calls: where Dynamo cannot
+    take a frame, it goes on with each function that the frame calls. Called from a frame that it
+    can take, ``function`` is traced as ever."""
     from torch._C._dynamo import eval_frame
 
     skip = eval_frame._FrameAction.SKIP
@@ -63,12 +62,8 @@ def run_as_it_is(function: Callable[..., Any]) -> None:
 
 
 def left_alone_by_dynamo(error: Exception, frame: FrameType) -> Exception:
-    """``error`` as an exception that a backend can raise and its user gets: same type, same words.
-
-    Args:
-        error: the exception.
-        frame: where the part of its traceback begins that the user is to see.
-    """
+    """``error`` as an exception that a backend can raise and its user gets: same type, same words;
+    the part of its traceback that the user is to see begins at ``frame``."""
     alone: Exception = _left_alone(type(error))(str(error), first_useful_frame=frame)
     alone.__dict__.update(error.__dict__)
     return alone
@@ -173,13 +168,10 @@ def place_being_compiled() -> CodePlace | None:
 
 
 def place_called() -> CodePlace | None:
-    """The outermost of the functions that run compiled, which the user's call began with.
-
-    None if none does: it is being compiled.
-    """
+    """The outermost of the functions that run compiled, which the user's call began with; None if
+    none does: it is being compiled."""
     from torch._dynamo import convert_frame, eval_frame
 
-    torchs = str(Path(torch.__file__).parent)
     found: CodePlace | None = None
     inner: CodePlace | None = None  # the last function on the way out that is not torch's own
     frame: FrameType | None = sys._getframe()
@@ -189,7 +181,7 @@ def place_called() -> CodePlace | None:
             inner = None  # what the compiler has called
         elif place.file == eval_frame.__file__ and place.name == "compile_wrapper":
             found = inner
-        elif not place.file.startswith(torchs):
+        elif not place.file.startswith(_TORCHS):
             inner = place
         frame = frame.f_back
     return found
@@ -232,9 +224,7 @@ def line_of(node: Node | None) -> str:
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to what ``TORCH_TRACE`` collects (tlparse shows it); nothing is made without."""
     torch._logging._internal.trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=text,
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
 
 
@@ -246,11 +236,53 @@ def is_traced() -> bool:
 
 
 def reset_with_dynamo(backend: Callable[..., Any]) -> None:
-    """Let ``torch.compiler.reset()`` call ``backend.reset()``, if it has one.
-
-    Dynamo calls it for what ``torch.compile`` was called for since the last reset; not for what
-    was compiled again after it.
+    """Let ``torch.compiler.reset()`` call ``backend.reset()``, if it has one; Dynamo does so only
+    for what ``torch.compile`` was called for since the last one, not for what was compiled again.
     """
     from torch._dynamo.eval_frame import cached_backends
 
     cached_backends.setdefault(id(backend), backend)
+
+
+def compile_modules_of_torch_too(backend: str, function: str = "") -> None:
+    """Have ``module.compile(backend=backend)`` compile a module of torch's own as one graph.
+
+    Dynamo starts at no function of torch's, so ``nn.Sequential(...).compile()`` runs as it is, and
+    the backend never hears of it. ``torch.compile(module)`` puts a function in front, where Dynamo
+    starts; so does this, for ``backend`` only, which may be given by the full name of its
+    ``function``, too. Since 2.14 torch does so itself.
+    """
+    if torch.__version__ >= "2.14":
+        return
+    original = nn.Module.compile
+
+    def is_meant(given: Any) -> bool:
+        if isinstance(given, str):
+            return given == backend
+        names = (getattr(given, part, "") for part in ("__module__", "__qualname__"))
+        return bool(function) and ".".join(map(str, names)) == function
+        return bool(function) and ".".join(map(str, names)) == function
+
+    def in_front(module: nn.Module) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)
+
+        return call
+
+    @functools.wraps(original)
+    def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if is_meant(kwargs.get("backend")) and _is_torchs_own(self):
+            self._compiled_call_impl = torch.compile(in_front(self), *args, **kwargs)
+
+    nn.Module.compile = compile_module  # type: ignore[assignment,method-assign]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCHS)

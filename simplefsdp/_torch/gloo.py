@@ -37,7 +37,9 @@ def _override(library: torch.library.Library, name: str, safe: Callable[..., Any
     before = torch.library.get_kernel(f"{_OPERATORS}::{name}", "CPU")
 
     def kernel(keys: Any, gathered: Any, ranks: int, group: Any) -> Any:
-        if not _uses_gloo(group) or not _is_ours(gathered):
+        tensors = [gathered] if isinstance(gathered, Tensor) else gathered
+        is_ours = len({t.dtype for t in tensors}) == 1 and not tensors[0].is_complex()
+        if not is_ours or not _uses_gloo(group):
             return before.call_boxed(keys, gathered, ranks, group)
         with torch.no_grad():
             return safe(gathered, ranks, group)
@@ -52,11 +54,6 @@ def _uses_gloo(group: Any) -> bool:
         return "cpu:gloo" in dist.get_backend_config(group)
     except (TypeError, ValueError):  # made neither by init_process_group nor by new_group
         return False
-
-
-def _is_ours(gathered: Tensor | list[Tensor]) -> bool:
-    tensors = [gathered] if isinstance(gathered, Tensor) else gathered
-    return len({t.dtype for t in tensors}) == 1 and not tensors[0].is_complex()
 
 
 def _gather(shard: Tensor, ranks: int, group: Any) -> Tensor:

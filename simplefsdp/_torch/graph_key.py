@@ -35,18 +35,10 @@ class UnknownGraphError(Exception):
 
 
 def key_of_graph(gm: GraphModule, example_inputs: Sequence[Any], more: Sequence[str]) -> str:
-    """The same only for what compiles to the same code.
-
-    Args:
-        gm: the graph.
-        example_inputs: its inputs.
-        more: whatever else the code depends on.
-
-    Raises:
-        Exception: there is no such key.
-    """
-    lines = itertools.chain(more, _settings(gm, example_inputs), _inputs(gm, example_inputs))
-    lines = itertools.chain(lines, _nodes(gm))
+    """The same only for what compiles to the same code: a graph, its inputs, and in ``more``
+    whatever else that depends on. Raises if there is no such key."""
+    settings, inputs = _settings(gm, example_inputs), _inputs(gm, example_inputs)
+    lines = itertools.chain(more, settings, inputs, _nodes(gm))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -35,15 +35,12 @@ def nothing_recomputed_yet() -> AbstractContextManager[None]:
 
 
 def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:
-    """``gm`` with that computed again which a backward of its own would compute again.
+    """``gm`` with that computed again which a backward of its own would compute again; it is made
+    of aten operators, functional but for copies into inputs at the end, and changed.
 
-    Args:
-        gm: of aten operators, functional but for copies into inputs at the end; its gradients begin
-            with its last input. Owned by the callee.
-        static: places of inputs that stay where they are, which it costs nothing to keep.
-
-    Raises:
-        ValueError: its backward would be told the state of random numbers, which one graph has not.
+    Its gradients begin with its last input. ``static`` are places of inputs that stay where they
+    are, which it costs nothing to keep. A ValueError if its backward would be told the state of
+    random numbers, which one graph has not.
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -96,13 +93,8 @@ def _downstream(node: Node) -> set[Node]:
 
 
 def _appended(graph: Graph, part: GraphModule, known: dict[str, Node]) -> list[Any]:
-    """Copy the nodes of a part behind those of ``graph``; gives its results.
-
-    Args:
-        graph: the whole.
-        part: whose inputs are known by their names.
-        known: the inputs of the whole, and what parts before have made; added to.
-    """
+    """Copy the nodes of a part behind those of ``graph``; gives its results. ``known`` are nodes of
+    the whole by name: what the part takes is there, and what it makes is added."""
     copied: dict[Node, Node] = {}
     again: list[Node] = []
     for node in part.graph.nodes:

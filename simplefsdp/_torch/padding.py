@@ -41,11 +41,9 @@ def padding_without_benchmarks() -> Iterator[None]:
 def _should_pad(
     match: Any, mat1: Tensor, mat2: Tensor, op: Any, input: Tensor | None = None
 ) -> bool:
-    """Whether to pad a matmul, of which some size is not aligned.
-
-    The user's ``force_shape_pad``, ``deterministic`` (none is padded) and ``pad_aten_mm_pass``
-    stand, and ``shape_padding=False``, too: then nobody asks.
-    """
+    """Whether to pad a matmul, of which some size is not aligned. The user's ``force_shape_pad``,
+    ``deterministic`` (none is padded) and ``pad_aten_mm_pass`` stand, and ``shape_padding=False``,
+    too: then nobody asks."""
     from torch._inductor import config
     from torch._inductor.fx_passes import pad_mm
 

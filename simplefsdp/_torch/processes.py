@@ -22,11 +22,8 @@ def high_priority(backend: str, timeout: timedelta) -> Any:
     """Options of a process group whose collectives go ahead of compute that is queued on the GPU.
 
     At the priority that NCCL's streams have otherwise, a collective waits until the blocks of the
-    matmuls that were launched before it leave room. FSDP2 sends on streams of high priority.
-
-    Args:
-        backend: of the group, such as ``"cpu:gloo,cuda:nccl"``; None if there is no NCCL in it.
-        timeout: of the group.
+    matmuls that were launched before it leave room. FSDP2 sends on streams of high priority. None
+    if there is no NCCL in ``backend``, such as ``"cpu:gloo,cuda:nccl"``.
     """
     if "nccl" not in backend:
         return None

@@ -57,11 +57,8 @@ def reset_repeated_calls() -> None:
 
 
 def inline_repeated_calls(gm: GraphModule) -> int:
-    """Put the nodes of the layers in the place of the calls of them, in place.
-
-    Returns:
-        How many layers Dynamo did not follow, for they are like others.
-    """
+    """Put the nodes of the layers in the place of the calls of them; gives how many layers Dynamo
+    did not follow, for they are like others."""
     bodies: set[str] = set()
     return _inline_in(gm, bodies) - len(bodies)
 

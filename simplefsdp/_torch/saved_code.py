@@ -60,11 +60,9 @@ _wanted: ContextVar[list[Keep] | None] = ContextVar("wanted", default=None)
 
 @contextmanager
 def giving_entry(keep: Keep | None) -> Iterator[None]:
-    """Inside, the next graph that AOTAutograd compiles is not looked up, and given to ``keep``.
-
-    That is called when there is the code of forward and backward, which may be later; never, if
-    Inductor cannot tell by a key what it compiled.
-    """
+    """Inside, the next graph that AOTAutograd compiles is not looked up, and given to ``keep`` when
+    there is the code of forward and backward, which may be later; never, if Inductor cannot tell by
+    a key what it compiled."""
     from torch._functorch import config as functorch_config
 
     if keep is not None:
@@ -110,19 +108,16 @@ def _give_entries() -> None:
 
 
 def dump_code(entry: Any, codes: Mapping[bool, Any], meshes: Sequence[DeviceMesh]) -> bytes:
-    """An entry with its code as bytes.
+    """An entry that :func:`giving_entry` gave, with the compiled forward (False) and backward
+    (True) graph, as bytes; a mesh in it is told as its place in ``meshes``. A ValueError if it
+    holds what is true of this process alone; anything else if it cannot be pickled."""
+    from torch._guards import TracingContext
 
-    Args:
-        entry: that :func:`giving_entry` gave.
-        codes: the compiled forward (False) and backward (True) graph.
-        meshes: those that may be in it.
-
-    Raises:
-        ValueError: it holds what is true of this process alone.
-        Exception: it cannot be pickled.
-    """
     backward = entry.compiled_bw
-    if entry.guards_expr or _has_duplicates():
+    context = TracingContext.try_get()
+    # Dynamo guards on which inputs are one tensor, if it was told to.
+    has_duplicates = context is not None and bool(context.guards_context.aotautograd_guards)
+    if entry.guards_expr or has_duplicates:
         raise ValueError("the code holds for some inputs only")
     whole = copy.copy(entry)
     whole.compiled_fw = _Forward(codes[False])
@@ -139,15 +134,8 @@ def dump_code(entry: Any, codes: Mapping[bool, Any], meshes: Sequence[DeviceMesh
 
 
 def load_code(content: bytes, meshes: Sequence[DeviceMesh]) -> Callable[..., Any]:
-    """What compiling gave whose bytes :func:`dump_code` made.
-
-    Args:
-        content: the bytes.
-        meshes: in the order that they had there.
-
-    Raises:
-        Exception: they are broken, or what they name cannot be loaded.
-    """
+    """What compiling gave whose bytes :func:`dump_code` made, with ``meshes`` in the order that
+    they had there. Raises if they are broken, or what they name cannot be loaded."""
     from torch._functorch.aot_autograd import AOT_COUNTER
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
     from torch._inductor.utils import BoxedBool
@@ -161,32 +149,18 @@ def load_code(content: bytes, meshes: Sequence[DeviceMesh]) -> Callable[..., Any
         "boxed_forward_device_index": BoxedDeviceIndex(None),
     }
     run = entry.wrap_post_compile([], aot_config, no_cudagraphs)
-
-    def call(*args: Any) -> Any:
-        return run(list(args))
-
-    return call
+    return lambda *args: run(list(args))
 
 
 def _instructions(entry: Any) -> str:
-    """The processor's, which loops in C++ are as wide as; "" if there are none.
-
-    Not a part of the key: who compiles finds them out beside tracing.
-    """
+    """The processor's, which loops in C++ are as wide as; "" if there are none. Not a part of the
+    key: who compiles finds them out beside tracing."""
     from torch._inductor import cpu_vec_isa
 
     graphs = [part.code for part in (entry.compiled_fw, entry.compiled_bw) if part is not None]
     if not any("cpu" in code.device_types for graph in graphs for code in codes_in(graph)):
         return ""
     return f"{platform.machine()} {cpu_vec_isa.pick_vec_isa()}"
-
-
-def _has_duplicates() -> bool:
-    """Whether Dynamo was told to guard on which inputs are one tensor."""
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    return context is not None and bool(context.guards_context.aotautograd_guards)
 
 
 @dataclasses.dataclass

@@ -23,12 +23,9 @@ from simplefsdp._torch.dynamo import input_name
 
 @contextmanager
 def open_sizes(hints: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """A mode of fake tensors, with a size for each of ``hints`` that a trace leaves open.
-
-    Args:
-        hints: what the sizes are taken for where a trace must know; by names of the caller's.
-            They must differ, by which they are found again (:func:`opened`).
-    """
+    """A mode of fake tensors, with a size for each of ``hints`` that a trace leaves open. A hint is
+    what it is taken for where a trace must know; all must differ, by which they are found again
+    (:func:`opened`)."""
     env = ShapeEnv()
     found: dict[str, Any] = {}
     for name, hint in hints.items():
@@ -44,11 +41,9 @@ def open_sizes(hints: Mapping[str, int]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _sizes_are_not_made_of_themselves() -> Iterator[None]:
-    """Keep torch from tracing a size as what it makes of that size.
-
-    It goes by formulas, and ``sym_max(size, 1)``, which DTensor asks for, has that of the size: to
-    look up how it was made then never ends, since 2.12.
-    """
+    """Keep torch from tracing a size as what it makes of that size: it goes by formulas, and
+    ``sym_max(size, 1)``, which DTensor asks for, has that of the size. To look up how it was made
+    then never ends, since 2.12."""
     dispatch = ProxyTorchDispatchMode.__sym_dispatch__
 
     def dispatched(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -65,11 +60,9 @@ def _sizes_are_not_made_of_themselves() -> Iterator[None]:
 
 
 def without_whole_slices(decompositions: Mapping[Any, Any]) -> dict[Any, Any]:
-    """``decompositions``, and those that leave out each slice that is all of a tensor.
-
-    torch makes no node of it where sizes are numbers; where they are open, it makes one, and in
-    backward zeros to write into.
-    """
+    """``decompositions``, and those that leave out each slice that is all of a tensor. Where sizes
+    are numbers torch makes no node of it; where they are open, one, and in backward zeros to write
+    into."""
     aten = torch.ops.aten
     of_gradient = decompositions.get(aten.slice_backward.default)
 
@@ -102,13 +95,8 @@ def opened(
     graph: Graph, hints: Mapping[str, int]
 ) -> tuple[dict[str, tuple[sympy.Symbol, ...]], frozenset[sympy.Basic]]:
     """The symbols of a traced graph, by the names of ``hints``, and what was taken to hold of them.
-
     Dynamo traces with symbols of its own for those of :func:`open_sizes`, several for a size that
-    several inputs have.
-
-    Raises:
-        CellError: a size became a number while it was traced; names it.
-    """
+    several inputs have. A CellError names a size that became a number while it was traced."""
     symbols: dict[int, dict[sympy.Symbol, None]] = {}
     holds: set[sympy.Basic] = set()
     for size in _sizes_of_inputs(graph):

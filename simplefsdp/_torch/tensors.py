@@ -1,14 +1,16 @@
-"""Tensors, DTensors, their gradients and their memory."""
+"""Tensors, DTensors, their memory, their gradients, and the nodes that compute these."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch.autograd.graph import Node as BackwardNode
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.fx import Node
@@ -91,11 +93,7 @@ def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:
         meta.set_(storage, *place)  # type: ignore[call-overload]
         # As FakeTensor's constructor, which sets attributes by name one after the other.
         made: torch.Tensor = torch.Tensor._make_subclass(
-            FakeTensor,
-            meta,
-            False,
-            dispatch_device=True,
-            device_for_backend_keys=tensor.device,
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=tensor.device
         )
     made.__dict__.update(tensor.__dict__)
     torch._C._set_throw_on_mutable_data_ptr(made)  # there is no data
@@ -103,10 +101,8 @@ def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:
 
 
 def reduces_in_param_dtype() -> bool:
-    """Whether this torch's FSDP2 reduces in ``param_dtype`` where no ``reduce_dtype`` is given.
-
-    Since 2.15 it reduces in the parameter's own dtype, or in its ``grad_dtype`` if one is set.
-    """
+    """Whether this torch's FSDP2 reduces in ``param_dtype`` where no ``reduce_dtype`` is given;
+    since 2.15 it takes the parameter's own dtype, or its ``grad_dtype`` if one is set."""
     return torch.__version__ < "2.15"
 
 
@@ -123,10 +119,7 @@ def grad_dtype_override(param: torch.Tensor) -> GradDtype | None:
 
 
 def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors cast to ``dtype``.
-
-    Any nesting of containers, and of dataclasses, which are made anew.
-    """
+    """``value``, of nested containers and dataclasses, with its floating-point tensors cast."""
     from torch.utils import _pytree as pytree
 
     def cast_one(leaf: Any) -> Any:
@@ -230,3 +223,36 @@ def is_to_empty(fn: Callable[..., Any]) -> bool:
 def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors, views and storage objects refer to the memory of ``tensor``."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def backward_nodes(outputs: Any) -> Iterator[BackwardNode]:
+    """The nodes that run the backward of a compiled function with these outputs, mostly one."""
+    found: set[BackwardNode] = set()
+    for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+        node = getattr(output, "grad_fn", None)
+        # A view of an output is made again outside of the compiled function.
+        while node is not None and "CompiledFunction" not in node.name():
+            before = [n for n, _ in node.next_functions if n is not None]
+            node = before[0] if len(before) == 1 else None
+        if node is not None:
+            found.add(node)
+    yield from found
+
+
+def reached(node: BackwardNode, gradients: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The leaves that a node's gradients of its inputs, which its hook is given, go to."""
+    for (after, _), gradient in zip(node.next_functions, gradients, strict=True):
+        leaf = after
+        while leaf is not None and not hasattr(leaf, "variable"):  # a view of one, say
+            leaf = leaf.next_functions[0][0] if leaf.next_functions else None
+        if leaf is not None and gradient is not None:
+            yield leaf.variable
+
+
+def accumulates(param: torch.Tensor) -> bool:
+    """Whether the backward that is running adds to the gradient of ``param``, a leaf: not
+    ``torch.autograd.grad``, and ``backward(inputs=...)`` only if it is one of the inputs."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
+    except RuntimeError:  # of a leaf, where autograd.grad was called
+        return False

@@ -15,10 +15,8 @@ from simplefsdp._torch.repeated_calls import INSIDE, REFUSED, REPEATED, kind_of
 
 
 def trace_repeated_calls_once(backend: Callable[..., Any]) -> None:
-    """Let Dynamo trace for ``backend`` one of the modules that are alike and marked ``REPEATED``.
-
-    The backend calls :func:`inline_repeated_calls` first. Does nothing with a torch that cannot.
-    """
+    """Let Dynamo trace for ``backend``, which calls :func:`inline_repeated_calls` first, one of the
+    modules that are alike and marked ``REPEATED``, if this torch can."""
     if can_trace_once():
         backend.inlines_repeated_calls = True  # type: ignore[attr-defined]
         _patch()
@@ -26,10 +24,8 @@ def trace_repeated_calls_once(backend: Callable[..., Any]) -> None:
 
 @functools.cache
 def can_trace_once() -> bool:
-    """Whether this torch can put a traced call in a graph again, and tells what is not alike.
-
-    2.12 and 2.13 have the parts, and fail; 2.14 takes layers to be alike that -0.0 tells apart.
-    """
+    """Whether this torch can put a traced call in a graph again, and tells what is not alike. 2.12
+    and 2.13 have the parts, and fail; 2.14 takes layers to be alike that -0.0 tells apart."""
     if torch.__version__ < "2.15":
         return False
     try:

@@ -27,12 +27,13 @@ from torch.fx import GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from simplefsdp._torch.changed_state import Change, State, bases, changes, held_by, hold_alike
+from simplefsdp._torch.changed_state import State, bases, changes, held_by, hold_alike
 from simplefsdp._torch.dynamo import has_policy, source_name, with_own_code
 from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
 
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 _TAGS = invoke_subgraph.InputTag
+_OWN = (_TAGS.OBJECT, _TAGS.CONSTANT)  # of arguments that are no tensors
 log = logging.getLogger("simplefsdp")
 
 _MOST_KINDS = 4
@@ -68,9 +69,13 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         changed = changes(tx)
         if len(known) < _MOST_KINDS:
             found = invoke_subgraph.build_input_fingerprint(tx, arguments, kwargs)
-            _refuse_subclasses(_examples(found))
-            held = _held(tx, found)
-            _refuse_seen(changed, held)
+            tensors = [vt for tag, vt in found.flat_vts if tag is _TAGS.TENSOR]
+            _refuse_subclasses(vt.as_proxy().node.meta.get("example_value") for vt in tensors)
+            sources = _sources_of(found, *_TAGS)
+            held = held_by(map(tx.output.resolve_source_value, sources))
+            # Torch asks guards of what is there, not of what the code that is traced has changed.
+            if any(id(change.owner) in held for change in changed):
+                raise LookupError("the layer, or an argument, holds what is changed before it")
             for traced in known:
                 state_is_alike = changed == traced.state.changed and hold_alike(traced.state, held)
                 if state_is_alike and _is_like(tx, traced, found, layer.value):
@@ -94,23 +99,6 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     REFUSED.add(kind)
     log.debug("Dynamo follows all layers of class %s: %s", type(layer.value).__name__, why)
     raise UnspecializeRestartAnalysis(restart_reason="layers that are not alike")
-
-
-def _held(tx: Any, found: Any) -> dict[int, object]:
-    """What a layer and its arguments hold."""
-    return held_by(map(tx.output.resolve_source_value, _sources_of(found, *_TAGS)))
-
-
-def _refuse_seen(changed: tuple[Change, ...], held: Mapping[int, object]) -> None:
-    """Torch asks guards of what is there, not of what the code that is traced has changed."""
-    if any(id(change.owner) in held for change in changed):
-        raise LookupError("the layer, or an argument, holds what is changed before it")
-
-
-def _examples(found: Any) -> list[Any]:
-    """The fake tensors that a call takes."""
-    tensors = (vt for tag, vt in found.flat_vts if tag is _TAGS.TENSOR)
-    return [vt.as_proxy().node.meta.get("example_value") for vt in tensors]
 
 
 def _refuse_subclasses(values: Iterable[Any]) -> None:
@@ -142,25 +130,17 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 class _Traced(NamedTuple):
-    """A layer that Dynamo has followed.
+    """A layer that Dynamo has followed."""
 
-    Attributes:
-        condition: torch's, of another call that gives the same graph; without its guards.
-        entry: torch's, of the graph.
-        sharing: see :func:`_sharing`.
-        described: see :func:`_described`.
-        guards: of the layer's own sources: each with its source, how to ask it, and what it said.
-        same: pairs of sources that are one object; torch does not ask that of another call.
-        state: see :class:`State`.
-    """
-
-    condition: Any
-    entry: Any
-    sharing: tuple[int, ...]
-    described: list[object]
+    condition: Any  # torch's, of another call that gives the same graph; without its guards
+    entry: Any  # torch's, of the graph
+    sharing: tuple[int, ...]  # see :func:`_sharing`
+    described: list[object]  # see :func:`_described`
+    # Of the layer's own sources: each with its source, how to ask it, and what it said.
     guards: tuple[tuple[Any, Any, Any, Any], ...]
+    # Pairs of sources that are one object; torch does not ask that of another call.
     same: tuple[tuple[Any, Any], ...]
-    state: State
+    state: State  # see :class:`State`
 
 
 def _call_traced(tx: Any, function: Any, arguments: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -173,11 +153,8 @@ def _call_traced(tx: Any, function: Any, arguments: list[Any], kwargs: dict[str,
 
 
 def _last_traced(tx: Any, function: Any, found: Any, layer: nn.Module, state: State) -> _Traced:
-    """What torch remembers of the call that was just traced, and what it does not.
-
-    Raises:
-        LookupError: guards do not tell all of it.
-    """
+    """What torch remembers of the call that was just traced, and what it does not; a LookupError if
+    guards do not tell all of it."""
     caches = tx.output.tracing_context.hop_dispatch_set_cache
     calls = caches.get_cache(_invoke_subgraph).subgraph_reuse_cache
     entries = calls.pop(function.get_function().__code__, ())  # another's would never be found
@@ -201,15 +178,10 @@ def _last_traced(tx: Any, function: Any, found: Any, layer: nn.Module, state: St
 
 
 def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
-    """All guards of a layer's own sources, and pairs of sources that are one object.
-
-    Not only those that torch remembers: it does not know what was read in a region inside the
-    layer, nor hooks.
-
-    Raises:
-        LookupError: one cannot be asked of another layer.
-    """
-    own = _Moved(dict.fromkeys(_own_sources(found)))
+    """All guards of a layer's own sources, and pairs of sources that are one object; torch does not
+    remember what was read in a region inside the layer, nor hooks. A LookupError if one cannot be
+    asked of another layer."""
+    own = _Moved(dict.fromkeys(_sources_of(found, *_OWN)))
     lifted = invoke_subgraph.LiftedCapturedSource
     captured = _Moved(
         dict.fromkeys(x.source for x in entry.subgraph_input_mapping if isinstance(x, lifted))
@@ -235,11 +207,6 @@ def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
     return tuple(guards), tuple(same)
 
 
-def _own_sources(found: Any) -> list[Any]:
-    """Of a call's arguments that are no tensors."""
-    return _sources_of(found, _TAGS.OBJECT, _TAGS.CONSTANT)
-
-
 def _sources_of(found: Any, *tags: Any) -> list[Any]:
     """Of those arguments of a call that have one of ``tags``, and come from outside."""
     pairs = zip(found.arg_sources, found.flat_vts, strict=True)
@@ -247,12 +214,9 @@ def _sources_of(found: Any, *tags: Any) -> list[Any]:
 
 
 def _global_values(tx: Any, found: Any, held: Mapping[int, object]) -> dict[int, object]:
-    """What globals hold that are guarded, but for those through which the layer was found.
-
-    Raises:
-        LookupError: see :func:`held_by`; or one is read by a key that the layer holds.
-    """
-    own = _Moved(dict.fromkeys(_own_sources(found)))
+    """What globals hold that are guarded, but for those through which the layer was found; a
+    LookupError as of :func:`held_by`, or if one is read by a key that the layer holds."""
+    own = _Moved(dict.fromkeys(_sources_of(found, *_OWN)))
     above = {base for source in own.known for base in bases(source)}
     value_of, values = tx.output.resolve_source_value, []
     for guard in tx.output.guards:

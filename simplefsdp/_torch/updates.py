@@ -28,15 +28,10 @@ class MakesState(Exception):
 
 
 class CapturedStep(NamedTuple):
-    """A graph without results: all that it does is to write to tensors that were there.
+    """A graph without results: all that it does is to write to tensors that were there."""
 
-    Attributes:
-        graph: of Dynamo's.
-        tensors: what its placeholders and attributes stand for.
-    """
-
-    graph: Graph
-    tensors: dict[Node, Tensor]
+    graph: Graph  # of Dynamo's
+    tensors: dict[Node, Tensor]  # what its placeholders and attributes stand for
 
 
 def captured_step(optimizer: Optimizer) -> CapturedStep:
@@ -47,8 +42,7 @@ def captured_step(optimizer: Optimizer) -> CapturedStep:
 
     Raises:
         MakesState: it is to be called once before.
-        ValueError: the step that users call is not what the class of the optimizer defines, or has
-            effects that no graph has.
+        ValueError: the step that users call is another one, or has effects that no graph has.
         torch._dynamo.exc.Unsupported: Dynamo cannot follow it as one graph.
     """
     step = _defined_step(optimizer)
@@ -178,17 +172,9 @@ def copied_graph(gm: GraphModule) -> GraphModule:
 
 
 def add_input(gm: GraphModule, name: str, tensor: Tensor, like: Tensor) -> tuple[Node, Tensor]:
-    """A last input of a graph that :func:`copied_graph` gave, which Dynamo does not know of.
-
-    Args:
-        gm: the graph.
-        name: of the input, or what it begins with.
-        tensor: that it will be called with; the same sizes and the same address each time.
-        like: a fake tensor of the graph.
-
-    Returns:
-        The input, and the fake tensor to compile the graph with.
-    """
+    """A last input of a graph that :func:`copied_graph` gave, of which Dynamo does not know, and
+    its fake tensor. It is called with ``tensor``, of the same sizes and at the same address each
+    time."""
     last = gm.graph.find_nodes(op="placeholder")[-1]
     with gm.graph.inserting_after(last):
         node = gm.graph.placeholder(name)

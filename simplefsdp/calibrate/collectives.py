@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from inductor_passes.ir.program import CollectiveKind
 from inductor_passes.machine.cluster import LINK_KINDS
-from simplefsdp.calibrate.fit import BucketSample, Sample
+from simplefsdp.calibrate.fit import Sample
 from simplefsdp.calibrate.measure import Sweep, matmuls
 from simplefsdp.calibrate.timers import Call, medians_us, timer_for
 from simplefsdp.launcher.ranks import group_of
@@ -21,27 +20,16 @@ MEMBERS = 8
 _ops = torch.ops._c10d_functional
 
 
-class BucketTimes(NamedTuple):
-    """What a kind of collective takes among some ranks, by bytes of the full tensors.
-
-    Attributes:
-        flat: as one buffer.
-        coalesced: as several tensors that are launched as one, see :func:`buckets`.
-    """
-
-    flat: list[Sample]
-    coalesced: list[BucketSample]
-
-
 def time_collectives(
     ranks: int, sweep: Sweep, device: torch.device
-) -> dict[CollectiveKind, BucketTimes]:
-    """Time the collectives among the first ``ranks`` ranks; every rank of the world must call it.
+) -> dict[CollectiveKind, list[Sample]]:
+    """Time the collectives among the first ``ranks`` ranks, each size as one buffer and those of
+    :func:`buckets` as several, too; every rank of the world must call it.
 
     Sizes are rounded so that the ranks' shards are equal. Ranks that take no part get nothing.
     """
     group = group_of(list(range(ranks)))
-    found: dict[CollectiveKind, BucketTimes] = {}
+    found: dict[CollectiveKind, list[Sample]] = {}
     if dist.get_rank() < ranks:
         several = buckets(sweep, ranks)
         shards = dict.fromkeys([*_shards(sweep.nbytes, ranks), *map(sum, several)])
@@ -51,11 +39,7 @@ def time_collectives(
             for parts in several:
                 calls[sum(parts), len(parts)] = _coalesced(kind, parts, *at)
             us = medians_us(calls, sweep.repeats, timer_for(device), together=True)
-            times = [(4.0 * n * ranks, members, t) for (n, members), t in us.items()]
-            found[kind] = BucketTimes(
-                [Sample(nbytes, t) for nbytes, members, t in times if members == 1],
-                [BucketSample(nbytes, t, members) for nbytes, members, t in times if members > 1],
-            )
+            found[kind] = [Sample(4.0 * n * ranks, t, members) for (n, members), t in us.items()]
     dist.barrier()
     dist.destroy_process_group(group)
     return found

@@ -16,7 +16,6 @@ from simplefsdp.launcher.follow import follow_launcher, under_torchrun
 from simplefsdp.models.configs import config_of, layer_numels
 
 if TYPE_CHECKING:
-    from simplefsdp.calibrate.measure import Sweep
     from simplefsdp.launcher.ranks import Rank
 
 _DESCRIPTION = """Measure collectives, matmuls, attention, memory, and, with two ranks or more, what
@@ -72,11 +71,7 @@ def run(args: list[str]) -> int:
 
 
 def parse(args: list[str]) -> CalibrateOptions:
-    """Read the options.
-
-    Raises:
-        SystemExit: they cannot be read (code 2), or ``--help`` was shown (0).
-    """
+    """Read the options."""
     import tyro
 
     return tyro.cli(
@@ -137,20 +132,29 @@ def _run_rank(args: list[str]) -> int:
 
 def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
     from simplefsdp.calibrate.measure import sweep_for
-    from simplefsdp.calibrate.report import CalibrationReport
-    from simplefsdp.calibrate.session import measure_beside, measure_compute, measure_wires
+    from simplefsdp.calibrate.session import (
+        CalibrationReport,
+        measure_beside,
+        measure_compute,
+        measure_wires,
+    )
 
     with user_errors():
         ranks_per_node = _local_size(rank)
+    layer = layer_numels(config_of(options.model)) if options.model is not None else []
+    layer_nbytes = [2 * numel for numel in layer]  # in bfloat16
     sweep = sweep_for(
         rank.device.type,
         quick=options.quick,
         nbytes_max=options.nbytes_max,
-        layer_nbytes=_layer_nbytes(options),
+        layer_nbytes=layer_nbytes,
     )
     report = CalibrationReport(enabled=rank.rank == 0)
-    if options.model is not None:
-        report.say(f"buckets as large as one and two layers of {_sizes(options, sweep)}")
+    model = options.model or ""
+    if model:
+        share = sum(sweep.layer_nbytes) / sum(layer_nbytes)
+        model += f", scaled by {share:.2g} to fit --nbytes-max" if share != 1 else ""
+        report.say(f"buckets as large as one and two layers of {model}")
     if options.links is None:
         wires = measure_wires(sweep, rank, ranks_per_node, report)
     else:
@@ -163,7 +167,7 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
             name=options.out.stem,
             ranks_per_node=ranks_per_node,
             wires=wires,
-            source=_source(options, sweep, rank),
+            source=_source(options, model, rank),
             compute_beside=beside,
             averages=rank.device.type == "cuda",
             **compute,
@@ -172,18 +176,8 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
         report.say(f'wrote {options.out}; use it as options={{"cluster": "{options.out}"}}')
 
 
-def _layer_nbytes(options: CalibrateOptions) -> list[int]:
-    """Of each parameter of a layer of ``--model``, in bfloat16."""
-    numels = layer_numels(config_of(options.model)) if options.model is not None else []
-    return [2 * numel for numel in numels]
-
-
 def _local_size(rank: Rank) -> int:
-    """Ranks of this node.
-
-    Raises:
-        ValueError: other nodes have more or fewer; on all ranks.
-    """
+    """Ranks of this node; raises ValueError on all ranks where other nodes have more or fewer."""
     import torch
     import torch.distributed as dist
 
@@ -199,20 +193,13 @@ def _local_size(rank: Rank) -> int:
     return here
 
 
-def _sizes(options: CalibrateOptions, sweep: Sweep) -> str:
-    """The model, and how much of its layers the buckets are."""
-    share = sum(sweep.layer_nbytes) / sum(_layer_nbytes(options))
-    scaled = "" if share == 1 else f", scaled by {share:.2g} to fit --nbytes-max"
-    return f"{options.model}{scaled}"
-
-
-def _source(options: CalibrateOptions, sweep: Sweep, rank: Rank) -> str:
+def _source(options: CalibrateOptions, model: str, rank: Rank) -> str:
     import torch
     import torch.distributed as dist
 
     device = torch.cuda.get_device_name() if rank.device.type == "cuda" else "CPU"
     links = f"; links of {options.links}" if options.links else ""
-    how = f" --model {_sizes(options, sweep)}" if options.model else ""
+    how = f" --model {model}" if model else ""
     how += " --quick" if options.quick else ""
     return (
         f"simplefsdp calibrate{how}, {date.today()}: {rank.world_size} ranks, "

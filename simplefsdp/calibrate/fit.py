@@ -8,35 +8,19 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy
+
 from inductor_passes.machine.links import Link, Ramp, fraction
 
 _TOLERANCE = 0.1  # of relative errors, within which the simpler fit is taken
 
 
 class Sample(NamedTuple):
-    """One measured time.
+    """The measured time of a kernel or of a collective."""
 
-    Attributes:
-        size: bytes of the full tensor, or floating-point operations.
-        us: median time.
-    """
-
-    size: float
-    us: float
-
-
-class BucketSample(NamedTuple):
-    """The measured time of tensors that are launched as one.
-
-    Attributes:
-        size: bytes of the full tensors.
-        us: median time.
-        members: how many they are, two or more.
-    """
-
-    size: float
-    us: float
-    members: int
+    size: float  # bytes of the full tensors, or floating-point operations
+    us: float  # the median
+    members: int = 1  # tensors that are launched as one
 
 
 def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
@@ -60,12 +44,12 @@ def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
     return next(link for link, error in errors.items() if error <= good)
 
 
-def with_members(link: Link, flat: Sequence[Sample], coalesced: Sequence[BucketSample]) -> Link:
+def with_members(link: Link, samples: Sequence[Sample]) -> Link:
     """The link with what each further member of a bucket costs, by times of the same bytes as one
     buffer and as several tensors: the median over buckets, no less than nothing and no more than
     the latency."""
-    whole = dict(flat)
-    each = [(s.us - whole[s.size]) / (s.members - 1) for s in coalesced]
+    whole_us = {s.size: s.us for s in samples if s.members == 1}
+    each = [(s.us - whole_us[s.size]) / (s.members - 1) for s in samples if s.members > 1]
     if not each:
         return link
     return replace(link, member_us=min(max(0.0, statistics.median(each)), link.latency_us))
@@ -82,7 +66,7 @@ def without_delays(samples: Sequence[Sample]) -> list[Sample]:
 
 def _ramped(samples: Sequence[Sample], ranks: int, latency_us: float) -> Link:
     floor = samples[0].us / 100  # of a later time that noise brought below the latency
-    peak, ramp = fit_ramp([Sample(s.size, s.size / max(s.us - latency_us, floor)) for s in samples])
+    peak, ramp = fit_ramp([(s.size, s.size / max(s.us - latency_us, floor)) for s in samples])
     return Link(latency_us, peak / 1e3, tuple((size / ranks, reached) for size, reached in ramp))
 
 
@@ -93,16 +77,8 @@ def worst_error(link: Link, samples: Sequence[Sample], ranks: int) -> float:
 
 def _line(samples: Sequence[Sample]) -> tuple[float, float]:
     """Intercept, not negative, and slope, positive, of the line of least relative errors."""
-    weights = [s.us**-2 for s in samples]
-    total = sum(weights)
-    mean_size = sum(w * s.size for w, s in zip(weights, samples, strict=True)) / total
-    mean_us = sum(w * s.us for w, s in zip(weights, samples, strict=True)) / total
-    spread = sum(w * (s.size - mean_size) ** 2 for w, s in zip(weights, samples, strict=True))
-    slope = sum(
-        w * (s.size - mean_size) * (s.us - mean_us) for w, s in zip(weights, samples, strict=True)
-    )
-    slope /= spread
-    intercept = mean_us - slope * mean_size
+    sizes, times = [s.size for s in samples], [s.us for s in samples]
+    slope, intercept = map(float, numpy.polyfit(sizes, times, 1, w=[1 / us for us in times]))
     last = samples[-1]
     seen = last.us / last.size / 100  # a hundredth of the longest time: less drowns in noise
     if slope >= seen and intercept >= 0:
@@ -111,17 +87,19 @@ def _line(samples: Sequence[Sample]) -> tuple[float, float]:
     return (0.0, last.us / last.size) if slope >= seen else (samples[0].us, seen)
 
 
-def fit_ramp(rates: Sequence[Sample], *, falls: bool = False) -> tuple[float, Ramp]:
+def fit_ramp(rates: Sequence[tuple[float, float]], *, falls: bool = False) -> tuple[float, Ramp]:
     """The peak and the fractions of it, from ``(size, rate)`` with rising sizes.
 
     A rate that rises by more than its size is cut: more must not take less time. Unless the ramp
     may fall, neighbours whose rates do get their mean.
     """
-    fitted = [rate for _, rate in rates] if falls else _rising([rate for _, rate in rates])
-    for i, (before, after) in enumerate(pairwise(rates), start=1):
-        fitted[i] = min(fitted[i], fitted[i - 1] * after.size / before.size)
+    sizes, fitted = [size for size, _ in rates], [rate for _, rate in rates]
+    if not falls:
+        fitted = _rising(fitted)
+    for i, (before, after) in enumerate(pairwise(sizes), start=1):
+        fitted[i] = min(fitted[i], fitted[i - 1] * after / before)
     peak = max(fitted)
-    return peak, tuple((at.size, rate / peak) for at, rate in zip(rates, fitted, strict=True))
+    return peak, tuple((size, rate / peak) for size, rate in zip(sizes, fitted, strict=True))
 
 
 def _rising(values: Sequence[float]) -> list[float]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from simplefsdp.calibrate.fit import Sample
@@ -20,30 +20,34 @@ _TOO_LONG_US = 2e5  # of one call
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured.
+    """What is measured; everything ``repeats`` times, interleaved."""
 
-    Attributes:
-        nbytes: full sizes of collectives.
-        widths: of square matmuls.
-        sequences: lengths of attention.
-        memory_nbytes: of each of two arrays, one copied to the other; more than a cache holds.
-        repeats: of everything, interleaved.
-        heads: of attention, and channels of each.
-        beside_dtype: of the matmuls beside transfers.
-        beside_width: of them, at least: as wide as those that a transfer slows in training.
-        layer_nbytes: of each parameter of a layer, full, as it is gathered: what buckets are made
-            of. Empty: of tensors each half as large as the one before.
-    """
-
-    nbytes: Sequence[int]
-    widths: Sequence[int]
-    sequences: Sequence[int]
-    memory_nbytes: int
+    nbytes: Sequence[int]  # full sizes of collectives
+    widths: Sequence[int]  # of square matmuls
+    sequences: Sequence[int]  # lengths of attention
+    memory_nbytes: int  # of each of two arrays, one copied to the other; more than a cache holds
     repeats: int
-    heads: tuple[int, int] = (8, 64)
-    beside_dtype: torch.dtype = torch.float32
-    beside_width: int = 0
+    heads: tuple[int, int] = (8, 64)  # of attention, and channels of each
+    beside_dtype: torch.dtype = torch.float32  # of the matmuls beside transfers
+    beside_width: int = 0  # of them, at least: as wide as those that a transfer slows in training
+    # Of each parameter of a layer, full, as it is gathered: what buckets are made of. Empty: of
+    # tensors each half as large as the one before.
     layer_nbytes: Sequence[int] = ()
+
+
+_CPU = Sweep((), (64, 128, 256, 512, 1024), (128, 256, 512, 1024), memory_nbytes=2**26, repeats=15)
+_CUDA = Sweep(
+    (),
+    widths=(256, 512, 1024, 2048, 4096, 8192),
+    sequences=(1024, 2048, 4096, 8192),
+    memory_nbytes=2**30,
+    repeats=15,
+    heads=(32, 128),
+    beside_dtype=torch.bfloat16,
+    beside_width=4096,
+)
+_QUICK_CPU = replace(_CPU, widths=(64, 256), sequences=(128,), memory_nbytes=2**22, repeats=3)
+_QUICK_CUDA = replace(_CUDA, widths=(512, 4096), sequences=(1024,), memory_nbytes=2**28, repeats=3)
 
 
 def sweep_for(
@@ -53,37 +57,15 @@ def sweep_for(
 
     Two layers of ``layer_nbytes`` that are more than that are scaled down to it.
     """
-    sweep = _sweep_for(device, quick, nbytes_max)
-    scale = min(1.0, max(sweep.nbytes) / (2 * sum(layer_nbytes) or 1))
-    return replace(sweep, layer_nbytes=[int(nbytes * scale) for nbytes in layer_nbytes])
-
-
-def _sweep_for(device: str, quick: bool, nbytes_max: int | None) -> Sweep:
     cpu = device == "cpu"
-    largest = nbytes_max or (2**24 if cpu else 2**30)
-    step = 64 if quick else 4
-    smallest = min(2**12, largest // step)
+    largest, step = nbytes_max or (2**24 if cpu else 2**30), 64 if quick else 4
     nbytes = [largest]
-    while nbytes[-1] // step >= smallest:
-        nbytes.append(nbytes[-1] // step)
-    sizes = nbytes[::-1]
-    if cpu:
-        if quick:
-            return Sweep(sizes, (64, 256), (128,), 2**22, 3)
-        return Sweep(sizes, (64, 128, 256, 512, 1024), (128, 256, 512, 1024), 2**26, 15)
-    full = Sweep(
-        sizes,
-        widths=(256, 512, 1024, 2048, 4096, 8192),
-        sequences=(1024, 2048, 4096, 8192),
-        memory_nbytes=2**30,
-        repeats=15,
-        heads=(32, 128),
-        beside_dtype=torch.bfloat16,
-        beside_width=4096,
-    )
-    if not quick:
-        return full
-    return replace(full, widths=(512, 4096), sequences=(1024,), memory_nbytes=2**28, repeats=3)
+    while nbytes[0] // step >= min(2**12, largest // step):
+        nbytes.insert(0, nbytes[0] // step)
+    scale = min(1.0, largest / (2 * sum(layer_nbytes) or 1))
+    layer = [int(n * scale) for n in layer_nbytes]
+    sizes = (_QUICK_CPU if cpu else _QUICK_CUDA) if quick else (_CPU if cpu else _CUDA)
+    return replace(sizes, nbytes=nbytes, layer_nbytes=layer)
 
 
 def _samples(calls: Mapping[float, Call], repeats: int, timer: Timer) -> list[Sample]:
@@ -108,10 +90,7 @@ def time_matmuls(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list
 
 def matmuls(dtype: torch.dtype, width: int, device: torch.device) -> Call:
     """Three square matmuls, those of a linear layer."""
-
-    def tensor() -> Tensor:
-        return torch.randn(width, width, dtype=dtype, device=device)
-
+    tensor = partial(torch.randn, width, width, dtype=dtype, device=device)
     x, weight, grad, out = tensor(), tensor(), tensor(), tensor()
 
     def run() -> None:
@@ -128,12 +107,9 @@ def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> li
     timer = timer_for(device)
 
     def attention(length: int) -> Call:
-        def tensor() -> Tensor:
-            shape = (1, heads, length, channels)
-            return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
-
-        q, k, v = tensor(), tensor(), tensor()
-        grad = torch.randn_like(q)
+        tensor = partial(torch.randn, 1, heads, length, channels, dtype=dtype, device=device)
+        q, k, v = (tensor(requires_grad=True) for _ in range(3))
+        grad = tensor()
 
         def run() -> None:
             out = scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -1,20 +1,91 @@
-"""The order in which things are measured, and what becomes of the samples."""
+"""The order in which things are measured, what becomes of the samples, and what is told of them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 
 from inductor_passes.machine.cluster import Peak, Wire
 from inductor_passes.machine.links import Ramp
 from simplefsdp.calibrate import collectives, measure
-from simplefsdp.calibrate.fit import Sample, fit_link, fit_ramp, with_members, without_delays
+from simplefsdp.calibrate.fit import (
+    Sample,
+    fit_link,
+    fit_ramp,
+    ramp_us,
+    with_members,
+    without_delays,
+)
 from simplefsdp.calibrate.measure import Sweep
-from simplefsdp.calibrate.report import CalibrationReport
 from simplefsdp.launcher.ranks import Rank
+from simplefsdp.words import plural
+
+
+class CalibrationReport:
+    """The terminal of a calibration; on ranks other than 0 it says nothing."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not enabled)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def progress(self, what: str) -> None:
+        """What is being measured from now on."""
+        self._console.print(f"measuring {what} ...", style="dim", markup=False)
+
+    def wire(self, wire: Wire, measured: Sequence[Sample]) -> None:
+        """The link of one kind and group, with the error of the fit at each size."""
+        link = wire.link
+        where = f"{wire.ranks} ranks on {plural(wire.nodes, 'node')}"
+        title = f"{wire.kind}, {where}: {link.latency_us:.4g} us + bytes / {link.gb_s:.4g} GB/s"
+        if link.ramp:
+            title += f", ramp from {min(reached for _, reached in link.ramp):.0%}"
+        if link.member_us:
+            title += f", {link.member_us:.3g} us per further member of a bucket"
+            title += " (measured: that or more)" if link.member_us == link.latency_us else ""
+        predicted = [link.us(s.size, wire.ranks) for s in measured]
+        self._fit(title, "KiB", 1024, measured, predicted)
+
+    def peak(
+        self,
+        dtype: str,
+        peak: Peak,
+        launch_us: float,
+        matmuls: Sequence[Sample],
+        attention: Sequence[Sample],
+    ) -> None:
+        """The matmuls and attention of one dtype, likewise."""
+        for what, ramp, samples in (
+            ("matmul", peak.matmul, matmuls),
+            ("attention", peak.attention, attention),
+        ):
+            best = max((reached for _, reached in ramp), default=1.0) * peak.tflops
+            predicted = [launch_us + ramp_us(peak.tflops * 1e6, ramp, s.size) for s in samples]
+            title = f"{dtype} {what}: up to {best:.4g} TFLOP/s"
+            self._fit(title, "MFLOP", 1e6, samples, predicted)
+
+    def _fit(
+        self,
+        title: str,
+        unit: str,
+        scale: float,
+        measured: Sequence[Sample],
+        predicted: Sequence[float],
+    ) -> None:
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for column in (unit, "measured us", "fit us", "error"):
+            table.add_column(column, justify="right")
+        for sample, fit in zip(measured, predicted, strict=True):
+            error = f"{fit / sample.us - 1:+.1%}"
+            table.add_row(f"{sample.size / scale:,.4g}", f"{sample.us:,.1f}", f"{fit:,.1f}", error)
+        self._console.print(table)
 
 
 def measure_wires(
@@ -25,12 +96,11 @@ def measure_wires(
     for ranks, nodes in measure.groups_of(rank.world_size, local_size):
         report.progress(f"collectives among {ranks} ranks")
         found = collectives.time_collectives(ranks, sweep, rank.device)
-        fitted = {
-            kind: with_members(fit_link(flat, ranks), flat, coalesced)
-            for kind, (flat, coalesced) in found.items()
-        }
-        wires += [Wire(kind, ranks, nodes, link) for kind, link in fitted.items()]
-        report.links(ranks, nodes, {kind: flat for kind, (flat, _) in found.items()}, fitted)
+        for kind, samples in found.items():
+            flat = [s for s in samples if s.members == 1]
+            wire = Wire(kind, ranks, nodes, with_members(fit_link(flat, ranks), samples))
+            wires.append(wire)
+            report.wire(wire, flat)
     return tuple(wires)
 
 
@@ -58,7 +128,9 @@ def measure_compute(sweep: Sweep, rank: Rank, report: CalibrationReport) -> dict
         f"a kernel's launch {launch_us:.3g} us"
     )
     peaks = {}
-    for dtype in _dtypes(rank.device):
+    dtypes = [torch.float32, torch.bfloat16]
+    dtypes += [torch.float16, torch.float64] if rank.device.type == "cuda" else []
+    for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
         dist.barrier()
         report.progress(f"matmuls and attention in {name}")
@@ -75,17 +147,10 @@ def measure_compute(sweep: Sweep, rank: Rank, report: CalibrationReport) -> dict
     }
 
 
-def _dtypes(device: torch.device) -> list[torch.dtype]:
-    dtypes = [torch.float32, torch.bfloat16]
-    return [*dtypes, torch.float16, torch.float64] if device.type == "cuda" else dtypes
-
-
 def _peak(matmuls: list[Sample], attention: list[Sample], launch_us: float) -> Peak:
     """Operations per second at best, and the fractions that sizes reach, launches left out."""
     (fastest, matmul), (fastest_attention, attended) = (
-        fit_ramp(
-            [Sample(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples], falls=True
-        )
+        fit_ramp([(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples], falls=True)
         for samples in map(without_delays, (matmuls, attention))
     )
     best = max(fastest, fastest_attention)

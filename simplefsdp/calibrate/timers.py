@@ -86,14 +86,10 @@ def events(device: torch.device) -> Timer:
 def medians_us(
     calls: Mapping[K, Call], repeats: int, timer: Timer, *, together: bool = False
 ) -> dict[K, float]:
-    """The median time of each call; they take turns, after one untimed turn.
+    """The median time of each call; they take so many turns, after one untimed turn.
 
-    Args:
-        calls: of any key.
-        repeats: turns that are timed.
-        timer: with which.
-        together: other ranks make the same calls and wait for each other's, so that how many are
-            queued must not depend on how long they take here.
+    ``together``: other ranks make the same calls and wait for each other's, so that how many are
+    queued must not depend on how long they take here.
     """
     times: defaultdict[K, list[float]] = defaultdict(list)
     counts: dict[K, int] = {}

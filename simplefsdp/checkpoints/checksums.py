@@ -8,8 +8,6 @@ that come with any GPU since the A100 (1.0 GiB/s per core measured; BLAKE2b 0.8,
 ``sha256sum`` compares it by hand. CRC-32 is twice as fast, and misses one damage in four billion.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -38,11 +36,7 @@ class Checksum(NamedTuple):
 
 
 def checksum_of(file: Path, progress: Progress | None = None) -> Checksum:
-    """Read a file; ``progress`` is told of the bytes of each piece.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read a file; ``progress`` is told of the bytes of each piece."""
     digest, nbytes = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_PIECE))
     with file.open("rb", buffering=0) as opened:
@@ -55,11 +49,7 @@ def checksum_of(file: Path, progress: Progress | None = None) -> Checksum:
 
 
 def write(folder: Path, sums: Mapping[str, Checksum]) -> None:
-    """Write the file, complete or not at all, and see it reach the disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the file, complete or not at all, and see it reach the disk."""
     files = {name: sums[name]._asdict() for name in sorted(sums)}
     part = folder / f".{NAME}.tmp"
     with part.open("w") as file:
@@ -70,22 +60,14 @@ def write(folder: Path, sums: Mapping[str, Checksum]) -> None:
 
 
 def add(folder: Path, *names: str) -> None:
-    """Add files of ``folder`` to its checksums, if it has any.
-
-    Raises:
-        OSError, ValueError: what is there cannot be read, or not be written.
-    """
+    """Add files of ``folder`` to its checksums, if it has any."""
     sums = read(folder)
     if sums is not None:
         write(folder, sums | {name: checksum_of(folder / name) for name in names})
 
 
 def read(folder: Path) -> dict[str, Checksum] | None:
-    """The checksums in ``folder``, by file; None if it has none, as those of older programs.
-
-    Raises:
-        ValueError: they are damaged, or of a later version.
-    """
+    """The checksums in ``folder``, by file; None if it has none, as those of older programs."""
     path = folder / NAME
     try:
         return _read(read_json(path, _MAX_NBYTES))

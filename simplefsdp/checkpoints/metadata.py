@@ -4,11 +4,9 @@ Whatever can be wrong with it is found here, so torch's reader only sees tensors
 there, do not leave the folder, and cover the tensor.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import product, starmap
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -77,14 +75,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def metadata_of(data: bytes) -> Metadata:
-    """The metadata that ``data`` is the pickle of.
-
-    Raises:
-        ValueError: see :func:`read_metadata`.
-    """
+    """The metadata that ``data`` is the pickle of; see :func:`read_metadata`."""
     state = _state(read_pickle(data, _KNOWN), "Metadata")
     entries = _get(state, "state_dict_metadata", dict)
-    places = dict(map(_place, *_columns(_get(state, "storage_data", dict))))
+    places = dict(starmap(_place, _get(state, "storage_data", dict).items()))
     # A corner takes more than a byte: more of them are of the same chunks again and again.
     budget = len(data)
     tensors: dict[str, Any] = {}
@@ -109,10 +103,6 @@ def files_of(metadata: Metadata) -> set[str]:
     return {NAME, *(place.relative_path for place in metadata.storage_data.values())}
 
 
-def _columns(found: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
-    return list(found.keys()), list(found.values())
-
-
 def _entry(key: str, entry: Any) -> BytesStorageMetadata | TensorStorageMetadata:
     if isinstance(entry, Record) and entry.of == _OURS["BytesStorageMetadata"]:
         return BytesStorageMetadata()
@@ -128,13 +118,12 @@ def _entry(key: str, entry: Any) -> BytesStorageMetadata | TensorStorageMetadata
     properties = TensorProperties(
         dtype=_DTYPES[dtype], requires_grad=grad is True, pin_memory=pinned is True
     )
-    chunks = [_chunk(chunk) for chunk in _get(state, "chunks", list)]
-    return TensorStorageMetadata(properties, _size(state.get("size")), chunks)
-
-
-def _chunk(chunk: Any) -> ChunkStorageMetadata:
-    state = _state(chunk, "ChunkStorageMetadata")
-    return ChunkStorageMetadata(_size(state.get("offsets")), _size(state.get("sizes")))
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in _get(state, "chunks", list)]
+    return TensorStorageMetadata(
+        properties,
+        _size(state.get("size")),
+        [ChunkStorageMetadata(_size(c.get("offsets")), _size(c.get("sizes"))) for c in chunks],
+    )
 
 
 def _place(index: Any, info: Any) -> tuple[MetadataIndex, Any]:

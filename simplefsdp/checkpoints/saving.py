@@ -4,8 +4,6 @@ Each rank reads back and hashes what it wrote, in the thread that wrote it; rank
 checksums with the rest of what ranks tell each other of their files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +34,6 @@ class ChecksumWriter(FileSystemWriter):
     a file is written over, and the new one is none before its checksums are there: whenever a save
     ends, what it leaves is refused, or complete.
     """
-
-    def __init__(self, folder: Path | str) -> None:
-        super().__init__(folder)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # One rank is here, and the others wait for its plan: none has begun to write.

@@ -1,7 +1,7 @@
 """The backend of ``torch.compile``: from a graph of Dynamo's to code, the same on all ranks.
 
 Read ``options`` and ``backend`` first: the user's options, what is checked of a graph, and that the
-ranks agree on it (``extension``: another graph in its place). ``dedupe`` leaves one gather per
+ranks agree on it (an extension: another graph in its place). ``dedupe`` leaves one gather per
 parameter; ``recompute`` and ``reshard`` say which are made again in backward. ``compilation`` calls
 the passes of ``inductor_passes`` for each graph, which ``observed`` plans (``plans``: one rank for
 all) and logs (``census``; ``size_limits``, if sizes are open); or nothing is traced, as

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from inductor_passes.adapters.packs import has_kernel
 from inductor_passes.adapters.roofline import cluster_of
@@ -21,12 +21,11 @@ from inductor_passes.ir.buckets import assign_by_module, repeated_modules
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.cluster_file import as_cluster
 from inductor_passes.rehearsal import Auto, Settings
-from simplefsdp import _torch, rank_guard
+from simplefsdp import _torch
 from simplefsdp.compiler import breaks
 from simplefsdp.compiler.cache_key import sources
-from simplefsdp.compiler.compilation import begin_preparing, compile_with_passes
+from simplefsdp.compiler.compilation import Extension, begin_preparing, compile_with_passes
 from simplefsdp.compiler.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
-from simplefsdp.compiler.extension import Extension
 from simplefsdp.compiler.local_inputs import compile_with_local_inputs
 from simplefsdp.compiler.options import Options, parse_options
 from simplefsdp.compiler.reshard import decide_resharding
@@ -37,6 +36,7 @@ from simplefsdp.frontend.after_wrap import stands_for_shard
 from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
+from simplefsdp.rank_guard import agree, forget_decisions, ranks_of
 from simplefsdp.rank_logging import say
 
 log = logging.getLogger("simplefsdp")
@@ -78,31 +78,30 @@ def simplefsdp(
     gathered = _gathered_inputs(gm)
     _refuse_checkpoint_by_hooks([example_inputs[place] for place in gathered])
     missing = _without_values(gathered, example_inputs)
-    settings = pass_settings(choice, [spec.fqn for spec in specs], _device(gm))
+    params = [value for value in example_inputs if isinstance(value, DTensor)]
+    device = _device_of(params)
+    settings = pass_settings(choice, [spec.fqn for spec in specs], device)
     if settings is not None:
         settings = settings if adjust is None else adjust(settings)
         _say_uncovered(settings)
-    if choice.cudagraphs and _device(gm).type != "cuda":
+    if choice.cudagraphs and device.type != "cuda":
         raise ValueError(
-            f"options['cudagraphs']: expected parameters on cuda, got {_device(gm)}; leave it out"
+            f"options['cudagraphs']: expected parameters on cuda, got {device}; leave it out"
         )
-    begin_preparing(choice.executor, _device(gm).type)
-    ranks = _ranks(gm)
-    if len(ranks) > 1 and not choice.rank_guard_timeout_s:
+    begin_preparing(choice.executor, device.type)
+    timeout_s = choice.rank_guard_timeout_s
+    ranks = ranks_of([param.device_mesh for param in params])
+    if len(ranks) > 1 and not timeout_s:
         say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")
         ranks = ()
-    together = _agree_on_model(
-        gm,
-        choice,
-        specs,
-        settings,
-        ranks,
-        missing,
-        adjusted=adjust is not None,
-        more=[] if extension is None else extension.agreed,
-    )
+    lines = [
+        *_communicated(gm, params, choice, specs, settings, adjusted=adjust is not None),
+        _named(missing),
+        *(() if extension is None else extension.agreed),
+    ]
+    together = agree("the graph to compile", lines, ranks, timeout_s)
     uninitialised.refuse(missing)
-    kept = decide_resharding(gm, example_inputs, settings, ranks, choice.rank_guard_timeout_s)
+    kept = decide_resharding(gm, example_inputs, settings, ranks, timeout_s)
     if kept:
         say("kept from forward to backward: %s", ", ".join(kept))
     if choice.separate_reduce_group:
@@ -118,8 +117,8 @@ def simplefsdp(
     else:
         whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))
-    compiled = refreshing(compiled, kept_places, ranks, choice.rank_guard_timeout_s)
-    return _refusing_emptied(compiled, gathered, ranks, choice.rank_guard_timeout_s)
+    compiled = refreshing(compiled, kept_places, ranks, timeout_s)
+    return _refusing_emptied(compiled, gathered, ranks, timeout_s)
 
 
 def _refusing_emptied(
@@ -128,14 +127,8 @@ def _refusing_emptied(
     ranks: Sequence[int],
     timeout_s: float,
 ) -> Callable[..., Any]:
-    """``compiled``, that refuses parameters that ``to_empty`` took the values of after compiling.
-
-    Args:
-        compiled: a compiled Dynamo graph.
-        gathered: FQN of the parameter that is gathered, by its place among the inputs.
-        ranks: that run it together.
-        timeout_s: how long to wait for the others, if a parameter was emptied.
-    """
+    """``compiled``, that refuses parameters that ``to_empty`` took the values of after
+    compiling."""
     checked = uninitialised.last_emptied()
 
     def call(*args: Any) -> Any:
@@ -143,9 +136,8 @@ def _refusing_emptied(
         if checked is not (emptied := uninitialised.last_emptied()):
             if any(uninitialised.was_emptied(args[place]) for place in gathered):
                 missing = _without_values(gathered, args)
-                lines = [f"parameters without values: {', '.join(missing) or 'none'}"]
                 what = "the parameters to compute with"
-                rank_guard.agree(what, lines, ranks, timeout_s, remember=False)
+                agree(what, [_named(missing)], ranks, timeout_s, remember=False)
                 uninitialised.refuse(missing)
             checked = emptied
         return compiled(*args)
@@ -159,12 +151,9 @@ def _say_uncovered(settings: Settings) -> None:
 
 
 def _reset() -> None:
-    """Forget plans, and what was kept from forward to backward: the next compilation decides anew.
-
-    ``torch.compiler.reset()`` and ``torch._dynamo.reset()`` call it. Call them on all ranks, or on
-    none: see :func:`simplefsdp.rank_guard.forget_decisions`.
-    """
-    rank_guard.forget_decisions()
+    """Forget plans, and what was kept from forward to backward: ``torch.compiler.reset()`` and
+    ``torch._dynamo.reset()`` call it, see :func:`simplefsdp.rank_guard.forget_decisions`."""
+    forget_decisions()
     breaks.reset()
     _torch.reset_repeated_calls()
 
@@ -173,63 +162,46 @@ simplefsdp.reset = _reset  # type: ignore[attr-defined]
 _torch.trace_repeated_calls_once(simplefsdp)
 
 
-def _sharded_inputs(gm: GraphModule) -> list[DTensor]:
-    values = (n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder")
-    return [value for value in values if isinstance(value, DTensor)]
-
-
-def _ranks(gm: GraphModule) -> tuple[int, ...]:
-    """The ranks that compile this graph together."""
-    return rank_guard.ranks_of([param.device_mesh for param in _sharded_inputs(gm)])
-
-
-def _agree_on_model(
+def _communicated(
     gm: GraphModule,
+    params: Sequence[DTensor],
     options: Options,
     specs: Sequence[GatherSpec],
     settings: Settings | None,
-    ranks: Sequence[int],
-    missing: Sequence[str],
     *,
     adjusted: bool,
-    more: Sequence[str],
-) -> bool:
-    """Compare across ranks what is communicated, before autograd: a difference is told by name.
-
-    Returns:
-        Whether all ranks compile it now: see :func:`simplefsdp.rank_guard.agree`.
-    """
-    params = _sharded_inputs(gm)
+) -> list[str]:
+    """What the ranks compare, before autograd: a difference is told by name."""
+    device = _device_of(params)
     grad = "with" if torch.is_grad_enabled() else "without"
-    lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients", *more]
-    lines += [f"Triton for what is sent {'is' if has_kernel(_device(gm)) else 'is not'} there"]
+    lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients"]
+    lines += [f"Triton for what is sent {'is' if has_kernel(device) else 'is not'} there"]
     # Not the cluster, which may be a path, but what it stands for.
     lines += _fields("options", replace(options, cluster=None))
     if settings is not None and settings.auto is not None:
         lines += _fields("cluster", settings.auto.cluster)
     if settings is not None and adjusted:
         lines += _fields("settings", replace(settings, auto=None))
-    lines += [f"parameters without values: {', '.join(missing) or 'none'}"]
     # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
-    lines += [
-        str(
-            spec._replace(
-                rows=0,
-                shard_group="",
-                reduce_group="",
-                copy_groups=tuple(("", ranks) for _, ranks in spec.copy_groups),
-            )
-        )
-        for spec in specs
-    ]
+    for spec in specs:
+        copies = tuple(("", ranks) for _, ranks in spec.copy_groups)
+        lines += [str(spec._replace(rows=0, shard_group="", reduce_group="", copy_groups=copies))]
     lines += [
         f"{node.args[1]}: {sorted(node.kwargs)} gradient until {node.kwargs.get('until', 'all')}"
         for node in gathers_of(gm)
         if node.kwargs
     ]
-    lines += sorted(f"{tuple(p.shape)} {p.dtype} {p.placements} {p.requires_grad}" for p in params)
-    timeout_s = options.rank_guard_timeout_s
-    return rank_guard.agree("the graph to compile", lines, ranks, timeout_s)
+    return lines + sorted(
+        f"{tuple(p.shape)} {p.dtype} {p.placements} {p.requires_grad}" for p in params
+    )
+
+
+def _device_of(params: Sequence[DTensor]) -> torch.device:
+    return params[0].device if params else torch.device("cpu")
+
+
+def _named(missing: Sequence[str]) -> str:
+    return f"parameters without values: {', '.join(missing) or 'none'}"
 
 
 def _fields(name: str, value: Options | Cluster | Settings) -> list[str]:
@@ -237,21 +209,9 @@ def _fields(name: str, value: Options | Cluster | Settings) -> list[str]:
     return [f"{name}[{f.name!r}]: {getattr(value, f.name)!r}" for f in fields(value)]
 
 
-def _device(gm: GraphModule) -> torch.device:
-    return next((param.device for param in _sharded_inputs(gm)), torch.device("cpu"))
-
-
 def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -> Settings | None:
-    """What the passes are to do for a model on ``device``; None if nothing.
-
-    Args:
-        options: the user's.
-        fqns: of the parameters that are gathered, in the order of the forward's first reads.
-        device: of the model.
-
-    Raises:
-        ValueError: ``options.buckets`` names a module that does not exist, or one twice.
-    """
+    """What the passes are to do for a model on ``device``, of whose parameters ``fqns`` are
+    gathered, in the order of the forward's first reads; None if nothing."""
     merges = options.bucketing != "none"
     if not merges and not options.reorders:
         return None
@@ -266,13 +226,6 @@ def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -
 
 def _auto(options: Options, device: torch.device) -> Auto:
     cluster = cluster_of(device) if options.cluster is None else as_cluster(options.cluster)
-    _check_nodes(cluster)
-    budget_gb = options.memory_budget_gb
-    return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9))
-
-
-def _check_nodes(cluster: Cluster) -> None:
-    """Refuse a cluster whose nodes are not those of this run, if it is known to have several."""
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if here.isdigit() and ranks > int(here) != cluster.ranks_per_node:
@@ -281,6 +234,8 @@ def _check_nodes(cluster: Cluster) -> None:
             f"but of the {ranks} ranks of this run {here} are on this one (LOCAL_WORLD_SIZE); "
             "measure the machine with `simplefsdp calibrate` under the same launcher"
         )
+    budget_gb = options.memory_budget_gb
+    return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9))
 
 
 def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -289,7 +244,9 @@ def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     for node, value in zip(placeholders, example_inputs, strict=True):
         # Inside ``unsharded`` it is the plain model that is compiled.
         known = stands_for_shard(value) or id(value) in ignored
-        if _is_plain_parameter(node) and not known:
+        seen = node.meta.get("example_value")
+        is_plain = isinstance(seen, nn.Parameter) and not isinstance(seen, DTensor)
+        if is_plain and not known:
             user = next((u for u in node.users if _torch.module_path(u)), None)
             module = f" of module {_torch.module_path(user)}" if user is not None else ""
             module += _torch.line_of(user)
@@ -321,9 +278,8 @@ def _gathered_inputs(gm: GraphModule) -> dict[int, str]:
 
 
 def _told_of_now(gm: GraphModule) -> tuple[dict[int, str], list[int], list[int]]:
-    """What gathers are told of this moment, by places among the inputs: how far a parameter's
-    gradient is taken, which tensors add up what is deferred, of which parameters a full one is
-    kept."""
+    """What gathers are told of this moment, by places among the inputs: how far a gradient is
+    taken, which tensors add up what is deferred, of which parameters a full one is kept."""
     place_of = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     until, sums, kept = {}, [], []
     for node in gathers_of(gm):
@@ -341,8 +297,3 @@ def _without_values(gathered: Mapping[int, str], inputs: Sequence[Any]) -> list[
     return uninitialised.without_values(
         (fqn, param, _torch.local_tensor(param)) for fqn, param in params
     )
-
-
-def _is_plain_parameter(placeholder: Node) -> bool:
-    value = placeholder.meta.get("example_value")
-    return isinstance(value, nn.Parameter) and not isinstance(value, DTensor)

@@ -30,39 +30,27 @@ log = logging.getLogger("simplefsdp")
 
 @dataclass
 class _Call:
-    """What a call of a model runs, from one graph to the next.
-
-    Attributes:
-        number: of the call.
-        root: the function that was called.
-        trains: with gradients.
-        before: the last break before the graph that is being compiled, in words.
-        after: that ends it.
-        is_over: its backward was compiled, so no graph of its forward comes any more.
-    """
+    """What a call of a model runs, from one graph to the next."""
 
     number: int = 0
-    root: CodePlace | None = None
+    root: CodePlace | None = None  # the function that was called
     trains: bool = False
-    before: str | None = None
-    after: str | None = None
-    is_over: bool = True
+    before: str | None = None  # the last break before the graph that is being compiled, in words
+    after: str | None = None  # that ends it
+    is_over: bool = True  # its backward was compiled, so no graph of its forward comes any more
 
 
 _numbers = itertools.count(1)
 _current = _Call()
 _warned: set[CodePlace | None] = set()  # of which functions
 # By compilation: the call that it is a part of, and the break before its forward graph.
-_call_of: dict[int, int] = {}
-_behind: dict[int, str] = {}
+_calls: dict[int, tuple[int, str | None]] = {}
 
 
 def enter(gm: GraphModule) -> None:
-    """Take note of a Dynamo graph that is to be compiled.
-
-    It is of the same call as the one before if it is compiled while the function that was called
-    is still running: Dynamo compiles what is behind a break when the code before it has run.
-    """
+    """Take note of a Dynamo graph that is to be compiled. It is of the same call as the one before
+    if the function that was called is still running: Dynamo compiles what is behind a break when
+    the code before it has run."""
     place, trains = _torch.place_being_compiled(), torch.is_grad_enabled()
     called = _torch.place_called()
     goes_on = called is not None and called == _current.root and trains == _current.trains
@@ -81,49 +69,42 @@ def is_between_breaks() -> bool:
 
 def _described(cut: GraphBreak, gm: GraphModule) -> str:
     where = cut.stack[-1] if cut.stack else None
+    # What happened, without the hints and links that follow.
+    lines = [line.strip() for line in cut.reason.splitlines()]
+    told = itertools.takewhile(lambda line: not line.startswith(("Hint:", "Developer ")), lines)
     last = next((m for n in reversed(gm.graph.nodes) if (m := _torch.module_path(n))), None)
     return (
         f"graph break{f' in or after module {last}' if last else ''}"
         f"{f', at {where.filename}:{where.lineno} ({where.line})' if where else ''}. "
-        f"Dynamo's reason: {_first_of(cut.reason)}"
+        f"Dynamo's reason: {' '.join(filter(None, told)).removesuffix('.')}"
     )
-
-
-def _first_of(reason: str) -> str:
-    """What happened, on one line, without the hints and links that follow."""
-    lines = [line.strip() for line in reason.splitlines()]
-    told = itertools.takewhile(lambda line: not line.startswith(("Hint:", "Developer ")), lines)
-    return " ".join(filter(None, told)).removesuffix(".")
 
 
 def notify(seen: CompiledGraph) -> None:
     """Call the observers with a graph, and say what the break before it costs."""
     _current.is_over |= seen.part == "backward"
     if seen.part == "forward":
-        _call_of[seen.compilation] = _current.number
-        if _current.before is not None:
-            _behind[seen.compilation] = _current.before
-    observers.notify(seen._replace(call=_call_of.get(seen.compilation, 0)))
+        _calls[seen.compilation] = _current.number, _current.before
+    call, cut = _calls.get(seen.compilation, (0, None))
+    observers.notify(seen._replace(call=call))
     try:
-        _tell(seen)
+        _tell(seen, cut)
     except Exception as error:  # it is for the log only
         log.warning("graph break: what it costs cannot be predicted: %s", error)
     if seen.part == "backward" or not _current.trains:  # nothing of this compilation comes any more
-        _call_of.pop(seen.compilation, None)
-        _behind.pop(seen.compilation, None)
+        _calls.pop(seen.compilation, None)
 
 
 def reset() -> None:
     """Forget all calls, and which functions were warned of: they are compiled anew."""
-    for kept in (_warned, _call_of, _behind):
-        kept.clear()
+    _warned.clear()
+    _calls.clear()
     vars(_current).update(vars(_Call()))
 
 
-def _tell(seen: CompiledGraph) -> None:
+def _tell(seen: CompiledGraph, cut: str | None) -> None:
     """A warning for the first break of a function that is compiled, else a line at INFO."""
     forward = seen.part == "forward"
-    cut = _behind.get(seen.compilation)
     if cut is None or (dist.is_initialized() and dist.get_rank() != 0):
         return
     us, cluster = _exposed_us(seen, "gather" if forward else "reduce")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
@@ -17,37 +16,21 @@ _GATHER_STARTS = {_ops.all_gather_into_tensor.default}
 _REDUCE_STARTS = {_ops.reduce_scatter_tensor.default, _ops.all_reduce.default}
 
 
-@dataclass(frozen=True)
-class Census:
-    """The data-parallel collectives of one graph.
-
-    Attributes:
-        gathers: FQN of each gather's parameter, in graph order.
-        resharded: how many of the gathers are recomputed in backward if it needs them.
-        reduces: FQN of each reduce's parameter, in graph order. A hybrid_shard gradient comes
-            twice: reduced within, then across the shard groups.
-        gather_nbytes: bytes of the gathered (full, padded) tensors.
-        reduce_nbytes: bytes of the tensors that go into the reduces.
-    """
-
-    gathers: tuple[str, ...]
-    resharded: int
-    reduces: tuple[str, ...]
-    gather_nbytes: int
-    reduce_nbytes: int
-
-
-def take_census(graph: Graph) -> Census:
-    """Count the gathers and reduces that SimpleFSDP put into ``graph``."""
+def describe(graph: Graph, part: Part) -> str:
+    """The gathers and reduces that SimpleFSDP put into ``graph``, as one line of a log; in bytes of
+    full, padded tensors. A hybrid_shard gradient is reduced, and counts, twice."""
     gathers = _starts(graph, _GATHER_STARTS, provenance.gathered_fqn)
     reduces = _starts(graph, _REDUCE_STARTS, provenance.reduced_fqn)
-    return Census(
-        gathers=tuple(gathers.values()),
-        resharded=sum(provenance.reshards_after_forward(n) for n in gathers),
-        reduces=tuple(reduces.values()),
-        gather_nbytes=sum(_nbytes(n) for n in gathers),
-        reduce_nbytes=sum(_nbytes(n.all_input_nodes[0]) for n in reduces),
-    )
+    text = f"{len(gathers)} gathers ({format_nbytes(sum(map(_nbytes, gathers)))}"
+    if part == "backward":
+        text += ", recomputed" if gathers else ""
+    elif part == "step":
+        text += f"; {len(gathers) - len(set(gathers.values()))} of them again in backward"
+    elif gathers:
+        resharded = sum(map(provenance.reshards_after_forward, gathers))
+        text += f"; {resharded} freed after forward, {len(gathers) - resharded} kept"
+    reduced_nbytes = sum(_nbytes(node.all_input_nodes[0]) for node in reduces)
+    return f"{part}: {text}), {len(reduces)} reduces ({format_nbytes(reduced_nbytes)})"
 
 
 def _starts(
@@ -60,20 +43,6 @@ def _starts(
 def _nbytes(node: Node) -> int:
     value = node.meta["val"]
     return int(value.numel()) * int(value.element_size())
-
-
-def describe(census: Census, part: Part) -> str:
-    """The census as one line of a log."""
-    gathers = f"{len(census.gathers)} gathers ({format_nbytes(census.gather_nbytes)}"
-    if part == "backward":
-        gathers += ", recomputed" if census.gathers else ""
-    elif part == "step":
-        gathers += f"; {len(census.gathers) - len(set(census.gathers))} of them again in backward"
-    elif census.gathers:
-        kept = len(census.gathers) - census.resharded
-        gathers += f"; {census.resharded} freed after forward, {kept} kept"
-    reduces = f"{len(census.reduces)} reduces ({format_nbytes(census.reduce_nbytes)})"
-    return f"{part}: {gathers}), {reduces}"
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -21,10 +21,10 @@ from inductor_passes.executor import regional
 from inductor_passes.passes import ImposeOrder, bucket_and_reorder
 from inductor_passes.rehearsal import Settings
 from simplefsdp import _torch
-from simplefsdp.compiler.cache_key import identity
 from simplefsdp.compiler.lengthen import few_layers_traced
-from simplefsdp.compiler.observed import Compilation, Observed, meet_compiled, observe
+from simplefsdp.compiler.observed import Observed, meet_compiled, observe
 from simplefsdp.compiler.options import Options
+from simplefsdp.compiler.plans import Compilation
 from simplefsdp.compiler.recompute import tag_for_recompute
 from simplefsdp.compiler.size_limits import SizeLimits
 from simplefsdp.compiler.warm_start import WarmStart
@@ -32,6 +32,19 @@ from simplefsdp.provenance import carried_fqn
 from simplefsdp.rank_logging import say
 
 _numbers = itertools.count()
+
+Call = Callable[..., Any]
+
+
+class Extension(NamedTuple):
+    """Makes a whole training step of the graph of a loss, see :mod:`simplefsdp.step`."""
+
+    agreed: Sequence[str]  # what must be the same on all ranks, line by line
+    # Of a Dynamo graph and its inputs gives the graph to compile, its inputs, and what makes of its
+    # code a function that is called as the Dynamo graph would be.
+    extend: Callable[
+        [GraphModule, Sequence[Any]], tuple[GraphModule, Sequence[Any], Callable[[Call], Call]]
+    ]
 
 
 def begin_preparing(executor: str, device_type: str) -> None:
@@ -47,62 +60,34 @@ def compile_with_passes(
     settings: Settings | None,
     ranks: Sequence[int],
     *,
-    together: bool = True,
+    together: bool,
     whole_step: bool = False,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph.
-
-    Args:
-        gm: the graph; owned by the callee.
-        example_inputs: its (fake) inputs.
-        options: the user's.
-        settings: of the passes; None for none.
-        ranks: that compile it together; none if they do not compare.
-        together: whether they all do so now.
-        whole_step: whether ``gm`` computes its gradients itself, from its last input on.
-
-    Raises:
-        RankMismatchError, PassError, ValueError: see :func:`observe`.
-    """
-    base = identity(settings)
-    compilation = Compilation(
-        settings,
-        tuple(ranks),
-        options.rank_guard_timeout_s,
-        torch.is_grad_enabled(),
-        next(_numbers),
-        SizeLimits(gm),
-        whole_step,
-    )
-    warm = WarmStart(gm, example_inputs, compilation, options, base)
+    """Compile one Dynamo graph, which is changed, for its (fake) inputs; ``together`` with all
+    ranks."""
+    number, grad = next(_numbers), torch.is_grad_enabled()
+    limits = SizeLimits(gm)
+    compilation = Compilation(options, settings, tuple(ranks), grad, number, limits, whole_step)
+    warm = WarmStart(gm, example_inputs, compilation)
     if (code := warm.code(together=together)) is not None:
         return code
-    compiler = _Compiler(example_inputs, options, compilation, base, warm)
+    compiler = _Compiler(example_inputs, compilation, warm)
     if whole_step:
         code = compiler.compiled(gm, _torch.AS_ONE)
     else:
         code = few_layers_traced(gm, compiler.compiled)
     warm.accept()
-    return compilation.limits.watching(code)
+    return limits.watching(code)
 
 
 class _Compiler:
-    """What happens to the forward and the backward graph of a Dynamo graph.
-
-    Attributes:
-        current: what was observed of the one that is being compiled.
-    """
+    """What happens to the forward and the backward graph of a Dynamo graph."""
 
     def __init__(
-        self,
-        example_inputs: Sequence[Any],
-        options: Options,
-        compilation: Compilation,
-        identity: str,
-        warm: WarmStart,
+        self, example_inputs: Sequence[Any], compilation: Compilation, warm: WarmStart
     ) -> None:
-        self.example_inputs, self.options, self.compilation = example_inputs, options, compilation
-        self.settings, self.identity, self.warm = compilation.settings, identity, warm
+        self.example_inputs, self.compilation, self.warm = example_inputs, compilation, warm
+        self.settings, self.executor = compilation.settings, compilation.options.executor
         self.current = Observed()
         self.codes = regional.Codes()
 
@@ -111,7 +96,7 @@ class _Compiler:
     ) -> Callable[..., Any]:
         """The code of a graph, whose joint graph is cut as it is told."""
         passes = None if self.settings is None else self._write_plan
-        if self.options.executor == "aot_eager":
+        if self.executor == "aot_eager":
             return _torch.compile_with_aot_eager(
                 graph,
                 self.example_inputs,
@@ -127,24 +112,30 @@ class _Compiler:
             self._meet(is_backward)
             attempt.add(is_backward, self.current, code)
 
+        scheduler, lowering = self._orders()
         return _torch.compile_with_inductor(
             graph,
             self.example_inputs,
-            _torch.Passes(
-                joint=tag_for_recompute,
-                graph=passes,
-                scheduler=_scheduler_pass(self.settings, self.identity),
-                uuid=self._uuid,
-            ),
-            observe=self._by_regions if self.options.executor == "regions" else self._note,
-            lowering=_lowering(self.settings),
-            cudagraphs=self.options.cudagraphs,
+            _torch.Passes(tag_for_recompute, passes, scheduler, self._uuid),
+            observe=self._by_regions if self.executor == "regions" else self._note,
+            lowering=lowering,
+            cudagraphs=self.compilation.options.cudagraphs,
             results=_torch.Results(results, attempt.finish if self.warm.can_keep else None),
             cut=cut,
         )
 
+    def _orders(self) -> tuple[ImposeOrder | None, Callable[[], AbstractContextManager[None]]]:
+        """The scheduler's pass, and a context of lowering; with a plan, compute, too, keeps the
+        order that it was made for."""
+        if self.settings is None or not self.settings.reorder:
+            return None, nullcontext
+        as_planned = self.settings.auto is not None
+        order = ImposeOrder(self.settings.policy, as_planned, self.compilation.identity)
+        return order, fusions_as_planned if as_planned else nullcontext
+
     def _uuid(self) -> str:
-        return hashlib.sha256(f"{self.identity}{self.current.planned}".encode()).hexdigest()
+        known = f"{self.compilation.identity}{self.current.planned}"
+        return hashlib.sha256(known.encode()).hexdigest()
 
     def _note(self, graph: GraphModule, is_backward: bool) -> None:
         self.current, _ = observe(graph, is_backward, self.compilation)
@@ -164,18 +155,3 @@ class _Compiler:
     def _write_plan(self, graph: Graph, read: fx.Reading | None = None) -> None:
         if self.settings is not None:
             bucket_and_reorder(graph, self.settings, carried_fqn, self.current.planned, read)
-
-
-def _as_planned(settings: Settings | None) -> bool:
-    """Whether compute, too, keeps the order that the plan was made for."""
-    return settings is not None and settings.reorder and settings.auto is not None
-
-
-def _lowering(settings: Settings | None) -> Callable[[], AbstractContextManager[None]]:
-    return fusions_as_planned if _as_planned(settings) else nullcontext
-
-
-def _scheduler_pass(settings: Settings | None, identity: str) -> ImposeOrder | None:
-    if settings is None or not settings.reorder:
-        return None
-    return ImposeOrder(settings.policy, _as_planned(settings), identity)

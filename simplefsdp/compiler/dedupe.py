@@ -16,17 +16,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from simplefsdp._torch import (
-    assigns_data,
-    graph_break_of,
-    inline_repeated_calls,
-    input_name,
-    is_checkpoint_region,
-    line_of,
-    second_group,
-    sets_grad_mode,
-    storage_of,
-)
+from simplefsdp import _torch
 from simplefsdp.frontend.gather import GatherSpec, gather, spec_of
 from simplefsdp.frontend.living import living_shards
 
@@ -34,23 +24,15 @@ log = logging.getLogger("simplefsdp")
 
 
 def dedupe_gathers(gm: GraphModule, inputs: Sequence[Any]) -> list[GatherSpec]:
-    """Leave one gather per distinct parameter in ``gm``, in place, and return them in order.
-
-    Args:
-        gm: as Dynamo made it.
-        inputs: of it; parameters are the model's own.
-
-    Raises:
-        ValueError: the model writes to a gathered tensor; names the parameter and the line.
-    """
-    if copies := inline_repeated_calls(gm):
+    """Leave one gather per distinct parameter in ``gm``, in place, and return them in order."""
+    if copies := _torch.inline_repeated_calls(gm):
         log.debug("%d layers were not followed by Dynamo: they are like others", copies)
     known = {id(param): fqn for fqn, param in living_shards()}
     placeholders = gm.graph.find_nodes(op="placeholder")
     _name_gathers(
         gm,
         {
-            node: known.get(id(value)) or input_name(node) or node.name
+            node: known.get(id(value)) or _torch.input_name(node) or node.name
             for node, value in zip(placeholders, inputs, strict=True)
         },
     )
@@ -63,7 +45,7 @@ def _name_gathers(gm: GraphModule, fqns: Mapping[Node, str]) -> None:
         if node.target is gather and not node.args[1]:
             param, _, fields = node.args
             node.args = (param, fqns.get(param, ""), fields)  # type: ignore[arg-type]
-        elif is_checkpoint_region(node):
+        elif _torch.is_checkpoint_region(node):
             attribute, *operands = node.args
             body = getattr(gm, str(attribute.target))
             inner = body.graph.find_nodes(op="placeholder")
@@ -74,7 +56,7 @@ def _name_gathers(gm: GraphModule, fqns: Mapping[Node, str]) -> None:
 def _dedupe(gm: GraphModule) -> list[GatherSpec]:
     _refuse_writes(gm)
     for node in list(gm.graph.nodes):
-        if is_checkpoint_region(node):
+        if _torch.is_checkpoint_region(node):
             _hoist_gathers(gm, node)
     _lift_out_of_no_grad(gm)
     first: dict[tuple[object, ...], Node] = {}
@@ -90,49 +72,45 @@ def _dedupe(gm: GraphModule) -> list[GatherSpec]:
 
 
 def reduce_in_second_group(gm: GraphModule) -> None:
-    """Let the gradients travel on communicators of their own, beside the gathers.
-
-    Each is made when it is first needed, by the ranks of its group together.
-    """
+    """Let the gradients travel on communicators of their own, beside the gathers; each is made when
+    it is first needed, by the ranks of its group together."""
     for node in gathers_of(gm):
         spec = spec_of(node)
         if spec.shard_group:
-            spec = spec._replace(reduce_group=second_group(spec.shard_group))
+            spec = spec._replace(reduce_group=_torch.second_group(spec.shard_group))
             node.args = (node.args[0], *spec.arguments())
     gm.recompile()
 
 
 def _refuse_writes(gm: GraphModule) -> None:
-    """Raise if the model writes to a gathered tensor, or to a view of one, in whatever way.
-
-    Dynamo ran each node on fake tensors, whose version counters have seen it.
-    """
+    """Raise if the model writes to a gathered tensor, or to a view of one, in whatever way: Dynamo
+    ran each node on fake tensors, whose version counters have seen it."""
     fqn_of: dict[int | None, object] = {}
     for node in gathers_of(gm):  # those of layers that were traced as one have one storage
-        fqn_of.setdefault(storage_of(node.meta.get("example_value")), node.args[1])
+        fqn_of.setdefault(_torch.storage_of(node.meta.get("example_value")), node.args[1])
     fqn_of.pop(None, None)
     aliases: dict[Node, object] = {}
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
-        if node.op != "placeholder" and storage_of(value) in fqn_of:
-            aliases[node] = fqn_of[storage_of(value)]
+        if node.op != "placeholder" and _torch.storage_of(value) in fqn_of:
+            aliases[node] = fqn_of[_torch.storage_of(value)]
     _refuse_assigned_data(gm, aliases)
     for node, fqn in aliases.items():
         if node.meta["example_value"]._version:
             by = next((u for u in gm.graph.nodes if _writes(u, fqn, aliases)), node)
             raise ValueError(
-                f"{fqn}: {_name_of(by)} in forward{line_of(by)} would change the gathered copy, "
-                "not the parameter; update parameters outside the model, through "
+                f"{fqn}: {_name_of(by)} in forward{_torch.line_of(by)} would change the gathered "
+                "copy, not the parameter; update parameters outside the model, through "
                 "named_parameters()"
             )
 
 
 def _refuse_assigned_data(gm: GraphModule, aliases: Mapping[Node, object]) -> None:
     """The graph ends at ``weight.data = ...``, and hands a gathered tensor to that line."""
-    cut = graph_break_of(gm)
+    cut = _torch.graph_break_of(gm)
     (output,) = gm.graph.find_nodes(op="output")
     fqn = next((aliases[n] for n in output.all_input_nodes if n in aliases), None)
-    if cut is not None and assigns_data(cut) and fqn is not None:
+    if cut is not None and _torch.assigns_data(cut) and fqn is not None:
         where = f" ({cut.stack[-1].filename}:{cut.stack[-1].lineno})" if cut.stack else ""
         raise ValueError(
             f"{fqn}: assigning to .data in forward{where} would change the gathered copy, not the "
@@ -167,7 +145,7 @@ def _lift_out_of_no_grad(gm: GraphModule) -> None:
     """Gather before a no_grad block, not in it: the reads after it want the gradient."""
     block: Node | None = None
     for node in list(gm.graph.nodes):
-        if sets_grad_mode(node):
+        if _torch.sets_grad_mode(node):
             block = node if node.args == (False,) and block is None else None
         elif block is not None and node.op == "call_function" and node.target is gather:
             block.prepend(node)

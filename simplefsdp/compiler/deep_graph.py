@@ -21,12 +21,16 @@ class Deep:
     """The graph of a layout with ``more`` copies of a layer.
 
     The copies come where numbers are lower: ahead of the layer if they rise, else behind it. So in
-    forward and backward they have the same numbers.
+    forward and backward they have the same numbers. Nodes are kept by place, where ``layer`` counts
+    the copies, and those that are in no copy by the node that each was made of.
 
-    Attributes:
-        graph: it.
-        at: its nodes by place, where ``layer`` counts the copies.
-        made: nodes of the new graph that are in no copy, by the node that each was made of.
+    Args:
+        layout: of the shallow graph.
+        numbering: of its layers.
+        more: copies to make.
+        name_of: of inputs that are made by another deep graph.
+        own: names of the copies' other inputs, by what the layer that is copied calls them, and
+            the number of the copy; without, they are made up.
     """
 
     def __init__(
@@ -37,19 +41,6 @@ class Deep:
         name_of: Renamed | None = None,
         own: Mapping[tuple[str, int], str] | None = None,
     ) -> None:
-        """Make it.
-
-        Args:
-            layout: of the shallow graph.
-            numbering: of its layers.
-            more: copies to make.
-            name_of: of inputs that are made by another deep graph.
-            own: names of the copies' other inputs, by what the layer that is copied calls them,
-                and the number of the copy; without, they are made up.
-
-        Raises:
-            KeyError: a node, or the name of an input, is not there.
-        """
         self.layout, self.numbering, self.name_of, self.own = layout, numbering, name_of, own
         self.graph, self.at, self.made = Graph(), dict[Place, Node](), dict[Node, Node]()
         self.homes = _homes(layout.place)
@@ -73,11 +64,7 @@ class Deep:
         return self.at[Place(self.numbers.index(number), was.member)].name
 
     def counterpart(self, node: Node, number: int) -> Node:
-        """What is for the layer with ``number`` as ``node`` is for the one that was copied.
-
-        Raises:
-            KeyError: ``node`` is not of a layer.
-        """
+        """What is for the layer with ``number`` as ``node`` is for the one that was copied."""
         layer, member = self.layout.place[node]
         deep = self.numbers.index(number)
         return self.at[Place(deep + layer - self.layout.template, member)]
@@ -97,10 +84,6 @@ class Deep:
         self._output()
         self.graph.lint()
 
-    def _deep(self, layer: int) -> int:
-        """Index that a layer of the layout has now."""
-        return layer if layer < self.copies.start else layer + len(self.copies)
-
     def _referring(self, deep: int, source: int) -> Callable[[Node], Node]:
         """What a node refers to if its layer is a copy of ``source``, at ``deep``."""
 
@@ -113,47 +96,37 @@ class Deep:
         return refer
 
     def _inputs(self) -> None:
-        place = self.layout.place
-        for node in self.layout.graph.nodes:
-            if node.op != "placeholder":
-                continue
+        place, copies = self.layout.place, self.copies
+        inputs = self.layout.graph.find_nodes(op="placeholder")
+        for node in inputs:
             if node not in place:
-                self.made[node] = self._input(node, node.name)
+                self.made[node] = self._made(node, node.name, self._referring(0, 0), by=0)
             else:
-                self.made[node] = self._placed_input(node, self._deep(place[node].layer))
-        for deep in self.copies:
-            for node, (layer, _) in place.items():
-                if node.op == "placeholder" and layer == self.layout.template:
-                    self._placed_input(node, deep)
+                layer = place[node].layer
+                self._input(node, layer if layer < copies.start else layer + len(copies))
+        for deep in copies:
+            for node in place:
+                if node.op == "placeholder" and place[node].layer == self.layout.template:
+                    self._input(node, deep)
 
-    def _placed_input(self, node: Node, deep: int) -> Node:
-        layer, member = self.layout.place[node]
+    def _input(self, node: Node, deep: int) -> None:
         name = None
         if self.name_of is not None:
-            name = self.name_of(node.name, self.layout.numbers[layer], self.numbers[deep])
+            number = self.layout.numbers[self.layout.place[node].layer]
+            name = self.name_of(node.name, number, self.numbers[deep])
         elif self.own is not None and deep in self.copies:
             name = self.own[node.name, self.numbers[deep]]
-        by = self.numbers[deep] - self.layout.numbers[layer]
-        made = self._input(node, name or self._name(node, deep), by)
+        self._member(node, deep, name)
+
+    def _member(self, node: Node, deep: int, name: str | None = None) -> None:
+        """Make for the layer at ``deep`` what ``node`` is for its own."""
+        layer, member = self.layout.place[node]
+        is_copy, number = deep in self.copies, self.numbers[deep]
+        name = name or (f"{node.name}_layer{number}" if is_copy else node.name)
+        by = number - self.layout.numbers[layer]
+        made = self._made(node, name, self._referring(deep, layer), by)
         self.at[Place(deep, member)] = made
-        if deep in self.copies:
-            self._renew(made, deep)
-        return made
-
-    def _input(self, node: Node, name: str, by: int = 0) -> Node:
-        made = self.graph.create_node("placeholder", name, node.args, {}, name, node.type)
-        made.meta = self._renumbered(node.meta, by)
-        return made
-
-    def _name(self, node: Node, deep: int) -> str:
-        return f"{node.name}_layer{self.numbers[deep]}" if deep in self.copies else node.name
-
-    def _member(self, node: Node, deep: int) -> None:
-        source = self.sources[deep]
-        by = self.numbers[deep] - self.layout.numbers[source]
-        made = self._made(node, self._name(node, deep), self._referring(deep, source), by)
-        self.at[Place(deep, self.layout.place[node].member)] = made
-        if deep in self.copies:
+        if is_copy:
             self._renew(made, deep)
         else:
             self.made[node] = made
@@ -161,14 +134,15 @@ class Deep:
     def _made(
         self, node: Node, name: str, refer: Callable[[Node], Node], by: int, at_least: int = 0
     ) -> Node:
+        target = name if node.op == "placeholder" else node.target
         arguments, keywords = map_arg((node.args, node.kwargs), refer)
-        made = self.graph.create_node(node.op, node.target, arguments, keywords, name, node.type)
+        made = self.graph.create_node(node.op, target, arguments, keywords, name, node.type)
         made.meta = self._renumbered(node.meta, by, at_least)
         return made
 
     def _output(self) -> None:
         """All that was returned, and of each copy what its layer returned."""
-        (output,) = (node for node in self.layout.graph.nodes if node.op == "output")
+        (output,) = self.layout.graph.find_nodes(op="output")
         values: list[Any] = list(output.args[0])  # type: ignore[call-overload]
         place, template = self.layout.place, self.layout.template
         members = [place[v].member for v in values if v in place and place[v].layer == template]
@@ -191,10 +165,8 @@ class Deep:
         return found
 
     def _renew(self, made: Node, deep: int) -> None:
-        """Give a copy values of its own: who tracks memory goes by their storages.
-
-        Not by those of open sizes, which are for formulas alone; to make them takes a ms each.
-        """
+        """Give a copy values of its own: who tracks memory goes by their storages. Not those of
+        open sizes, which are for formulas alone; to make them takes a ms each."""
         source = self.sources[deep]
 
         def renewed(value: object) -> object:

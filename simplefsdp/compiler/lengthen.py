@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,20 +32,15 @@ log = logging.getLogger("simplefsdp")
 
 
 class LeftOut(NamedTuple):
-    """What a joint graph had, and its two parts must have.
+    """What a joint graph had, and its two parts must have."""
 
-    Attributes:
-        short: of the Dynamo graph.
-        inputs: of the joint graph, but for tangents, in order.
-        inputs_of: names of the inputs of the template, which is traced, and of the layers that are
-            not, by the number of the layer in the whole model.
-        unread: inputs that nothing reads, by name, with the name of what was returned in the place
-            of a gradient, or None.
-    """
-
-    short: Shortened
-    inputs: list[Node]
+    short: Shortened  # of the Dynamo graph
+    inputs: list[Node]  # of the joint graph, but for tangents, in order
+    # Names of the inputs of the template, which is traced, and of the layers that are not, by the
+    # number of the layer in the whole model.
     inputs_of: dict[int, list[str]]
+    # Inputs that nothing reads, by name, with the name of what was returned in the place of a
+    # gradient, or None.
     unread: dict[str, str | None]
 
     @property
@@ -64,12 +59,7 @@ class LeftOut(NamedTuple):
 def few_layers_traced(
     gm: GraphModule, compiled: Callable[[GraphModule, _torch.Cut | None], CompiledFunction]
 ) -> CompiledFunction:
-    """``gm`` compiled, of layers that are alike a few traced; all, where that does not do.
-
-    Args:
-        gm: a Dynamo graph.
-        compiled: compiles a graph, whose joint graph is cut as it is told.
-    """
+    """``gm`` compiled, of layers that are alike a few traced; all, where that does not do."""
     short = shorten(gm) if _torch.can_cut() else None
     if short is not None:
         layers_of, graphs = short.numbering.layers, _Graphs(short)
@@ -91,12 +81,8 @@ def few_layers_traced(
 
 
 class _Graphs:
-    """A joint graph and what it is cut in.
-
-    Attributes:
-        left_out: of the joint graph, once that is known.
-        are_long: whether the two have all layers.
-    """
+    """A joint graph, what was left out of it once that is known, and whether the two that it is cut
+    in have all layers by now."""
 
     def __init__(self, short: Shortened) -> None:
         self.short, self.left_out, self.are_long = short, list[LeftOut](), False
@@ -113,11 +99,8 @@ class _Graphs:
 
 
 def take_out(graph: Graph, short: Shortened) -> LeftOut:
-    """Take the stand-in out of a joint graph, and the inputs that nothing reads then.
-
-    Raises:
-        ValueError: what it takes are not inputs of the graph, or its gradients are changed.
-    """
+    """Take the stand-in out of a joint graph, and the inputs that nothing reads then; a ValueError
+    if what it takes are not inputs of the graph, or its gradients are changed."""
     inputs = [n for n in graph.find_nodes(op="placeholder") if "tangents" not in str(n.target)]
     (forward,) = graph.find_nodes(op="call_function", target=layers.default)
     _, own, example = ([_source(n) for n in some] for some in forward.args)
@@ -133,10 +116,11 @@ def take_out(graph: Graph, short: Shortened) -> LeftOut:
         raise ValueError("a layer's inputs or gradients are changed")
     for call in calls:
         _bypass(call)
-    output.args = ([*values[:ahead], *_without(values[ahead:], inputs, theirs)],)
+    returned = dict(zip(inputs, values[ahead:], strict=True))
+    grads = [None if node in theirs else returned[node] for node in inputs]
+    output.args = ([*values[:ahead], *grads],)
     _erase_unused(graph)
     unread = [node for node in inputs if not node.users and node not in theirs]
-    returned = dict(zip(inputs, values[ahead:], strict=True))
     unread_names = {n.name: v.name if (v := returned[n]) is not None else None for n in unread}
 
     left_out = LeftOut(short, inputs, dict(enumerate(names, short.template)), unread_names)
@@ -173,19 +157,15 @@ def _are_grads(calls: Sequence[Node], inputs: Sequence[Node], values: Sequence[A
 
 
 def _bypass(call: Node) -> None:
-    """Let what reads the results that are passed on read what the stand-in takes."""
+    """Let what reads the results that are passed on read what the stand-in takes, and views of
+    these results be views of that."""
     passed: Sequence[Node] = call.args[0]  # type: ignore[assignment]
-    owner = {}
+    owner: dict[int | None, Any] = {}  # what is in the place of a result, by its storage
     for item in list(call.users):
         at: int = item.args[1]  # type: ignore[assignment]
         if at < len(passed):
             item.replace_all_uses_with(passed[at])
             owner[_torch.storage_of(item.meta["val"])] = passed[at].meta["val"]
-    _move_views(call.graph, owner)
-
-
-def _move_views(graph: Graph, owner: Mapping[int | None, Any]) -> None:
-    """Let views of what a stand-in gave, by its storage, be views of what is in its place."""
     if any(v.storage_offset() or not v.is_contiguous() for v in owner.values()):
         raise ValueError("what goes from layer to layer is a part of something")
 
@@ -193,13 +173,9 @@ def _move_views(graph: Graph, owner: Mapping[int | None, Any]) -> None:
         home = owner.get(_torch.storage_of(value))
         return value if home is None else _torch.fake_again(value, home)
 
-    for node in graph.nodes:
+    for node in call.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = _torch.tree_map_only(Tensor, moved, node.meta["val"])
-
-
-def _without(values: Iterable[Any], inputs: Iterable[Node], own: set[Node]) -> list[Any]:
-    return [None if node in own else value for node, value in zip(inputs, values, strict=True)]
 
 
 def _erase_unused(graph: Graph) -> None:
@@ -213,17 +189,8 @@ def _erase_unused(graph: Graph) -> None:
 def lengthen(
     forward: GraphModule, backward: GraphModule, left_out: LeftOut, outputs: int
 ) -> tuple[GraphModule, GraphModule]:
-    """The forward and backward graph of all layers.
-
-    Args:
-        forward: of the layers that were traced.
-        backward: likewise.
-        left_out: of the joint graph that they were cut from.
-        outputs: how many of the forward's are not for backward.
-
-    Raises:
-        ValueError, KeyError: the traced layers differ in these graphs.
-    """
+    """The forward and backward graph of all layers, of those that the joint graph was cut in;
+    ``outputs`` of the forward's are not for backward."""
     short = left_out.short
     own = {
         (example, number): name
@@ -236,17 +203,15 @@ def lengthen(
     behind = Deep(layouts[1], short.numbering, short.more, ahead.renamed)
     _return_gradients(backward.graph, behind, left_out)
     saved = _saved_first(ahead.graph, behind.graph)
-    _return_saved(ahead.graph, saved, outputs)
+    (output,) = ahead.graph.find_nodes(op="output")
+    output.args = ((*output.args[0][:outputs], *saved),)
+    output.meta = {}  # descriptions of other outputs
     _inputs_in_order(ahead.graph, left_out)
     return _torch.graph_module(forward, ahead.graph), _torch.graph_module(backward, behind.graph)
 
 
 def _refuse_outputs_of_layers(layout: LayeredGraph, outputs: int) -> None:
-    """See that forward returns nothing of each layer, as the new value of a buffer.
-
-    Raises:
-        ValueError: it does.
-    """
+    """See that forward returns nothing of each layer, as the new value of a buffer."""
     (output,) = layout.graph.find_nodes(op="output")
     for value in output.args[0][:outputs]:  # type: ignore[index]
         if value in layout.place and layout.place[value].layer <= layout.template:  # type: ignore[index]
@@ -272,11 +237,9 @@ def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut) -> None:
 
 
 def _saved_first(forward: Graph, backward: Graph) -> list[Node]:
-    """Put what backward takes from forward ahead of its other inputs; gives the nodes of forward.
-
-    AOTAutograd wants tensors first, those whose versions it does not compare behind them, and what
-    is no tensor last.
-    """
+    """Put what backward takes from forward ahead of its other inputs, as AOTAutograd wants it:
+    tensors, then those whose versions it does not compare, then what is no tensor. Gives forward's
+    nodes."""
     known = {node.name: node for node in forward.nodes}
     inputs = list(backward.find_nodes(op="placeholder"))
     saved = sorted(
@@ -286,13 +249,6 @@ def _saved_first(forward: Graph, backward: Graph) -> list[Node]:
     rest = [node for node in inputs if node.name not in known]
     _put_first(backward, [*saved, *rest])
     return [known[node.name] for node in saved]
-
-
-def _return_saved(graph: Graph, saved: Sequence[Node], outputs: int) -> None:
-    (output,) = graph.find_nodes(op="output")
-    values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
-    output.args = ((*values[:outputs], *saved),)
-    output.meta = {}  # descriptions of other outputs
 
 
 def _inputs_in_order(graph: Graph, left_out: LeftOut) -> None:

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from simplefsdp import _torch, provenance
 from simplefsdp.frontend.gather import gather, spec_of
+from simplefsdp.frontend.placement import dtensor_of
 
 CompiledFunction = Callable[..., Any]
 Backend = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
@@ -27,21 +28,15 @@ Backend = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
 def compile_with_local_inputs(
     gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Backend
 ) -> CompiledFunction:
-    """Compile a Dynamo graph by ``compile_graph``, its DTensors unwrapped if they must be.
-
-    Args:
-        gm: the graph; changed in place.
-        example_inputs: its (fake) inputs.
-        compile_graph: a backend.
-    """
+    """Compile a Dynamo graph by ``compile_graph``, its DTensors unwrapped if they must be."""
     unwrapped = {i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)}
-    if not unwrapped or not has_aliases(gm):
-        return compile_graph(gm, example_inputs)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    last = placeholders[-1]
+    (output,) = gm.graph.find_nodes(op="output")
+    if not unwrapped or not (_alias(placeholders) or _alias(output.all_input_nodes)):
+        return compile_graph(gm, example_inputs)
     inputs = list(example_inputs)
     for i in sorted(unwrapped, reverse=True):
-        inputs[i] = _take_local(gm, placeholders[i], last, example_inputs[i])
+        inputs[i] = _take_local(gm, placeholders[i], placeholders[-1], example_inputs[i])
     gm.recompile()
     compiled = compile_graph(gm, inputs)
 
@@ -51,13 +46,8 @@ def compile_with_local_inputs(
     return call
 
 
-def has_aliases(gm: GraphModule) -> bool:
+def _alias(nodes: Iterable[Node]) -> bool:
     """Whether two inputs of a Dynamo graph, or two outputs, are views of one tensor."""
-    (output,) = gm.graph.find_nodes(op="output")
-    return _shared(gm.graph.find_nodes(op="placeholder")) or _shared(output.all_input_nodes)
-
-
-def _shared(nodes: Iterable[Node]) -> bool:
     found = [_torch.storage_of(node.meta.get("example_value")) for node in nodes]
     storages = [storage for storage in found if storage is not None]
     return len(set(storages)) < len(storages)
@@ -70,9 +60,7 @@ def _take_local(gm: GraphModule, placeholder: Node, last: Node, param: DTensor) 
 
     def as_dtensor(local: torch.Tensor) -> DTensor:
         with mark():  # a view of the shard is a part of the gather, and recomputed with it
-            return DTensor.from_local(
-                local, mesh, placements, run_check=False, shape=shape, stride=stride
-            )
+            return dtensor_of(local, mesh, placements, shape, stride)
 
     with gm.graph.inserting_after(last):
         whole = gm.graph.call_function(as_dtensor, (placeholder,))

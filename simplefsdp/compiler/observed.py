@@ -24,19 +24,12 @@ from inductor_passes.rehearsal import Rehearsal, Settings, launches
 from inductor_passes.size_range import SizeRange
 from inductor_passes.transform.portable import PortableBucket
 from simplefsdp import _torch, rank_guard
+from simplefsdp.compiler import plans
 from simplefsdp.compiler.breaks import notify
-from simplefsdp.compiler.census import describe, describe_passes, take_census
+from simplefsdp.compiler.census import describe, describe_passes
 from simplefsdp.compiler.observers import CompiledGraph, Part
-from simplefsdp.compiler.plans import (
-    Asked,
-    Choice,
-    Chosen,
-    decision_for_all,
-    is_users,
-    plan_for_all,
-    text_of_plan,
-)
-from simplefsdp.compiler.size_limits import SizeLimits, describe_range, exceeds
+from simplefsdp.compiler.plans import Asked, Choice, Chosen, Compilation
+from simplefsdp.compiler.size_limits import describe_range, exceeded
 from simplefsdp.provenance import carried_fqn, reduced_fqn
 from simplefsdp.rank_guard import RankMismatchError
 from simplefsdp.rank_logging import level, say
@@ -44,52 +37,15 @@ from simplefsdp.rank_logging import level, say
 log = logging.getLogger("simplefsdp")
 
 
-class Compilation(NamedTuple):
-    """What a forward graph and its backward have in common.
-
-    Attributes:
-        settings: of the passes; None for none.
-        ranks: that compile together; none if they do not compare.
-        timeout_s: how long to wait for the others.
-        grad: whether gradients are wanted.
-        number: the same for no others.
-        limits: of the sizes that were left open.
-        whole_step: whether the forward graph computes its gradients itself, and uses them.
-    """
-
-    settings: Settings | None
-    ranks: tuple[int, ...]
-    timeout_s: float
-    grad: bool
-    number: int
-    limits: SizeLimits
-    whole_step: bool = False
-
-    def part(self, is_backward: bool) -> Part:
-        """What a graph of this compilation is."""
-        if self.whole_step:
-            return "step"
-        return "backward" if is_backward else "forward"
-
-
 class Observed(NamedTuple):
-    """What the ranks agreed on of a graph.
+    """What the ranks agreed on of a graph."""
 
-    Attributes:
-        planned: its buckets, which the pass writes.
-        launches: what it will communicate, line by line.
-        asked: what one rank planned for all; None if none did.
-        number: of that plan, or 0.
-        said: the line of the log; "" if nobody wanted it.
-        stands: a later process may go by it: nothing else was to be said.
-    """
-
-    planned: tuple[PortableBucket, ...] = ()
-    launches: tuple[str, ...] = ()
-    asked: Asked | None = None
-    number: int = 0
-    said: str = ""
-    stands: bool = False
+    planned: tuple[PortableBucket, ...] = ()  # its buckets, which the pass writes
+    launches: tuple[str, ...] = ()  # what it will communicate, line by line
+    asked: Asked | None = None  # what one rank planned for all; None if none did
+    number: int = 0  # of that plan, or 0
+    said: str = ""  # the line of the log; "" if nobody wanted it
+    stands: bool = False  # a later process may go by it: nothing else was to be said
 
 
 def observe(
@@ -98,10 +54,8 @@ def observe(
     """Choose the buckets of a graph, compare its launches across ranks, log it and show it.
 
     Called whether or not Inductor's cache has the code, with the graph that the passes will get.
-    Where no passes are wanted, a graph that cannot be read leads to a warning only.
-
-    Returns:
-        What the ranks agreed on, and how the graph was read, if it could be.
+    Where no passes are wanted, a graph that cannot be read leads to a warning only. Gives what the
+    ranks agreed on, and how the graph was read, if it could be.
 
     Raises:
         RankMismatchError: the ranks are about to communicate differently.
@@ -122,37 +76,32 @@ def observe(
     seconds = time.perf_counter() - begin
     lines = launches(found) if isinstance(found, Rehearsal) else [_cannot(found)]
     try:
-        _agree_on_launches(part, lines, choice.number, compilation)
+        _agree(f"the {part} graph to compile", lines, choice.number, compilation)
     except RankMismatchError as error:
         raise error from (found if isinstance(found, Exception) else None)
     ranges, said = _tell(gm, part, found, compilation)
-    settings, same = compilation.settings, compilation.number
+    settings = compilation.settings
     if isinstance(found, Exception):
         if settings is None:
             log.warning("%s graph: compiled as it is: it cannot be read: %s", part, found)
             return Observed(launches=tuple(lines)), None
-        if is_users(found):
+        if plans.is_users(found):
             raise ValueError(f"{part} graph: {found}") from found
         raise PassError(f"{part} graph: {found}; {REMEDY}") from found
-    notify(CompiledGraph(part, found, settings, seconds, same, ranges=ranges))
-    stands = not ranges and not exceeds(found, settings)
-    of_plan = (choice.asked, choice.number, said, stands)
-    return Observed(found.planned, tuple(lines), *of_plan), found.reading
+    notify(CompiledGraph(part, found, settings, seconds, compilation.number, ranges=ranges))
+    stands = not ranges and exceeded(found, settings) is None
+    observed = Observed(found.planned, tuple(lines), choice.asked, choice.number, said, stands)
+    return observed, found.reading
 
 
 def agree_again(observed: Observed, is_backward: bool, compilation: Compilation) -> None:
     """What :func:`observe` and :func:`meet_compiled` do among the ranks, for a graph that all of
-    them have the code of, and agreed on before as they do now.
-
-    Raises:
-        RankMismatchError: a rank did not come in time.
-    """
+    them have the code of, and agreed on before as they do now."""
     part, number = compilation.part(is_backward), 0
     if observed.asked is not None:
-        decide = functools.partial(text_of_plan, observed.planned)
-        ranks, timeout_s = compilation.ranks, compilation.timeout_s
-        number = decision_for_all(observed.asked, ranks, decide, timeout_s).number
-    _agree_on_launches(part, observed.launches, number, compilation)
+        decide = functools.partial(plans.text_of_plan, observed.planned)
+        number = plans.decision_for_all(observed.asked, compilation, decide).number
+    _agree(f"the {part} graph to compile", observed.launches, number, compilation)
     if observed.said:
         say("%s", observed.said)
     meet_compiled(observed._replace(number=number), compilation, is_backward)
@@ -164,15 +113,10 @@ def meet_compiled(observed: Observed, compilation: Compilation, is_backward: boo
     A rank with a cold cache compiles for minutes; the others would wait for it in a collective,
     which the process group's timeout ends with an error that says nothing of compiling. A rank
     that compiles alone, what communicates the same as before, meets nobody.
-
-    Raises:
-        RankMismatchError: a rank has not compiled it in time.
     """
     part = compilation.part(is_backward)
-    what = f"running the {part} graph"
-    subject = [part, f"gradients {compilation.grad}"]
-    subject += _with_number(observed.launches, observed.number)
-    rank_guard.agree(what, subject, compilation.ranks, compilation.timeout_s, late=_COMPILING)
+    lines = [part, f"gradients {compilation.grad}", *observed.launches]
+    _agree(f"running the {part} graph", lines, observed.number, compilation, late=_COMPILING)
 
 
 _COMPILING = (
@@ -181,25 +125,24 @@ _COMPILING = (
 )
 
 
-def _planned(
-    gm: GraphModule, part: str, compilation: Compilation
-) -> tuple[Rehearsal | Exception, Choice]:
-    """What the passes will make of a graph, or why they cannot: the others wait to hear of it.
+def _agree(
+    what: str, lines: Sequence[str], number: int, compilation: Compilation, late: str = ""
+) -> None:
+    """Compare lines across ranks, anew for each plan that is made; 0 is the number of none."""
+    lines = [*lines, *([f"plan {number}"] if number else [])]
+    rank_guard.agree(what, lines, compilation.ranks, compilation.timeout_s, late=late)
 
-    And how it was planned.
-    """
+
+def _planned(
+    gm: GraphModule, part: Part, compilation: Compilation
+) -> tuple[Rehearsal | Exception, Choice]:
+    """What the passes will make of a graph, or why they cannot (the others wait to hear of it); and
+    how it was planned."""
     choice = Choice(())
 
     def choose(reading: fx.Reading, settings: Settings) -> Chosen:
         nonlocal choice
-        choice = plan_for_all(
-            reading,
-            settings,
-            part=part,
-            grad=compilation.grad,
-            ranks=compilation.ranks,
-            timeout_s=compilation.timeout_s,
-        )
+        choice = plans.plan_for_all(reading, settings, part, compilation)
         if isinstance(choice.chosen, Exception):
             raise choice.chosen
         return choice.chosen
@@ -212,18 +155,6 @@ def _planned(
         return error, choice
 
 
-def _agree_on_launches(
-    part: str, lines: Sequence[str], number: int, compilation: Compilation
-) -> None:
-    """Compare what a graph will launch, or why it cannot be planned; anew for each plan made."""
-    lines, ranks = _with_number(lines, number), compilation.ranks
-    rank_guard.agree(f"the {part} graph to compile", lines, ranks, compilation.timeout_s)
-
-
-def _with_number(lines: Sequence[str], number: int) -> list[str]:
-    return [*lines, *([f"plan {number}"] if number else [])]
-
-
 def _cannot(error: Exception) -> str:
     return f"cannot be planned: {error}"
 
@@ -231,24 +162,17 @@ def _cannot(error: Exception) -> str:
 def _tell(
     gm: GraphModule, part: Part, found: Rehearsal | Exception, compilation: Compilation
 ) -> tuple[tuple[SizeRange, ...], str]:
-    """Log what a graph communicates, what the passes make of it, and within which sizes.
-
-    Returns:
-        The sizes, and the line of the log; "" if nobody wants it.
-    """
+    """Log what a graph communicates, what the passes make of it, and within which sizes; gives
+    these, and the line of the log, "" if nobody wants it."""
     settings, timed = compilation.settings, log.isEnabledFor(level())
     ranges: tuple[SizeRange, ...] = ()
-
-    def communicates() -> str:
-        return describe(take_census(gm.graph), part)
-
     if isinstance(found, Rehearsal):
         _harmless(part, functools.partial(_trace, part, found))
         look = functools.partial(compilation.limits.ranges, part, found, settings)
         ranges = _harmless(part, functools.partial(look, timed=timed)) or ()
     if not timed:  # a prediction takes as long as the passes themselves
         return ranges, ""
-    line = _harmless(part, communicates) or f"{part}:"
+    line = _harmless(part, lambda: describe(gm.graph, part)) or f"{part}:"
     if isinstance(found, Rehearsal):
         line += _harmless(part, lambda: describe_passes(found, settings)) or ""
         line += "".join(f"; {describe_range(one)}" for one in ranges)

@@ -19,24 +19,16 @@ Part = Literal["forward", "backward", "step"]
 
 
 class CompiledGraph(NamedTuple):
-    """A graph as the passes get it, and what they will make of it.
+    """A graph as the passes get it, and what they will make of it."""
 
-    Attributes:
-        part: what of a training step it is; ``"step"`` is all of it, see :mod:`simplefsdp.step`.
-        rehearsal: see :class:`inductor_passes.rehearsal.Rehearsal`.
-        settings: of the passes; None for none.
-        pass_seconds: that reading, planning and ordering took, and waiting for the plan.
-        compilation: the same for a forward graph and its backward, and for no others.
-        call: the same for all graphs that a call of the model runs: several if Dynamo breaks it.
-        ranges: where what was planned holds, of each size that was left open.
-    """
-
-    part: Part
-    rehearsal: Rehearsal
-    settings: Settings | None
-    pass_seconds: float
-    compilation: int
+    part: Part  # what of a training step it is; ``"step"`` is all of it, see :mod:`simplefsdp.step`
+    rehearsal: Rehearsal  # see :class:`inductor_passes.rehearsal.Rehearsal`
+    settings: Settings | None  # of the passes; None for none
+    pass_seconds: float  # that reading, planning and ordering took, and waiting for the plan
+    compilation: int  # the same for a forward graph and its backward, and for no others
+    # The same for all graphs that a call of the model runs: several if Dynamo breaks it.
     call: int = 0
+    # Where what was planned holds, of each size that was left open.
     ranges: tuple[SizeRange, ...] = ()
 
 

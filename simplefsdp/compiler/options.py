@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any, get_args
 
@@ -30,57 +30,53 @@ from inductor_passes.machine.cluster_file import as_cluster
 from simplefsdp.choices import Bucketing, Executor
 from simplefsdp.rank_guard import TIMEOUT_S
 
-# Says what it expected of a value, or None if the value is fine.
-Check = Callable[[object], str | None]
+Check = tuple[Callable[[Any], bool], str]  # whether a value is fine, and what is expected
 
 
-def _one_of(literal: Any) -> Mapping[str, Check]:
-    choices = get_args(literal)
-    expected = f"one of {', '.join(map(repr, choices))}"
-    return {"check": lambda value: None if value in choices else expected}
+def _one_of(*choices: object) -> Check:
+    def is_one(value: Any) -> bool:
+        return any(isinstance(value, type(choice)) and value == choice for choice in choices)
+
+    return is_one, f"one of {', '.join(map(repr, choices))}"
 
 
-def _flag(optional: bool = False) -> Mapping[str, Check]:
-    allowed = (True, False, None) if optional else (True, False)
-    expected = f"one of {', '.join(map(str, allowed))}"
-    return {"check": lambda v: None if any(v is a for a in allowed) else expected}
+def _taken_by(function: Callable[[Any], object], expected: str) -> Check:
+    def is_taken(value: Any) -> bool:
+        try:
+            if value is not None:
+                function(value)  # a ValueError says what is wrong with a value of the right type
+        except TypeError:
+            return False
+        return True
+
+    return is_taken, f"{expected}, or None"
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
-def _check_seconds(value: object) -> str | None:
-    fine = _is_number(value) and value >= 0  # type: ignore[operator]
-    return None if fine else "a number of seconds, or 0 for no guard"
-
-
-def _check_gb(value: object) -> str | None:
-    fine = value is None or (_is_number(value) and value > 0)  # type: ignore[operator]
-    return None if fine else "1e9 bytes, a number above 0, or None"
-
-
-def _check_cluster(value: object) -> str | None:
-    try:
-        if value is not None:
-            as_cluster(value)  # type: ignore[arg-type]  # a ValueError names the file, or the presets
-    except TypeError:
-        return "a preset, a Cluster, the path of a file that `simplefsdp calibrate` wrote, or None"
-    return None
-
-
-def _check_buckets(value: object) -> str | None:
-    try:
-        if value is not None:
-            check_patterns(value)
-    except TypeError:
-        return "a list of module FQNs (globs) and of lists of them, not empty, or None"
-    return None
-
-
-_OF_AUTO = ("cluster", "memory_budget_gb")
-_OF_MANUAL = ("buckets",)
-
+_CHECKS: dict[str, Check] = {
+    "bucketing": _one_of(*get_args(Bucketing)),
+    "buckets": _taken_by(
+        check_patterns, "a list of module FQNs (globs) and of lists of them, not empty"
+    ),
+    "cluster": _taken_by(
+        as_cluster, "a preset, a Cluster, the path of a file that `simplefsdp calibrate` wrote"
+    ),
+    "memory_budget_gb": (
+        lambda value: value is None or (_is_number(value) and value > 0),
+        "1e9 bytes, a number above 0, or None",
+    ),
+    "reorder": _one_of(True, False, None),
+    "separate_reduce_group": _one_of(True, False),
+    "executor": _one_of(*get_args(Executor)),
+    "cudagraphs": _one_of(True, False),
+    "rank_guard_timeout_s": (
+        lambda value: _is_number(value) and value >= 0,
+        "a number of seconds, or 0 for no guard",
+    ),
+}
 _WRAP = "is an argument of simple_fsdp(model, mesh, ...)"
 _AUTO = "bucketing='auto' plans it, within memory_budget_gb"
 # What is no option, and what to use instead: options there were, and habits of FSDP2.
@@ -148,19 +144,15 @@ class Options:
             rest.
     """
 
-    bucketing: Bucketing = field(default="auto", metadata=_one_of(Bucketing))
-    buckets: Sequence[str | Sequence[str]] | None = field(
-        default=None, metadata={"check": _check_buckets}
-    )
-    cluster: Cluster | str | os.PathLike[str] | None = field(
-        default=None, metadata={"check": _check_cluster}
-    )
-    memory_budget_gb: float | None = field(default=None, metadata={"check": _check_gb})
-    reorder: bool | None = field(default=None, metadata=_flag(optional=True))
-    separate_reduce_group: bool = field(default=False, metadata=_flag())
-    executor: Executor = field(default="inductor", metadata=_one_of(Executor))
-    cudagraphs: bool = field(default=False, metadata=_flag())
-    rank_guard_timeout_s: float = field(default=TIMEOUT_S, metadata={"check": _check_seconds})
+    bucketing: Bucketing = "auto"
+    buckets: Sequence[str | Sequence[str]] | None = None
+    cluster: Cluster | str | os.PathLike[str] | None = None
+    memory_budget_gb: float | None = None
+    reorder: bool | None = None
+    separate_reduce_group: bool = False
+    executor: Executor = "inductor"
+    cudagraphs: bool = False
+    rank_guard_timeout_s: float = TIMEOUT_S
 
     @property
     def reorders(self) -> bool:
@@ -179,30 +171,29 @@ def parse_options(options: Mapping[str, object] | None) -> Options:
         return Options()
     if not isinstance(options, Mapping):
         raise TypeError(f"options: expected a dict, got {type(options).__name__}")
-    checks = {f.name: f.metadata["check"] for f in fields(Options)}
     for key, value in options.items():
-        if key not in checks:
+        if key not in _CHECKS:
             raise ValueError(
-                f"options: unknown key {key!r}{_hint(str(key), checks)} (valid keys: "
-                f"{', '.join(sorted(checks))})"
+                f"options: unknown key {key!r}{_hint(str(key))} (valid keys: "
+                f"{', '.join(sorted(_CHECKS))})"
             )
-        expected = checks[key](value)
-        if expected is not None:
+        is_fine, expected = _CHECKS[key]
+        if not is_fine(value):
             raise ValueError(f"options[{key!r}]: expected {expected}, got {value!r}")
     return _consistent(Options(**options))  # type: ignore[arg-type]
 
 
-def _hint(key: str, valid: Iterable[str]) -> str:
+def _hint(key: str) -> str:
     if key in _INSTEAD:
         return f": {_INSTEAD[key]}"
-    close = difflib.get_close_matches(key, valid, n=1)
+    close = difflib.get_close_matches(key, _CHECKS, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _consistent(options: Options) -> Options:
     """Refuse what would be ignored."""
     automatic = options.bucketing == "auto"
-    misplaced = _OF_MANUAL if automatic else _OF_AUTO
+    misplaced = ("buckets",) if automatic else ("cluster", "memory_budget_gb")
     for f in fields(Options):
         if f.name in misplaced and getattr(options, f.name) != f.default:
             other = "'manual', or 'none' with reorder=True" if automatic else "'auto'"

@@ -3,6 +3,10 @@
 What a planner chooses depends on times and sizes of compute, which differ between ranks: their
 batches may, and under context parallelism a rank attends to more than another. So the ranks only
 agree on what is communicated. The lowest of them plans, and the others use its plan.
+
+Plans are kept on disk, beside Inductor's caches: what was planned before is not planned again. A
+plan is the same whenever it is made of the same program, costs and budget by the same code, so
+these are its key. Only the rank that plans reads or writes there.
 """
 
 from __future__ import annotations
@@ -10,65 +14,89 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from inductor_passes.adapters import fx
+from inductor_passes.ir.json_file import MIB, parse_json
 from inductor_passes.ir.program import Bucket, ProgramError
 from inductor_passes.planner.plan import Plan
 from inductor_passes.rehearsal import Settings, as_planned, choose, communicated
 from inductor_passes.transform.portable import PortableBucket, from_json, in_names, to_json
-from simplefsdp.compiler.plan_files import recalled
+from simplefsdp import _torch
+from simplefsdp.compiler.cache_key import identity, sources
+from simplefsdp.compiler.observers import Part
+from simplefsdp.compiler.options import Options
+from simplefsdp.compiler.size_limits import SizeLimits
 from simplefsdp.rank_guard import decided, decisions
+
+FOLDER = "simplefsdp_plans"
+_MOST_NBYTES = 64 * MIB
+
+log = logging.getLogger("simplefsdp")
 
 Chosen = Plan | tuple[Bucket, ...]
 _numbers = itertools.count(1)
 
 
+class Compilation(NamedTuple):
+    """What a forward graph and its backward have in common."""
+
+    options: Options  # the user's
+    settings: Settings | None  # of the passes; None for none
+    ranks: tuple[int, ...]  # that compile together; none if they do not compare
+    grad: bool  # whether gradients are wanted
+    number: int  # the same for no others
+    limits: SizeLimits  # of the sizes that were left open
+    # Whether the forward graph computes its gradients itself, from its last input on, and uses
+    # them.
+    whole_step: bool = False
+
+    @property
+    def timeout_s(self) -> float:
+        """How long to wait for the other ranks."""
+        return self.options.rank_guard_timeout_s
+
+    @property
+    def identity(self) -> str:
+        """The passes' identity for caches."""
+        return identity(self.settings)
+
+    def part(self, is_backward: bool) -> Part:
+        """What a graph of this compilation is."""
+        if self.whole_step:
+            return "step"
+        return "backward" if is_backward else "forward"
+
+
 class Decision(NamedTuple):
-    """What the planning rank told all.
+    """What the planning rank told all."""
 
-    Attributes:
-        planned: buckets, or why there are none.
-        number: the same on all ranks, and for no other plan.
-    """
-
-    planned: tuple[PortableBucket, ...] | Exception
-    number: int
+    planned: tuple[PortableBucket, ...] | Exception  # buckets, or why there are none
+    number: int  # the same on all ranks, and for no other plan
 
 
 class Asked(NamedTuple):
-    """What one rank plans for all.
+    """What one rank plans for all."""
 
-    Attributes:
-        part: ``"forward"`` or ``"backward"``, for messages.
-        grad: whether it is of a training step. What is freed in an evaluation is kept in a training
-            step, which may communicate the same.
-        settings: what to do, as text.
-        lines: what is communicated, the same on all ranks.
-        sized: the same with sizes, which may differ.
-    """
-
-    part: str
+    part: str  # of a step, for messages
+    # Whether it is of a training step. What is freed in an evaluation is kept in a training step,
+    # which may communicate the same.
     grad: bool
-    settings: str
-    lines: tuple[str, ...]
-    sized: tuple[str, ...]
+    settings: str  # what to do, as text
+    lines: tuple[str, ...]  # what is communicated, the same on all ranks
+    sized: tuple[str, ...]  # the same with sizes, which may differ
 
 
 class Choice(NamedTuple):
-    """The buckets of a graph.
+    """The buckets of a graph."""
 
-    Attributes:
-        chosen: them; or why there are none.
-        number: of the decision; 0 if no rank planned for others.
-        asked: what was decided; None likewise.
-    """
-
-    chosen: Chosen | Exception
-    number: int = 0
-    asked: Asked | None = None
+    chosen: Chosen | Exception  # or why there are none
+    number: int = 0  # of the decision; 0 if no rank planned for others
+    asked: Asked | None = None  # what was decided; None likewise
 
 
 def is_users(error: Exception) -> bool:
@@ -77,38 +105,20 @@ def is_users(error: Exception) -> bool:
 
 
 def plan_for_all(
-    reading: fx.Reading,
-    settings: Settings,
-    *,
-    part: str,
-    grad: bool,
-    ranks: Sequence[int],
-    timeout_s: float,
+    reading: fx.Reading, settings: Settings, part: Part, compilation: Compilation
 ) -> Choice:
     """The buckets of a graph, the same on all ranks in portable names.
 
     A plan that was made before for a graph that communicates the same stands: one rank may compile
     again for another batch size, and the others, who do not, go on with theirs. A failure does
     not stand: the user may try again.
-
-    Args:
-        reading: the graph.
-        settings: what to do.
-        part: ``"forward"`` or ``"backward"``, for messages.
-        grad: whether it is of a training step. What is freed in an evaluation is kept in a training
-            step, which may communicate the same.
-        ranks: that the graph is compiled on together; this one plans for itself if it is alone.
-        timeout_s: how long to wait for the others.
-
-    Raises:
-        RankMismatchError: the ranks are about to communicate differently, or one did not come.
     """
     auto = settings.auto
     if auto is None:  # follows from what is communicated, and so is the same anyway
         return Choice(_attempt(partial(choose, reading, settings)))
     asked = Asked(
         part,
-        grad,
+        compilation.grad,
         repr(settings),
         tuple(communicated(reading.program)),
         tuple(communicated(reading.program, sizes=True)),
@@ -119,29 +129,28 @@ def plan_for_all(
         nonlocal mine
         mine = _attempt(partial(choose, reading, settings, recalled))
         if isinstance(mine, Exception):
-            return _error_text(mine)
+            told = {"error": str(mine), "users": is_users(mine)}
+            return json.dumps({"number": next(_numbers), **told})
         buckets = mine.buckets if isinstance(mine, Plan) else mine
         return text_of_plan(in_names(reading.program, buckets))
 
-    decision = decision_for_all(asked, ranks, decide, timeout_s)
+    planned, number = decision_for_all(asked, compilation, decide)
     if mine is not None:
-        return Choice(mine, decision.number, asked)
-    if isinstance(decision.planned, Exception):
-        return Choice(decision.planned, decision.number, asked)
-    used = _attempt(partial(as_planned, reading, auto, decision.planned))
-    return Choice(used, decision.number, asked)
+        return Choice(mine, number, asked)
+    if isinstance(planned, Exception):
+        return Choice(planned, number, asked)
+    return Choice(_attempt(partial(as_planned, reading, auto, planned)), number, asked)
 
 
-def decision_for_all(
-    asked: Asked, ranks: Sequence[int], decide: Callable[[], str], timeout_s: float
-) -> Decision:
-    """What the lowest of ``ranks`` decides now, or what was decided before."""
+def decision_for_all(asked: Asked, compilation: Compilation, decide: Callable[[], str]) -> Decision:
+    """What the lowest of the ranks decides now, or what was decided before."""
+    ranks = compilation.ranks
     decision = decision_before(asked, ranks)
     if decision is None:
         of_settings = hashlib.sha256(asked.settings.encode()).hexdigest()[:16]
         subject = [f"grad {asked.grad}, settings {of_settings}", *asked.lines]
         what = f"the plan of the {asked.part} graph"
-        decision = _from_text(decided(what, subject, ranks, decide, timeout_s))
+        decision = _from_text(decided(what, subject, ranks, decide, compilation.timeout_s))
         if not isinstance(decision.planned, Exception):
             decisions()[_key(asked, ranks)] = decision
     return decision
@@ -168,14 +177,32 @@ def text_of_plan(planned: Sequence[PortableBucket]) -> str:
     return json.dumps({"number": next(_numbers), "buckets": to_json(planned)})
 
 
-def _error_text(error: Exception) -> str:
-    number = next(_numbers)
-    return json.dumps({"number": number, "error": str(error), "users": is_users(error)})
-
-
 def _from_text(text: str) -> Decision:
     told = json.loads(text)
     if "error" not in told:
         return Decision(from_json(told["buckets"]), told["number"])
     kind = ValueError if told["users"] else ProgramError
     return Decision(kind(told["error"]), told["number"])
+
+
+def recalled(made_of: str, make: Callable[[], Plan]) -> Plan:
+    """The plan that ``make`` makes: as an earlier process made it of the same program, costs and
+    budget, which ``made_of`` says, by the same sources; or made now and kept."""
+    name = f"{hashlib.sha256(f'{sources()}{made_of}'.encode()).hexdigest()}.json"
+    content = _torch.read_kept(FOLDER, name)
+    try:
+        if content is not None and len(content) <= _MOST_NBYTES:
+            return _plan_of(parse_json(content))
+    except (ValueError, TypeError, KeyError) as error:
+        log.debug("the plan in %s cannot be read, and is made anew: %s", name, error)
+    plan = make()
+    try:
+        _torch.keep(FOLDER, name, json.dumps(asdict(plan)).encode())
+    except OSError as error:  # it would only have saved time
+        log.debug("the plan cannot be kept in %s: %s", name, error)
+    return plan
+
+
+def _plan_of(told: Any) -> Plan:
+    buckets = (Bucket(b["label"], tuple(b["starts"]), b["window"]) for b in told["buckets"])
+    return Plan(**{**told, "buckets": tuple(buckets)})

@@ -41,10 +41,13 @@ def tag_gather_chains(graph: Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.all_input_nodes and _starts_or_extends_gather(node, chain_reshards):
+        sources = node.all_input_nodes
+        # Backward nodes may carry a copied mark, but only a true chain begins at a graph input.
+        goes_on = all(source.op == "placeholder" or source in chain_reshards for source in sources)
+        if sources and goes_on and provenance.gathered_fqn(node) is not None:
             chain_reshards[node] = provenance.reshards_after_forward(node)
-        elif _is_view_or_cast(node) and node.all_input_nodes[0] in chain_reshards:
-            chain_reshards[node] = chain_reshards[node.all_input_nodes[0]]
+        elif _is_view_or_cast(node) and sources[0] in chain_reshards:
+            chain_reshards[node] = chain_reshards[sources[0]]
     for node, reshards in chain_reshards.items():
         if reshards:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -54,13 +57,10 @@ def tag_gather_chains(graph: Graph) -> None:
 
 
 def save_cpu_random_ops(graph: Graph) -> None:
-    """Keep, rather than recompute, the random CPU ops of regions that the user checkpoints.
-
-    To recompute one, torch 2.12 and 2.13 stash the state of the CPU's generator where the forward
-    graph's output order has the mesh of a DTensor, and fail ("expected all
-    tensors_saved_with_vc_check to be Tensors"). Attention counts as random there, for its
-    dropout; so every checkpointed transformer would fail.
-    """
+    """Keep, rather than recompute, the random CPU ops of regions that the user checkpoints;
+    attention counts as one, for its dropout. To recompute one, torch 2.12 and 2.13 stash the state
+    of the CPU's generator where the forward graph's output order has the mesh of a DTensor, and
+    fail ("expected all tensors_saved_with_vc_check to be Tensors")."""
     for node in graph.nodes:
         is_random = (
             isinstance(node.target, torch._ops.OpOverload)
@@ -77,13 +77,6 @@ def _is_on_cpu(node: Node) -> bool:
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) else value
     return isinstance(first, torch.Tensor) and first.device.type == "cpu"
-
-
-def _starts_or_extends_gather(node: Node, chain: dict[Node, bool]) -> bool:
-    """Backward nodes may carry a copied mark, but only a true chain begins at a graph input."""
-    return provenance.gathered_fqn(node) is not None and all(
-        source.op == "placeholder" or source in chain for source in node.all_input_nodes
-    )
 
 
 def _is_view_or_cast(node: Node) -> bool:

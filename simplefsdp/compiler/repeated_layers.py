@@ -19,15 +19,10 @@ from simplefsdp import provenance
 
 
 class Place(NamedTuple):
-    """Where a node is.
+    """Where a node is."""
 
-    Attributes:
-        layer: index of its layer among those of the graph.
-        member: what it is there; the same for its counterparts in the other layers.
-    """
-
-    layer: int
-    member: Hashable
+    layer: int  # index of its layer among those of the graph
+    member: Hashable  # what it is there; the same for its counterparts in the other layers
 
 
 @dataclass(frozen=True)
@@ -61,42 +56,23 @@ class Numbering:
 
 @dataclass(frozen=True)
 class LayeredGraph:
-    """A graph and where its layers lie.
-
-    Attributes:
-        graph: it.
-        before: nodes ahead of the layers.
-        layers: nodes of those in the middle, all of one length, in their order in the graph.
-        after: nodes behind them.
-        numbers: of the layers in the model; they fall in a backward graph.
-        template: index of the one that is to be repeated.
-        shared: what layers next to each other refer to at the same place.
-        place: of the layers' nodes; of inputs that a layer is the first to use, by where; and of
-            inputs that nothing uses, by the input ahead of them.
-    """
+    """A graph and where its layers lie."""
 
     graph: Graph
-    before: list[Node]
+    before: list[Node]  # nodes ahead of the layers
+    # Nodes of those in the middle, all of one length, in their order in the graph.
     layers: list[list[Node]]
-    after: list[Node]
-    numbers: list[int]
-    template: int
-    shared: set[Node]
+    after: list[Node]  # nodes behind them
+    numbers: list[int]  # of the layers in the model; they fall in a backward graph
+    template: int  # index of the one that is to be repeated
+    # Of the layers' nodes; of inputs that a layer is the first to use, by where; and of inputs that
+    # nothing uses, by the input ahead of them.
     place: dict[Node, Place]
-
-    def reference(self, node: Node, layer: int) -> Any:
-        """``node`` as a layer sees it: the same for all layers that are alike."""
-        if node not in self.place:
-            return node
-        return layer - self.place[node].layer, self.place[node].member
 
 
 def laid_out(graph: Graph, numbering: Numbering, template: int) -> LayeredGraph:
-    """Find the layers of a graph; each begins with its first collective.
-
-    Raises:
-        ValueError: those around the one with the number ``template`` are not alike.
-    """
+    """Find the layers of a graph; each begins with its first collective. A ValueError if those
+    around the one with the number ``template`` are not alike."""
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     begins: dict[int, Node] = {}
     for node in body:
@@ -110,10 +86,8 @@ def laid_out(graph: Graph, numbering: Numbering, template: int) -> LayeredGraph:
     layers = [body[cuts[i] : cuts[i + 1]] for i in run]
     before, after = body[: cuts[run[0]]], body[cuts[run[-1] + 1] :]
     numbers = [list(begins)[i] for i in run]
-    shared = _shared(layers)
-    place = _places(graph, before, layers, shared)
-    index = numbers.index(template)
-    found = LayeredGraph(graph, before, layers, after, numbers, index, shared, place)
+    place = _places(graph, before, layers)
+    found = LayeredGraph(graph, before, layers, after, numbers, numbers.index(template), place)
     _compare(found, numbering)
     return found
 
@@ -141,11 +115,7 @@ def _moved_to_layers(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
 
 
 def _run(numbers: Sequence[int], layers: Sequence[Sequence[Node]], template: int) -> range:
-    """Indices of the layers around ``template`` that do the same, one behind the other.
-
-    Raises:
-        ValueError: there are none on one side.
-    """
+    """Indices of the layers around ``template`` that do the same, one behind the other."""
     at = numbers.index(template) if template in numbers else 0
     targets = [[node.target for node in nodes] for nodes in layers]
     if 0 < at < len(layers):
@@ -168,6 +138,7 @@ def _run(numbers: Sequence[int], layers: Sequence[Sequence[Node]], template: int
 
 
 def _shared(layers: Sequence[Sequence[Node]]) -> set[Node]:
+    """What layers next to each other refer to at the same place."""
     found: set[Node] = set()
     for nodes, others in pairwise(layers):
         for node, other in zip(nodes, others, strict=True):
@@ -177,9 +148,9 @@ def _shared(layers: Sequence[Sequence[Node]]) -> set[Node]:
 
 
 def _places(
-    graph: Graph, before: Sequence[Node], layers: Sequence[Sequence[Node]], shared: set[Node]
+    graph: Graph, before: Sequence[Node], layers: Sequence[Sequence[Node]]
 ) -> dict[Node, Place]:
-    outside = shared.union(*map(_arguments, before))
+    outside = _shared(layers).union(*map(_arguments, before))
     place: dict[Node, Place] = {}
     for layer, nodes in enumerate(layers):
         used = (argument for node in nodes for argument in _arguments(node))
@@ -203,11 +174,7 @@ def _arguments(node: Node) -> list[Node]:
 
 
 def _compare(layout: LayeredGraph, numbering: Numbering) -> None:
-    """Compare all layers with the template.
-
-    Raises:
-        ValueError: two differ, or one is referred to from behind them all.
-    """
+    """Compare all layers with the template."""
     template = layout.template
     inner = {template - 1, template + 1, *range(1, len(layout.layers) - 1)} - {0}
     for k, nodes in enumerate(layout.layers):
@@ -255,7 +222,10 @@ def _described(
     """What matters of a node, the same in layers that are alike."""
 
     def refer(argument: Node) -> Any:
-        return layout.reference(argument, layer) if references else None
+        if not references or argument not in layout.place:
+            return argument if references else None
+        other, member = layout.place[argument]
+        return layer - other, member
 
     def moved(fqn: str) -> str:
         return numbering.moved(fqn, -layout.numbers[layer])

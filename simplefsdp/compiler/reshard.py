@@ -37,24 +37,11 @@ def decide_resharding(
     ranks: Sequence[int] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> list[str]:
-    """Replace every ``"auto"`` among the gathers of ``gm``, in place.
+    """Replace every ``"auto"`` among the gathers of ``gm``, in place; gives the parameters to be
+    kept from forward to backward.
 
     What was decided for these gathers before stands: a choice depends on the batch, and one rank
     may compile again for another one. On several ranks the lowest decides.
-
-    Args:
-        gm: the Dynamo graph, whose gathers all ``ranks`` have compared.
-        example_inputs: its (fake) inputs.
-        settings: of the passes.
-        ranks: that compile it together; none if they do not compare.
-        timeout_s: how long to wait for them.
-
-    Returns:
-        The parameters that it was decided to keep from forward to backward.
-
-    Raises:
-        ValueError: there is an ``"auto"``, but no planner to decide.
-        RankMismatchError: no decision came in time.
     """
     specs = specs_of(gm)
     open_ = [spec.fqn for spec in specs if spec.reshard_after_forward == "auto"]
@@ -74,9 +61,13 @@ def decide_resharding(
         subject = [hashlib.sha256(repr(settings).encode()).hexdigest(), *(s.fqn for s in specs)]
 
         def decide() -> str:
-            return json.dumps(
-                _chosen_or_none(_torch.copied(gm)[0], example_inputs, settings, open_)
-            )
+            try:
+                chosen = _choose(_torch.copied(gm)[0], example_inputs, settings, open_)
+            except Exception as error:
+                # The compilation that follows meets it too, and tells the other ranks.
+                log.warning("reshard_after_forward='auto': nothing is kept from forward: %s", error)
+                chosen = frozenset()
+            return json.dumps(sorted(chosen))
 
         what = "which parameters stay from forward to backward"
         known[key] = json.loads(decided(what, subject, ranks, decide, timeout_s))
@@ -92,21 +83,6 @@ def _set(gm: GraphModule, fqns: Collection[str], kept: Collection[str]) -> None:
             spec = spec._replace(reshard_after_forward=spec.fqn not in kept)
             node.args = (node.args[0], *spec.arguments())
     gm.recompile()
-
-
-def _chosen_or_none(
-    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, candidates: Sequence[str]
-) -> list[str]:
-    """What to keep; nothing, and a warning, if that cannot be found out.
-
-    Whatever is wrong with the graphs, the compilation that follows meets it too, and tells the
-    other ranks.
-    """
-    try:
-        return sorted(_choose(gm, example_inputs, settings, candidates))
-    except Exception as error:
-        log.warning("reshard_after_forward='auto': nothing is kept from forward: %s", error)
-        return []
 
 
 @no_garbage_collection()

@@ -42,28 +42,25 @@ LEAST = 2
 
 @dataclass(frozen=True)
 class Shortened:
-    """A graph with a stand-in.
-
-    Attributes:
-        gm: it.
-        numbering: of the layers.
-        template: number of the traced layer that those left out are like.
-        more: how many are left out. Their numbers in the model are the template's and on; those
-            of the template and behind are higher by ``more`` than in ``gm``.
-        own: how many inputs a layer has for itself.
-    """
+    """A graph with a stand-in."""
 
     gm: GraphModule
-    numbering: Numbering
-    template: int
+    numbering: Numbering  # of the layers
+    template: int  # number of the traced layer that those left out are like
+    # How many are left out. Their numbers in the model are the template's and on; those of the
+    # template and behind are higher by ``more`` than in ``gm``.
     more: int
-    own: int
+    own: int  # how many inputs a layer has for itself
 
 
 def shorten(gm: GraphModule) -> Shortened | None:
     """``gm`` with a stand-in for the layers that need not be traced; None if all must be."""
-    numbering = _numbering(gm)
-    if numbering is None or not _is_plain(gm, numbering):
+    members = repeated_modules([str(node.args[1]) for node in gathers_of(gm)])
+    lists = Counter(member.rpartition(".")[0] for member in members)
+    if not lists:
+        return None
+    numbering = Numbering(lists.most_common(1)[0][0])
+    if not _is_plain(gm, numbering):
         return None
     body = [node for node in gm.graph.nodes if node.op.startswith("call_")]
     begins = _begins(body, numbering)
@@ -79,18 +76,10 @@ def shorten(gm: GraphModule) -> Shortened | None:
     first, last = max(first + 1, HEAD), min(last, len(layers) - 1 - TAIL)
     if last - first < LEAST or not _passes_gradients(layers[first - 1], layers[first]):
         return None
-    if any(map(_reads_what_is_written, layers[first : last + 2])):
-        return None
-    if not all(layer.reads_its_own_parameters(numbering) for layer in layers):
+    own = all(layer.reads_its_own_parameters(numbering) for layer in layers)
+    if not own or any(map(_reads_what_is_written, layers[first : last + 2])):
         return None
     return _without(gm, layers, range(first, last), numbering)
-
-
-def _numbering(gm: GraphModule) -> Numbering | None:
-    """Of the list of modules with the most members that have parameters."""
-    layers = repeated_modules([str(node.args[1]) for node in gathers_of(gm)])
-    lists = Counter(layer.rpartition(".")[0] for layer in layers)
-    return Numbering(lists.most_common(1)[0][0]) if lists else None
 
 
 def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
@@ -101,19 +90,14 @@ def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
     if not torch.is_grad_enabled() or not any(getattr(v, "requires_grad", False) for v in values):
         return False
     gathers = gathers_of(gm)
-    if not all(_is_trained(node) for node in gathers):
+    params: list[Any] = [node.args[0] for node in gathers]
+    if not all(getattr(p.meta.get("example_value"), "requires_grad", False) for p in params):
         return False  # a frozen DTensor is two inputs of the joint graph, and one gradient
     fqns = [str(node.args[1]) for node in gathers]
     others = [fqn for fqn in fqns if numbering.of(fqn) is None]
     if any(node.kwargs for node in gathers) or any(numbering.moved(f, 1) != f for f in others):
         return False
     return not any(map(_is_open, gm.graph.nodes))
-
-
-def _is_trained(gather_: Node) -> bool:
-    param = gather_.args[0]
-    value = param.meta.get("example_value") if isinstance(param, Node) else None
-    return bool(getattr(value, "requires_grad", False))
 
 
 def _is_open(node: Node) -> bool:
@@ -129,21 +113,15 @@ def _begins(body: Sequence[Node], numbering: Numbering) -> dict[int, int]:
     """Where each layer has its first gather, by its number, in the order of the graph."""
     begins: dict[int, int] = {}
     for at, node in enumerate(body):
-        if node.target is gather:
-            number = numbering.of(str(node.args[1]))
-            if number is not None:
-                begins.setdefault(number, at)
+        number = numbering.of(str(node.args[1])) if node.target is gather else None
+        if number is not None:
+            begins.setdefault(number, at)
     return begins
 
 
 class _Layer:
-    """The nodes of a layer: from its first gather to the next one's.
-
-    Attributes:
-        nodes: they.
-        own: inputs that only this layer reads, in the order of first use.
-        number: of the layer.
-    """
+    """The nodes of a layer, from its first gather to the next one's, and the inputs that only it
+    reads, in the order of first use."""
 
     def __init__(self, gm: GraphModule, nodes: Sequence[Node], number: int) -> None:
         self.gm, self.nodes, self.number = gm, nodes, number
@@ -187,10 +165,8 @@ class _Layer:
 
 
 def _submodule(gm: GraphModule, node: Node) -> Hashable:
-    """What a submodule computes, whatever its nodes are called; any other attribute is itself.
-
-    A region that is checkpointed by a policy of the user's is like none: a policy may count layers.
-    """
+    """What a submodule computes, whatever its nodes are called; any other attribute is itself. A
+    region with a policy of the user's of what to keep is like none: a policy may count layers."""
     module = operator.attrgetter(str(node.target))(gm)
     if not isinstance(module, GraphModule) or has_policy(module):
         return id(module)
@@ -255,10 +231,8 @@ def _passes_gradients(before: _Layer, layer: _Layer) -> bool:
 
 
 def _reads_what_is_written(layer: _Layer) -> bool:
-    """Whether an input of a layer, or what another has made, is ever written to.
-
-    Dynamo ran each node on fake tensors, whose version counters have seen it.
-    """
+    """Whether an input of a layer, or what another has made, is ever written to: Dynamo ran each
+    node on fake tensors, whose version counters have seen it."""
     used = {n for node in layer.nodes for n in node.all_input_nodes if n not in layer.at}
     values = [node.meta.get("example_value") for node in used]
     return any(isinstance(value, Tensor) and value._version for value in values)
@@ -269,8 +243,10 @@ def _without(
 ) -> Shortened | None:
     """``gm`` with a stand-in for the layers ``left_out``, in front of the template."""
     template, last = layers[left_out.stop], layers[left_out.stop - 1]
-    if not _only_next_reads([layers[i] for i in left_out], layers):
-        return None
+    for layer in (layers[i] for i in left_out):
+        users = {user for node in layer.nodes for user in node.users}
+        if not users <= layer.at.keys() | layers[layer.number + 1].at.keys():
+            return None  # not only the next one reads what it makes
     skipped = {node for i in left_out for node in layers[i].nodes}
     skipped |= {n for n in gm.graph.find_nodes(op="get_attr") if skipped.issuperset(n.users)}
     renamed = {node for layer in layers[left_out.stop :] for node in layer.nodes}
@@ -292,15 +268,6 @@ def _without(
     short = graph_module(gm, graph)
     short.meta = gm.meta
     return Shortened(short, numbering, left_out.start, len(left_out), len(template.own))
-
-
-def _only_next_reads(some: Sequence[_Layer], layers: Sequence[_Layer]) -> bool:
-    return all(
-        user in layer.at or user in layers[layer.number + 1].at
-        for layer in some
-        for node in layer.nodes
-        for user in node.users
-    )
 
 
 def _renumber(node: Node, numbering: Numbering, by: int) -> None:

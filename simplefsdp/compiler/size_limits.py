@@ -28,9 +28,6 @@ class SizeLimits:
     """The sizes that a Dynamo graph was traced without, and where its plans hold.
 
     Only those are watched that memory depends on: another number may change with every call.
-
-    Args:
-        gm: the graph.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -43,34 +40,25 @@ class SizeLimits:
 
     @no_garbage_collection()
     def ranges(
-        self,
-        part: str,
-        rehearsal: Rehearsal,
-        settings: Settings | None,
-        *,
-        timed: bool,
+        self, part: str, rehearsal: Rehearsal, settings: Settings | None, *, timed: bool
     ) -> tuple[SizeRange, ...]:
-        """Where what was planned of the forward or the backward graph holds, size by size.
+        """Where what was planned of the forward or the backward graph holds, size by size; calls
+        outside of it are told from now on.
 
-        Calls outside of it are told from now on. There are none if no size is open, or if nobody
-        knows what memory there is: without a budget it is what a device has beside fp32 shards of
-        all parameters and AdamW's two moments, which is wrong where the graph as it was traced
-        already takes more. Then it is told now if the graph takes more than the user allows, with a
-        plan that was made for another one.
-
-        Args:
-            part: ``"forward"`` or ``"backward"``.
-            rehearsal: of it.
-            settings: of the passes.
-            timed: tell also where its predicted time is near its lower bound.
+        There are none if no size is open, or if nobody knows what memory there is: without a budget
+        it is what a device has beside fp32 shards of all parameters and AdamW's two moments, which
+        is wrong where the graph as it was traced already takes more. Then it is told now if a plan
+        that was made for another graph takes more than the user allows.
         """
         found: tuple[SizeRange, ...] = ()
         try:
             if self._sizes:
                 found = self._ranges(part, rehearsal, settings, timed=timed)
         finally:
-            if not found:
-                _tell_if_static(part, rehearsal, settings)
+            if not found and (nbytes := exceeded(rehearsal, settings)) is not None:
+                # A plan for another graph cannot be made anew: the other ranks go on with it.
+                text = _of_memory(*nbytes, is_users=True)
+                log.warning("%s graph: planned for another batch or rank: %s", part, text)
         return found
 
     def _ranges(
@@ -120,15 +108,7 @@ class SizeLimits:
 
 @dataclass
 class _Planned:
-    """A graph whose sizes are open.
-
-    Attributes:
-        part: ``"forward"`` or ``"backward"``.
-        plan: of it.
-        ranges: of each size.
-        room_nbytes: what the plan may take.
-        is_users: the user said so.
-    """
+    """A graph whose sizes are open."""
 
     part: str
     plan: OpenPlan
@@ -150,17 +130,15 @@ class _Planned:
             text = _of_memory(nbytes, self.room_nbytes, self.is_users)
             self._once("memory", at, text)
         else:
-            self._tell_of_time(at)
-
-    def _tell_of_time(self, at: Sequence[tuple[SizeRange, int]]) -> None:
-        for found, size in at:
-            near = found.near
-            if near is not None and not near.least <= size <= near.most:
-                text = (
-                    f"its step is predicted to take more than {found.factor:.3g} times its lower "
-                    f"bound; to plan for such sizes, {_RESET}, and compile one of them first"
-                )
-                self._once(f"{found.size.name} {size > near.most}", at, text, level())
+            for found, size in at:
+                near = found.near
+                if near is not None and not near.least <= size <= near.most:
+                    text = (
+                        f"its step is predicted to take more than {found.factor:.3g} times its "
+                        f"lower bound; to plan for such sizes, {_RESET}, and compile one of them "
+                        "first"
+                    )
+                    self._once(f"{found.size.name} {size > near.most}", at, text, level())
 
     def _takes_more(self, sizes: Mapping[str, int], at: Sequence[tuple[SizeRange, int]]) -> bool:
         if len(at) == 1:  # else each range is of one size, with the others as they were
@@ -182,26 +160,15 @@ class _Planned:
             log.log(at_level, "%s graph: compiled at %s: %s", self.part, now, text)
 
 
-def exceeds(rehearsal: Rehearsal, settings: Settings | None) -> bool:
-    """Whether a plan takes more than the user allows, as one that was made for another graph."""
-    return _exceeded(rehearsal, settings) is not None
-
-
-def _exceeded(rehearsal: Rehearsal, settings: Settings | None) -> tuple[int, int] | None:
-    """What it takes, and what is allowed, if that is less."""
+def exceeded(rehearsal: Rehearsal, settings: Settings | None) -> tuple[int, int] | None:
+    """What a plan takes, as one that was made for another graph, and what the user allows, if that
+    is less."""
     auto = settings.auto if settings is not None else None
     budget_nbytes = auto.budget_nbytes if auto is not None else None
     if rehearsal.plan is None or budget_nbytes is None:
         return None
     peak_nbytes = rehearsal.plan.peak_nbytes
     return (peak_nbytes, budget_nbytes) if peak_nbytes > budget_nbytes else None
-
-
-def _tell_if_static(part: str, rehearsal: Rehearsal, settings: Settings | None) -> None:
-    """A plan for another graph cannot be made anew: the other ranks go on with it."""
-    if (found := _exceeded(rehearsal, settings)) is not None:
-        text = _of_memory(*found, is_users=True)
-        log.warning("%s graph: planned for another batch or rank: %s", part, text)
 
 
 def _of_memory(peak_nbytes: int, room_nbytes: int, is_users: bool) -> str:

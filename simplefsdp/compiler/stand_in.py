@@ -63,12 +63,8 @@ class _Layers(torch.autograd.Function):
 def stand_in(
     passed: Sequence[Tensor], own: Sequence[Tensor], example: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """What layers give that are not traced: like ``passed``, one by one.
-
-    Args:
-        passed: what goes from layer to layer; each needs a gradient.
-        own: inputs of these layers only, layer by layer; of a DTensor, its local tensor counts.
-        example: the same inputs of one traced layer, so that the graph tells which those are.
-    """
+    """What layers give that are not traced: like ``passed``, which goes from layer to layer, one by
+    one; each needs a gradient. ``own`` are inputs of these layers only, layer by layer, and
+    ``example`` those of one traced layer, so that the graph tells which these are."""
     found = _Layers.apply(len(passed), len(own), *passed, *own, *example)
     return tuple(found)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -22,9 +23,8 @@ from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp import _torch, rank_guard
 from simplefsdp.compiler import breaks, observers
 from simplefsdp.compiler.dedupe import specs_of
-from simplefsdp.compiler.observed import Compilation, Observed, agree_again
-from simplefsdp.compiler.options import Options
-from simplefsdp.compiler.plans import decision_before
+from simplefsdp.compiler.observed import Observed, agree_again
+from simplefsdp.compiler.plans import Compilation, decision_before
 from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.rank_logging import level
 
@@ -34,63 +34,33 @@ Code = Callable[..., Any]
 log = logging.getLogger("simplefsdp")
 
 
-class _File(NamedTuple):
-    """What is kept.
-
-    Attributes:
-        observed: of the forward (False) and the backward (True) graph.
-        code: of both.
-    """
-
-    observed: dict[bool, Observed]
-    code: bytes
-
-
 class WarmStart:
-    """The file of one Dynamo graph.
-
-    Args:
-        gm: the graph, before anything of it is traced.
-        example_inputs: its inputs.
-        compilation: of it.
-        options: the user's.
-        identity: of our passes and their settings.
-    """
+    """The file of one Dynamo graph."""
 
     def __init__(
-        self,
-        gm: GraphModule,
-        example_inputs: Sequence[Any],
-        compilation: Compilation,
-        options: Options,
-        identity: str,
+        self, gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation
     ) -> None:
         self._compilation = compilation
         self._attempt = _Attempt()
-        self._can = options.executor != "aot_eager" and _torch.can_save_code()
+        self._can = compilation.options.executor != "aot_eager" and _torch.can_save_code()
         self._name: str | None = None
         if self._can and _torch.cache_folder(FOLDER) is not None:
             try:
                 self._meshes = _torch.meshes_of(example_inputs)
-                self._name = _name(gm, example_inputs, compilation, options, identity)
+                self._name = _name(gm, example_inputs, compilation)
             except Exception as error:
                 log.debug("compiled code is not kept: %s", error)
 
     def code(self, *, together: bool) -> Code | None:
-        """The code of all ranks' files; None if one of them has none.
-
-        Args:
-            together: whether all ranks compile the graph now. One that compiles alone, what was
-                compared before, compiles.
-
-        Raises:
-            RankMismatchError: a rank did not come in time.
-        """
+        """The code of all ranks' files; None if one of them has none, or if they are not all here:
+        one that compiles alone, what was compared before, compiles."""
         if not self._can or not together:
             return None
         ranks, timeout_s = self._compilation.ranks, self._compilation.timeout_s
         found = self._loaded()
-        offered = _agreed_in(found[0]) if found is not None else "none"
+        offered = "none"
+        if found is not None:  # what is the same on all ranks of it
+            offered = repr([(p, o.planned, o.launches) for p, o in sorted(found[0].items())])
         what = "whether the code of an earlier run is used"
         if not rank_guard.have_the_same(what, offered, ranks, timeout_s) or found is None:
             return None
@@ -107,10 +77,10 @@ class WarmStart:
         if content is None:
             return None
         try:
-            file = _File(*pickle.loads(content))
-            if not all(self._is_fine(one) for one in file.observed.values()):
+            observed, code = pickle.loads(content)
+            if not all(self._is_fine(one) for one in observed.values()):
                 return None
-            return file.observed, _torch.load_code(file.code, self._meshes)
+            return observed, _torch.load_code(code, self._meshes)
         except Exception as error:  # whatever it is, compiling meets it too, or does without
             log.debug("compiled code in %s cannot be used: %r", self._name, error)
             return None
@@ -147,25 +117,15 @@ class WarmStart:
         _torch.keep(FOLDER, str(self._name), pickle.dumps((kept, code)))
 
 
-def _agreed_in(observed: Mapping[bool, Observed]) -> str:
-    """What is the same on all ranks of what was observed."""
-    return repr([(part, one.planned, one.launches) for part, one in sorted(observed.items())])
-
-
+@dataclass
 class _Attempt:
-    """A compilation of a graph, which may be given up for another one.
+    """A compilation of a graph, which may be given up for another one: what was observed of the
+    graphs, their codes, and what AOTAutograd says of them when it has compiled all."""
 
-    Attributes:
-        observed: of the graphs that were compiled.
-        codes: of them.
-        entry: what AOTAutograd says of them, when it has compiled all.
-    """
-
-    def __init__(self) -> None:
-        self.observed: dict[bool, Observed] = {}
-        self.codes: dict[bool, Any] = {}
-        self.entry: Any = None
-        self._keep: Callable[[_Attempt], None] | None = None
+    observed: dict[bool, Observed] = field(default_factory=dict)
+    codes: dict[bool, Any] = field(default_factory=dict)
+    entry: Any = None
+    _keep: Callable[[_Attempt], None] | None = None
 
     def add(self, is_backward: bool, observed: Observed, code: Any) -> None:
         """Called with each graph that is compiled."""
@@ -188,19 +148,14 @@ class _Attempt:
                 log.debug("compiled code is not kept: %r", error)
 
 
-def _name(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    compilation: Compilation,
-    options: Options,
-    identity: str,
-) -> str:
+def _name(gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> str:
+    options = compilation.options
     if options.cudagraphs:
         raise _torch.UnknownGraphError("cudagraphs")
     if breaks.is_between_breaks():  # of which more is said
         raise _torch.UnknownGraphError("the graph breaks")
     more = [
-        identity,
+        compilation.identity,
         repr(options.executor),
         repr((compilation.ranks, compilation.grad)),
         *_groups(specs_of(gm)),

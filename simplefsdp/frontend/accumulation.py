@@ -32,6 +32,7 @@ from simplefsdp.frontend.wrapped import (
     is_wrapped,
     mark_stays,
     shards_of,
+    wrapped_in,
 )
 from simplefsdp.rank_guard import agree, ranks_of_model
 
@@ -40,15 +41,10 @@ _SYNC = "_simple_fsdp_sync"  # on a wrapped module: what its next backward reduc
 
 
 class Sync(NamedTuple):
-    """What the backward of a module's next forward reduces.
+    """What the backward of a module's next forward reduces."""
 
-    Attributes:
-        gradients: anything at all.
-        copies: if so, also over the ranks that hold copies.
-    """
-
-    gradients: bool = True
-    copies: bool = True
+    gradients: bool = True  # anything at all
+    copies: bool = True  # if so, also over the ranks that hold copies
 
 
 def deferral_of(module: nn.Module, name: str) -> dict[str, Any]:
@@ -66,10 +62,8 @@ def sync_of(module: nn.Module) -> Sync:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def set_sync(syncs: Iterable[tuple[nn.Module, Sync]]) -> None:
-    """Have the backward of the next forward of wrapped modules reduce that, for all or for none.
-
-    Of each its own parameters only, not those of the modules inside it.
-    """
+    """Have the backward of the next forward of wrapped modules reduce that, for all or for none; of
+    each its own parameters only, not those of the modules inside it."""
     made = [(module, sync, _deferrals(module, sync)) for module, sync in syncs]
     for module, sync, deferrals in made:
         if sync != Sync():
@@ -98,12 +92,8 @@ def carry_over(module: nn.Module, name: str, param: Tensor | None) -> None:
 
 @contextmanager
 def sums_stay(module: nn.Module, emptied: bool = False) -> Iterator[None]:
-    """Around what may swap the tensors of the own parameters of ``module``, or move them.
-
-    Args:
-        module: whose sums follow its parameters to their device and dtype.
-        emptied: whether the parameters lose their values; then the sums are zero.
-    """
+    """Around what may swap the tensors of the own parameters of ``module``, or move them: their
+    sums follow to their device and dtype, and are zero if they are ``emptied``."""
     with mark_stays(module, SUMS) as stayed:
         yield
     layouts = {id(module._parameters.get(n)): x for n, x in module.__dict__[LAYOUTS].items()}
@@ -163,19 +153,16 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
 def noting_backwards(
     compiled: Callable[..., Any], until: Mapping[int, str], sums: Sequence[int]
 ) -> Callable[..., Any]:
-    """``compiled``, whose backward notes of which parameters it deferred the gradients.
-
-    Args:
-        compiled: a compiled Dynamo graph.
-        until: how far it takes gradients, by the place of the parameter among the inputs.
-        sums: places of the tensors that backwards write to. Each call has versions of its own of
-            them, for autograd minds if what it saved is written to by another backward.
-    """
+    """``compiled``, whose backward notes of which parameters it deferred the gradients: ``until``
+    says how far, by the parameter's place among the inputs; ``sums`` are the places of tensors that
+    backwards write to."""
     if not until:
         return compiled
 
     def call(*args: Any) -> Any:
         own = list(args)
+        # Each call has versions of its own: autograd minds if what it saved is written to by
+        # another.
         for place in sums:
             own[place] = args[place].data
         outputs = compiled(*own)
@@ -252,14 +239,8 @@ def _zero(sums: Sums) -> None:
 
 @torch.no_grad()
 def reduce_now(model: nn.Module) -> None:
-    """Reduce what waits to be reduced, and add it to the gradients; collective.
-
-    One parameter after the other, with nothing to hide behind: it is for what no backward that
-    reduces came after.
-
-    Raises:
-        RankMismatchError: other ranks wait for gradients of other parameters.
-    """
+    """Reduce what waits to be reduced, and add it to the gradients; collective. One parameter after
+    the other, with nothing to hide behind: it is for what no backward that reduces came after."""
     found: dict[int, tuple[DTensor, ParameterLayout, Sums]] = {}
     for module in model.modules():
         layouts = module.__dict__.get(LAYOUTS, {})
@@ -267,20 +248,16 @@ def reduce_now(model: nn.Module) -> None:
             sums = shard.__dict__.get(SUMS)
             if name in layouts and sums is not None and sums.waiting:
                 found[id(shard)] = (shard, layouts[name], sums)
-    lines = [layout.spec.fqn for _, layout, _ in found.values()]
+    fqns = [layout.spec.fqn for _, layout, _ in found.values()]
     what = "the gradients that finalize_backward reduces"
-    agree(what, lines, ranks_of_model(model), remember=False)
+    agree(what, fqns, ranks_of_model(model), remember=False)
     for param, layout, sums in found.values():
-        _reduce_now(param, layout, sums)
-
-
-def _reduce_now(param: DTensor, layout: ParameterLayout, sums: Sums) -> None:
-    local = local_tensor(param)
-    deferral = Deferral("all", sums.unreduced, sums.partial)
-    reduced = reduce_deferred(local.shape[0] if local.dim() else 0, layout.spec, deferral)
-    grad = dtensor_like(param, reduced.to(local.dtype))
-    param.grad = grad if param.grad is None else param.grad + grad
-    sums.waiting = False
+        local = local_tensor(param)
+        deferral = Deferral("all", sums.unreduced, sums.partial)
+        reduced = reduce_deferred(local.shape[0] if local.dim() else 0, layout.spec, deferral)
+        grad = dtensor_like(param, reduced.to(local.dtype))
+        param.grad = grad if param.grad is None else param.grad + grad
+        sums.waiting = False
 
 
 @contextmanager
@@ -316,11 +293,7 @@ def microbatch(model: nn.Module, *, is_last: bool) -> Iterator[None]:
     Raises:
         ValueError: nothing in ``model`` is wrapped.
     """
-    if not any(map(is_wrapped, model.modules())):
-        raise ValueError(
-            "model: expected a module wrapped by simple_fsdp, or one that holds such a module, "
-            f"got {type(model).__name__}"
-        )
+    wrapped_in("model", model)
     if is_last:
         yield
         return

@@ -18,6 +18,10 @@ from simplefsdp.frontend.wrapped import ignored_params
 log = logging.getLogger("simplefsdp")
 _ORIGINAL = "_simple_fsdp_sharded"  # on every original parameter that was sharded: its FQN
 _FULL = "_simple_fsdp_full"  # on every full parameter that stands for a shard: the shard's FQN
+_NOT_IN_MODEL = (
+    (_ORIGINAL, "before simple_fsdp", "tensor", "after simple_fsdp"),
+    (_FULL, "inside unsharded", "full copy", "outside"),
+)
 
 
 def mark_original(param: Tensor, fqn: str) -> None:
@@ -98,26 +102,17 @@ def _refuse_originals(optimizer: Optimizer, *_: Any) -> None:
     refuse_replaced(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if is_original(param):
-                raise ValueError(
-                    f"{type(optimizer).__name__}: holds {getattr(param, _ORIGINAL)} as it was "
-                    "before simple_fsdp, a tensor that the model no longer has, so that the step "
-                    "would train nothing; make the optimizer after simple_fsdp"
-                )
-            if stands_for_shard(param):
-                raise ValueError(
-                    f"{type(optimizer).__name__}: holds {getattr(param, _FULL)} as it was inside "
-                    "unsharded, a full copy that the model no longer has, so that the step would "
-                    "train nothing; make the optimizer outside"
-                )
+            for mark, then, what, instead in _NOT_IN_MODEL:
+                if hasattr(param, mark):
+                    raise ValueError(
+                        f"{type(optimizer).__name__}: holds {getattr(param, mark)} as it was "
+                        f"{then}, a {what} that the model no longer has, so that the step would "
+                        f"train nothing; make the optimizer {instead}"
+                    )
 
 
 def check_before_eager_forward(model: nn.Module) -> None:
-    """Refuse a trainable parameter that came after the wrap; say if a mode keeps it eager.
-
-    Raises:
-        ValueError: such a parameter would train on this rank's data alone.
-    """
+    """Refuse a trainable parameter that came after the wrap; say if a mode keeps it eager."""
     ignored = ignored_params([model])
     for fqn, param in model.named_parameters():
         is_ours = isinstance(param, DTensor) or stands_for_shard(param)

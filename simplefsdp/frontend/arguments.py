@@ -1,8 +1,11 @@
-"""What users pass to ``simple_fsdp``: checked, and the wrong told what to pass instead."""
+"""What users pass to ``simple_fsdp``: checked, and the wrong told what to pass instead; and the
+dtypes of each parameter, by FSDP2's ``MixedPrecisionPolicy`` as this torch reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +18,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from simplefsdp.frontend.precision import check_policy
+from simplefsdp import _torch
 from simplefsdp.frontend.wrapped import is_wrapped
 
 
-def check_arguments(model: object, policy: object, reshard_after_forward: object) -> None:
-    """Refuse a model that cannot be wrapped, and arguments of the wrong type.
-
-    Raises:
-        TypeError, ValueError: see :func:`simplefsdp.simple_fsdp`.
-    """
+def check_arguments(
+    model: object, policy: object, reshard_after_forward: object, offload_policy: object
+) -> None:
+    """Refuse a model that cannot be wrapped, and arguments of the wrong type."""
     if isinstance(model, (list, tuple)):
         raise TypeError(
             f"model: expected a torch.nn.Module, got a {type(model).__name__}; wrap its modules "
@@ -40,7 +41,7 @@ def check_arguments(model: object, policy: object, reshard_after_forward: object
             "mp_policy: expected torch.distributed.fsdp.MixedPrecisionPolicy or None, got "
             f"{type(policy).__name__}"
         )
-    check_policy(model, policy)
+    _check_policy(model, policy)
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward != "auto":
         raise TypeError(
             f"reshard_after_forward: expected True, False or 'auto', got {reshard_after_forward!r}"
@@ -50,6 +51,7 @@ def check_arguments(model: object, policy: object, reshard_after_forward: object
             f"model: this {type(model).__name__} is already wrapped by simple_fsdp, itself or as a "
             "part of a model; wrap each module once, inner modules before the one around them"
         )
+    _refuse_offloading(offload_policy)
 
 
 def check_modules(modules: Mapping[nn.Module, str]) -> None:
@@ -90,12 +92,8 @@ def _check_embedding(module: nn.Embedding | nn.EmbeddingBag, path: str) -> None:
         )
 
 
-def refuse_offloading(policy: object) -> None:
-    """Refuse FSDP2's policy of offloading, unless it offloads nothing.
-
-    Raises:
-        TypeError, ValueError: see :func:`simplefsdp.simple_fsdp`.
-    """
+def _refuse_offloading(policy: object) -> None:
+    """Refuse FSDP2's policy of offloading, unless it offloads nothing."""
     if isinstance(policy, CPUOffloadPolicy):
         raise ValueError(
             "offload_policy: simple_fsdp does not offload to the CPU; what takes memory can be "
@@ -110,11 +108,7 @@ def refuse_offloading(policy: object) -> None:
 
 
 def ignored_among(model: nn.Module, params: Collection[nn.Parameter] | None) -> set[int]:
-    """The identities of the parameters of ``model`` that are to be left alone.
-
-    Raises:
-        TypeError, ValueError: see :func:`simplefsdp.simple_fsdp`.
-    """
+    """The identities of the parameters of ``model`` that are to be left alone."""
     if params is None:
         return set()
     is_set = isinstance(params, Collection) and not isinstance(params, Tensor)
@@ -134,11 +128,7 @@ def check_placements(
     named: Iterable[tuple[str, nn.Parameter]],
     placement_of: Callable[[nn.Parameter], Shard | None] | None,
 ) -> None:
-    """Refuse FSDP2's function of placements if it wants another than ours.
-
-    Raises:
-        ValueError: see :func:`simplefsdp.simple_fsdp`.
-    """
+    """Refuse FSDP2's function of placements if it wants another than ours."""
     for fqn, param in named if placement_of is not None else ():
         placement = placement_of(param)  # type: ignore[misc]
         if placement is not None and not (type(placement) is Shard and placement.dim == 0):
@@ -146,3 +136,63 @@ def check_placements(
                 f"{fqn}: shard_placement_fn: expected None or Shard(0), got {placement!r}; "
                 "simple_fsdp shards every parameter along its first dimension"
             )
+
+
+class Dtypes(NamedTuple):
+    """What one parameter is gathered, and its gradient reduced, in."""
+
+    param_dtype: torch.dtype | None  # on the wire and in compute; None keeps the parameter's own
+    reduce_dtype: torch.dtype | None  # of the reduce; None keeps the gradient's own
+
+
+def _check_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Refuse a policy that says no dtypes, or that could not be followed."""
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"mp_policy.{name}: expected a floating-point torch.dtype or None, got {dtype!r}"
+            )
+    casts_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
+    has_no_forward = type(model).forward is nn.Module.forward
+    if has_no_forward and (casts_inputs or policy.output_dtype is not None):
+        raise ValueError(
+            f"mp_policy: casts the inputs or outputs of the model, but {type(model).__name__} has "
+            "no forward; wrap the modules in it one by one, or the module around it, or pass "
+            "cast_forward_inputs=False and no output_dtype"
+        )
+
+
+def dtypes_of(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> Dtypes:
+    """The dtypes of one parameter under ``policy``. Without a ``reduce_dtype`` a gradient is
+    reduced as this torch's FSDP2 does in a group by itself: since 2.15 in the parameter's own
+    dtype, before in ``param_dtype``."""
+    param_dtype = _param_dtype(fqn, param, policy)
+    if policy.reduce_dtype is not None:
+        return Dtypes(param_dtype, policy.reduce_dtype)
+    if _torch.reduces_in_param_dtype():
+        return Dtypes(param_dtype, param_dtype)
+    if (override := _torch.grad_dtype_override(param)) is not None:
+        return Dtypes(param_dtype, override.dtype)
+    # Not named where nothing is cast: the gradient follows a later model.to(dtype).
+    return Dtypes(param_dtype, None if param_dtype in (None, param.dtype) else param.dtype)
+
+
+def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """``policy`` less its function of parameters, which has been asked: what is left is data."""
+    if getattr(policy, "param_dtype_override_fn", None) is None:
+        return policy
+    return replace(policy, param_dtype_override_fn=None)  # type: ignore[call-arg]
+
+
+def _param_dtype(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    override = getattr(policy, "param_dtype_override_fn", None)  # since 2.15
+    dtype = None if override is None else override(param)
+    if dtype is None:
+        return policy.param_dtype
+    if dtype not in (policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"{fqn}: param_dtype_override_fn: expected None, mp_policy.param_dtype "
+            f"({policy.param_dtype}) or the parameter's own {param.dtype}, got {dtype!r}"
+        )
+    return dtype  # type: ignore[no-any-return]

@@ -33,10 +33,7 @@ def set_requires_gradient_sync(
     """Say whether the backward of the next forward reduces gradients, or adds them up in full.
 
     Call it before the forward of a micro-batch: the compiler makes forward and backward together.
-
-    Raises:
-        TypeError: not a bool.
-        ValueError: a parameter is on the meta device.
+    Raises ValueError if a parameter is on the meta device.
     """
     _check_bool("requires_gradient_sync", requires_gradient_sync)
     # As FSDP2: also over copies, whatever ``set_requires_all_reduce`` said before.
@@ -49,10 +46,7 @@ def set_requires_all_reduce(
     """Say whether it reduces over the ranks that hold copies, too, or adds up what it would send.
 
     For ``mode="hybrid_shard"``: gradients are reduced within the group of the shards in any case.
-
-    Raises:
-        TypeError: not a bool.
-        ValueError: a parameter is on the meta device.
+    Raises ValueError if a parameter is on the meta device.
     """
     _check_bool("requires_all_reduce", requires_all_reduce)
     _replace_sync(self, recurse, copies=requires_all_reduce)
@@ -79,10 +73,8 @@ def finalize_backward(self: nn.Module, *, async_op: bool = False) -> _Done | Non
 
 
 def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-    """As ``torch.nn.Module.zero_grad``; gradients that wait to be reduced are dropped, too.
-
-    ``optimizer.zero_grad()`` leaves those, as under FSDP2.
-    """
+    """As ``torch.nn.Module.zero_grad``; gradients that wait to be reduced are dropped, too, which
+    ``optimizer.zero_grad()`` leaves, as under FSDP2."""
     drop_deferred(self)
     nn.Module.zero_grad(self, set_to_none)
 
@@ -95,11 +87,7 @@ def reset_iter_state(self: nn.Module) -> None:
 def set_reshard_after_forward(
     self: nn.Module, reshard_after_forward: bool, recurse: bool = True
 ) -> None:
-    """Free full parameters after forward and gather them again in backward, or keep them.
-
-    Raises:
-        TypeError: not a bool.
-    """
+    """Free full parameters after forward and gather them again in backward, or keep them."""
     _check_bool("reshard_after_forward", reshard_after_forward)
     change_specs(_wrapped(self, recurse), {"reshard_after_forward": reshard_after_forward})
 
@@ -107,11 +95,7 @@ def set_reshard_after_forward(
 def set_reshard_after_backward(
     self: nn.Module, reshard_after_backward: bool, *, recurse: bool = True
 ) -> None:
-    """``False``: gather now and keep, as :func:`unshard` does; ``True``: free what is kept.
-
-    Raises:
-        TypeError: not a bool.
-    """
+    """``False``: gather now and keep, as :func:`unshard` does; ``True``: free what is kept."""
     _check_bool("reshard_after_backward", reshard_after_backward)
     modules = list(_wrapped(self, recurse))
     if reshard_after_backward:
@@ -158,7 +142,6 @@ def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
     """Reduce by sums only, and divide in kernels of their own, where NCCL could average.
 
     Raises:
-        TypeError: not a bool.
         ValueError: to be disabled after it was enabled, which needs a new wrap.
     """
     _check_bool("enable", enable)

@@ -40,12 +40,7 @@ def note_gather(mesh: DeviceMesh, fqn: str) -> None:
 
 @contextmanager
 def eager_forward() -> Iterator[None]:
-    """One forward of a wrapped model.
-
-    Raises:
-        RankMismatchError: at its end: the ranks have gathered different parameters, or one of them
-            does not come to the end in time.
-    """
+    """One forward of a wrapped model."""
     if not _now.depth:
         _now.gathered = {}
     _now.depth += 1

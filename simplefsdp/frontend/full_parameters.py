@@ -26,7 +26,7 @@ from simplefsdp.frontend.placement import (
 )
 from simplefsdp.frontend.recurrent import second_lists
 from simplefsdp.frontend.slots import Slot, agree_to_leave, carry_over, ends_of, restore, slots_of
-from simplefsdp.frontend.wrapped import is_wrapped, plain_classes
+from simplefsdp.frontend.wrapped import plain_classes, wrapped_in
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def raw_parameters(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: nothing in ``module`` is wrapped.
     """
-    wrapped = _wrapped_in(module)
+    wrapped = wrapped_in("module", module)
     with plain_classes(wrapped), second_lists(wrapped):
         yield
 
@@ -71,7 +71,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             no longer tied to what it was tied to.
         RankMismatchError: at the end, another rank failed, or did something else.
     """
-    wrapped = _wrapped_in(module)
+    wrapped = wrapped_in("module", module)
     slots = slots_of(module)
     fulls = _fulls_of(slots)
     with plain_classes(wrapped):
@@ -105,16 +105,6 @@ def _fulls_of(slots: list[Slot]) -> dict[int, nn.Parameter]:
             made = uninitialised.full_like(slot.param, full_of(slot.param))
             fulls[id(slot.param)] = mark_full(made, slot.fqn)
     return fulls
-
-
-def _wrapped_in(module: nn.Module) -> list[nn.Module]:
-    found = [m for m in module.modules() if is_wrapped(m)] if isinstance(module, nn.Module) else []
-    if not found:
-        raise ValueError(
-            f"module: expected a module wrapped by simple_fsdp, or one that holds such a module, "
-            f"got {type(module).__name__}"
-        )
-    return found
 
 
 @torch.no_grad()

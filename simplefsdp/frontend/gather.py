@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,34 +33,23 @@ _collectives = torch.ops._c10d_functional
 
 
 class GatherSpec(NamedTuple):
-    """How one parameter is gathered; constants only, so that a traced graph can hold them.
+    """How one parameter is gathered; constants only, so that a traced graph can hold them."""
 
-    Attributes:
-        fqn: fully qualified name of the parameter in the wrapped model.
-        rows: size of dim 0 of the full tensor; 0 if it is not sharded.
-        shard_group: name of the process group the shards are spread over; "" if not sharded.
-        shard_ranks: number of ranks in ``shard_group``; 1 if not sharded.
-        reduce_group: name of the process group, of the same ranks, that gradients are reduced in.
-        copy_groups: (name, ranks) of each process group that holds copies of the shard.
-        param_dtype: dtype on the wire and in compute; None keeps the shard's dtype.
-        reduce_dtype: dtype of the reduce; None keeps the gradient's dtype.
-        averages: the backend can average by itself (NCCL); otherwise we sum and divide.
-        divide_factor: what the sum of gradients over all ranks is divided by; None for their
-            number.
-        reshard_after_forward: the compiler recomputes the gather in backward; ``"auto"`` until a
-            planner has decided (``reshard.py``).
-    """
-
-    fqn: str
-    rows: int
-    shard_group: str
-    shard_ranks: int
-    reduce_group: str
+    fqn: str  # fully qualified name of the parameter in the wrapped model
+    rows: int  # size of dim 0 of the full tensor; 0 if it is not sharded
+    shard_group: str  # name of the process group the shards are spread over; "" if not sharded
+    shard_ranks: int  # number of ranks in ``shard_group``; 1 if not sharded
+    reduce_group: str  # name of the process group, of the same ranks, that gradients are reduced in
+    # (name, ranks) of each process group that holds copies of the shard.
     copy_groups: tuple[tuple[str, int], ...]
+    # Dtype on the wire and in compute; None keeps the shard's dtype.
     param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    averages: bool
+    reduce_dtype: torch.dtype | None  # dtype of the reduce; None keeps the gradient's dtype
+    averages: bool  # the backend can average by itself (NCCL); otherwise we sum and divide
+    # What the sum of gradients over all ranks is divided by; None for their number.
     divide_factor: float | None
+    # The compiler recomputes the gather in backward; ``"auto"`` until a planner has decided
+    # (``reshard.py``).
     reshard_after_forward: bool | Literal["auto"]
 
     def arguments(self) -> tuple[str, str]:
@@ -69,12 +58,7 @@ class GatherSpec(NamedTuple):
         Dynamo guards each constant of each read, so twelve of them would be twelve guards, to be
         made once and checked at every step.
         """
-        fields = [_text_of(x) if isinstance(x, torch.dtype) else x for x in self[1:]]
-        return self.fqn, json.dumps(fields)
-
-
-def _text_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return self.fqn, json.dumps(self[1:], default=lambda x: str(x).removeprefix("torch."))
 
 
 @functools.cache
@@ -128,21 +112,15 @@ class Deferral(NamedTuple):
     Gradients that are not reduced yet are added up in tensors that graphs write to, so that it
     does not matter in which order forwards and backwards run. A backward that takes a gradient
     further takes what is there with it, and leaves zeros.
-
-    Attributes:
-        until: ``"all"``: reduced over all ranks. ``"shards"``: within the group that the shards
-            are spread over, not over copies. ``"none"``: not sent.
-        unreduced: sum of gradients that were not sent, the shape of the gathered parameter.
-        partial: sum of those that were reduced within the shard group only, that of a shard with
-            its padding.
     """
 
+    # ``"all"``: reduced over all ranks. ``"shards"``: within the group that the shards are spread
+    # over, not over copies. ``"none"``: not sent.
     until: Literal["all", "shards", "none"] = "all"
+    # Sum of gradients that were not sent, the shape of the gathered parameter.
     unreduced: Tensor | None = None
+    # Sum of those that were reduced within the shard group only, that of a shard with its padding.
     partial: Tensor | None = None
-
-
-_NOTHING_DEFERRED = Deferral()
 
 
 def _reduce_grad(
@@ -162,16 +140,13 @@ def _reduce_grad(
 
 
 def reduce_deferred(shard_rows: int, spec: GatherSpec, deferral: Deferral) -> Tensor:
-    """The gradient of the shard of what backwards deferred, one of them at least; collective."""
-    part = deferral.partial
+    """The gradient of the shard of what backwards deferred until ``"all"``; collective."""
     if deferral.unreduced is not None:
-        grad = _with_deferred(deferral.unreduced, torch.zeros_like(deferral.unreduced))
-        part = _reduce_over_shards(grad, spec)
-        if deferral.partial is not None:
-            part = _with_deferred(deferral.partial, part)
-    elif part is not None:
-        part = _with_deferred(part, torch.zeros_like(part))
-    return _reduce_over_copies(cast(Tensor, part), shard_rows, spec)
+        nothing = torch.zeros_like(deferral.unreduced)
+        return cast(Tensor, _reduce_grad(nothing, shard_rows, spec, deferral))
+    partial = cast(Tensor, deferral.partial)
+    part = _with_deferred(partial, torch.zeros_like(partial))
+    return _reduce_over_copies(part, shard_rows, spec)
 
 
 def _reduce_over_shards(grad: Tensor, spec: GatherSpec) -> Tensor:
@@ -309,21 +284,16 @@ def gather(
         )
     with provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward):
         try:
-            left = Deferral(**deferral) if deferral else _NOTHING_DEFERRED
-            return _Gather.apply(local_of(param), spec, left, kept)  # type: ignore[no-any-return]
+            return _Gather.apply(local_of(param), spec, Deferral(**deferral), kept)  # type: ignore[no-any-return]
         except RuntimeError as error:
             if "functorch" in str(error):
-                _refuse_transform(fqn, error)
+                raise ValueError(
+                    f"{fqn}: a sharded parameter cannot be gathered inside a transform of "
+                    "torch.func (grad, jvp, vmap, ...); use torch.autograd.grad, or transform "
+                    "inside `with simplefsdp.unsharded(model):`, on each rank by itself"
+                ) from error
             error.add_note(
                 f"{fqn} was being gathered. If ranks lost each other there: one has ended, "
                 "is late, or took another branch of the program; see their logs"
             )
             raise
-
-
-def _refuse_transform(fqn: str, error: RuntimeError) -> NoReturn:
-    raise ValueError(
-        f"{fqn}: a sharded parameter cannot be gathered inside a transform of torch.func (grad, "
-        "jvp, vmap, ...); use torch.autograd.grad, or transform inside "
-        "`with simplefsdp.unsharded(model):`, on each rank by itself"
-    ) from error

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement
 
 from simplefsdp._torch import is_split
-from simplefsdp.frontend.placement import dtensor_like
+from simplefsdp.frontend.placement import dtensor_like, local_part
 from simplefsdp.frontend.waiting import refuse_waiting
 
 _collectives = torch.ops._c10d_functional
@@ -55,13 +55,13 @@ def clip_grad_norm_(
     params = [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
     refuse_waiting(params, "clip_grad_norm_")
     grads = [p.grad for p in params if p.grad is not None]
-    total = _total_norm([(p, p.grad) for p in params], float(norm_type), _norms)
+    total = _total_norm([(p, p.grad) for p in params], float(norm_type), torch._foreach_norm)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the gradients' norm of order {norm_type} is {float(total)}; they were not clipped"
         )
     factor = _factor(max_norm, total)
-    for (device, dtype), alike in _alike(map(_local, grads)).items():
+    for (device, dtype), alike in _alike(map(local_part, grads)).items():
         # Elsewhere than on CPU a kernel takes many gradients only if the factor is of their dtype;
         # a kernel for each would round it likewise.
         theirs = factor.to(device) if device.type == "cpu" else factor.to(device, dtype)
@@ -72,11 +72,8 @@ def clip_grad_norm_(
 def clipped(
     params: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What :func:`clip_grad_norm_` does, of gradients in a graph that is traced.
-
-    Returns:
-        The norm, and the gradients scaled. Each has operators of its own, and waits for no other
-        but by the norm.
+    """What :func:`clip_grad_norm_` does, of gradients in a graph that is traced: the norm, and the
+    gradients scaled, each by operators of its own, so that it waits for no other but by the norm.
     """
     found = list(zip(params, grads, strict=True))
     total = _total_norm(found, 2.0, _norm_of_each)
@@ -85,7 +82,7 @@ def clipped(
 
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    local = _local(grad) * factor.to(grad.device, grad.dtype)
+    local = local_part(grad) * factor.to(grad.device, grad.dtype)
     return dtensor_like(grad, local) if isinstance(grad, DTensor) else local
 
 
@@ -93,8 +90,8 @@ def _factor(max_norm: float, total: Tensor) -> Tensor:
     return (max_norm / (total + 1e-6)).clamp(max=1.0)
 
 
-# Of gradients that are alike the norm of each, in a dtype.
-Norms = Callable[[list[Tensor], float, torch.dtype], list[Tensor]]
+# Of gradients that are alike the norm of each, in a dtype; torch's own is one kernel for all.
+Norms = Callable[..., Sequence[Tensor]]
 
 
 def _all_reduce(tensor: Tensor, op: str, group: ProcessGroup) -> Tensor:
@@ -102,28 +99,17 @@ def _all_reduce(tensor: Tensor, op: str, group: ProcessGroup) -> Tensor:
     return cast(Tensor, _collectives.wait_tensor(started))
 
 
-def _norms(alike: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    return list(torch._foreach_norm(alike, norm_type, dtype=dtype))
-
-
-def _norm_of_each(alike: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+def _norm_of_each(alike: list[Tensor], norm_type: float, *, dtype: torch.dtype) -> list[Tensor]:
     return [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in alike]
 
 
 def _total_norm(
-    found: Sequence[tuple[Tensor, Tensor | None]],
-    norm_type: float,
-    norms: Norms,
+    found: Sequence[tuple[Tensor, Tensor | None]], norm_type: float, norms: Norms
 ) -> Tensor:
     """Norm over all gradients: one all-reduce per mesh dimension that some are sharded over.
 
     Grouped by parameter, not by gradient: which parameters got one may differ between ranks, and
     all must take part in the same all-reduces.
-
-    Args:
-        found: each parameter, and its gradient if it has one.
-        norm_type: the p of the p-norm.
-        norms: of gradients of one device and dtype.
     """
     device = found[0][0].device if found else torch.device("cpu")
     sharded_alike: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
@@ -131,7 +117,7 @@ def _total_norm(
         parts = sharded_alike.setdefault(_shard_groups(param), [])
         if grad is not None:
             _check_placed_alike(param, grad)
-            part = _local(grad)
+            part = local_part(grad)
             parts.append(part.abs() if part.is_complex() else part)
     zero = torch.zeros((), device=device, dtype=_dtype_of_norm(p.dtype for p, _ in found))
     totals = [
@@ -159,11 +145,8 @@ def _check_placed_alike(param: Tensor, grad: Tensor) -> None:
 
 
 def _splits(placement: Placement) -> bool:
-    """Whether each rank has other elements (``_StridedShard``: of FSDP2 over tensor parallelism).
-
-    Raises:
-        TypeError: it is neither split nor whole: the norm of what is only a summand is not known.
-    """
+    """Whether each rank has other elements (``_StridedShard``: of FSDP2 over tensor
+    parallelism)."""
     if is_split(placement):
         return True
     if not placement.is_replicate():
@@ -183,7 +166,7 @@ def _norm_over(
 ) -> Tensor:
     found = [zero]  # for empty shards, of which there is no inf-norm
     for (_, dtype), alike in _alike(p for p in parts if p.numel()).items():
-        of_these = norms(alike, norm_type, _dtype_of_norm([dtype]))
+        of_these = norms(alike, norm_type, dtype=_dtype_of_norm([dtype]))
         found.append(_norm_of_norms(of_these, norm_type).to(zero))
     total = _norm_of_norms(found, norm_type)
     for group in groups:
@@ -200,14 +183,10 @@ def _dtype_of_norm(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return torch.float64 if wide.intersection(dtypes) else torch.float32
 
 
-def _norm_of_norms(norms: list[Tensor], norm_type: float) -> Tensor:
+def _norm_of_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     if not norms:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    return torch.linalg.vector_norm(torch.stack([*norms]), norm_type)
 
 
 def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

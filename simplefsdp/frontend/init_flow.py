@@ -52,7 +52,9 @@ class _Pending:
 
     def __init__(self, param: DTensor) -> None:
         self.param = param
-        self.full = _full_parameter_of(param)
+        # Of an empty one there is nothing to gather. (No local variable: references are counted.)
+        made = uninitialised.blank if uninitialised.is_empty(param) else full_of
+        self.full = uninitialised.full_like(param, made(param))
         self.shard = _local(param).clone()  # as it was when both were equal
         self.alone = self._references()
 
@@ -101,12 +103,6 @@ class _Pending:
                 f"{tuple(param.shape)}, which is a full one for the time of the initialiser; set "
                 "them outside, on the parameter itself"
             )
-
-
-def _full_parameter_of(param: DTensor) -> nn.Parameter:
-    # Of an empty one there is nothing to gather.
-    full = uninitialised.blank(param) if uninitialised.is_empty(param) else full_of(param)
-    return uninitialised.full_like(param, full)
 
 
 def _local(tensor: DTensor) -> Tensor:
@@ -165,11 +161,8 @@ def _flush(pending: list[_Pending]) -> None:
 
 
 def sharded_original(param: Any, current: Any) -> Any:
-    """The shard that a full parameter stands for, if an initialiser assigns one; else itself.
-
-    Args:
-        param: that is assigned.
-        current: what it replaces. Of a shard, a new full parameter gives the values.
+    """The shard that ``param`` stands for, which an initialiser assigns in the place of
+    ``current``; else itself. A new full parameter gives the values of the shard that it replaces.
     """
     if not initialising():
         return param

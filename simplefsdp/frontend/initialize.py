@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import TorchDispatchMode
-from simplefsdp.frontend.placement import dtensor_like, parameter_like
+from simplefsdp.frontend.placement import dtensor_like, local_part, parameter_like
 from simplefsdp.frontend.wrapped import is_wrapped, plain_classes
 
 # Elements per block. Part of the mapping from seed to weights: changing it changes them all.
@@ -217,8 +217,7 @@ class _ShardedInit(TorchDispatchMode):
 
 
 def _address(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()
 
 
 def fill_global(
@@ -260,10 +259,8 @@ def shard_offsets(tensor: DTensor) -> list[int]:
     coordinate = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
-            dim, chunk = (
-                placement.dim,
-                -(-sizes[placement.dim] // tensor.device_mesh.size(mesh_dim)),
-            )
+            dim = placement.dim
+            chunk = -(-sizes[dim] // tensor.device_mesh.size(mesh_dim))
             start = min(coordinate[mesh_dim] * chunk, sizes[dim])
             offsets[dim] += start
             sizes[dim] = min(chunk, sizes[dim] - start)

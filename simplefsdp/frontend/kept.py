@@ -122,11 +122,7 @@ def _watch_optimizers() -> None:
 def refresh(
     params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float = rank_guard.TIMEOUT_S
 ) -> None:
-    """Gather again what is kept of ``params``, if they have changed; then it is collective.
-
-    Raises:
-        RankMismatchError: they have changed on some of the ranks only.
-    """
+    """Gather again what is kept of ``params``, if they have changed; then it is collective."""
     kept = [(param, param.__dict__.get(_OF_SHARD)) for param in params]
     stale = [(param, k) for param, k in kept if k is not None and k.version != _version(param)]
     if not stale:
@@ -139,19 +135,9 @@ def refresh(
 
 
 def refreshing(
-    compiled: Callable[..., Any],
-    places: Sequence[int],
-    ranks: tuple[int, ...],
-    timeout_s: float,
+    compiled: Callable[..., Any], places: Sequence[int], ranks: tuple[int, ...], timeout_s: float
 ) -> Callable[..., Any]:
-    """``compiled``, that sees what is kept as it is now.
-
-    Args:
-        compiled: a compiled Dynamo graph.
-        places: among the inputs, of parameters of which something is kept.
-        ranks: that run it together; none if they do not compare.
-        timeout_s: how long to wait for the others.
-    """
+    """``compiled``, that sees what is kept as it is now."""
     if not places:
         return compiled
 

@@ -35,11 +35,9 @@ def remember_fqns(model: nn.Module) -> None:
 
 
 def known_fqns(fqns: Collection[str]) -> list[str]:
-    """Parameters of the living models that have all of ``fqns``, which a graph reads.
-
-    Patterns may name what a graph does not read. If no model has all, several wraps are in one
-    graph: then of those that have one of them.
-    """
+    """Parameters of the living models that have all of ``fqns``, which a graph reads, for patterns
+    may name what it does not read. If no model has all, several wraps are in one graph: then of
+    those that have one of them."""
     found = [module.__dict__.get(_NAMES) for module in modules()]
     models = [cast(frozenset[str], names) for names in found if names is not None]
     wanted = set(fqns)

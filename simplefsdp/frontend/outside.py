@@ -74,11 +74,11 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         return _torch.default_dtensor_op(op, args, kwargs)
     if _fqn_of(target) is not None:
         _begin(target, kwargs.get("generator"))
-    elif not _last.continues_in(target):
+    elif target.shape != _Last.shape:
         return _torch.default_dtensor_op(op, args, kwargs)
     given = {name: value for name, value in kwargs.items() if name != "generator"}
-    _last.fills += 1
-    key = (_last.number, tuple(target.shape), _last.fills)
+    _Last.fills += 1
+    key = (_Last.number, tuple(target.shape), _Last.fills)
     fill_global(target, key, lambda part, own: op(part, *args[1:], **given, generator=own))
     return target
 
@@ -92,18 +92,12 @@ class _Last:
     shape: torch.Size | None = None
     fills = 0
 
-    def continues_in(self, target: DTensor) -> bool:
-        return target.shape == self.shape
-
-
-_last = _Last()
-
 
 def _begin(param: DTensor, generator: torch.Generator | None) -> None:
     source = torch.default_generator if generator is None else generator
     number = torch.empty((), dtype=torch.int64, device=source.device).random_(generator=source)
-    _last.number, _last.shape = rank_0s(int(number), param.device_mesh), param.shape
-    _last.fills = 0
+    _Last.number, _Last.shape = rank_0s(int(number), param.device_mesh), param.shape
+    _Last.fills = 0
 
 
 def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

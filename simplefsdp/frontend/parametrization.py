@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simplefsdp._torch import cast_floating_point, is_to_empty, run_as_it_is, with_own_code
-from simplefsdp.frontend import control, init_flow, living, recurrent, refused, uninitialised
+from simplefsdp.frontend import control, init_flow, kept, living, recurrent, refused, uninitialised
 from simplefsdp.frontend.accumulation import (
     begin_anew,
     carry_over,
@@ -30,15 +30,6 @@ from simplefsdp.frontend.accumulation import (
 from simplefsdp.frontend.after_wrap import check_before_eager_forward, note_replaced
 from simplefsdp.frontend.eager_guard import eager_forward, note_gather
 from simplefsdp.frontend.gather import gather
-from simplefsdp.frontend.kept import (
-    expect_writes,
-    forget,
-    free,
-    free_everywhere,
-    kept_of,
-    kept_stays,
-    refresh,
-)
 from simplefsdp.frontend.reading import OWN, in_forward, marked, marked_own, plain, read_only
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
@@ -57,11 +48,9 @@ _CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instance
 
 
 def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
-    """Make ``module`` an instance of its class's one subclass, with a descriptor per name.
-
-    State lives on the instance: two models of one class may differ in mesh and policy, and one
-    instance's parameter may be another's buffer or None.
-    """
+    """Make ``module`` an instance of its class's one subclass, with a descriptor per name. State
+    lives on the instance: two models of one class may differ in mesh and policy, and one instance's
+    parameter may be another's buffer or None."""
     cls = type(module)
     subclass = cls if hasattr(cls, PLAIN_CLASS) else _subclass(cls)  # type: ignore[arg-type]
     for name in names:
@@ -107,28 +96,29 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
         self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
         _shard_plain_values(self, state_dict, prefix)
-        with sums_stay(self), kept_stays(self):
+        with sums_stay(self), kept.kept_stays(self):
             cls._load_from_state_dict(self, state_dict, prefix, *args)
 
     def _save_to_state_dict(self: nn.Module, *args: Any) -> None:
-        expect_writes(self._parameters.values())  # a checkpoint may be loaded into what it gives
+        # A checkpoint may be loaded into what it gives.
+        kept.expect_writes(self._parameters.values())
         cls._save_to_state_dict(self, *args)
 
     def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        free_everywhere(self)  # of parameters of another dtype, or without values
+        kept.free_everywhere(self)  # of parameters of another dtype, or without values
         with sums_stay(self, emptied=is_to_empty(fn)):
             return uninitialised.apply_marking(self, cls._apply, fn, *args, **kwargs)
 
     def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
         cls.__setstate__(self, state)
         living.note(self)  # a copy
-        forget(self)
+        kept.forget(self)
         begin_anew(self)
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         param = init_flow.sharded_original(param, self._parameters.get(name))
         check_placed_alike(self, name, param)
-        free([self])  # such as by load_state_dict(assign=True)
+        kept.free([self])  # such as by load_state_dict(assign=True)
         carry_over(self, name, param)
         layout = getattr(self, LAYOUTS).get(name)
         if layout is not None and isinstance(param, DTensor):
@@ -231,7 +221,8 @@ class _Gathering:
         if layout is None or param is None:
             return _plain_attribute(module, self.name)
         if compiling:
-            return _in_graph(module, self.name, param, layout)
+            # Without the parameter's FQN, too.
+            return _gathered(param, layout, _now(module, self.name), fqn="")
         return _read_eagerly(module, self.name, param, layout)
 
 
@@ -240,8 +231,8 @@ run_as_it_is(_Gathering.__get__)
 
 def _now(module: nn.Module, name: str) -> dict[str, Any]:
     """What the gather of a parameter is told of this moment, beside its spec."""
-    kept = kept_of(module, name)
-    return deferral_of(module, name) | ({} if kept is None else {"kept": kept})
+    full = kept.kept_of(module, name)
+    return deferral_of(module, name) | ({} if full is None else {"kept": full})
 
 
 def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: ParameterLayout) -> Tensor:
@@ -252,38 +243,27 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     fqn, now = layout.spec.fqn, _now(module, name)
     if isinstance(param, DTensor):
         if "kept" in now:
-            refresh([param], ranks_of([param.device_mesh]))
+            kept.refresh([param], ranks_of([param.device_mesh]))
         else:
             note_gather(param.device_mesh, fqn)
     if torch.is_inference_mode_enabled():
         # Of a tensor made in that mode one could not tell that it was written to.
         with torch.inference_mode(False), torch.no_grad():
-            full = _gathered(param, layout, now)
+            full = _gathered(param, layout, now, fqn)
     else:
-        full = _gathered(param, layout, now)
+        full = _gathered(param, layout, now, fqn)
         note_backward(full, param, now.get("until", "all"))
     uninitialised.refuse(uninitialised.without_values([(fqn, param, full)]))
     return full if layout.tensor_parallel is not None else read_only(full, fqn)
 
 
-def _in_graph(module: nn.Module, name: str, param: Tensor, layout: ParameterLayout) -> Tensor:
-    """What Dynamo traces where the short way does not do; without the parameter's FQN, too."""
-    if not isinstance(param, DTensor):
-        return _gathered(param, layout, {})  # which raises
-    return _whole(gather(param, "", layout.fields, **_now(module, name)), layout)
-
-
-def _gathered(param: Tensor, layout: ParameterLayout, now: dict[str, Any]) -> Tensor:
-    fqn = layout.spec.fqn
+def _gathered(param: Tensor, layout: ParameterLayout, now: dict[str, Any], fqn: str) -> Tensor:
     if not isinstance(param, DTensor):
         raise TypeError(
-            f"{fqn}: expected the sharded DTensor, got {type(param).__name__}; after simple_fsdp a "
-            "parameter must not be replaced: load values into it with load_state_dict"
+            f"{layout.spec.fqn}: expected the sharded DTensor, got {type(param).__name__}; after "
+            "simple_fsdp a parameter must not be replaced: load values into it with load_state_dict"
         )
-    return _whole(gather(param, fqn, layout.fields, **now), layout)
-
-
-def _whole(full: Tensor, layout: ParameterLayout) -> Tensor:
+    full = gather(param, fqn, layout.fields, **now)
     return full if layout.tensor_parallel is None else layout.tensor_parallel.rewrap(full)
 
 

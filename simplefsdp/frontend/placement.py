@@ -23,25 +23,17 @@ _MESH_OF_MODE = {
 
 @dataclass(frozen=True)
 class DataParallel:
-    """The data-parallel mesh and what each of its dimensions is for.
+    """The data-parallel mesh and what each of its dimensions is for."""
 
-    Attributes:
-        mesh: 1-D, or 2-D for ``hybrid_shard``.
-        shard_dim: mesh dimension that parameters are sharded over, or None.
-        replicate_dim: mesh dimension that holds copies, or None.
-    """
-
-    mesh: DeviceMesh
-    shard_dim: int | None
-    replicate_dim: int | None
+    mesh: DeviceMesh  # 1-D, or 2-D for ``hybrid_shard``
+    shard_dim: int | None  # mesh dimension that parameters are sharded over, or None
+    replicate_dim: int | None  # mesh dimension that holds copies, or None
 
     @property
     def averages(self) -> bool:
-        """Whether every group can reduce with ``avg``: of torch's backends only NCCL can.
-
-        The fake backend on a CUDA mesh stands in for NCCL, so that a plan made without GPUs is
-        made for the graph that the GPUs will run.
-        """
+        """Whether every group can reduce with ``avg``: of torch's backends only NCCL can. The fake
+        one on a CUDA mesh stands in for it, so that a plan made without GPUs is of the graph that
+        they will run."""
         device = self.mesh.device_type
         can = {f"{device}:nccl", f"{device}:fake"} if device == "cuda" else set()
         configs = [dist.get_backend_config(group) for group in self.mesh.get_all_groups()]
@@ -66,11 +58,7 @@ class DataParallel:
 
 
 def all_ranks() -> DeviceMesh:
-    """The 1-D mesh of all ranks, as FSDP2 makes it where it is given none.
-
-    Raises:
-        ValueError: there is no process group.
-    """
+    """The 1-D mesh of all ranks, as FSDP2 makes it where it is given none."""
     if not dist.is_initialized():
         raise ValueError(
             "mesh: there is no process group to take all ranks of; call "
@@ -82,12 +70,7 @@ def all_ranks() -> DeviceMesh:
 
 
 def data_parallel(mesh: DeviceMesh, mode: str) -> DataParallel:
-    """Check ``mesh`` against ``mode`` and say what its dimensions are for.
-
-    Raises:
-        TypeError: ``mesh`` is not a ``DeviceMesh``.
-        ValueError: unknown ``mode``, or a mesh of the wrong number of dimensions.
-    """
+    """Check ``mesh`` against ``mode`` and say what its dimensions are for."""
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     if not isinstance(mesh, DeviceMesh):
@@ -122,14 +105,18 @@ class TensorParallel:
 
     def rewrap(self, full: Tensor) -> DTensor:
         """The gathered local tensor as the tensor-parallel DTensor that the model expects."""
-        return DTensor.from_local(
-            full,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride,
-        )
+        return dtensor_of(full, self.mesh, self.placements, self.shape, self.stride)
+
+
+def dtensor_of(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    """``local``, this rank's part, as a DTensor of the global shape and strides; sends nothing."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def parameter_like(param: Tensor, value: Tensor) -> nn.Parameter:
@@ -145,15 +132,9 @@ def dtensor_like(param: DTensor, local: Tensor) -> DTensor:
     """``local``, this rank's part of a tensor that is sharded as ``param`` is; it may have further
     dimensions at its end."""
     further = local.shape[param.dim() :]
-    stride = [n * further.numel() for n in param.stride()]
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape + further,
-        stride=(*stride, *local.stride()[param.dim() :]),
-    )
+    shape = param.shape + further
+    stride = (*(n * further.numel() for n in param.stride()), *local.stride()[param.dim() :])
+    return dtensor_of(local, param.device_mesh, param.placements, shape, stride)
 
 
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
@@ -171,15 +152,8 @@ def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
     or fake, stay so and cost no communication. A tensor-parallel parameter ends on the mesh
     (tensor, data), in which plain left-to-right ``Shard`` placements describe exactly what was
     done: first split by tensor parallelism, then each part by us, uneven sizes included.
-
-    Args:
-        param: ``[rows, ...]`` plain tensor, or a DTensor on a tensor-parallel mesh.
-        dp: the data-parallel mesh.
-        tp: layout of ``param`` if it is a DTensor.
     """
-    local = param.detach()
-    if isinstance(local, DTensor):
-        local = local.to_local()
+    local = local_part(param.detach())
     placements = dp.placements(sharded=local.dim() > 0)
     if has_no_data(local):
         sharded = _own_part(local, dp.mesh, placements)
@@ -187,14 +161,13 @@ def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
         sharded = distribute(local, dp.mesh, placements)
     if tp is None:
         return sharded
-    return DTensor.from_local(
-        sharded.to_local(),
-        _join(tp.mesh, dp.mesh),
-        (*tp.placements, *placements),
-        run_check=False,
-        shape=tp.shape,
-        stride=tp.stride,
-    )
+    mesh = _join(tp.mesh, dp.mesh)
+    return dtensor_of(sharded.to_local(), mesh, (*tp.placements, *placements), tp.shape, tp.stride)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What a DTensor holds on this rank; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
@@ -228,14 +201,8 @@ def distribute(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     sharded = distribute_tensor(on_the_wire(full), mesh, placements, src_data_rank=0)
     if sharded.dtype == full.dtype:
         return sharded
-    return DTensor.from_local(
-        off_the_wire(sharded.to_local(), full.dtype),
-        mesh,
-        placements,
-        run_check=False,
-        shape=full.shape,
-        stride=full.stride(),
-    )
+    local = off_the_wire(sharded.to_local(), full.dtype)
+    return dtensor_of(local, mesh, placements, full.shape, full.stride())
 
 
 def rank_0s(number: int, mesh: DeviceMesh) -> int:
@@ -260,16 +227,13 @@ def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     """What ``distribute_tensor`` makes of a tensor that nobody has to be sent, without making the
     parts of the other ranks, who may be hundreds."""
     part = local
-    for size, rank, placement in zip(
-        mesh.shape, mesh.get_coordinate() or (), placements, strict=True
-    ):
+    here = mesh.get_coordinate() or ()
+    for size, rank, placement in zip(mesh.shape, here, placements, strict=True):
         if isinstance(placement, Shard):
             rows = -(-part.shape[0] // size)
             begin = min(rank * rows, part.shape[0])
             part = part[begin : begin + rows].contiguous()
-    return DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=local.shape, stride=local.stride()
-    )
+    return dtensor_of(part, mesh, placements, local.shape, local.stride())
 
 
 def _join(tp: DeviceMesh, dp: DeviceMesh) -> DeviceMesh:
@@ -277,9 +241,6 @@ def _join(tp: DeviceMesh, dp: DeviceMesh) -> DeviceMesh:
 
     It reuses their process groups. Both must be slices of one regular mesh, as
     ``init_device_mesh`` makes them: then the rank at (t, d) is tp[t] + dp[d] - this rank.
-
-    Raises:
-        ValueError: the two meshes share more than this rank, or are not regular.
     """
     rank = dist.get_rank()
     joint = tp.mesh.reshape(*tp.mesh.shape, *[1] * dp.ndim) + dp.mesh - rank
@@ -302,5 +263,4 @@ def _dim_names(mesh: DeviceMesh, default: str) -> tuple[str, ...]:
 
 def local_nbytes(tensors: Iterable[object]) -> int:
     """Bytes that this rank holds of ``tensors``; what is no tensor counts nothing."""
-    locals_ = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in locals_ if isinstance(t, Tensor))
+    return sum(local_part(t).nbytes for t in tensors if isinstance(t, Tensor))

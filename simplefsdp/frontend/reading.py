@@ -22,15 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from simplefsdp._torch import (
-    in_backward,
-    is_allowed_in_graph,
-    no_torch_function,
-    run_as_it_is,
-    trace_without,
-    tree_map_only,
-    with_own_code,
-)
+from simplefsdp import _torch
 from simplefsdp.frontend.placement import share_memory
 
 Forward = Callable[..., Any]
@@ -38,35 +30,33 @@ OWN = "_simple_fsdp_own_forward"  # on a module whose forward was set on it
 
 
 def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
-    """The method ``name`` of ``cls``, so that :func:`in_forward` finds it on the stack.
-
-    It is looked up at each call, so that a later ``cls.forward = ...`` takes effect.
-    """
+    """The method ``name`` of ``cls``, so that :func:`in_forward` finds it on the stack. It is
+    looked up at each call, so that a later ``cls.forward = ...`` takes effect."""
 
     # Dynamo knows nothing of the methods of a class that was allowed in its graphs.
-    fixed = getattr(cls, name) if is_allowed_in_graph(cls) else None
+    fixed = getattr(cls, name) if _torch.is_allowed_in_graph(cls) else None
 
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if fixed is not None:
             return fixed(self, *args, **kwargs)
         return getattr(cls, name)(self, *args, **kwargs)
 
-    return with_own_code(
+    return _torch.with_own_code(
         functools.update_wrapper(forward_of_wrapped, getattr(cls, name)),
         f"{cls.__module__}.{cls.__qualname__}.{name}",
     )
 
 
 def marked_own(forward: Forward) -> Forward:
-    """As :func:`marked`, of a forward that was set on a module itself, and is now under ``OWN``.
-
-    There, a copy of the module has a copy of what it is bound to.
-    """
+    """As :func:`marked`, of a forward that was set on a module itself, and is now under ``OWN``:
+    there, a copy of the module has a copy of what it is bound to."""
 
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, OWN)(*args, **kwargs)
 
-    return with_own_code(functools.update_wrapper(forward_of_wrapped, forward), repr(forward))
+    return _torch.with_own_code(
+        functools.update_wrapper(forward_of_wrapped, forward), repr(forward)
+    )
 
 
 def in_forward() -> bool:
@@ -76,7 +66,7 @@ def in_forward() -> bool:
     Looks at the stack: a counter would be wrong in what runs eagerly after a graph break, where
     the frames of the forward stand on the stack, but their code was replaced by the compiler's.
     """
-    recomputes = in_backward()
+    recomputes = _torch.in_backward()
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
         code = caller.f_code
@@ -89,10 +79,8 @@ def in_forward() -> bool:
 
 
 class ReadOnlyParameter(Tensor):
-    """A gathered parameter in an eager forward: what is written to it would be lost, so it raises.
-
-    Views of it are read-only, too. Compiled code never sees this class.
-    """
+    """A gathered parameter in an eager forward, and views of it: what is written to it would be
+    lost, so it raises. Compiled code never sees this class."""
 
     _fqn: str
 
@@ -100,10 +88,11 @@ class ReadOnlyParameter(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with no_torch_function():
+        with _torch.no_torch_function():
             if getattr(func, "__name__", "") == "__set__" and isinstance(args[0], cls):
                 _refuse_write(args[0]._fqn, f"assigning to .{func.__self__.__name__}")
-            held = [a for a in _flat((args, kwargs or {})) if isinstance(a, ReadOnlyParameter)]
+            held: list[ReadOnlyParameter] = []
+            _torch.tree_map_only(ReadOnlyParameter, held.append, (args, kwargs or {}))
             versions = [tensor._version for tensor in held]
             result = func(*args, **(kwargs or {}))
             for tensor, version in zip(held, versions, strict=True):
@@ -118,23 +107,20 @@ class ReadOnlyParameter(Tensor):
         return plain(self).__reduce_ex__(protocol)
 
 
-run_as_it_is(ReadOnlyParameter.__torch_function__)
-trace_without(ReadOnlyParameter)  # now: Dynamo compiles anew what it compiled by other settings
+_torch.run_as_it_is(ReadOnlyParameter.__torch_function__)
+# Now: Dynamo compiles anew what it compiled by other settings.
+_torch.trace_without(ReadOnlyParameter)
 # What gives another tensor that shares the memory, but not to write to.
 _NO_VIEWS = {vars(torch._C.TensorBase)["_base"].__get__}
 
 
 def plain(value: Any) -> Any:
     """``value``, any nesting of containers, with what is read-only in it as plain tensors."""
-
-    def plain_one(tensor: ReadOnlyParameter) -> Tensor:
-        with no_torch_function():
-            return tensor.as_subclass(Tensor)
-
-    return tree_map_only(ReadOnlyParameter, plain_one, value)
+    with _torch.no_torch_function():
+        return _torch.tree_map_only(ReadOnlyParameter, lambda t: t.as_subclass(Tensor), value)
 
 
-run_as_it_is(plain)
+_torch.run_as_it_is(plain)
 
 
 def read_only(full: Tensor, fqn: str) -> Tensor:
@@ -142,14 +128,6 @@ def read_only(full: Tensor, fqn: str) -> Tensor:
     made: ReadOnlyParameter = full.as_subclass(ReadOnlyParameter)
     made._fqn = fqn
     return made
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flat(item)]
-    return [value]
 
 
 def _still_read_only(result: Any, held: list[ReadOnlyParameter]) -> Any:

@@ -39,10 +39,8 @@ def drop_second_list(module: nn.Module) -> None:
 
 @contextmanager
 def second_lists(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, ``modules`` of torch's recurrent classes have their list: those classes need it.
-
-    Nothing is moved into one chunk of memory, as torch does for cuDNN, which computes without.
-    """
+    """Inside, ``modules`` of torch's recurrent classes have their list, as these need it; not in
+    one chunk of memory, as torch has it for cuDNN, which computes without."""
     recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         weights = module.__dict__["_flat_weights"] = _read(module)

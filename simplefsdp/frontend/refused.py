@@ -10,15 +10,14 @@ from typing import Any
 from torch import nn
 
 _PREFETCH = "the compiler orders gathers: bucketing='auto' chooses how far ahead each starts"
-_UNSHARDED = "use `with simplefsdp.unsharded(model):`"
 _RESHARD = "pass reshard_after_forward to simple_fsdp"
-_FINALIZE = "defer by set_requires_gradient_sync(False), then call finalize_backward()"
 _NO_STREAMS = "there are no streams and no buffers of our own; leave it out"
 
 # Methods of FSDP2's modules, and two of FSDP's.
 _INSTEAD = {
     "set_unshard_in_backward": _RESHARD,
-    "set_manual_backward_finalization": _FINALIZE,
+    "set_manual_backward_finalization": "defer by set_requires_gradient_sync(False), then call "
+    "finalize_backward()",
     "set_modules_to_forward_prefetch": _PREFETCH,
     "set_modules_to_backward_prefetch": _PREFETCH,
     "set_post_optim_event": _NO_STREAMS,
@@ -33,7 +32,7 @@ _INSTEAD = {
     "one has no input for a module, call it on zeros and add 0 * output",
     "set_reduce_scatter_max_input_buffers": _NO_STREAMS,
     "set_symm_mem_for_comm": _NO_STREAMS,
-    "summon_full_params": _UNSHARDED,
+    "summon_full_params": "use `with simplefsdp.unsharded(model):`",
     "clip_grad_norm_": "use simplefsdp.clip_grad_norm_(model, max_norm)",
 }
 

@@ -6,7 +6,7 @@ Whatever code did to a full parameter is done to its shard, or refused by name.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -59,15 +59,8 @@ class End(NamedTuple):
 
 
 def ends_of(slots: Iterable[Slot], fulls: dict[int, nn.Parameter]) -> list[End]:
-    """The full parameter that each shard ends with, if any.
-
-    Args:
-        slots: see :func:`slots_of`.
-        fulls: what stood in them, by the ``id`` of the shard.
-
-    Raises:
-        ValueError: something about it cannot be done to the shard.
-    """
+    """The full parameter that each shard ends with, if any; ``fulls`` are those that were put in
+    the slots, by the ``id`` of the shard."""
     ends: dict[int, End] = {}
     for slot in slots:
         made, full = fulls[id(slot.param)], slot.owner._parameters.get(slot.name)
@@ -86,29 +79,24 @@ def ends_of(slots: Iterable[Slot], fulls: dict[int, nn.Parameter]) -> list[End]:
 
 
 def _check(slot: Slot, full: Tensor) -> None:
+    param, what = slot.param, ""
     if full.grad is not None:
-        _refuse(
-            slot,
+        what = (
             "got a gradient, which would be lost: it is that of a full parameter, on this rank "
-            "alone; call backward outside",
+            "alone; call backward outside"
         )
-    if has_hooks(full):
-        _refuse(
-            slot,
+    elif has_hooks(full):
+        what = (
             "got a hook, which would be lost: the full parameter gets no gradient, its shard "
-            "does; register it outside",
+            "does; register it outside"
         )
-    param = slot.param
-    if full.shape != param.shape or full.dtype != param.dtype:
-        _refuse(
-            slot,
+    elif full.shape != param.shape or full.dtype != param.dtype:
+        what = (
             f"was {tuple(param.shape)} {param.dtype} and is {tuple(full.shape)} {full.dtype}; "
-            "shapes and dtypes are fixed by simple_fsdp: change the model before the wrap",
+            "shapes and dtypes are fixed by simple_fsdp: change the model before the wrap"
         )
-
-
-def _refuse(slot: Slot, what: str) -> NoReturn:
-    raise ValueError(f"unsharded: {slot.fqn} of {type(slot.owner).__name__} {what}")
+    if what:
+        raise ValueError(f"unsharded: {slot.fqn} of {type(slot.owner).__name__} {what}")
 
 
 def carry_over(ends: Iterable[End]) -> None:
@@ -130,18 +118,9 @@ def _marks(param: Tensor) -> dict[str, Any]:
 
 
 def agree_to_leave(slots: list[Slot], ends: list[End], error: BaseException | None) -> None:
-    """Return if no rank failed, and all are about to write the same back.
-
-    Args:
-        slots: of all ranks.
-        ends: that this rank is about to write back.
-        error: that passes on this rank.
-
-    Raises:
-        RankMismatchError: on the ranks that did not fail, if another one did.
-    """
+    """Return if no rank failed, as this one did if there is an ``error``, and all are about to
+    write the same back; else a RankMismatchError on the ranks that did not fail."""
     ranks = rank_guard.ranks_of([slot.param.device_mesh for slot in slots])
-    failed = f"failed: {type(error).__name__}" if error is not None else ""
-    lines = [failed or "came to its end"]
+    lines = ["came to its end" if error is None else f"failed: {type(error).__name__}"]
     lines += [f"{end.slot.fqn} requires_grad={end.full.requires_grad}" for end in ends]
     rank_guard.agree("what was done inside unsharded", lines, ranks, remember=False)

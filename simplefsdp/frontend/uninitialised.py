@@ -89,10 +89,8 @@ def full_like(param: DTensor, full: Tensor) -> nn.Parameter:
 
 
 def is_empty(param: DTensor) -> bool:
-    """Whether ``param`` was emptied and no rank has a value of it; collective if it was emptied.
-
-    The same on every rank. A parameter that got all its values loses its mark.
-    """
+    """Whether ``param`` was emptied and no rank has a value of it, the same on every rank;
+    collective if it was emptied. A parameter that got all its values loses its mark."""
     if _MARK not in param.__dict__:
         return False
     missing = torch.isnan(param.to_local().detach())
@@ -110,11 +108,8 @@ def was_emptied(param: Tensor) -> bool:
 
 
 def without_values(named: Iterable[tuple[str, Tensor, Tensor]]) -> list[str]:
-    """Names of the parameters that were emptied and got no values since.
-
-    Args:
-        named: FQN, parameter, and a tensor to look for its values in: the full one, or, of which
-            only this rank can judge, the shard.
+    """Names of the parameters that were emptied and got no values since: of FQN, parameter, and
+    where to look for values, in the full one or, of which only this rank can judge, in the shard.
     """
     return [fqn for fqn, param, values in named if not _has_values(param, values)]
 
@@ -132,11 +127,7 @@ def _has_values(param: Tensor, values: Tensor) -> bool:
 
 
 def refuse(missing: Sequence[str]) -> None:
-    """Raise if any parameter was never given values.
-
-    Raises:
-        ValueError: names up to five of them.
-    """
+    """Raise if any parameter was never given values."""
     if missing:
         raise ValueError(
             f"{', '.join(missing[:5])}{f' and {len(missing) - 5} more' if missing[5:] else ''}: "

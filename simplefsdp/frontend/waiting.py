@@ -30,14 +30,13 @@ class Sums:
 
 
 def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
-    """Refuse to use gradients of which a part is not reduced.
-
-    Raises:
-        ValueError: there are such.
-    """
+    """Refuse to use gradients of which a part is not reduced."""
     for param in params:
         sums = param.__dict__.get(SUMS)
-        if sums is not None and sums.waiting and not _is_zero(sums):
+        if sums is None or not sums.waiting:
+            continue
+        there = (tensor for tensor in (sums.unreduced, sums.partial) if tensor is not None)
+        if any(bool(tensor.any()) for tensor in there):  # not of a parameter that is only read
             named = (fqn for fqn, shard in living_shards() if shard is param)
             raise ValueError(
                 f"{what}: gradients of {next(named, f'shape {tuple(param.shape)}')} wait to be "
@@ -46,12 +45,6 @@ def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
                 "micro-batch, not only before its backward; or, as where that micro-batch does not "
                 "use the parameter, model.finalize_backward() now"
             )
-
-
-def _is_zero(sums: Sums) -> bool:
-    """Whether the backwards that were noted had no gradient: of a parameter that is only read."""
-    there = (tensor for tensor in (sums.unreduced, sums.partial) if tensor is not None)
-    return not any(bool(tensor.any()) for tensor in there)
 
 
 @functools.cache

@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor, Shard
 from simplefsdp._torch import REPEATED, has_hooks, mend_gloo_gathers
 from simplefsdp.frontend.after_wrap import is_original, mark_original
 from simplefsdp.frontend.arguments import (
+    Dtypes,
     check_arguments,
     check_modules,
     check_placements,
+    dtypes_of,
     ignored_among,
-    refuse_offloading,
+    without_override,
 )
 from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.frontend.living import remember_fqns
@@ -36,11 +38,11 @@ from simplefsdp.frontend.placement import (
     all_ranks,
     data_parallel,
     is_float8,
+    local_part,
     parameter_like,
     shard,
     tensor_parallel_of,
 )
-from simplefsdp.frontend.precision import Dtypes, dtypes_of, without_override
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
     IGNORED,
@@ -99,22 +101,28 @@ def simple_fsdp(
         RankMismatchError: the ranks of ``mesh`` gave different models or arguments.
     """
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    check_arguments(model, policy, reshard_after_forward)
-    refuse_offloading(offload_policy)
+    check_arguments(model, policy, reshard_after_forward, offload_policy)
     mesh = all_ranks() if mesh is None else mesh
     dp = data_parallel(mesh, mode)
     mend_gloo_gathers()
     own = {module: path for path, module in model.named_modules() if not is_wrapped(module)}
     ignored = ignored_among(model, ignored_params)
     originals = _parameters_of(own, ignored)
-    _check_parameters(own, originals)
+    check_modules(own)
+    for fqn, param in originals.values():
+        _check_parameter(fqn, param)
+    for module, path in own.items():
+        _refuse_second_reference(module, path, originals)
     check_placements(originals.values(), shard_placement_fn)
     dtypes = {key: dtypes_of(fqn, param, policy) for key, (fqn, param) in originals.items()}
     policy = without_override(policy)
     agree(
         "the model given to simple_fsdp",
         [f"mode={mode} {policy} reshard_after_forward={reshard_after_forward}"]
-        + [_signature(*pair) for pair in originals.values()]
+        + [
+            f"{fqn}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+            for fqn, p in originals.values()
+        ]
         + [f"{fqn}: {dtypes[key]}" for key, (fqn, _) in originals.items()],
         ranks_of([mesh]),
         remember=False,  # what this rank wraps a second time, another may wrap another model for
@@ -149,10 +157,6 @@ _MANY = 4  # members of a list, which are worth looking whether they are alike
 Originals = dict[int, tuple[str, nn.Parameter]]
 
 
-def _signature(fqn: str, param: Tensor) -> str:
-    return f"{fqn}: {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}"
-
-
 def _parameters_of(modules: Mapping[nn.Module, str], ignored: set[int]) -> Originals:
     """Each distinct parameter under its first FQN, keyed by identity: a tied one comes once."""
     found: Originals = {}
@@ -161,14 +165,6 @@ def _parameters_of(modules: Mapping[nn.Module, str], ignored: set[int]) -> Origi
             if param is not None and id(param) not in ignored:
                 found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
     return found
-
-
-def _check_parameters(modules: Mapping[nn.Module, str], originals: Originals) -> None:
-    check_modules(modules)
-    for fqn, param in originals.values():
-        _check_parameter(fqn, param)
-    for module, path in modules.items():
-        _refuse_second_reference(module, path, originals)
 
 
 def _check_parameter(fqn: str, param: nn.Parameter) -> None:
@@ -192,7 +188,15 @@ def _check_parameter(fqn: str, param: nn.Parameter) -> None:
             f"{fqn}: is tied to a parameter that an earlier simple_fsdp call sharded, and "
             "would come apart from it; wrap a module that holds both"
         )
-    _refuse_extension(fqn, param)
+    # By these torch says how a tensor subclass is gathered; we do not ask them.
+    local = local_part(param)
+    names = [n for n in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(local, n)]
+    if names:
+        raise ValueError(
+            f"{fqn}: is a {type(local).__name__}, which says by {' and '.join(names)}() how FSDP2 "
+            "is to gather it; simple_fsdp does not support that yet, and would ignore it. Wrap the "
+            "model without that subclass (for torchao: without float8 all-gather)"
+        )
 
 
 def _refuse_second_reference(module: nn.Module, path: str, originals: Originals) -> None:
@@ -211,18 +215,6 @@ def _refuse_second_reference(module: nn.Module, path: str, originals: Originals)
             )
 
 
-def _refuse_extension(fqn: str, param: Tensor) -> None:
-    """torch's all-gather extensions say how a tensor subclass is gathered; we do not ask them."""
-    local = param.to_local() if isinstance(param, DTensor) else param
-    names = [n for n in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(local, n)]
-    if names:
-        raise ValueError(
-            f"{fqn}: is a {type(local).__name__}, which says by {' and '.join(names)}() how FSDP2 "
-            "is to gather it; simple_fsdp does not support that yet, and would ignore it. Wrap the "
-            "model without that subclass (for torchao: without float8 all-gather)"
-        )
-
-
 def _layout(
     fqn: str,
     param: nn.Parameter,
@@ -230,8 +222,7 @@ def _layout(
     dtypes: Dtypes,
     reshard_after_forward: bool | Literal["auto"],
 ) -> ParameterLayout:
-    tp = tensor_parallel_of(param)
-    local = param.to_local() if isinstance(param, DTensor) else param
+    tp, local = tensor_parallel_of(param), local_part(param)
     shard_group, shard_ranks = dp.group_of(dp.shard_dim if local.dim() else None)
     # A scalar cannot be split: every rank of the mesh holds a copy.
     whole = dp.shard_dim if local.dim() == 0 else None
@@ -274,10 +265,8 @@ def _move_buffers(module: nn.Module, device_type: str) -> None:
 
 
 def _mark_repeated(model: nn.Module) -> None:
-    """Mark the members of lists of layers, of which the compiler may trace one for all.
-
-    Not those with a module that others have, too: Dynamo knows it by one of its names.
-    """
+    """Mark the members of lists of layers, of which the compiler may trace one for all; not those
+    with a module that others have, too: Dynamo knows it by one of its names."""
     owners = Counter(id(child) for module in model.modules() for child in module.children())
     for container in model.modules():
         layers = list(container.children())

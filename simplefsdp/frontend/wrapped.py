@@ -55,12 +55,20 @@ def is_wrapped(module: nn.Module) -> bool:
     return LAYOUTS in module.__dict__
 
 
-def check_placed_alike(module: nn.Module, name: str, param: object) -> None:
-    """Refuse a DTensor, to be the parameter ``name``, that would be gathered as what it is not.
+def wrapped_in(name: str, module: nn.Module) -> list[nn.Module]:
+    """``module``, the argument ``name``, and those in it that are wrapped; a ValueError if none
+    is."""
+    found = [m for m in module.modules() if is_wrapped(m)] if isinstance(module, nn.Module) else []
+    if not found:
+        raise ValueError(
+            f"{name}: expected a module wrapped by simple_fsdp, or one that holds such a module, "
+            f"got {type(module).__name__}"
+        )
+    return found
 
-    Raises:
-        ValueError: its shape or its placements differ from those that the wrap gave to ``name``.
-    """
+
+def check_placed_alike(module: nn.Module, name: str, param: object) -> None:
+    """Refuse a DTensor, to be the parameter ``name``, that would be gathered as what it is not."""
     layout = module.__dict__.get(LAYOUTS, {}).get(name)
     if layout is None or not isinstance(param, DTensor):
         return
@@ -82,12 +90,8 @@ def shards_of(module: nn.Module) -> list[tuple[str, DTensor]]:
 @contextmanager
 def mark_stays(module: nn.Module, mark: str) -> Iterator[list[tuple[DTensor, Any]]]:
     """Around what may swap the tensors of the own parameters of ``module``, and with them what is
-    in their ``__dict__``.
-
-    Yields:
-        The parameters that have ``mark``, and its values; at the end, without those in whose place
-        others were assigned. These have it again.
-    """
+    in their ``__dict__``: those that have ``mark`` keep it, unless others were assigned in their
+    places. Gives them with the values of the mark; at the end, those that are still there."""
     stayed = [(p, p.__dict__[mark]) for _, p in shards_of(module) if mark in p.__dict__]
     yield stayed
     own = {id(param) for param in module._parameters.values()}
@@ -97,10 +101,8 @@ def mark_stays(module: nn.Module, mark: str) -> Iterator[list[tuple[DTensor, Any
 
 
 def ignored_params(models: Iterable[nn.Module]) -> set[int]:
-    """The ``id`` of each parameter that the user wants left alone, in any part of ``models``.
-
-    By name, not by a mark on it: a copy of the model has other parameters.
-    """
+    """The ``id`` of each parameter that the user wants left alone, in any part of ``models``. By
+    name, not by a mark on it: a copy of the model has other parameters."""
     found: set[int] = set()
     for module in (module for model in models for module in model.modules()):
         for fqn in module.__dict__.get(IGNORED, ()):

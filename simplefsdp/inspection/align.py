@@ -10,13 +10,22 @@ _NEAR = range(1, 4)
 by number: two in between may be missing, or somebody else's."""
 
 
-class _Best(NamedTuple):
-    """Pairs: as many as can be, then those whose gaps agree best."""
+class _Pairs(NamedTuple):
+    """Pairs in order: a last one, and those before it."""
 
     number: int
-    disagreement: float
-    pair: tuple[int, int]
-    before: _Best | None
+    disagreement: float  # of the gaps between them
+    last: tuple[int, int]
+    offset: float  # from the one of the last pair to the other, in time
+    before: _Pairs | None
+
+    def then(self, pair: tuple[int, int], offset: float) -> _Pairs:
+        """These, and one more."""
+        gap = abs(offset - self.offset)
+        return _Pairs(self.number + 1, self.disagreement + gap, pair, offset, self)
+
+
+_NONE = _Pairs(0, 0.0, (-1, -1), 0.0, None)
 
 
 def align(
@@ -25,7 +34,8 @@ def align(
     """Pairs (index in ``wanted``, index in ``found``), both ascending: as many as can be.
 
     Among so many, the pairs between which as much time goes by in ``wanted`` as in ``found``:
-    where one of several that look alike is missing, the gap that it leaves tells which.
+    where one of several that look alike is missing, the gap that it leaves tells which. It is the
+    longest common subsequence, by dynamic programming, with the gaps in time to decide ties.
 
     Args:
         wanted: times, ascending; 0 is where a step begins.
@@ -34,53 +44,26 @@ def align(
     """
     if len(wanted) == len(found) and all(fits(i, i) for i in range(len(wanted))):
         return [(i, i) for i in range(len(wanted))]
-    return _Search(wanted, found, fits).pairs()
+    ends: dict[tuple[int, int], _Pairs] = {}  # the best that end with a pair
+    prefix = [_NONE] * (len(found) + 1)  # the best of what was wanted so far and found until there
+    for i in range(len(wanted)):
+        longer = list(prefix)
+        for j in range(len(found)):
+            longer[j + 1] = _best(longer[j + 1], longer[j])
+            if fits(i, j):
+                near = (ends.get((i - a, j - b), _NONE) for a in _NEAR for b in _NEAR)
+                offset = found[j] - wanted[i]
+                ends[i, j] = _best(*(p.then((i, j), offset) for p in (_NONE, *near, prefix[j])))
+                longer[j + 1] = _best(longer[j + 1], ends[i, j])
+        prefix = longer
+    pairs = prefix[-1]
+    found_pairs = []
+    while pairs.before is not None:
+        found_pairs.append(pairs.last)
+        pairs = pairs.before
+    return found_pairs[::-1]
 
 
-class _Search:
-    """Longest common subsequence, by dynamic programming, with the gaps in time to decide ties."""
-
-    def __init__(
-        self,
-        wanted: Sequence[float],
-        found: Sequence[float],
-        fits: Callable[[int, int], bool],
-    ) -> None:
-        self.wanted, self.found = wanted, found
-        self.at: dict[tuple[int, int], _Best] = {}  # pairs that end with this one
-        prefix: list[_Best | None] = [None] * (len(found) + 1)  # pairs of what was wanted so far
-        for i in range(len(wanted)):
-            longer = list(prefix)
-            for j in range(len(found)):
-                if fits(i, j):
-                    self.at[i, j] = self._ending_with(i, j, prefix[j])
-                longer[j + 1] = _better(longer[j + 1], _better(longer[j], self.at.get((i, j))))
-            prefix = longer
-        self.best = prefix[-1]
-
-    def _ending_with(self, i: int, j: int, before: _Best | None) -> _Best:
-        best = _Best(1, abs(self.found[j] - self.wanted[i]), (i, j), None)
-        near = [self.at.get((i - a, j - b)) for a in _NEAR for b in _NEAR]
-        for last in (*near, before):
-            if last is not None:
-                k, n = last.pair
-                gap = (self.found[j] - self.found[n]) - (self.wanted[i] - self.wanted[k])
-                found = _Best(last.number + 1, last.disagreement + abs(gap), (i, j), last)
-                best = _better(best, found) or best
-        return best
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """The best ones, in order."""
-        found = []
-        last = self.best
-        while last is not None:
-            found.append(last.pair)
-            last = last.before
-        return found[::-1]
-
-
-def _better(one: _Best | None, other: _Best | None) -> _Best | None:
-    if one is None or other is None:
-        return one or other
-    ranks = [(-best.number, best.disagreement) for best in (one, other)]
-    return one if ranks[0] <= ranks[1] else other
+def _best(*tried: _Pairs) -> _Pairs:
+    """The most; among so many, those whose gaps agree best; among these, the first."""
+    return min(tried, key=lambda pairs: (-pairs.number, pairs.disagreement))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,15 +27,10 @@ if TYPE_CHECKING:
 
 
 class RankComparison(NamedTuple):
-    """Whether all ranks compiled the same plan.
-
-    Attributes:
-        same: they did.
-        difference: the first difference; empty if there is none.
-    """
+    """Whether all ranks compiled the same plan."""
 
     same: bool
-    difference: str
+    difference: str  # the first one; empty if there is none
 
     def __bool__(self) -> bool:
         return self.same
@@ -59,9 +54,9 @@ class Report:
     def __init__(self, cluster: Cluster | None) -> None:
         self._cluster = cluster
         self._numbers: dict[int, int] = {}  # of Dynamo graphs, from 1 on
-        self._compilations: dict[object, list[tuple[int, str]]] = {}  # graphs: when they run, name
+        # By call the graphs: whether it is a backward, its turn among these, its name.
+        self._compilations: dict[object, list[tuple[bool, int, str]]] = {}
         self._plan_names: dict[str, str] = {}
-        self._clusters: dict[str, str] = {}
         self._launches: dict[str, list[str]] = {}
         self.graphs: dict[str, GraphReport] = {}
 
@@ -76,10 +71,10 @@ class Report:
         made = self.graphs[forward].module_of if forward in self.graphs else {}
         limits, modules = limits_of(prediction, seen.settings), _modules(rehearsal, made)
         self.graphs[name] = report_graph(prediction, limits, modules, seen.ranges)
-        self._plan_names[name], self._clusters[name] = _plan_name(seen.settings), cluster.name
+        self._plan_names[name] = _plan_name(seen.settings)
         # Backward runs the graphs of a call from the last to the first.
-        turn = n if seen.part == "forward" else _LATER - n
-        self._compilations.setdefault(seen.call or (seen.compilation,), []).append((turn, name))
+        turn = (False, n, name) if seen.part == "forward" else (True, -n, name)
+        self._compilations.setdefault(seen.call or (seen.compilation,), []).append(turn)
 
     def plan(self, compilation: int | None = None) -> PlanReport:
         """The graphs of one compilation as a step, without an optimizer.
@@ -94,17 +89,15 @@ class Report:
         if not self.graphs:
             raise ValueError(_NOTHING)
         n = self._step() if compilation is None else compilation
-        if not 1 <= n <= len(self._compilations):
-            known = len(self._compilations)
+        known = len(self._compilations)
+        if not 1 <= n <= known:
             raise ValueError(f"there is no compilation {n}: {known} of them, from 1 on")
         turns = sorted([*self._compilations.values()][n - 1])
-        graphs = {name: self.graphs[name] for _, name in turns}
+        graphs = {name: self.graphs[name] for *_, name in turns}
         predictions = tuple(graph.prediction for graph in graphs.values())
-        resident = {
-            turn: self.graphs[name].prediction.memory.resident_nbytes for turn, name in turns
-        }
-        forwards = [nbytes for turn, nbytes in resident.items() if turn < _LATER // 2]
-        step = StepPrediction(predictions, 0.0, max(sum(forwards), *resident.values()), 0)
+        resident = [prediction.memory.resident_nbytes for prediction in predictions]
+        forwards = resident[: sum(not backward for backward, *_ in turns)]
+        step = StepPrediction(predictions, 0.0, max(sum(forwards), *resident), 0)
         name = " and ".join(dict.fromkeys(self._plan_names[name] for name in graphs))
         name += f", {len(forwards)} graphs (graph breaks)" if len(forwards) > 1 else ""
         name += f", compilation {n}" if n != self._step() else ""
@@ -122,38 +115,36 @@ class Report:
     def _step(self) -> int:
         """Number of the first compilation that trains, or of the first."""
         numbered = enumerate(self._compilations.values(), 1)
-        trains = (n for n, turns in numbered if any(turn > _LATER // 2 for turn, _ in turns))
+        trains = (n for n, turns in numbered if any(backward for backward, *_ in turns))
         return next(trains, 1)
 
     def __str__(self) -> str:
         """Tables, on rank 0; nothing on others."""
-        from rich.console import Console
-
-        from simplefsdp.inspection.tables import WIDTH, print_plans
+        from simplefsdp.inspection.tables import print_plans
+        from simplefsdp.inspection.terminal import printed
 
         if _rank() != 0:
             return ""
         if not self.graphs:
             return _NOTHING
-        out = Console(file=io.StringIO(), width=WIDTH, highlight=False)
-        print_plans(out, self.plans(), self._heading())
-        assert isinstance(out.file, io.StringIO)
-        return out.file.getvalue().rstrip()
+        return printed(lambda out: print_plans(out, self.plans(), self._heading()))
 
     def _heading(self) -> str:
-        clusters = " and ".join(dict.fromkeys(self._clusters.values()))
+        clusters = " and ".join(dict.fromkeys(self._clusters()))
         return f"compiled on {_ranks()} ranks, as predicted for {clusters}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; the keys are those of :mod:`simplefsdp.inspection.document`.
+    def _clusters(self) -> list[str]:
+        return [graph.prediction.cost.cluster.name for graph in self.graphs.values()]
 
-        Its plans are those of :meth:`plans`.
+    def to_json(self) -> dict[str, Any]:
+        """The plans of :meth:`plans` in plain JSON values; the keys are those of
+        :mod:`simplefsdp.inspection.document`.
 
         Raises:
             ValueError: nothing was compiled.
         """
-        cluster = next(iter(self._clusters.values()), "")
-        return document(self.plans(), subject="compiled", ranks=_ranks(), cluster=cluster)
+        plans, (cluster, *_) = self.plans(), self._clusters()
+        return document(plans, subject="compiled", ranks=_ranks(), cluster=cluster)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report, on rank 0: a page (``.html``), JSON (``.json``) or a Perfetto trace
@@ -169,7 +160,17 @@ class Report:
         plans = self.plans()
         if _rank() != 0:
             return
-        Path(name).write_text(_written(name, plans, self))
+        if name.endswith(".perfetto.json"):
+            from simplefsdp.inspection.perfetto import trace_events
+
+            text = json.dumps(trace_events(plans))
+        elif name.endswith(".json"):
+            text = json.dumps(self.to_json(), indent=1) + "\n"
+        else:
+            from simplefsdp.inspection.page import page
+
+            text = page(plans, self._heading())
+        Path(name).write_text(text)
 
     def measure(self, step_fn: Callable[[], object], steps: int = 5) -> Comparison:
         """Profile real steps, and lay what they sent beside what was predicted.
@@ -185,8 +186,7 @@ class Report:
         """
         from simplefsdp.inspection.matching import measure_steps
 
-        graphs = self.plan().graphs.values() if self.graphs else ()
-        return measure_steps(list(graphs), step_fn, steps)
+        return measure_steps(list(self.plan().graphs.values()), step_fn, steps)
 
     def compare_ranks(self) -> RankComparison:
         """Whether all ranks compiled the same plan. Every rank must call this."""
@@ -197,8 +197,6 @@ class Report:
         dist.all_gather_object(theirs, mine)
         return compare(theirs)
 
-
-_LATER = 1 << 40  # when the backward of graph 0 would run
 
 _NOTHING = (
     'nothing was compiled: only what torch.compile(..., backend="simplefsdp") compiles inside '
@@ -216,25 +214,10 @@ def _modules(rehearsal: Rehearsal, forward: Mapping[str, str]) -> Mapping[str, s
     return made | modules_of(graph, fqns)
 
 
-def _written(name: str, plans: Sequence[PlanReport], report: Report) -> str:
-    if name.endswith(".perfetto.json"):
-        from simplefsdp.inspection.perfetto import trace_events
-
-        return json.dumps(trace_events(plans))
-    if name.endswith(".json"):
-        return json.dumps(report.to_json(), indent=1) + "\n"
-    from simplefsdp.inspection.page import page
-
-    return page(plans, report._heading())
-
-
 def compare(launched: Sequence[Sequence[tuple[str, str]]]) -> RankComparison:
     """Compare (graph, launch) of all ranks with those of rank 0."""
-    first = launched[0]
     for rank, theirs in enumerate(launched[1:], 1):
-        for i in range(max(len(first), len(theirs))):
-            a = first[i] if i < len(first) else None
-            b = theirs[i] if i < len(theirs) else None
+        for i, (a, b) in enumerate(zip_longest(launched[0], theirs)):
             if a != b:
                 return RankComparison(
                     False,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from inductor_passes.machine.cluster import Cluster
 from simplefsdp.inspection.options import (
-    FILES,
     InspectOptions,
     check,
     parallel_options,
     parse,
     recomputed,
 )
-from simplefsdp.inspection.working import working
+from simplefsdp.inspection.terminal import console, save, save_json, working
 from simplefsdp.launcher.errors import user_errors
 from simplefsdp.models.options import ModelOptions
 
@@ -30,59 +28,60 @@ def run(args: list[str]) -> int:
     with user_errors():
         cluster = check(options)
     if options.trace:
-        return _measured(options)
-    if options.fit or options.sweep:
+        _measured(options)
+    elif options.fit or options.sweep:
         from simplefsdp.inspection.sweep_command import run as run_sweep
 
-        return run_sweep(options, cluster)
-    with user_errors():
-        _require(options)
-    from simplefsdp.launcher.ranks import fake_ranks
-
-    with fake_ranks(options.ranks):
-        subject = _trace(options, cluster)
-        plans = _plans(options, cluster, subject)
-    _tell(options, cluster, subject, plans)
+        run_sweep(options, cluster)
+    else:
+        _predicted(options, cluster)
     return 0
 
 
-def _require(options: InspectOptions) -> None:
-    """See that the passes of torch's that are asked for are there, before minutes of tracing."""
-    from simplefsdp.inspection.options import TorchPlan
+def _predicted(options: InspectOptions, cluster: Cluster) -> None:
+    """Report on a step that is not run."""
+    from simplefsdp.inspection.plans import inspect_plan
     from simplefsdp.inspection.torch_passes import require
+    from simplefsdp.launcher.ranks import fake_ranks
 
-    for name in (options.bucketing, *options.compare):
-        if name in get_args(TorchPlan):
-            require(name)  # type: ignore[arg-type]
+    names = dict.fromkeys((options.bucketing, *options.compare))
+    with user_errors():
+        require(names)  # before minutes of tracing
+    budget = options.memory_budget_gb
+    budget_nbytes = None if budget is None else int(budget * 1e9)
+    plans = []
+    with fake_ranks(options.ranks):
+        subject = _trace(options, cluster)
+        for name in names:
+            with working(f"planning and simulating {name}"), user_errors():
+                plans.append(inspect_plan(name, subject, cluster, budget_nbytes))
+    _tell(options, cluster, subject, plans)
 
 
-def _measured(options: InspectOptions) -> int:
+def _measured(options: InspectOptions) -> None:
     """Report on traces of a run."""
     from simplefsdp.inspection.measured import measure, measured_document, print_measured
     from simplefsdp.inspection.profile import read_profiles
-    from simplefsdp.inspection.tables import console
 
     with user_errors():
         profiles = [profile for path in options.trace for profile in read_profiles(path)]
     reports = [measure(profile) for profile in profiles]
-    print_measured(console(), reports)
-    if options.json is not None:
-        found = {"version": 1, "ranks": [measured_document(report) for report in reports]}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"wrote {options.json}")
-    return 0
+    out = console()
+    print_measured(out, reports)
+    found = {"version": 1, "ranks": [measured_document(report) for report in reports]}
+    save_json(out, options.json, found)
 
 
 def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
-    from simplefsdp.inspection.subject import trace_llama, trace_target
+    from simplefsdp.inspection.subject import Target, trace_llama, trace_target
+    from simplefsdp.models.configs import config_of
     from simplefsdp.models.layout import make_mesh, plan_layout
 
     what = options.model or options.target
     with working(f"tracing {what} as one of {options.ranks} ranks"), user_errors():
         if options.target is not None and options.input is not None:
-            return trace_target(
-                options.target, options.input, options.ranks, averages=cluster.averages
-            )
+            target = Target(options.target, options.input)
+            return trace_target(target, options.ranks, averages=cluster.averages)
         model = ModelOptions(options.model or "", recomputed(options))
         parallel = parallel_options(options)
         layout = plan_layout(parallel, options.ranks, cluster.ranks_per_node)
@@ -92,34 +91,20 @@ def _trace(options: InspectOptions, cluster: Cluster) -> Subject:
             parallel,
             mesh,
             layers=options.layers,
-            seq_len=options.seq_len or _default_seq_len(model),
+            seq_len=options.seq_len or min(8192, config_of(model.model).max_seq_len),
             batch_size=options.batch_size,
             averages=cluster.averages,
         )
 
 
-def _default_seq_len(model: ModelOptions) -> int:
-    from simplefsdp.models.configs import config_of
-
-    return min(8192, config_of(model.model).max_seq_len)
-
-
-def _plans(options: InspectOptions, cluster: Cluster, subject: Subject) -> list[PlanReport]:
-    from simplefsdp.inspection.plans import inspect_plan
-
-    budget = options.memory_budget_gb
-    budget_nbytes = None if budget is None else int(budget * 1e9)
-    plans = []
-    for name in dict.fromkeys((options.bucketing, *options.compare)):
-        with working(f"planning and simulating {name}"), user_errors():
-            plans.append(inspect_plan(name, subject, cluster, budget_nbytes))
-    return plans
-
-
 def _tell(
     options: InspectOptions, cluster: Cluster, subject: Subject, plans: list[PlanReport]
 ) -> None:
-    from simplefsdp.inspection.tables import console, print_plans
+    from simplefsdp.inspection.diff import texts
+    from simplefsdp.inspection.document import document
+    from simplefsdp.inspection.page import page
+    from simplefsdp.inspection.perfetto import trace_events
+    from simplefsdp.inspection.tables import print_plans
 
     heading = f"{subject.name} on {options.ranks} ranks of {cluster.name}"
     out = console()
@@ -128,42 +113,19 @@ def _tell(
         out.print("traced on a CPU: its attention is priced as a GPU's, its kernels as Triton's")
     if options.diff:
         print_diff(plans[0])
-    for name in FILES:
-        path: Path | None = getattr(options, name)
-        if path is not None:
-            path.write_text(_text(name, options, cluster, subject, plans))
-            out.print(f"wrote {path}", soft_wrap=True)
-
-
-def _text(
-    name: str,
-    options: InspectOptions,
-    cluster: Cluster,
-    subject: Subject,
-    plans: list[PlanReport],
-) -> str:
-    """What goes into the file of an option."""
-    if name == "json":
-        from simplefsdp.inspection.document import document
-
-        found = document(plans, subject=subject.name, ranks=options.ranks, cluster=cluster.name)
-        return json.dumps(found, indent=1) + "\n"
-    if name == "html":
-        from simplefsdp.inspection.page import page
-
-        return page(plans, f"{subject.name} on {options.ranks} ranks of {cluster.name}")
-    if name == "perfetto":
-        from simplefsdp.inspection.perfetto import trace_events
-
-        return json.dumps(trace_events(plans))
-    from simplefsdp.inspection.diff import texts
-
-    graphs = [graph.prediction for graph in plans[0].graphs.values()]
-    return "\n".join(f"# {g.name}\n{texts(g.before, g.after)}" for g in graphs)
+    found = document(plans, subject=subject.name, ranks=options.ranks, cluster=cluster.name)
+    save_json(out, options.json, found)
+    if options.html is not None:
+        save(out, options.html, page(plans, heading))
+    if options.perfetto is not None:
+        save(out, options.perfetto, json.dumps(trace_events(plans)))
+    if options.graph is not None:
+        graphs = [graph.prediction for graph in plans[0].graphs.values()]
+        programs = (f"# {g.name}\n{texts(g.before, g.after)}" for g in graphs)
+        save(out, options.graph, "\n".join(programs))
 
 
 def print_diff(plan: PlanReport) -> None:
-    """What a plan merged and moved."""
     from simplefsdp.inspection.diff import describe_changes
 
     for graph in plan.graphs.values():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from inductor_passes.ir.program import Collective, Op, Program
+from inductor_passes.ir.program import Program
 from inductor_passes.ir.text import to_text
 from simplefsdp.inspection.names import shorten_fqns
 from simplefsdp.words import plural
@@ -24,33 +22,25 @@ def describe_changes(before: Program, after: Program) -> list[str]:
     lines = []
     for i, op in after.starts():
         c = op.collective
-        if c is None or not (members := _members(was, op, c)):
+        assert c is not None
+        # Our merging leaves the buffers that the members fill alone; torch's has others.
+        members = [was[name] for name in op.writes if name in was]
+        members = members or [was[c.kind, fqn] for fqn in c.fqns if (c.kind, fqn) in was]
+        if not members:
             continue
-        moved = _moved(after, computed, i, members)
+        # Against the member that was first to start, and first to be waited for.
+        start, wait = map(min, zip(*members, strict=True))
         merged = f"{len(members)} {c.kind}s merged" if len(members) > 1 else ""
-        changes = [change for change in (merged, *moved) if change]
-        if changes:
-            lines.append(f"{c.kind} {shorten_fqns(c.fqns) or op.name}: {'; '.join(changes)}")
+        moved = _moved("start", computed[i] - start)
+        waited = _moved("wait", computed[min(after.waits_of[i])] - wait)
+        if changes := "; ".join(filter(None, (merged, moved, waited))):
+            lines.append(f"{c.kind} {shorten_fqns(c.fqns) or op.name}: {changes}")
     return lines
 
 
-def _moved(
-    after: Program, computed: list[int], i: int, members: list[tuple[int, int]]
-) -> Iterator[str]:
-    # Against the member that was first to start, and first to be waited for.
-    start = computed[i] - min(start for start, _ in members)
-    wait = computed[min(after.waits_of[i])] - min(wait for _, wait in members)
-    for name, places in (("start", start), ("wait", wait)):
-        if places:
-            way = "earlier" if places < 0 else "later"
-            yield f"{name} {plural(abs(places), 'compute op')} {way}"
-
-
-def _members(was: Places, op: Op, c: Collective) -> list[tuple[int, int]]:
-    """Where the collectives that became ``op`` were."""
-    # Our merging leaves the buffers that the members fill alone; torch's has others.
-    found = [was[name] for name in op.writes if name in was]
-    return found or [was[c.kind, fqn] for fqn in c.fqns if (c.kind, fqn) in was]
+def _moved(what: str, places: int) -> str:
+    way = "earlier" if places < 0 else "later"
+    return f"{what} {plural(abs(places), 'compute op')} {way}" if places else ""
 
 
 def _places(program: Program) -> Places:

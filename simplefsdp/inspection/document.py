@@ -29,18 +29,15 @@ from typing import Any
 
 from simplefsdp.compiler.size_limits import describe_range
 from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
-
-VERSION = 1
+from simplefsdp.version import __version__
 
 
 def document(
     plans: Sequence[PlanReport], *, subject: str, ranks: int, cluster: str
 ) -> dict[str, Any]:
     """The whole report, in plain JSON values."""
-    from simplefsdp.version import __version__
-
     return {
-        "version": VERSION,
+        "version": 1,
         "simplefsdp": __version__,
         "subject": subject,
         "ranks": ranks,
@@ -50,7 +47,6 @@ def document(
 
 
 def plan_document(plan: PlanReport) -> dict[str, Any]:
-    """A plan."""
     step = plan.step
     return {
         "name": plan.name,
@@ -69,7 +65,6 @@ def plan_document(plan: PlanReport) -> dict[str, Any]:
 
 
 def graph_document(graph: GraphReport) -> dict[str, Any]:
-    """A forward or backward graph."""
     prediction, memory = graph.prediction, graph.memory
     timeline = prediction.timeline
     return {
@@ -97,7 +92,6 @@ def graph_document(graph: GraphReport) -> dict[str, Any]:
 
 
 def bucket_document(bucket: BucketReport) -> dict[str, Any]:
-    """A bucket."""
     exposure = bucket.exposure
     return {
         "name": bucket.name,

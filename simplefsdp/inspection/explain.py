@@ -30,54 +30,35 @@ from simplefsdp.words import plural
 
 Reason = Literal["first use", "memory budget", "prefetch limit", "dependency", "wire-bound"]
 _TINY_US = 1e-6
+_HIDDEN: tuple[Literal[""], float, str] = ("", 0.0, "")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What held the planner or the order back.
+    """What held the planner or the order back."""
 
-    Attributes:
-        policy: of buckets that have no window of their own; None if nothing is moved.
-        budget_nbytes: most live bytes that were allowed; None if nobody asked.
-        live_nbytes: those during each op, as the budget counts them.
-        placed_by: the name of somebody else's pass, whose rules are not known here.
-    """
-
-    policy: OverlapPolicy | None = None
-    budget_nbytes: int | None = None
-    live_nbytes: tuple[int, ...] = ()
-    placed_by: str = ""
+    policy: OverlapPolicy | None = None  # of buckets without a window; None if nothing is moved
+    budget_nbytes: int | None = None  # most live bytes that were allowed; None if nobody asked
+    live_nbytes: tuple[int, ...] = ()  # those during each op, as the budget counts them
+    placed_by: str = ""  # the name of somebody else's pass, whose rules are not known here
 
 
 @dataclass(frozen=True)
 class Exposure:
-    """When one collective ran, and what of it is exposed, why.
+    """When one collective ran, and what of it is exposed, why."""
 
-    Attributes:
-        launch_us: the compute lane starts it.
-        begin_us: its transfer begins.
-        end_us: it has arrived.
-        ready_us: the earliest time at which its inputs could be there.
-        needed_us: the compute lane is at its wait.
-        exposed_us: of the simulation.
-        shares: of ``exposed_us`` by cause; they add up to it.
-        reason: the largest share's; empty if nothing is exposed.
-        why: a sentence on it, with figures.
-    """
-
-    launch_us: float
-    begin_us: float
-    end_us: float
-    ready_us: float
-    needed_us: float
+    launch_us: float  # the compute lane starts it
+    begin_us: float  # its transfer begins
+    end_us: float  # it has arrived
+    ready_us: float  # the earliest time at which its inputs could be there
+    needed_us: float  # the compute lane is at its wait
     exposed_us: float
-    shares: Mapping[Reason, float]
-    reason: Reason | Literal[""]
-    why: str
+    shares: Mapping[Reason, float]  # of ``exposed_us`` by cause; they add up to it
+    reason: Reason | Literal[""]  # the largest share's; empty if nothing is exposed
+    why: str  # a sentence on it, with figures
 
     @property
     def duration_us(self) -> float:
-        """Of the transfer."""
         return self.end_us - self.begin_us
 
 
@@ -105,12 +86,8 @@ class _Run:
         span, exposed = self.span_of[op.name], self.timeline.exposed_us[op.name]
         wait = min(self.program.waits_of[i])
         ready, needed = self._ready_us(i), self.arrival[wait]
-        shares: dict[Reason, float] = {}
-        whys: dict[Reason, str] = {}
-        if exposed > _TINY_US:
-            for cause, us, why in self._causes(i, wait, span, ready, exposed):
-                shares[cause], whys[cause] = us, why
-        reason = max(shares.items(), key=lambda share: share[1])[0] if shares else None
+        causes = list(self._causes(i, wait, span, ready, exposed))
+        reason, _, why = max(causes, key=lambda cause: cause[1], default=_HIDDEN)
         return Exposure(
             self.arrival[i],
             span.begin_us,
@@ -118,9 +95,9 @@ class _Run:
             ready,
             needed,
             exposed,
-            shares,
-            reason or "",
-            whys[reason] if reason else "",
+            {cause: us for cause, us, _ in causes},
+            reason,
+            why,
         )
 
     def _causes(
@@ -128,6 +105,8 @@ class _Run:
     ) -> Iterator[tuple[Reason, float, str]]:
         c = self.program.ops[i].collective
         assert c is not None
+        if exposed <= _TINY_US:
+            return
         gathers = c.kind == "gather"
         lane = self.lanes[c.group]
         held = min(exposed, self._room_us(c, wait, span, ready, lane))
@@ -138,13 +117,9 @@ class _Run:
         queue = span.begin_us - ready - held if gathers else lane.busy_us(ready, span.begin_us)
         queued = min(exposed - held, max(0.0, queue))
         if queued > _TINY_US:
-            yield (
-                "wire-bound",
-                queued,
-                "the lane was busy with other transfers for "
-                f"{lane.busy_us(ready, span.begin_us):,.0f} us since it could have started, at "
-                f"{ready:,.0f} us",
-            )
+            busy = lane.busy_us(ready, span.begin_us)
+            why = f"the lane was busy with other transfers for {busy:,.0f} us since it could have "
+            yield "wire-bound", queued, why + f"started, at {ready:,.0f} us"
         rest = exposed - held - queued
         if rest > _TINY_US:
             yield self._as_soon_as_it_could(i, wait, ready, rest)
@@ -173,15 +148,13 @@ class _Run:
             from_us = self.arrival[wait]
             to_us = from_us + held
             change = f"waited for {held:,.0f} us later, {held:,.0f} us would be hidden"
-        live = self._most_live(from_us, to_us)
+        held_nbytes = zip(self.limits.live_nbytes, self.arrival, strict=False)
+        live = max((n for n, us in held_nbytes if from_us <= us <= to_us), default=0)
         budget = self.limits.budget_nbytes
         if budget is not None and live + nbytes > budget:
-            return (
-                "memory budget",
-                held,
-                f"{change}, but {nbytes_text(nbytes)} more do not fit beside {nbytes_text(live)} "
-                f"into {nbytes_text(budget)}",
-            )
+            more, beside = nbytes_text(nbytes), nbytes_text(live)
+            why = f"{change}, but {more} more do not fit beside {beside} into {nbytes_text(budget)}"
+            return "memory budget", held, why
         return "prefetch limit", held, f"{self._window_text(c)}; {change}"
 
     def _window_text(self, c: Collective) -> str:
@@ -206,18 +179,12 @@ class _Run:
         if kind == "gather" and ready <= self._start_us:
             return "first use", rest, "the graph starts with it: there is nothing to hide behind"
         if kind in ("reduce", "all_reduce") and self._compute_after[wait] <= _TINY_US:
-            return (
-                "first use",
-                rest,
-                "its gradients are the last: no compute is left to hide behind",
-            )
+            why = "its gradients are the last: no compute is left to hide behind"
+            return "first use", rest, why
         made = self._maker(i)
         after = f"as soon as {made} was done" if made else "at once"
-        return (
-            "dependency",
-            rest,
-            f"it began {after}, and is needed {self.arrival[wait] - self.arrival[i]:,.0f} us later",
-        )
+        later = self.arrival[wait] - self.arrival[i]
+        return "dependency", rest, f"it began {after}, and is needed {later:,.0f} us later"
 
     @cached_property
     def _start_us(self) -> float:
@@ -281,8 +248,3 @@ class _Run:
             return 0.0
         span = self.span_of[op.name]
         return span.end_us - span.begin_us
-
-    def _most_live(self, from_us: float, to_us: float) -> int:
-        live = self.limits.live_nbytes
-        at = [n for n, us in zip(live, self.arrival, strict=False) if from_us <= us <= to_us]
-        return max(at, default=0)

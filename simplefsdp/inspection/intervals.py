@@ -43,5 +43,4 @@ def difference(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]
 
 
 def length(spans: Iterable[tuple[float, float]]) -> float:
-    """Time in all."""
     return sum(end - begin for begin, end in spans)

@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 
 from simplefsdp.inspection.align import align
-from simplefsdp.inspection.launches import Launch, launches_of
-from simplefsdp.inspection.measured import MeasuredReport, measure
+from simplefsdp.inspection.intervals import length, union
+from simplefsdp.inspection.measured import Measured, MeasuredReport, measure
 from simplefsdp.inspection.names import time_text
 from simplefsdp.inspection.profile import STEP, read_profiles
 from simplefsdp.inspection.report import BucketReport, GraphReport
+from simplefsdp.inspection.terminal import printed, table_of
 from simplefsdp.words import plural
 
-if TYPE_CHECKING:
-    from rich.table import Table
+
+class Launch(NamedTuple):
+    """What one launch sent: several transfers, if gloo reduces tensor by tensor."""
+
+    kind: str
+    begin_us: float
+    end_us: float
+    exposed_us: float  # transfers side by side expose the same time once
+    nbytes: int | None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A bucket, predicted and measured.
+    """A bucket, predicted and measured."""
 
-    Attributes:
-        graph: its name.
-        bucket: what was predicted.
-        launches: what was measured, one for each step that has it.
-    """
-
-    graph: str
-    bucket: BucketReport
-    launches: tuple[Launch, ...]
+    graph: str  # its name
+    bucket: BucketReport  # what was predicted
+    launches: tuple[Launch, ...]  # what was measured, one for each step that has it
 
     @property
     def duration_us(self) -> float | None:
@@ -63,19 +66,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted and measured, bucket by bucket.
+    """Predicted and measured, bucket by bucket."""
 
-    Attributes:
-        rows: of all graphs, in launch order.
-        steps: that were measured.
-        unmatched: measured launches that are no bucket's: a gradient norm's, say.
-        measured: all of the run.
-    """
-
-    rows: tuple[Row, ...]
-    steps: int
-    unmatched: int
-    measured: MeasuredReport
+    rows: tuple[Row, ...]  # of all graphs, in launch order
+    steps: int  # that were measured
+    unmatched: int  # measured launches that are no bucket's: a gradient norm's, say
+    measured: MeasuredReport  # all of the run
 
     @property
     def match_rate(self) -> float:
@@ -85,7 +81,6 @@ class Comparison:
 
     @property
     def predicted_exposed_us(self) -> float:
-        """Of a step."""
         return sum(row.bucket.exposure.exposed_us for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,13 +108,27 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        from rich.console import Console
+        return printed(self._print)
 
-        from simplefsdp.inspection.tables import WIDTH
-
-        file = io.StringIO()
-        out = Console(file=file, width=WIDTH, highlight=False)
-        out.print(_table(self.rows))
+    def _print(self, out: Console) -> None:
+        numbers = ("predicted", "measured", "exposed: predicted", "measured", "covered", "GB/s")
+        words = ("graph", "kind", "parameters")
+        table = table_of(*words, *numbers, words=words)
+        for row in self.rows:
+            exposure = row.bucket.exposure
+            us, exposed, overlap, rate = row.duration_us, row.exposed_us, row.overlap, row.gb_s
+            table.add_row(
+                row.graph,
+                row.bucket.kind,
+                row.bucket.parameters or row.bucket.name,
+                time_text(exposure.duration_us),
+                time_text(us) if us is not None else "-",
+                time_text(exposure.exposed_us),
+                time_text(exposed) if exposed is not None else "-",
+                f"{overlap:.0%}" if overlap is not None else "-",
+                f"{rate:.3g}" if rate is not None else "-",
+            )
+        out.print(table)
         found, wanted = sum(len(row.launches) for row in self.rows), len(self.rows) * self.steps
         out.print(
             f"{plural(self.steps, 'step')}: {found} of {wanted} buckets found in the profile "
@@ -127,46 +136,14 @@ class Comparison:
             f"over steps; exposed per step: {time_text(self.predicted_exposed_us)} predicted, "
             f"{time_text(self.measured.exposed_us / self.steps)} measured"
         )
-        return file.getvalue().rstrip()
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    from rich.table import Table
-
-    table = Table("graph", "kind", "parameters")
-    for name in ("predicted", "measured", "exposed: predicted", "measured", "covered", "GB/s"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        exposure = row.bucket.exposure
-        us, exposed, overlap, rate = row.duration_us, row.exposed_us, row.overlap, row.gb_s
-        table.add_row(
-            row.graph,
-            row.bucket.kind,
-            row.bucket.parameters or row.bucket.name,
-            time_text(exposure.duration_us),
-            time_text(us) if us is not None else "-",
-            time_text(exposure.exposed_us),
-            time_text(exposed) if exposed is not None else "-",
-            f"{overlap:.0%}" if overlap is not None else "-",
-            f"{rate:.3g}" if rate is not None else "-",
-        )
-    return table
 
 
 def measure_steps(
     graphs: Sequence[GraphReport], step_fn: Callable[[], object], steps: int
 ) -> Comparison:
-    """Profile ``steps`` calls of ``step_fn``, after one that is not counted, and match them.
-
-    Raises:
-        ValueError: ``steps`` is below 1, there are no graphs, or nothing communicates.
-    """
+    """Profile ``steps`` calls of ``step_fn``, after one that is not counted, and match them."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    if not graphs:
-        raise ValueError(
-            "nothing was compiled inside `with simplefsdp.inspect()`: nothing to match"
-        )
     if not any(graph.buckets for graph in graphs):
         raise ValueError(
             "measure: the compiled graphs have no buckets, so there is nothing to compare with a "
@@ -189,39 +166,50 @@ def measure_steps(
         profiles = read_profiles(path)
     # Of a rank that copies to other devices, the one that it communicates from.
     profile = max(profiles, key=lambda profile: len(profile.transfers))
-    return match(graphs, measure(profile), steps, profile.steps)
+    return match(graphs, measure(profile), profile.steps)
 
 
 def match(
     graphs: Sequence[GraphReport],
     measured: MeasuredReport,
-    steps: int,
-    bounds: Sequence[tuple[float, float]] = (),
+    steps: Sequence[tuple[float, float]],
 ) -> Comparison:
-    """Find each bucket of ``graphs``, which run one after the other, in each of ``steps`` steps.
+    """Find each bucket of ``graphs``, which run one after the other, in each of the steps, of which
+    ``steps`` are begin and end.
 
     Launches of a kind keep their order, and have the size of their bucket, if the trace tells
     sizes. Of those that are missing the time that goes by between the others tells which they
     are; each costs one match. What is left over is somebody else's.
-
-    Args:
-        graphs: what was predicted.
-        measured: a run of ``steps`` steps.
-        steps: how many.
-        bounds: when they ran; without, all are one sequence.
     """
     launches = launches_of(measured.transfers)
-    if len(bounds) == steps:
-        wanted = _wanted(graphs, 1)
-        runs = [[x for x in launches if begin <= x.begin_us < end] for begin, end in bounds]
-    else:
-        wanted, runs = _wanted(graphs, steps), [launches]
-    found: list[list[Launch]] = [[] for graph in graphs for _ in graph.buckets]
-    for run in runs:
+    wanted = _wanted(graphs)
+    found: list[list[Launch]] = [[] for _ in wanted]
+    for begin, end in steps:
+        run = [launch for launch in launches if begin <= launch.begin_us < end]
         for i, launch in _matched(wanted, run):
-            found[i % len(found)].append(launch)
-    rows = [Row(p.graph, p.bucket, tuple(x)) for p, x in zip(wanted, found, strict=False)]
-    return Comparison(tuple(rows), steps, len(launches) - sum(map(len, found)), measured)
+            found[i].append(launch)
+    rows = [Row(p.graph, p.bucket, tuple(x)) for p, x in zip(wanted, found, strict=True)]
+    return Comparison(tuple(rows), len(steps), len(launches) - sum(map(len, found)), measured)
+
+
+def launches_of(transfers: Sequence[Measured]) -> list[Launch]:
+    """Transfers by launch, in the order of the launches."""
+    found = []
+    numbered = sorted(transfers, key=lambda m: (m.transfer.launch, m.transfer.begin_us))
+    for _, group in groupby(numbered, key=lambda m: m.transfer.launch):
+        members = list(group)
+        sent = [m.transfer for m in members]
+        sizes = [t.nbytes for t in sent if t.nbytes is not None]
+        found.append(
+            Launch(
+                sent[0].kind,
+                min(t.begin_us for t in sent),
+                max(t.end_us for t in sent),
+                length(union(span for m in members for span in m.exposed)),
+                sum(sizes) if len(sizes) == len(sent) else None,
+            )
+        )
+    return found
 
 
 class _Place(NamedTuple):
@@ -232,10 +220,10 @@ class _Place(NamedTuple):
     begin_us: float
 
 
-def _wanted(graphs: Sequence[GraphReport], steps: int) -> list[_Place]:
+def _wanted(graphs: Sequence[GraphReport]) -> list[_Place]:
     found: list[_Place] = []
     us = 0.0
-    for graph in (*graphs,) * steps:
+    for graph in graphs:
         found += [_Place(graph.name, b, us + b.exposure.begin_us) for b in graph.buckets]
         us += graph.prediction.timeline.total_us
     return found
@@ -267,8 +255,7 @@ def _from_the_first(times: Sequence[float]) -> list[float]:
 
 def _fits(bucket: BucketReport, launch: Launch) -> bool:
     # Shards that are padded are gathered with their padding.
-    same = launch.nbytes is None or bucket.nbytes <= launch.nbytes <= 1.1 * bucket.nbytes + 4096
-    return launch.kind == bucket.kind and same
+    return launch.nbytes is None or bucket.nbytes <= launch.nbytes <= 1.1 * bucket.nbytes + 4096
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -6,14 +6,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from simplefsdp.inspection.intervals import Intervals, difference, intersection, length, union
 from simplefsdp.inspection.names import nbytes_text, time_text
 from simplefsdp.inspection.profile import Profile, Transfer
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from simplefsdp.inspection.terminal import table_of
 
 _GAP_US = 10.0
 """Shorter gaps lie between any two kernels."""
@@ -22,15 +24,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """A transfer and what of it is exposed.
-
-    Attributes:
-        transfer: when, and how much.
-        exposed: the parts of its time in which nothing is computed.
-    """
+    """A transfer and what of it is exposed."""
 
     transfer: Transfer
-    exposed: Intervals
+    exposed: Intervals  # the parts of its time in which nothing is computed
 
     @property
     def exposed_us(self) -> float:
@@ -49,45 +46,28 @@ class Measured:
         return nbytes / self.duration_us / 1e3 if nbytes and self.duration_us else None
 
 
-@dataclass(frozen=True)
-class Gap:
-    """A time without compute and communication.
+class Gap(NamedTuple):
+    """A time without compute and communication."""
 
-    Attributes:
-        begin_us: in the trace's clock.
-        us: how long.
-        before: the compute that ends it; empty if a transfer does.
-        launch_bound: the host launched that only after the gap had begun. None: not known.
-    """
-
-    begin_us: float
+    begin_us: float  # in the trace's clock
     us: float
-    before: str
-    launch_bound: bool | None
+    before: str  # the compute that ends it; empty if a transfer does
+    launch_bound: bool | None  # the host launched that after the gap had begun; None: not known
 
 
 @dataclass(frozen=True)
 class MeasuredReport:
-    """A rank's run.
+    """A rank's run."""
 
-    Attributes:
-        name: of the rank.
-        total_us: from the first compute or transfer to the end of the last.
-        compute_us: something is computed.
-        communication_us: something is sent.
-        exposed_us: something is sent and nothing computed.
-        transfers: in the order in which they began. Their exposed times add up to more than
-            ``exposed_us`` where transfers overlap each other.
-        gaps: longer than 10 us, the longest first.
-    """
-
-    name: str
-    total_us: float
+    name: str  # of the rank
+    total_us: float  # from the first compute or transfer to the end of the last
     compute_us: float
     communication_us: float
-    exposed_us: float
+    exposed_us: float  # something is sent and nothing computed
+    # In the order in which they began. Their exposed times add up to more than ``exposed_us`` where
+    # transfers overlap each other.
     transfers: tuple[Measured, ...]
-    gaps: tuple[Gap, ...]
+    gaps: tuple[Gap, ...]  # longer than 10 us, the longest first
 
     @property
     def overlap(self) -> float:
@@ -105,12 +85,13 @@ class MeasuredReport:
 def measure(profile: Profile) -> MeasuredReport:
     """What a profile exposes."""
     sent = union((t.begin_us, t.end_us) for t in profile.transfers)
-    busy = union([*profile.compute, *sent])
-    exposed = difference(sent, profile.compute)
+    compute = union((kernel.begin_us, kernel.end_us) for kernel in profile.kernels)
+    busy = union([*compute, *sent])
+    exposed = difference(sent, compute)
     return MeasuredReport(
         profile.name,
         busy[-1][1] - busy[0][0] if busy else 0.0,
-        length(profile.compute),
+        length(compute),
         length(sent),
         length(exposed),
         tuple(
@@ -121,15 +102,14 @@ def measure(profile: Profile) -> MeasuredReport:
 
 
 def _gaps(profile: Profile, busy: Sequence[tuple[float, float]]) -> list[Gap]:
-    kernel_at = {begin: i for i, (begin, _, _) in reversed(list(enumerate(profile.kernels)))}
+    first_at = {kernel.begin_us: kernel for kernel in reversed(profile.kernels)}
     found = []
     for (_, begin), (end, _) in pairwise(busy):
         if end - begin >= _GAP_US:
-            i = kernel_at.get(end)
-            launched = profile.launched_us[i] if i is not None else None
+            kernel = first_at.get(end)
+            launched = kernel.launched_us if kernel else None
             late = launched > begin if launched is not None else None
-            name = profile.kernels[i][2] if i is not None else ""
-            found.append(Gap(begin, end - begin, name, late))
+            found.append(Gap(begin, end - begin, kernel.name if kernel else "", late))
     return sorted(found, key=lambda gap: -gap.us)
 
 
@@ -156,26 +136,14 @@ def measured_document(report: MeasuredReport) -> dict[str, Any]:
             }
             for m in report.transfers
         ],
-        "gaps": [
-            {
-                "begin_us": gap.begin_us - first,
-                "us": gap.us,
-                "before": gap.before,
-                "launch_bound": gap.launch_bound,
-            }
-            for gap in report.gaps
-        ],
+        "gaps": [{**gap._asdict(), "begin_us": gap.begin_us - first} for gap in report.gaps],
     }
 
 
 def print_measured(out: Console, reports: Sequence[MeasuredReport]) -> None:
     """Ranks side by side, then the collectives and gaps of the one that exposes most."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("rank", "total", "compute", "communication", "exposed", "overlap", "idle")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    numbers = ("total", "compute", "communication", "exposed", "overlap", "idle")
+    table = table_of("rank", *numbers, words=("rank",))
     for r in reports:
         times = (r.total_us, r.compute_us, r.communication_us, r.exposed_us)
         table.add_row(
@@ -188,23 +156,17 @@ def print_measured(out: Console, reports: Sequence[MeasuredReport]) -> None:
     out.print(_by_kind(worst))
     for m in sorted(worst.transfers, key=lambda m: -m.exposed_us)[:_SHOWN]:
         if m.exposed_us:
-            out.print(f"  exposed {time_text(m.exposed_us)} of {time_text(m.duration_us)}: "
-                      f"{m.transfer.kind} {_size(m.transfer)}{m.transfer.name}",
-                      markup=False)  # fmt: skip
+            t = m.transfer
+            size = f"of {nbytes_text(t.nbytes)}, " if t.nbytes else ""
+            us = f"{time_text(m.exposed_us)} of {time_text(m.duration_us)}"
+            out.print(f"  exposed {us}: {t.kind} {size}{t.name}", markup=False)
     for line in _gap_lines(worst):
         out.print(line, soft_wrap=True, markup=False)
 
 
-def _size(transfer: Transfer) -> str:
-    return f"of {nbytes_text(transfer.nbytes)}, " if transfer.nbytes else ""
-
-
-def _by_kind(report: MeasuredReport) -> Any:
-    from rich.table import Table
-
-    table = Table("collectives", "number", "time", "exposed", "covered", "bytes", "median GB/s")
-    for column in table.columns[1:]:
-        column.justify = "right"
+def _by_kind(report: MeasuredReport) -> Table:
+    numbers = ("number", "time", "exposed", "covered", "bytes", "median GB/s")
+    table = table_of("collectives", *numbers, words=("collectives",))
     for kind in dict.fromkeys(m.transfer.kind for m in report.transfers):
         found = [m for m in report.transfers if m.transfer.kind == kind]
         us, exposed = sum(m.duration_us for m in found), sum(m.exposed_us for m in found)

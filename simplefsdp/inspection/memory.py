@@ -13,58 +13,32 @@ from simplefsdp.inspection.names import block_of
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory of a graph beside what is resident (parameter shards, which it gathers).
+    """Memory of a graph beside what is resident (parameter shards, which it gathers)."""
 
-    Attributes:
-        peak_nbytes: most live bytes, without resident ones.
-        resident_nbytes: those.
-        peak_op: the op during which it is.
-        peak_us: when it begins.
-        by_kind: bytes at the peak: activations, gathered parameters, full gradients, gradient
-            shards.
-        by_module: bytes at the peak by the block that made them (or whose parameters they are),
-            largest first.
-        curve: (us, live bytes) wherever these change, from the beginning to the end.
-    """
-
-    peak_nbytes: int
-    resident_nbytes: int
-    peak_op: str
-    peak_us: float
-    by_kind: Mapping[str, int]
+    peak_op: str  # during which it is at its peak
+    peak_us: float  # when that begins
+    by_kind: Mapping[str, int]  # bytes at the peak: activations, gathered parameters, ...
+    # Bytes at the peak by the block that made them (or whose parameters they are), largest first.
     by_module: Mapping[str, int]
-    curve: tuple[tuple[float, int], ...]
+    curve: tuple[tuple[float, int], ...]  # (us, live bytes) wherever these change, to the end
 
 
 def memory_report(
     program: Program, memory: Memory, arrival: Sequence[float], module_of: Mapping[str, str]
 ) -> MemoryReport:
-    """Report on a program.
-
-    Args:
-        program: the one that ``memory`` is of.
-        memory: see :func:`inductor_passes.machine.simulate.memory`.
-        arrival: when each op begins, and the end.
-        module_of: module path by op or input name; what is not there has no module.
-    """
+    """Report on a program, of which ``memory`` is, whose ops begin at ``arrival``; the module of
+    what is not in ``module_of``, by op or input name, is not known."""
     at = program.index.get(memory.peak_op, 0)
+    owner, by_module = _owners(program, module_of, at), Counter[str]()
+    for storage, nbytes in live_at_peak(program).items():
+        by_module[owner.get(storage, "")] += nbytes
     return MemoryReport(
-        memory.peak_nbytes - memory.resident_nbytes,
-        memory.resident_nbytes,
         memory.peak_op,
         arrival[at],
         {kind: nbytes for kind, nbytes in live_by_use(program).items() if nbytes},
-        _by_module(program, module_of, at),
+        {block or "(no module)": nbytes for block, nbytes in by_module.most_common() if nbytes},
         _curve(memory, arrival),
     )
-
-
-def _by_module(program: Program, module_of: Mapping[str, str], at: int) -> dict[str, int]:
-    owner = _owners(program, module_of, at)
-    found: Counter[str] = Counter()
-    for storage, nbytes in live_at_peak(program).items():
-        found[owner.get(storage, "")] += nbytes
-    return {block or "(no module)": nbytes for block, nbytes in found.most_common() if nbytes}
 
 
 def _owners(program: Program, module_of: Mapping[str, str], at: int) -> dict[str, str]:

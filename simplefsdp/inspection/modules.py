@@ -55,7 +55,7 @@ def _around(paths: Iterable[str], roots: set[str]) -> str:
     """What comes before the wrapped module's own names."""
     for path in paths:
         parts = path.split(".")
-        if not roots.isdisjoint(parts):
-            at = next(i for i, part in enumerate(parts) if part in roots)
+        at = next((i for i, part in enumerate(parts) if part in roots), None)
+        if at is not None:
             return "".join(f"{part}." for part in parts[:at])
     return ""

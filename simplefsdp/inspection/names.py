@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def shorten_fqns(fqns: Sequence[str]) -> str:
@@ -51,10 +51,7 @@ def block_of(module: str) -> str:
 
 def nbytes_text(nbytes: float) -> str:
     """Bytes in 1e3s, three digits: ``436 MB``."""
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(nbytes) >= factor:
-            return f"{_three(nbytes / factor)} {unit}"
-    return f"{nbytes:.0f} B"
+    return _three(nbytes, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1})
 
 
 def over_text(nbytes: float, room_nbytes: float) -> str:
@@ -64,13 +61,12 @@ def over_text(nbytes: float, room_nbytes: float) -> str:
 
 def time_text(us: float) -> str:
     """A time, three digits: ``1.21 ms``."""
-    if abs(us) >= 1e6:
-        return f"{_three(us / 1e6)} s"
-    if abs(us) >= 1e3:
-        return f"{_three(us / 1e3)} ms"
-    return f"{_three(us)} us"
+    return _three(us, {"s": 1e6, "ms": 1e3, "us": 1})
 
 
-def _three(number: float) -> str:
-    """Three digits, or all before the point, where ``g`` would write ``1e+03``."""
-    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
+def _three(value: float, units: Mapping[str, float]) -> str:
+    """Three digits, or all before the point, where ``g`` would write ``1e+03``, in the first unit
+    that is no more than the value, or in the last."""
+    unit = next((name for name, size in units.items() if abs(value) >= size), [*units][-1])
+    number = value / units[unit]
+    return (f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}") + f" {unit}"

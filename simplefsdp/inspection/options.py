@@ -117,11 +117,7 @@ class InspectOptions:
 
 
 def parse(args: list[str]) -> InspectOptions:
-    """Read the options.
-
-    Raises:
-        SystemExit: they cannot be read (code 2), or ``--help`` was shown (0).
-    """
+    """Read the options."""
     import tyro
 
     args = [*itertools.chain.from_iterable(_with_value(args))]
@@ -142,7 +138,6 @@ def recomputed(options: InspectOptions) -> ActivationCheckpointing:
 
 
 def parallel_options(options: InspectOptions) -> ParallelOptions:
-    """How the model is spread over the ranks."""
     return ParallelOptions(
         mode=options.mode,
         shard_size=options.shard_size,
@@ -170,10 +165,14 @@ def check(options: InspectOptions) -> Cluster:
         raise ValueError("--target module:function and --input module:function go together")
     _refuse_ignored(options)
     _refuse_missing(options)
-    least = {"--ranks": (options.ranks, 2), "--batch-size": (options.batch_size, 1)}
-    least |= {"--tp": (options.tp, 1)}
-    optional = {"--layers": (options.layers, 1), "--seq-len": (options.seq_len, 2)}
-    for flag, (value, smallest) in (least | optional).items():
+    numbers = {
+        "--ranks": (options.ranks, 2),
+        "--batch-size": (options.batch_size, 1),
+        "--tp": (options.tp, 1),
+        "--layers": (options.layers, 1),
+        "--seq-len": (options.seq_len, 2),
+    }
+    for flag, (value, smallest) in numbers.items():
         if value is not None and value < smallest:
             raise ValueError(f"{flag} must be at least {smallest}, got {value}")
     budget = options.memory_budget_gb

@@ -1,10 +1,10 @@
-"""The report as one HTML page that needs nothing from anywhere: timelines, memory and tables."""
+"""Reports as one HTML page that needs nothing from anywhere: of plans, and of a sweep."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from string import Template
@@ -14,6 +14,7 @@ from simplefsdp.compiler.size_limits import describe_range
 from simplefsdp.inspection.document import bucket_document, plan_document
 from simplefsdp.inspection.names import block_of, shorten_blocks, time_text
 from simplefsdp.inspection.report import GraphReport, PlanReport
+from simplefsdp.version import __version__
 from simplefsdp.words import counted, plural
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -23,33 +24,39 @@ _MOST_POINTS = 1500
 _MOST_NAMES = 20
 _SHOWN = ("kind", "bytes", "dtype", "ranks", "duration_us", "exposed_us", "reason", "why")
 _TIMES = ("launch_us", "begin_us", "end_us", "needed_us")
-_HINT = "drag to zoom, double-click to see all; a row shows its bucket"
+_OF_PLANS = ("report.html", "report.css", "report.js")
+_OF_A_SWEEP = ("sweep.html", "sweep.css", "sweep_cells.js", "sweep_map.js", "sweep.js")
 
 
 def page(plans: Sequence[PlanReport], title: str) -> str:
-    """The page, about 5 MB: most of it is the plotting library."""
-    own = [_ASSETS / f"report.{suffix}" for suffix in ("html", "css", "js")]
-    return filled(own, title, _HINT, {"plans": [_plan(plan) for plan in plans]})
+    """Timelines, memory and tables; about 5 MB, most of which is the plotting library."""
+    hint = "drag to zoom, double-click to see all; a row shows its bucket"
+    return filled(_OF_PLANS, title, hint, {"plans": [_plan(plan) for plan in plans]})
 
 
-def filled(own: Sequence[Path], title: str, hint: str, report: object) -> str:
+def sweep_page(document: Mapping[str, Any]) -> str:
+    """Maps of the cells of a sweep's document, all of which is in it."""
+    title = f"{document['name']} on {document['cluster']}: what fits, and how fast"
+    hint = "a cell tells why: point at it, tap it, or use the arrow keys"
+    return filled(_OF_A_SWEEP, title, hint, document)
+
+
+def filled(own: Sequence[str], title: str, hint: str, report: object) -> str:
     """What all pages share, with a page's own HTML, style and scripts, and the report they draw.
 
     The report is in it as JSON in which no name can end the script or open a comment.
     """
     from plotly.offline import get_plotlyjs
 
-    from simplefsdp.version import __version__
+    def text(suffix: str, files: Iterable[str]) -> str:
+        return "".join((_ASSETS / name).read_text() for name in files if name.endswith(suffix))
 
-    def text(suffix: str, files: Iterable[Path]) -> str:
-        return "".join(path.read_text() for path in files if path.suffix == suffix)
-
-    return Template((_ASSETS / "page.html").read_text()).substitute(
+    return Template(text(".html", ["page.html"])).substitute(
         title=html.escape(title),
         version=__version__,
         hint=hint,
-        css=text(".css", [_ASSETS / "page.css", *own]),
-        js=text(".js", [_ASSETS / "page.js", *own]),
+        css=text(".css", ["page.css", *own]),
+        js=text(".js", ["page.js", *own]),
         body=text(".html", own),
         plotly=get_plotlyjs(),
         report=json.dumps(report, separators=(",", ":")).replace("<", "\\u003c"),
@@ -57,8 +64,6 @@ def filled(own: Sequence[Path], title: str, hint: str, report: object) -> str:
 
 
 def _plan(plan: PlanReport) -> dict[str, Any]:
-    found = plan_document(plan)
-    del found["graphs"]
     at_rest = plan.step.parameters_nbytes + plan.step.optimizer_nbytes
     graphs, compute, buckets, memory = [], [], [], []
     begin_us = 0.0
@@ -71,11 +76,10 @@ def _plan(plan: PlanReport) -> dict[str, Any]:
     if plan.step.optimizer_us:
         compute.append([begin_us, plan.step.optimizer_us, "optimizer"])
         graphs.append({"name": "optimizer", "begin_us": begin_us})
-    lanes = list(dict.fromkeys(row["lane"] for row in buckets))
     return {
-        **found,
+        **plan_document(plan),
         "graphs": graphs,
-        "lanes": lanes,
+        "lanes": list(dict.fromkeys(row["lane"] for row in buckets)),
         "compute": compute,
         "buckets": buckets,
         "memory": memory,
@@ -125,14 +129,11 @@ def _buckets(graph: GraphReport, begin_us: float) -> Iterator[dict[str, Any]]:
     """What the page shows of each bucket, and no more: there may be a thousand."""
     for bucket in graph.buckets:
         found = bucket_document(bucket)
-        row = {name: found[name] for name in _SHOWN}
-        times = {name: round(found[name] + begin_us, 3) for name in _TIMES}
-        more = f" and {len(bucket.fqns) - _MOST_NAMES} more"
+        names, more = bucket.fqns[:_MOST_NAMES], len(bucket.fqns) - _MOST_NAMES
         yield {
-            **row,
-            **times,
-            "parameters": ", ".join(bucket.fqns[:_MOST_NAMES])
-            + more * (len(bucket.fqns) > _MOST_NAMES),
+            **{name: found[name] for name in _SHOWN},
+            **{name: round(found[name] + begin_us, 3) for name in _TIMES},
+            "parameters": ", ".join(names) + (f" and {more} more" if more > 0 else ""),
             "what": bucket.parameters or bucket.name,
             "lane": f"wire {bucket.ranks} ({bucket.group})",
             "hidden_by": shorten_blocks(sorted(map(block_of, bucket.hidden_by[:3]))),
@@ -146,5 +147,5 @@ def _thinned(curve: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
         return
     stretch = curve[-1][0] / _MOST_POINTS
     for _, points in groupby(curve, key=lambda point: point[0] // stretch):
-        begin, *rest = points
-        yield begin[0], max(nbytes for _, nbytes in (begin, *rest))
+        times, sizes = zip(*points, strict=True)
+        yield times[0], max(sizes)

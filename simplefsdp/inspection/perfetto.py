@@ -57,7 +57,7 @@ class _Lanes:
 
     def graph(self, graph: GraphReport, at_rest_nbytes: int) -> Iterator[Event]:
         timeline = graph.prediction.timeline
-        yield self._span(graph)
+        yield self.slice(_COMPUTE, graph.name, "graph", 0.0, timeline.total_us)  # around its ops
         for span in timeline.spans:
             if span.lane == "compute":
                 module = graph.module_of.get(span.op, "")
@@ -68,11 +68,6 @@ class _Lanes:
         for us, nbytes in graph.memory.curve:
             args = {"bytes": nbytes + at_rest_nbytes}
             yield self._event("C", 0, "memory", us, args=args)
-
-    def _span(self, graph: GraphReport) -> Event:
-        """The whole graph, around its ops."""
-        us = graph.prediction.timeline.total_us
-        return self.slice(_COMPUTE, graph.name, "graph", 0.0, us)
 
     def _bucket(self, bucket: BucketReport, flow: int) -> Iterator[Event]:
         exposure = bucket.exposure
@@ -104,7 +99,6 @@ class _Lanes:
     def slice(
         self, tid: int, name: str, category: str, begin_us: float, us: float, **args: object
     ) -> Event:
-        """A complete event."""
         given = {key: value for key, value in args.items() if value not in ("", None)}
         return self._event("X", tid, name, begin_us, dur=us, cat=category, args=given)
 

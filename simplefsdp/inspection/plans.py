@@ -11,8 +11,9 @@ from inductor_passes.machine.simulate import memory
 from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.rehearsal import Auto, Settings
 from simplefsdp.inspection.explain import Limits
+from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.inspection.options import OwnPlan, PlanName
-from simplefsdp.inspection.report import PlanReport, report_plan
+from simplefsdp.inspection.report import BY_CONFIG, BY_TRACE, PlanReport, report_graph, traced_flops
 from simplefsdp.inspection.subject import Subject
 from simplefsdp.simulation.prediction import GraphPrediction, predict_step
 
@@ -33,18 +34,9 @@ def settings_of(
 def inspect_plan(
     name: PlanName, subject: Subject, cluster: Cluster, budget_nbytes: int | None = None
 ) -> PlanReport:
-    """Predict a traced step under a plan, and explain it.
-
-    Args:
-        name: of the plan.
-        subject: the step; call this in the process group that it was traced in.
-        cluster: what it is to run on.
-        budget_nbytes: of an automatic plan, see :class:`inductor_passes.rehearsal.Auto`.
-
-    Raises:
-        BudgetError, ValueError: as for :func:`simplefsdp.simulation.prediction.predict_step`, and
-            :func:`simplefsdp.inspection.torch_passes.predict_torch_step`.
-    """
+    """Predict a traced step under a plan, and explain it; call this in the process group that it
+    was traced in. ``budget_nbytes`` is an automatic plan's, see
+    :class:`inductor_passes.rehearsal.Auto`."""
     traced, nbytes = subject.step, subject.parameters_nbytes
     match name:
         case "torch-manual" | "torch-auto":
@@ -56,7 +48,16 @@ def inspect_plan(
             settings = settings_of(name, traced.fqns, cluster, budget_nbytes)
             step = predict_step(traced, settings, cluster, nbytes)
             limits = {graph.name: limits_of(graph, settings) for graph in step.graphs}
-    return report_plan(name, step, limits, subject.module_of, subject.tokens, subject.flops)
+    module_of = modules_of_step(traced)
+    graphs = {
+        graph.name: report_graph(graph, limits[graph.name], module_of[graph.name])
+        for graph in step.graphs
+    }
+    flops, peak_tflops = traced_flops(step.graphs[0].cost)
+    flops_are = BY_TRACE
+    if subject.flops is not None:
+        flops, flops_are = subject.flops, BY_CONFIG
+    return PlanReport(name, step, graphs, subject.tokens, flops, flops_are, peak_tflops)
 
 
 def limits_of(graph: GraphPrediction, settings: Settings | None) -> Limits:

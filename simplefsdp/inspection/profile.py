@@ -14,15 +14,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inductor_passes.ir.json_file import shown
-from simplefsdp.inspection.intervals import Intervals, difference, union
-from simplefsdp.inspection.trace_json import events_of, load_trace, spans_of
+from simplefsdp.inspection.intervals import difference, union
+from simplefsdp.inspection.trace_json import Event, Trace, read_trace
 from simplefsdp.inspection.wire_events import Told, told_by, transfer_of_launches
-
-Event = dict[str, Any]
 
 STEP = "ProfilerStep"
 """Begin of the name of the event around a step."""
@@ -31,6 +29,7 @@ _KIND_OF = {"allgather": "gather", "reducescatter": "reduce", "allreduce": "all_
 _LAUNCH = re.compile(r"^c10d::_?(all_?gather|reduce_?scatter|all_?reduce)")
 _WAIT = re.compile(r"^(_c10d_functional|c10d_functional)::wait_tensor|^c10d::(barrier|monitored)")
 _OURS = ("gather", "reduce", "all_reduce", "other")
+_SPAN = attrgetter("span")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _NBYTES = {
     "float": 4, "float32": 4, "double": 8, "float64": 8, "half": 2, "float16": 2, "bfloat16": 2,
@@ -39,46 +38,34 @@ _NBYTES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """A measured collective.
+class Transfer(NamedTuple):
+    """A measured collective; times are in the trace's clock."""
 
-    Attributes:
-        kind: as of :class:`inductor_passes.ir.program.Collective`.
-        name: of the event.
-        begin_us: in the trace's clock.
-        end_us: likewise.
-        nbytes: of the full tensors; None if the trace does not tell.
-        launch: number of the launch that it is of, which may have several.
-    """
-
-    kind: str
-    name: str
+    kind: str  # as of :class:`inductor_passes.ir.program.Collective`
+    name: str  # of the event
     begin_us: float
     end_us: float
-    nbytes: int | None
-    launch: int = 0
+    nbytes: int | None  # of the full tensors; None if the trace does not tell
+    launch: int = 0  # number of the launch that it is of, which may have several
+
+
+class Kernel(NamedTuple):
+    """A time of compute."""
+
+    begin_us: float
+    end_us: float
+    name: str
+    launched_us: float | None = None  # by the host; None if the trace does not tell
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one rank did.
+    """What one rank did."""
 
-    Attributes:
-        name: of the rank, or of the plan of a predicted trace.
-        transfers: in the order in which they began.
-        compute: when something is computed.
-        kernels: the compute events, (begin, end, name), in order.
-        launched_us: when the host launched each of ``kernels``; None where the trace does not tell.
-        steps: when the profiler's steps ran, in order; none if nobody told it of them.
-    """
-
-    name: str
-    transfers: tuple[Transfer, ...]
-    compute: Intervals
-    kernels: tuple[tuple[float, float, str], ...]
-    launched_us: tuple[float | None, ...]
-    steps: tuple[tuple[float, float], ...] = ()
+    name: str  # of the rank, or of the plan of a predicted trace
+    transfers: tuple[Transfer, ...]  # in the order in which they began
+    kernels: tuple[Kernel, ...]  # likewise
+    steps: tuple[tuple[float, float], ...] = ()  # the profiler's, if it was told of any
 
 
 def read_profiles(path: Path) -> list[Profile]:
@@ -88,106 +75,92 @@ def read_profiles(path: Path) -> list[Profile]:
         ValueError: it is no (whole) JSON, no trace, or has no collectives; says what to do.
         OSError: it cannot be read.
     """
-    trace = load_trace(path)
-    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
-    if not isinstance(events, list):
-        raise ValueError(
-            f"{path}: expected the trace-event JSON of torch.profiler's export_chrome_trace, an "
-            f'object with "traceEvents"; got {_outline(trace)}'
-        )
-    events = events_of(events)
-    try:
-        spans = spans_of(events)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    told = trace.get("distributedInfo") if isinstance(trace, dict) else None
-    rank = told.get("rank") if isinstance(told, dict) else None
-    name = f"rank {rank}" if isinstance(rank, int) else path.stem
-    on_host = _on_wire if any(told_by(e) for e in spans) else _on_threads
-    found = _on_devices(spans, name) or _predicted(spans, events) or on_host(spans, name)
-    steps = tuple(sorted(_span(e) for e in spans if _is_step(e)))
+    trace = read_trace(path)
+    events = trace.events
+    name = path.stem if trace.rank is None else f"rank {trace.rank}"
+    on_host = _on_wire if any(map(told_by, events)) else _on_threads
+    found = _on_devices(events, name) or _predicted(trace) or [on_host(events, name)]
+    # On a device there is one more event for each step, of its kernels.
+    around = (e for e in events if e.name.startswith(STEP) and e.category != "gpu_user_annotation")
+    steps = tuple(sorted(e.span for e in around))
     found = [replace(profile, steps=steps) for profile in found if profile.transfers]
     if not found:
-        raise ValueError(f"{path}: {_why_none(spans)}")
+        raise ValueError(f"{path}: {_why_none(events)}")
     return found
 
 
-def _outline(trace: object) -> str:
-    return f"keys {', '.join(sorted(trace)[:5]):.200}" if isinstance(trace, dict) else shown(trace)
-
-
-def _why_none(spans: Sequence[Event]) -> str:
-    if any(str(e.get("name", "")).startswith("nccl:") for e in spans):
+def _why_none(events: Sequence[Event]) -> str:
+    if any(e.name.startswith("nccl:") for e in events):
         return (
             "it has NCCL's host calls and no GPU kernels; profile with "
             "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
         )
     return (
-        f"none of its {len(spans):,} timed events is a collective (NCCL's kernels, ncclDevKernel_* "
-        "or older, gloo:*, or wire:*); profile a step that communicates"
+        f"none of its {len(events):,} timed events is a collective (NCCL's kernels, "
+        "ncclDevKernel_* or older, gloo:*, or wire:*); profile a step that communicates"
     )
 
 
-def _on_devices(spans: Sequence[Event], name: str) -> list[Profile]:
+def _on_devices(events: Sequence[Event], name: str) -> list[Profile]:
     """One profile for each device that has kernels."""
-    by_device: defaultdict[object, list[Event]] = defaultdict(list)
-    launched = {}
-    for e in spans:
-        if e.get("cat") in _ON_DEVICE:
-            by_device[_args(e).get("device", e.get("pid"))].append(e)
-        elif e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in _args(e):
-            launched[_args(e)["correlation"]] = e
-    on_wire = transfer_of_launches(spans, launched)
+    by_device: defaultdict[Any, list[Event]] = defaultdict(list)
+    launched: dict[Any, Event] = {}
+    for e in events:
+        if e.category in _ON_DEVICE:
+            by_device[e.args.get("device", e.thread[0])].append(e)
+        elif e.category in ("cuda_runtime", "cuda_driver") and "correlation" in e.args:
+            launched[e.args["correlation"]] = e
+    on_wire = transfer_of_launches(events, launched)
     profiles = []
     for device, found in by_device.items():
-        own = [e for e in found if _args(e).get("correlation") not in on_wire]
-        kernels = [e for e in own if not _NCCL.match(e["name"])]
-        transfers = [_nccl(e) for e in own if _NCCL.match(e["name"])]
-        transfers += _on_lanes(found, on_wire)
+        transfers, kernels = _on_lanes(found, on_wire), []
+        for e in found:
+            call = e.args.get("correlation")
+            if call in on_wire:
+                continue
+            if _NCCL.match(e.name):
+                transfers.append(_nccl(e))
+            else:
+                launched_us = launched[call].begin_us if call in launched else None
+                kernels.append(Kernel(*e.span, e.name, launched_us))
         title = f"{name}, device {device}" if len(by_device) > 1 else name
-        profile = _profile(title, transfers, kernels)
-        starts = sorted(kernels, key=lambda e: float(e["ts"]))
-        by = (launched.get(_args(e).get("correlation")) for e in starts)
-        us = tuple(None if e is None else float(e["ts"]) for e in by)
-        profiles.append(replace(profile, launched_us=us))
+        profiles.append(_profile(title, transfers, kernels))
     return profiles
 
 
-def _on_lanes(found: Iterable[Event], on_wire: Mapping[object, Told]) -> list[Transfer]:
+def _on_lanes(found: Iterable[Event], on_wire: Mapping[Any, Told]) -> list[Transfer]:
     """Transfers of a modelled wire, each from its first kernel or copy to the end of its last."""
-    of_one: defaultdict[Told, list[tuple[float, float]]] = defaultdict(list)
+    of_one: defaultdict[Told, list[Event]] = defaultdict(list)
     for e in found:
-        if (transfer := on_wire.get(_args(e).get("correlation"))) is not None:
-            of_one[transfer].append(_span(e))
+        if (transfer := on_wire.get(e.args.get("correlation"))) is not None:
+            of_one[transfer].append(e)
     return [
-        Transfer(t.kind, f"wire:{t.kind}", min(spans)[0], max(end for _, end in spans), t.nbytes)
-        for t, spans in of_one.items()
+        Transfer(
+            t.kind,
+            f"wire:{t.kind}",
+            min(e.begin_us for e in parts),
+            max(e.end_us for e in parts),
+            t.nbytes,
+        )
+        for t, parts in of_one.items()
     ]
 
 
-def _profile(name: str, transfers: Iterable[Transfer], kernels: Iterable[Event]) -> Profile:
-    spans = sorted((*_span(e), str(e["name"])) for e in kernels)
+def _profile(name: str, transfers: Iterable[Transfer], kernels: Iterable[Kernel]) -> Profile:
     ordered = sorted(transfers, key=lambda t: (t.begin_us, t.end_us))
     if not any(t.launch for t in ordered):
-        ordered = [replace(t, launch=n) for n, t in enumerate(ordered)]
-    return Profile(
-        name,
-        tuple(ordered),
-        union((begin, end) for begin, end, _ in spans),
-        tuple(spans),
-        (None,) * len(spans),
-    )
+        ordered = [t._replace(launch=n) for n, t in enumerate(ordered)]
+    return Profile(name, tuple(ordered), tuple(sorted(kernels, key=lambda kernel: kernel[:3])))
 
 
 def _nccl(e: Event) -> Transfer:
-    args = _args(e)
-    numels = [args.get("In msg nelems"), args.get("Out msg nelems")]
-    each = _NBYTES.get(str(args.get("dtype", "")).lower())
+    numels = [e.args.get("In msg nelems"), e.args.get("Out msg nelems")]
+    each = _NBYTES.get(str(e.args.get("dtype", "")).lower())
     known = [n for n in numels if isinstance(n, int)]
     nbytes = max(known) * each if known and each else None
     # Several that were grouped run as one "Generic" kernel.
-    kind = _kind(f"{e['name']} {args.get('Collective name', '')}")
-    return Transfer(kind, str(e["name"]), *_span(e), nbytes)
+    kind = _kind(f"{e.name} {e.args.get('Collective name', '')}")
+    return Transfer(kind, e.name, *e.span, nbytes)
 
 
 def _kind(name: str) -> str:
@@ -195,88 +168,74 @@ def _kind(name: str) -> str:
     return next((kind for word, kind in _KIND_OF.items() if word in plain), "other")
 
 
-def _predicted(spans: Sequence[Event], events: Sequence[Event]) -> list[Profile]:
+def _predicted(trace: Trace) -> list[Profile]:
     """One profile for each plan of a trace of ours."""
-    plans = {
-        e.get("pid"): _args(e)["name"].removeprefix("simplefsdp, ")
-        for e in events
-        if e["name"] == "process_name" and str(_args(e).get("name", "")).startswith("simplefsdp, ")
-    }
     profiles = []
-    for pid, name in plans.items():
-        mine = [e for e in spans if e.get("pid") == pid]
-        transfers = [
-            Transfer(e["cat"], str(e["name"]), *_span(e), _args(e).get("bytes"))
-            for e in mine
-            if e.get("cat") in _OURS
-        ]
-        kernels = (e for e in mine if e.get("cat") == "compute")
-        profiles.append(_profile(name, transfers, kernels))
+    for pid, name in trace.processes.items():
+        if name.startswith("simplefsdp, "):
+            mine = [e for e in trace.events if e.thread[0] == pid]
+            transfers = [
+                Transfer(e.category, e.name, *e.span, e.args.get("bytes"))
+                for e in mine
+                if e.category in _OURS
+            ]
+            kernels = [Kernel(*e.span, e.name) for e in mine if e.category == "compute"]
+            profiles.append(_profile(name.removeprefix("simplefsdp, "), transfers, kernels))
     return profiles
 
 
-def _on_threads(spans: Sequence[Event], name: str) -> list[Profile]:
+def _on_threads(events: Sequence[Event], name: str) -> Profile:
     """The profile of a rank that computes on the CPU and communicates by gloo."""
-    sent = sorted((e for e in spans if e["name"].startswith("gloo:")), key=_span)
-    theirs = {e.get("tid") for e in sent}
-    own = [e for e in spans if e.get("tid") not in theirs and not _is_frame(e)]
-    launches = sorted((e for e in own if _LAUNCH.match(e["name"])), key=_span)
+    sent = sorted((e for e in events if e.name.startswith("gloo:")), key=_SPAN)
+    theirs = {e.thread[1] for e in sent}
+    own = [e for e in events if e.thread[1] not in theirs and not _is_frame(e)]
+    launches = sorted((e for e in own if _LAUNCH.match(e.name)), key=_SPAN)
     # gloo reduces to shards by all-reduce, tensor by tensor: the launches tell what it is for.
     causes = [cause for n, e in enumerate(launches) for cause in _causes(e, n)]
     if len(causes) != len(sent):
-        causes = [_Cause(_kind(e["name"]), 0, n) for n, e in enumerate(sent)]
-    transfers = [_gloo(e, cause) for e, cause in zip(sent, causes, strict=True)]
-    apart = [e for e in own if _WAIT.match(e["name"]) or _LAUNCH.match(e["name"])]
-    return [_profile(name, transfers, _computed(own, apart))]
+        causes = [(_kind(e.name), 0, n) for n, e in enumerate(sent)]
+    transfers = [_gloo(e, *cause) for e, cause in zip(sent, causes, strict=True)]
+    apart = [e for e in own if _WAIT.match(e.name) or _LAUNCH.match(e.name)]
+    return _profile(name, transfers, _computed(own, apart))
 
 
-def _on_wire(spans: Sequence[Event], name: str) -> list[Profile]:
+def _on_wire(events: Sequence[Event], name: str) -> Profile:
     """The profile of a rank that computes on the CPU and whose wire is modelled."""
-    own = [e for e in spans if not _is_frame(e)]
+    own = [e for e in events if not _is_frame(e)]
     transfers = []
     for t in filter(None, map(told_by, own)):
         begin = t.launch[0] + t.after_us
         transfers.append(Transfer(t.kind, f"wire:{t.kind}", begin, begin + t.takes_us, t.nbytes))
-    apart = [e for e in own if e["name"].startswith("wire:") or _WAIT.match(e["name"])]
-    return [_profile(name, transfers, _computed(own, apart))]
+    apart = [e for e in own if e.name.startswith("wire:") or _WAIT.match(e.name)]
+    return _profile(name, transfers, _computed(own, apart))
 
 
-def _computed(own: Sequence[Event], apart: Sequence[Event]) -> list[Event]:
+def _computed(own: Iterable[Event], apart: Iterable[Event]) -> list[Kernel]:
     """When a rank's own threads are at work, but for what is no compute."""
-    busy = difference(union(map(_span, own)), union(map(_span, apart)))
-    return [{"ts": begin, "dur": end - begin, "name": "compute"} for begin, end in busy]
+    busy = difference(union(map(_SPAN, own)), union(map(_SPAN, apart)))
+    return [Kernel(begin, end, "compute") for begin, end in busy]
 
 
 def _is_frame(e: Event) -> bool:
     """Whether an event is around others, whatever they do."""
-    return e.get("cat") in ("Trace", "python_function") or e["name"].startswith(STEP)
+    return e.category in ("Trace", "python_function") or e.name.startswith(STEP)
 
 
-def _is_step(e: Event) -> bool:
-    # On a device there is one more event for each, of the kernels of the step.
-    return str(e["name"]).startswith(STEP) and e.get("cat") != "gpu_user_annotation"
+def _causes(launch: Event, number: int) -> list[tuple[str, int, int]]:
+    """What a launch hands to gloo's threads: kind, elements of the full tensors (the larger of in
+    and out), and its number."""
+    dims = [d for d in launch.args.get("Input Dims", ())[:2] if isinstance(d, list)]
+    kind = _kind(launch.name)
+    if kind == "reduce" and "coalesced" in launch.name and len(dims) == 2:
+        return [(kind, _numel(tensor), number) for tensor in dims[1]]
+    return [(kind, max(map(_numel, dims), default=0), number)]
 
 
-class _Cause(NamedTuple):
-    kind: str
-    numel: int
-    launch: int
-
-
-def _causes(launch: Event, number: int) -> list[_Cause]:
-    """What a launch hands to gloo's threads: of the full tensors, the larger of in and out."""
-    dims = [d for d in _args(launch).get("Input Dims", ())[:2] if isinstance(d, list)]
-    kind = _kind(launch["name"])
-    if kind == "reduce" and "coalesced" in launch["name"] and len(dims) == 2:
-        return [_Cause(kind, _numel(tensor), number) for tensor in dims[1]]
-    return [_Cause(kind, max(map(_numel, dims), default=0), number)]
-
-
-def _gloo(e: Event, cause: _Cause) -> Transfer:
-    types = {str(t).rpartition("::")[2].lower() for t in _args(e).get("Input type", ())}
+def _gloo(e: Event, kind: str, numel: int, launch: int) -> Transfer:
+    types = {str(t).rpartition("::")[2].lower() for t in e.args.get("Input type", ())}
     each = _NBYTES.get(types.pop()) if len(types) == 1 else None
-    nbytes = cause.numel * each if cause.numel and each else None
-    return Transfer(cause.kind, str(e["name"]), *_span(e), nbytes, cause.launch)
+    nbytes = numel * each if numel and each else None
+    return Transfer(kind, e.name, *e.span, nbytes, launch)
 
 
 def _numel(dims: Any) -> int:
@@ -291,13 +250,3 @@ def _numel(dims: Any) -> int:
             return 0  # no tensor has it
         n *= size
     return n
-
-
-def _args(e: Event) -> Event:
-    args = e.get("args")
-    return args if isinstance(args, dict) else {}
-
-
-def _span(e: Event) -> tuple[float, float]:
-    begin = float(e["ts"])
-    return begin, begin + float(e["dur"])

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,35 +22,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from simplefsdp.frontend.placement import local_nbytes
-from simplefsdp.inspection.modules import modules_of_step
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.models import config_of, flops_per_token
 from simplefsdp.models.build import llama_with_loss
 from simplefsdp.models.options import ModelOptions, ParallelOptions
 from simplefsdp.simulation.extrapolate_depth import trace_deep
-from simplefsdp.simulation.trace import TracedStep, UntraceableError, averaging, trace
+from simplefsdp.simulation.trace import TracedStep, UntraceableError, trace
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A traced step and what else its report needs.
+    """A traced step and what else its report needs."""
 
-    Attributes:
-        name: for messages.
-        step: its graphs.
-        parameters_nbytes: of this rank's shards.
-        tokens: of a rank's batch, with tensor parallelism its share of it; None if its input is
-            no tokens.
-        flops: of the model for these tokens, if its configuration is known.
-        module_of: module path by node name, by graph.
-    """
-
-    name: str
+    name: str  # for messages
     step: TracedStep
-    parameters_nbytes: int
+    parameters_nbytes: int  # of this rank's shards
+    # Of a rank's batch, with tensor parallelism its share of it; None if its input is no tokens.
     tokens: float | None
-    flops: float | None
-    module_of: Mapping[str, Mapping[str, str]]
+    flops: float | None  # of the model for these tokens, if its configuration is known
 
 
 def trace_llama(
@@ -63,16 +52,9 @@ def trace_llama(
     batch_size: int,
     averages: bool,
 ) -> Subject:
-    """Trace a step of one of our models with its loss.
-
-    Args:
-        options: which one.
-        parallel: how it is spread.
-        mesh: over whom.
-        layers: how many of its layers; None for all.
-        seq_len: tokens per sequence.
-        batch_size: sequences per rank.
-        averages: the machine's communication averages by itself.
+    """Trace a step of one of our models with its loss: ``seq_len`` tokens per sequence,
+    ``batch_size`` sequences per rank, all of its layers or so many. ``averages``: the machine's
+    communication does so by itself.
 
     Raises:
         ValueError: no such model, or a sequence that is too long for it.
@@ -88,76 +70,89 @@ def trace_llama(
 
     def traced(depth: int) -> tuple[TracedStep, nn.Module]:
         model = llama_with_loss(options, parallel, mesh, depth)
-        averaging(model, averages)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
-            return trace(model, tokens, tokens, on_cpu=not averages), model.model
+            return trace(model, tokens, tokens, averages=averages), model.model
 
     step, nbytes = trace_deep(traced, "layers", config.n_layers)
     tokens = seq_len * batch_size / parallel.tp  # those that split a layer share them
     flops = tokens * flops_per_token(config, seq_len)
-    return Subject(options.model, step, nbytes, tokens, flops, modules_of_step(step))
+    return Subject(options.model, step, nbytes, tokens, flops)
 
 
-def trace_target(target: str, example: str, ranks: int, *, averages: bool) -> Subject:
-    """Trace a step of the user's model.
+class Target:
+    """A model of the user's, and its inputs: functions, each by ``module:function``.
 
-    Args:
-        target: ``module:function``, which returns the wrapped model; it gets a mesh of all ranks
-            if it takes an argument. What it builds without naming a device is on meta.
-        example: ``module:function``, which returns the inputs of a rank: a tensor, or a tuple.
-        ranks: in all.
-        averages: the machine's communication averages by itself.
+    The first returns the wrapped model, and gets a mesh of all ranks if it takes an argument. The
+    second returns the inputs of a rank: a tensor, or a tuple. What cannot be had of them is a
+    UserError that names the option.
+    """
+
+    def __init__(self, build: str, inputs: str) -> None:
+        self.name, self._example = build, inputs
+        self._build, self._inputs = _load("--target", build), _load("--input", inputs)
+
+    def build(self, mesh: DeviceMesh) -> nn.Module:
+        """The wrapped model."""
+        wants_mesh = any(
+            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            for p in inspect.signature(self._build).parameters.values()
+        )
+        model = _called("--target", self.name, self._build, *([mesh] if wants_mesh else []))
+        if not isinstance(model, nn.Module):
+            raise UserError(
+                f"--target {self.name} returned {type(model).__name__}; it must return the wrapped "
+                "model, an nn.Module"
+            )
+        return model
+
+    def inputs(self) -> tuple[Any, ...]:
+        """What the model is called with."""
+        made = _called("--input", self._example, self._inputs)
+        return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Tell in one line why the model cannot be traced."""
+        try:
+            yield
+        except Unsupported as error:
+            raise UserError(f"--target {self.name}: {_graph_break(error)}") from error
+        except TorchDynamoException as error:
+            text = " ".join(str(error).split("\n\n", maxsplit=1)[0].split())
+            raise UserError(
+                f"--target {self.name}: forward failed with what --input {self._example} returned: "
+                f"{text[:1000]}"
+            ) from error
+        except UntraceableError as error:
+            raise UserError(f"--target {self.name}: {error}") from error
+
+
+def trace_target(target: Target, ranks: int, *, averages: bool) -> Subject:
+    """Trace a step of the user's model on so many ranks of a machine whose communication averages
+    by itself, or not. What the user's function builds without naming a device is on meta.
 
     Raises:
-        UserError: a function cannot be had or fails, the model is not wrapped, or its forward is
-            not one graph.
+        UserError: a function fails, the model is not wrapped, or its forward is not one graph.
     """
-    build, make_input = load("--target", target), load("--input", example)
     mesh = init_device_mesh("cpu", (ranks,))
     with torch.device("meta"):
-        model = called("--target", target, build, *([mesh] if wants_mesh(build) else []))
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"--target {target} returned {type(model).__name__}; it must return the wrapped model, "
-            "an nn.Module"
-        )
-    averaging(model, averages)
+        model = target.build(mesh)
     with FakeTensorMode(allow_non_fake_inputs=True):
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device="cpu")
-        inputs = as_inputs(called("--input", example, make_input))
-        with tracing_target(target, example):
-            return _subject(target, model, inputs, _tokens(inputs), on_cpu=not averages)
+        inputs = target.inputs()
+        with target.tracing():
+            step = trace(model, *inputs, averages=averages)
+    first = next((x for x in inputs if isinstance(x, Tensor)), None)
+    is_tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
+    tokens = first.numel() if first is not None and is_tokens else None
+    return Subject(target.name, step, local_nbytes(model.parameters()), tokens, None)
 
 
-@contextmanager
-def tracing_target(target: str, example: str) -> Iterator[None]:
-    """Tell in one line why the user's model cannot be traced.
-
-    Raises:
-        UserError: its forward fails or is not one graph, or there is nothing to plan in it.
-    """
-    try:
-        yield
-    except Unsupported as error:
-        raise UserError(f"--target {target}: {_graph_break(error)}") from error
-    except TorchDynamoException as error:
-        text = " ".join(str(error).split("\n\n", maxsplit=1)[0].split())
-        raise UserError(
-            f"--target {target}: forward failed with what --input {example} returned: {text[:1000]}"
-        ) from error
-    except UntraceableError as error:
-        raise UserError(f"--target {target}: {error}") from error
-
-
-def load(option: str, path: str) -> Callable[..., Any]:
-    """The function at ``module:function``; the working directory is searched, too.
-
-    Raises:
-        UserError: there is none; names ``option``, and what of the path does not exist.
-    """
+def _load(option: str, path: str) -> Callable[..., Any]:
+    """The function at ``module:function``; the working directory is searched, too."""
     name, _, attribute = path.partition(":")
     if not name or not attribute:
         raise UserError(
@@ -182,25 +177,8 @@ def load(option: str, path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def wants_mesh(build: Callable[..., Any]) -> bool:
-    """Whether a function must be given an argument."""
-    return any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        for p in inspect.signature(build).parameters.values()
-    )
-
-
-def as_inputs(made: object) -> tuple[Any, ...]:
-    """What a model is called with, of what a function returned."""
-    return tuple(made) if isinstance(made, (tuple, list)) else (made,)
-
-
-def called(option: str, path: str, function: Callable[..., Any], *args: object) -> Any:
-    """What a user's function returns.
-
-    Raises:
-        UserError: it failed; names the option, and where.
-    """
+def _called(option: str, path: str, function: Callable[..., Any], *args: object) -> Any:
+    """What a user's function returns."""
     try:
         return function(*args)
     except Exception as error:
@@ -222,17 +200,3 @@ def _graph_break(error: Unsupported) -> str:
         f"graph break{where}: the whole model must be one graph. Change that line, or inspect the "
         f"part of the model without it. Dynamo's reason: {' '.join(reason.split())}"
     )
-
-
-def _tokens(inputs: Sequence[object]) -> int | None:
-    first = next((x for x in inputs if isinstance(x, Tensor)), None)
-    is_tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
-    return first.numel() if first is not None and is_tokens else None
-
-
-def _subject(
-    name: str, model: nn.Module, inputs: Sequence[object], tokens: float | None, *, on_cpu: bool
-) -> Subject:
-    nbytes = local_nbytes(model.parameters())
-    step = trace(model, *inputs, on_cpu=on_cpu)
-    return Subject(name, step, nbytes, tokens, None, modules_of_step(step))

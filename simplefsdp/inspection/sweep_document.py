@@ -24,6 +24,8 @@ from simplefsdp.inspection.names import over_text, time_text
 from simplefsdp.sweep.cells import CellStep
 from simplefsdp.sweep.traces import CellSweep
 
+_TOLD = ("fits", "binds", "step_us", "exposed_us", "compute_us", "wire_us")
+
 
 def sweep_document(
     sweep: CellSweep,
@@ -47,23 +49,18 @@ def sweep_document(
 
 
 def cell_row(sweep: CellSweep, step: CellStep) -> dict[str, Any]:
-    """One cell."""
     cell = step.cell
     tokens = cell.batch * cell.seq / sweep.parallel.tp  # those that split a layer share them
     mfu = None
     if sweep.model.flops_per_token is not None:
         done = tokens * sweep.model.flops_per_token(cell.seq)
-        mfu = done / (step.step_us * sweep.peak_tflops * 1e6)
+        dtype = "bfloat16" if sweep.parallel.mixed_precision == "bf16" else "float32"
+        mfu = done / (step.step_us * sweep.cluster.peak(dtype).tflops * 1e6)
     each = tokens / step.step_us * 1e6
     return {
         **cell._asdict(),
-        "fits": step.fits,
-        "binds": step.binds,
         "reason": reason(step),
-        "step_us": step.step_us,
-        "exposed_us": step.exposed_us,
-        "compute_us": step.compute_us,
-        "wire_us": step.wire_us,
+        **{name: getattr(step, name) for name in _TOLD},
         "exposed_share": step.exposed_us / step.step_us,
         "peak_bytes": step.peak_nbytes,
         "room_bytes": step.room_nbytes,

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from simplefsdp.compiler.size_limits import describe_range
-from simplefsdp.inspection.names import (
-    block_of,
-    nbytes_text,
-    shorten_blocks,
-    time_text,
-)
-from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
+from simplefsdp.inspection.names import block_of, nbytes_text, shorten_blocks, time_text
+from simplefsdp.inspection.report import KINDS, BucketReport, GraphReport, PlanReport
+from simplefsdp.inspection.terminal import table_of
 from simplefsdp.words import counted, plural
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 _SENTENCES = 8
 _MODULES = 8
-WIDTH = 160
-
-
-def console(*, stderr: bool = False) -> Console:
-    """A console; wide enough for the tables where there is no terminal that says how wide it is."""
-    from rich.console import Console
-
-    found = Console(stderr=stderr, highlight=False)
-    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
 
 
 def print_plans(out: Console, plans: Sequence[PlanReport], heading: str) -> None:
@@ -58,28 +44,21 @@ def print_graph(out: Console, graph: GraphReport, prefix: str = "") -> None:
         out.print(_buckets(graph.buckets))
     for line in _reasons(graph):
         out.print(line, soft_wrap=True)
-    memory = graph.memory
+    memory, total = graph.memory, graph.prediction.memory
+    module = graph.module_of.get(memory.peak_op)
     out.print(
-        f"memory: peak {nbytes_text(graph.prediction.memory.peak_nbytes)} at "
+        f"memory: peak {nbytes_text(total.peak_nbytes)} at "
         f"{time_text(memory.peak_us)}, during {memory.peak_op or 'nothing'}"
-        f"{_at_module(graph)}: {_sizes(memory.by_kind)}; "
-        f"parameter shards {nbytes_text(memory.resident_nbytes)}",
+        f"{f' in {module}' if module else ''}: {_sizes(memory.by_kind)}; "
+        f"parameter shards {nbytes_text(total.resident_nbytes)}",
         soft_wrap=True,
     )
     out.print(f"  by module: {_sizes(memory.by_module, _MODULES)}", soft_wrap=True)
 
 
-def _at_module(graph: GraphReport) -> str:
-    module = graph.module_of.get(graph.memory.peak_op)
-    return f" in {module}" if module else ""
-
-
 def _steps(plans: Sequence[PlanReport]) -> Table:
-    from rich.table import Table
-
-    table = Table("plan", "step", "bound", "exposed", "peak", "tokens/s/rank", "MFU", "buckets")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    numbers = ("step", "bound", "exposed", "peak", "tokens/s/rank", "MFU", "buckets")
+    table = table_of("plan", *numbers, words=("plan",))
     for plan in plans:
         tokens, mfu = plan.tokens_per_second_per_rank, plan.mfu
         table.add_row(
@@ -99,10 +78,12 @@ def _summary(graph: GraphReport) -> str:
     prediction = graph.prediction
     timeline = prediction.timeline
     sent = sum(bucket.nbytes for bucket in graph.buckets)
+    kinds = Counter(bucket.kind for bucket in graph.buckets)
+    counts = counted((kind, kinds[kind]) for kind in KINDS)
     slowed = f" + {time_text(timeline.slowed_us)} beside transfers" if timeline.slowed_us else ""
     return (
         f"{len(prediction.before.ops):,} nodes; {counted(graph.collectives.items())} -> "
-        f"{plural(len(graph.buckets), 'bucket')} ({counted(graph.bucket_counts.items())}), "
+        f"{plural(len(graph.buckets), 'bucket')} ({counts}), "
         f"{nbytes_text(sent)}; takes {time_text(timeline.total_us)} = compute "
         f"{time_text(timeline.compute_us)}{slowed} + exposed {time_text(prediction.exposed_us)}, "
         f"bound {time_text(prediction.lower_bound_us)}; wire {time_text(timeline.wire_us)}; passes "
@@ -111,43 +92,34 @@ def _summary(graph: GraphReport) -> str:
 
 
 def _buckets(buckets: Iterable[BucketReport]) -> Table:
-    from rich.table import Table
-
     table = Table(pad_edge=False)
-    # What may be folded, and what may not.
-    for name in ("kind", "parameters"):
-        table.add_column(name, overflow="fold")
-    for name in ("bytes", "dtype", "ranks", "starts"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("at", overflow="fold")
-    table.add_column("took", justify="right", no_wrap=True)
-    table.add_column("needed", justify="right", no_wrap=True)
-    table.add_column("at", overflow="fold")
-    table.add_column("hidden by", overflow="fold")
-    table.add_column("exposed", justify="right", no_wrap=True)
+    columns = ("kind", "parameters", "bytes", "dtype", "ranks", "starts", "at", "took", "needed",
+               "at", "hidden by", "exposed")  # fmt: skip
+    for name in columns:
+        if name in ("kind", "parameters", "at", "hidden by"):
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     table.add_column("reason", no_wrap=True)
     for bucket in buckets:
-        table.add_row(*_row(bucket), style="" if bucket.exposure.reason else "dim")
+        exposure = bucket.exposure
+        table.add_row(
+            bucket.kind,
+            bucket.parameters or bucket.name,
+            nbytes_text(bucket.nbytes),
+            bucket.dtype,
+            str(bucket.ranks),
+            time_text(exposure.begin_us),
+            _block(bucket.launched_at),
+            time_text(exposure.duration_us),
+            time_text(exposure.needed_us),
+            _block(bucket.needed_at),
+            shorten_blocks(sorted(bucket.hidden_by[:3])),
+            time_text(exposure.exposed_us) if exposure.reason else "-",
+            exposure.reason,
+            style="" if exposure.reason else "dim",
+        )
     return table
-
-
-def _row(bucket: BucketReport) -> tuple[str, ...]:
-    exposure = bucket.exposure
-    return (
-        bucket.kind,
-        bucket.parameters or bucket.name,
-        nbytes_text(bucket.nbytes),
-        bucket.dtype,
-        str(bucket.ranks),
-        time_text(exposure.begin_us),
-        _block(bucket.launched_at),
-        time_text(exposure.duration_us),
-        time_text(exposure.needed_us),
-        _block(bucket.needed_at),
-        shorten_blocks(sorted(bucket.hidden_by[:3])),
-        time_text(exposure.exposed_us) if exposure.reason else "-",
-        exposure.reason,
-    )
 
 
 def _block(place: str) -> str:

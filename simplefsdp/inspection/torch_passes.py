@@ -23,10 +23,10 @@ import importlib
 import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -39,35 +39,50 @@ from inductor_passes.ir.program import Program
 from inductor_passes.machine.cluster import Cluster, ClusterCost
 from inductor_passes.machine.simulate import memory, simulate
 from inductor_passes.rehearsal import no_garbage_collection
-from simplefsdp import provenance
-from simplefsdp.inspection.options import TorchPlan
-from simplefsdp.provenance import carried_fqn as fqn_of
+from simplefsdp.inspection.options import PlanName, TorchPlan
+from simplefsdp.provenance import carried_fqn
 from simplefsdp.simulation.prediction import GraphPrediction, StepPrediction, predict_step
 from simplefsdp.simulation.trace import TracedStep
 
 _FX_PASSES = "torch._inductor.fx_passes."
-_MANUAL = ("overlap_manual_scheduling", "manual_overlap_bucketing")
-_AUTO = ("overlap_scheduling", "schedule_overlap_bucketing")
 _SATURATION = 0.9
-_TAKES = {
-    _MANUAL: ("module_bucket_plans", "insert_overlap_deps", "module_stack_fn"),
-    _AUTO: (
+
+
+class _Pass(NamedTuple):
+    """A function of torch's, and what it is called with by name."""
+
+    module: str
+    name: str
+    takes: tuple[str, ...]
+
+
+_MANUAL = _Pass(
+    "overlap_manual_scheduling",
+    "manual_overlap_bucketing",
+    ("module_bucket_plans", "insert_overlap_deps", "module_stack_fn"),
+)
+_AUTO = _Pass(
+    "overlap_scheduling",
+    "schedule_overlap_bucketing",
+    (
         "collective_bucketing",
         "insert_overlap_deps",
         "custom_runtime_estimation",
         "compute_estimator",
         "pre_bucketing_fsdp_collectives_bucket_cap_mb",
     ),
-}
+)
 
 
-def require(name: TorchPlan) -> None:
-    """See that there is the pass that a plan needs.
+def require(plans: Collection[PlanName]) -> None:
+    """See that there are the passes of torch's that plans need.
 
     Raises:
-        ValueError: there is not; names what this torch lacks.
+        ValueError: there is one not; names what this torch lacks.
     """
-    _pass(_MANUAL if name == "torch-manual" else _AUTO)
+    for name, which in (("torch-manual", _MANUAL), ("torch-auto", _AUTO)):
+        if name in plans:
+            _function(which)
 
 
 def predict_torch_step(
@@ -94,15 +109,9 @@ def predict_torch_step(
 def predict_as_it_is(
     gm: GraphModule, cluster: Cluster, was: GraphPrediction, pass_seconds: float
 ) -> GraphPrediction:
-    """Predict a graph that a pass has changed, in the order that it is in.
-
-    Args:
-        gm: the graph now.
-        cluster: what it is to run on.
-        was: the prediction of the graph without passes.
-        pass_seconds: CPU seconds that the pass took.
-    """
-    reading = fx.read(gm.graph, fqn_of)
+    """Predict a graph that a pass has changed in ``pass_seconds``, in the order that it is in;
+    ``was`` is the prediction of the graph without passes."""
+    reading = fx.read(gm.graph, carried_fqn)
     after, cost = fused_program(reading), cost_of(reading, cluster)
     shards = was.before.resident.intersection(after.inputs)
     after = replace(after, resident=after.resident | shards)
@@ -127,36 +136,20 @@ def units_of(fqns: Sequence[str]) -> list[list[str]]:
 
 @no_garbage_collection()
 def torch_manual(gm: GraphModule, units: Sequence[Sequence[str]]) -> GraphModule:
-    """A copy of ``gm`` after ``manual_overlap_bucketing``.
-
-    Args:
-        gm: a traced graph.
-        units: FQNs of parameters, or of modules, that share a bucket.
-
-    Raises:
-        ValueError: this torch has not what the pass is called with, or the pass fails.
-    """
+    """A copy of a traced graph after ``manual_overlap_bucketing``; ``units`` are FQNs of parameters
+    or of modules that share a bucket."""
     values = [list(unit) for unit in units], False, module_stack
-    arguments = dict(zip(_TAKES[_MANUAL], values, strict=True))
-    return _after(gm, _MANUAL, arguments, lambda node: 0.0)  # an estimate is asked for, not used
+    return _after(gm, _MANUAL, values, lambda node: 0.0)  # an estimate is asked for, not used
 
 
 @no_garbage_collection()
 def torch_auto(gm: GraphModule, program: Program, cost: ClusterCost) -> GraphModule:
-    """A copy of ``gm`` after ``schedule_overlap_bucketing``, its settings the defaults.
-
-    Args:
-        gm: a traced graph.
-        program: as it was read.
-        cost: of its ops.
-
-    Raises:
-        ValueError: this torch has not what the pass is called with, or the pass fails.
-    """
+    """A copy of a traced graph, which was read as ``program``, after
+    ``schedule_overlap_bucketing``, its settings the defaults."""
 
     def estimate_ms(node: Node, override_nbytes: int | None = None) -> float | None:
         if node.target in fx.KIND_OF:
-            sent = fx.collective_of(node, fqn_of)
+            sent = fx.collective_of(node, carried_fqn)
             if override_nbytes is not None:
                 sent = replace(sent, nbytes=override_nbytes)
             return cost.collective_us(sent) / 1e3
@@ -164,33 +157,38 @@ def torch_auto(gm: GraphModule, program: Program, cost: ClusterCost) -> GraphMod
         return None if work is None else cost.cluster.compute_us(work) / 1e3
 
     values = True, False, estimate_ms, "analytical", _saturating_mib(program, cost)
-    arguments = dict(zip(_TAKES[_AUTO], values, strict=True))
-    return _after(gm, _AUTO, arguments, lambda node: estimate_ms(node) or 0.0)
+    return _after(gm, _AUTO, values, lambda node: estimate_ms(node) or 0.0)
 
 
 def module_stack(node: Node) -> list[tuple[str, type[Any]]]:
     """The module of a gather's or reduce's parameter; torch's manual pass needs only those."""
-    fqn = provenance.carried_fqn(node)
+    fqn = carried_fqn(node)
     return [] if fqn is None else [("", torch.nn.Module), (fqn, torch.nn.Module)]
 
 
 def _after(
-    gm: GraphModule,
-    where: tuple[str, str],
-    arguments: dict[str, Any],
-    milliseconds: Callable[[Node], float],
+    gm: GraphModule, which: _Pass, values: Sequence[Any], milliseconds: Callable[[Node], float]
 ) -> GraphModule:
-    run = _pass(where)
-    _silence()
+    """A copy of ``gm`` after a pass, called with ``values`` of what it takes, to which operations
+    take so many ``milliseconds``, where it would look up what the GPU at hand takes."""
+    run = _function(which)
+    from torch._inductor.fx_passes import overlap_scheduling
+
+    estimates = patch.object(
+        overlap_scheduling, "estimate_roofline_runtime_ms", milliseconds, create=True
+    )
+    with suppress(ImportError):  # it sets its level when it is imported, and tells of every graph
+        importlib.import_module(_FX_PASSES + "fsdp")
+    logging.getLogger(_FX_PASSES + "fsdp").setLevel(logging.WARNING)
     made = copy.deepcopy(gm)
     starts, sources = _starts(made.graph), _sources(made.graph)
     try:
-        with _estimates(milliseconds):
-            run(made, **arguments)
+        with estimates:
+            run(made, **dict(zip(which.takes, values, strict=True)))
         made.graph.eliminate_dead_code()
     except Exception as error:  # whatever it is, the user can only choose another plan
         raise ValueError(
-            f"{where[1]} of torch {torch.__version__} failed on this graph: "
+            f"{which.name} of torch {torch.__version__} failed on this graph: "
             f"{type(error).__name__}: {error}; choose another plan"
         ) from error
     for start in _starts(made.graph) - starts:
@@ -198,29 +196,16 @@ def _after(
     return made
 
 
-def _pass(where: tuple[str, str]) -> Callable[..., GraphModule]:
-    """A function of torch's that takes what it is to be called with.
-
-    Raises:
-        ValueError: there is none; names what is missing.
-    """
-    module, name = where
+def _function(which: _Pass) -> Callable[..., GraphModule]:
+    """The pass itself."""
     try:
-        function = getattr(importlib.import_module(_FX_PASSES + module), name)
+        function = getattr(importlib.import_module(_FX_PASSES + which.module), which.name)
     except (ImportError, AttributeError) as error:
-        missing = f"{_FX_PASSES}{module}.{name}"
-        raise ValueError(_lacks(missing)) from error
-    unknown = [key for key in _TAKES[where] if key not in inspect.signature(function).parameters]
+        raise ValueError(_lacks(f"{_FX_PASSES}{which.module}.{which.name}")) from error
+    unknown = [key for key in which.takes if key not in inspect.signature(function).parameters]
     if unknown:
-        raise ValueError(_lacks(f"{', '.join(unknown)} of {name}"))
+        raise ValueError(_lacks(f"{', '.join(unknown)} of {which.name}"))
     return function  # type: ignore[no-any-return]
-
-
-def _silence() -> None:
-    """A module of the passes tells of every graph; it sets its own level when it is imported."""
-    with suppress(ImportError):
-        importlib.import_module(_FX_PASSES + "fsdp")
-    logging.getLogger(_FX_PASSES + "fsdp").setLevel(logging.WARNING)
 
 
 def _lacks(what: str) -> str:
@@ -230,18 +215,9 @@ def _lacks(what: str) -> str:
     )
 
 
-def _estimates(milliseconds: Callable[[Node], float]) -> AbstractContextManager[object]:
-    """Where the passes look up what the GPU at hand would take."""
-    from torch._inductor.fx_passes import overlap_scheduling
-
-    return patch.object(
-        overlap_scheduling, "estimate_roofline_runtime_ms", milliseconds, create=True
-    )
-
-
 def _starts(graph: Graph) -> set[Node]:
     """The collectives of data parallelism."""
-    return {n for n in graph.nodes if n.target in fx.KIND_OF and provenance.carried_fqn(n)}
+    return {n for n in graph.nodes if n.target in fx.KIND_OF and carried_fqn(n)}
 
 
 def _sources(graph: Graph) -> dict[Node, str]:
@@ -249,7 +225,7 @@ def _sources(graph: Graph) -> dict[Node, str]:
     found: dict[Node, str] = {}
     for start in _starts(graph):
         (node,) = start.all_input_nodes
-        fqn = provenance.carried_fqn(start) or ""
+        fqn = carried_fqn(start) or ""
         found[node] = fqn
         while fx.KIND_OF[start.target] == "gather" and len(node.all_input_nodes) == 1:
             (node,) = node.all_input_nodes
@@ -282,12 +258,11 @@ def _saturating_mib(program: Program, cost: ClusterCost) -> float:
     gather = next((c for c in gathers if c.kind == "gather"), None)
     if gather is None:
         return least
-    huge = replace(gather, nbytes=1 << 40)
-    bandwidth = huge.nbytes / cost.collective_us(huge)  # bytes per us
+
+    def bandwidth(nbytes: int) -> float:
+        return nbytes / cost.collective_us(replace(gather, nbytes=nbytes))
+
     mib = least
-    while mib < most:
-        at = replace(gather, nbytes=int(mib * 2**20))
-        if at.nbytes / cost.collective_us(at) >= _SATURATION * bandwidth:
-            break
+    while mib < most and bandwidth(int(mib * 2**20)) < _SATURATION * bandwidth(1 << 40):
         mib *= 1.1
     return min(mib, most)

@@ -1,87 +1,117 @@
-"""A file of trace-event JSON, compressed or not, and what is wrong with it."""
+"""A file of trace-event JSON, compressed or not: its events, and what is wrong with it."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from inductor_passes.ir.json_file import MIB, read_json, shown
 
 _MAX_NBYTES = 4096 * MIB
 _LATEST_US = 1e18  # thousands of years
 _PLAIN = (str, int, float, bool, type(None))
+_ARGS: dict[str, Any] = {
+    "device": _PLAIN,
+    "correlation": _PLAIN,
+    "Input Dims": list,
+    "Input type": list,
+    "bytes": int,
+}
 
 
-def load_trace(path: Path) -> Any:
-    """The JSON of a file.
+class Event(NamedTuple):
+    """An event that lasts. What it is told apart by can be compared; of another type it is None."""
+
+    name: str
+    category: Any
+    thread: tuple[Any, Any]  # process and thread
+    begin_us: float  # in the trace's clock
+    end_us: float
+    args: dict[str, Any]
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return self.begin_us, self.end_us
+
+
+class Trace(NamedTuple):
+    """What a file tells."""
+
+    events: list[Event]
+    processes: dict[Any, str]  # their names
+    rank: int | None
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in a file.
 
     Raises:
-        ValueError: it is no (whole) JSON, or without bounds; says what to do.
+        ValueError: it is no (whole) JSON, no trace, or has no bounds; says what to do.
         OSError: it cannot be read.
     """
     try:
-        return read_json(path, _MAX_NBYTES)
+        trace = read_json(path, _MAX_NBYTES)
     except ValueError as error:
         raise ValueError(
             f"{path}: {error}; was the program stopped while it exported the trace? Export it again"
         ) from error
+    found = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not isinstance(found, list):
+        keys = f"keys {', '.join(sorted(trace)[:5]):.200}" if isinstance(trace, dict) else None
+        raise ValueError(
+            f"{path}: expected the trace-event JSON of torch.profiler's export_chrome_trace, an "
+            f'object with "traceEvents"; got {keys or shown(trace)}'
+        )
+    found = [e for e in found if isinstance(e, dict)]
+    try:
+        events = [_event(e) for e in found if e.get("ph") == "X" and "dur" in e]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    names = [e for e in found if e.get("name") == "process_name"]
+    processes = {_plain(e.get("pid")): _text(_args(e).get("name")) for e in names}
+    told = trace.get("distributedInfo") if isinstance(trace, dict) else None
+    rank = told.get("rank") if isinstance(told, dict) else None
+    return Trace(events, processes, rank if isinstance(rank, int) else None)
 
 
-def events_of(found: list[Any]) -> list[dict[str, Any]]:
-    """The events of a trace. What they are told apart by can be compared, and their name is a text.
-
-    Changes them, as there may be millions. What is of a wrong type is left out.
-    """
-    events = [e for e in found if isinstance(e, dict)]
-    for e in events:
-        name = e.get("name")
-        if not isinstance(name, str):
-            e["name"] = ""
-        elif not name.isprintable():  # it could write to the terminal what it likes
-            e["name"] = "".join(c if c.isprintable() else "?" for c in name)
-        for key in ("pid", "tid", "cat"):
-            if not isinstance(e.get(key), _PLAIN):
-                del e[key]
-        args = e.get("args")
-        if isinstance(args, dict):
-            _keep_plain(args)
-    return events
+def _event(e: dict[str, Any]) -> Event:
+    begin, us = _time(e, "ts"), max(0.0, _time(e, "dur"))
+    thread = _plain(e.get("pid")), _plain(e.get("tid"))
+    return Event(_text(e.get("name")), _plain(e.get("cat")), thread, begin, begin + us, _args(e))
 
 
-def spans_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of ``events`` that last; ``ts`` and ``dur`` are finite numbers then.
-
-    Raises:
-        ValueError: of one they are not; says which.
-    """
-    spans = [e for e in events if e.get("ph") == "X" and "dur" in e]
-    for e in spans:
-        for key in ("ts", "dur"):
-            e[key] = _time(e, key)
-        e["dur"] = max(0.0, e["dur"])
-    return spans
+def _text(value: object) -> str:
+    """A text that writes nothing but itself to a terminal."""
+    if not isinstance(value, str):
+        return ""
+    return value if value.isprintable() else "".join(c if c.isprintable() else "?" for c in value)
 
 
-def _keep_plain(args: dict[str, Any]) -> None:
-    for key in ("device", "correlation"):
-        if not isinstance(args.get(key), _PLAIN):
-            del args[key]
-    for key in ("Input Dims", "Input type"):
-        if not isinstance(args.get(key, []), list):
-            del args[key]
-    if not isinstance(args.get("bytes"), (int, type(None))):
-        del args["bytes"]
+def _plain(value: object) -> Any:
+    return value if isinstance(value, _PLAIN) else None
 
 
-def _time(event: dict[str, Any], key: str) -> float:
-    value = event.get(key)
+def _args(e: dict[str, Any]) -> dict[str, Any]:
+    """Changes them, as there may be millions."""
+    args = e.get("args")
+    if not isinstance(args, dict):
+        return {}
+    for key, types in _ARGS.items():
+        if not isinstance(args.get(key), types):
+            args.pop(key, None)
+    return args
+
+
+def _time(e: dict[str, Any], key: str) -> float:
+    value = e.get(key)
     try:
         time = float(value) if isinstance(value, (int, float, str)) else math.nan
     except ValueError:
         time = math.nan
     if not abs(time) < _LATEST_US:  # nor NaN
         raise ValueError(
-            f"the event {shown(event['name'])}: {key}: expected a time in us, got {shown(value)}"
+            f"the event {shown(_text(e.get('name')))}: {key}: expected a time in us, got "
+            f"{shown(value)}"
         )
     return time

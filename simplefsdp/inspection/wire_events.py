@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+from simplefsdp.inspection.trace_json import Event
 
 _NAME = re.compile(
     r"^wire:(?P<kind>gather|reduce|all_reduce) nbytes=(?P<nbytes>\d{1,18}) "
@@ -23,57 +25,35 @@ _NAME = re.compile(
 
 
 class Told(NamedTuple):
-    """A transfer, as its event tells of it.
-
-    Attributes:
-        kind: as of :class:`inductor_passes.ir.program.Collective`.
-        nbytes: of the full tensors.
-        after_us: when it begins, counted from the begin of the launch, on CPU.
-        takes_us: what the model says, on CPU.
-        thread: that launched it.
-        launch: begin and end of the event, in the trace's clock.
-    """
+    """A transfer, as its event tells of it."""
 
     kind: str
     nbytes: int
-    after_us: float
-    takes_us: float
-    thread: tuple[object, object]
-    launch: tuple[float, float]
+    after_us: float  # when it begins, counted from the begin of the launch, on CPU
+    takes_us: float  # what the model says, on CPU
+    thread: tuple[Any, Any]  # that launched it
+    launch: tuple[float, float]  # begin and end of the event
 
 
-def told_by(event: Mapping[str, Any]) -> Told | None:
+def told_by(event: Event) -> Told | None:
     """The transfer that an event tells of; on a device there is a second event, which does not."""
-    found = _NAME.match(str(event["name"]))
-    if found is None or event.get("cat") == "gpu_user_annotation":
+    found = _NAME.match(event.name)
+    if found is None or event.category == "gpu_user_annotation":
         return None
-    begin = float(event["ts"])
-    return Told(
-        found["kind"],
-        int(found["nbytes"]),
-        float(found["after"]),
-        float(found["takes"]),
-        (event.get("pid"), event.get("tid")),
-        (begin, begin + float(event["dur"])),
-    )
+    after_us, takes_us = float(found["after"]), float(found["takes"])
+    return Told(found["kind"], int(found["nbytes"]), after_us, takes_us, event.thread, event.span)
 
 
-def transfer_of_launches(
-    spans: Sequence[Mapping[str, Any]], launched: Mapping[object, Mapping[str, Any]]
-) -> dict[object, Told]:
-    """The transfer that each launch of a kernel or copy is for, if it is for one.
-
-    Args:
-        spans: events of the trace.
-        launched: calls of the CUDA runtime or driver, by what correlates them to the device's.
-    """
-    transfers = sorted(filter(None, map(told_by, spans)), key=lambda t: t.launch)
+def transfer_of_launches(events: Iterable[Event], launched: Mapping[Any, Event]) -> dict[Any, Told]:
+    """The transfer that each launch of a kernel or copy is for, if it is for one; launches are
+    calls of the CUDA runtime or driver, by what correlates them to the device's events."""
+    transfers = sorted(filter(None, map(told_by, events)), key=lambda t: t.launch)
     begins = [t.launch[0] for t in transfers]
-    found: dict[object, Told] = {}
+    found: dict[Any, Told] = {}
     for key, call in launched.items():
-        at = bisect_right(begins, float(call["ts"])) - 1
-        if at < 0 or float(call["ts"]) > transfers[at].launch[1]:
+        at = bisect_right(begins, call.begin_us) - 1
+        if at < 0 or call.begin_us > transfers[at].launch[1]:
             continue
-        if transfers[at].thread == (call.get("pid"), call.get("tid")):
+        if transfers[at].thread == call.thread:
             found[key] = transfers[at]
     return found

@@ -3,9 +3,7 @@
 ``from simplefsdp.integrations.accelerate import Accelerator`` is all that changes in a script.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,10 +77,10 @@ class Accelerator(accelerate.Accelerator):
         """As accelerate's; wrapped models and their optimizers as shards. Collective."""
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-            weights[:] = [state for state in weights if not _has_shards(state.values())]
+            weights[:] = [w for w in weights if not any(isinstance(v, DTensor) for v in w.values())]
             checkpoint.save(Path(folder, checkpoint.FOLDER), self._wrapped_models(), optimizers)
 
-        with self._apart() as optimizers, _hooked(self.register_save_state_pre_hook, save):
+        with self._apart() as optimizers, self.register_save_state_pre_hook(save):
             return super().save_state(output_dir, *args, **kwargs)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -94,7 +92,7 @@ class Accelerator(accelerate.Accelerator):
             checkpoint.load(shards, wrapped)
             checkpoint.load_optimizers(shards, wrapped, optimizers)
 
-        with self._apart() as optimizers, _hooked(self.register_load_state_pre_hook, load):
+        with self._apart() as optimizers, self.register_load_state_pre_hook(load):
             super().load_state(input_dir, *args, **kwargs)
 
     def _wrapped_models(self) -> list[nn.Module]:
@@ -112,19 +110,3 @@ class Accelerator(accelerate.Accelerator):
             yield [optimizer.optimizer for optimizer in apart]
         finally:
             self._optimizers = every
-
-
-def _has_shards(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, DTensor) for value in values)
-
-
-@contextmanager
-def _hooked(
-    register: Callable[[Callable[..., None]], Any], hook: Callable[..., None]
-) -> Iterator[None]:
-    """Inside, ``hook`` is called, after the user's own."""
-    handle = register(hook)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -4,8 +4,6 @@ Names are those of torch's own checkpoints, ``model.<fqn>`` and ``optimizer.stat
 the plain model and any number of ranks read the files. A second model is ``model_1``, and so on.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -42,17 +40,8 @@ def save(
     *,
     frozen: bool = True,
 ) -> None:
-    """Write all of ``models`` and ``optimizers``; every rank must call it.
-
-    Args:
-        folder: to write to.
-        models: wrapped or not.
-        optimizers: of parameters of ``models``.
-        frozen: False to leave out parameters that do not require a gradient.
-
-    Raises:
-        ValueError: an optimizer has a parameter that none of the models has.
-    """
+    """Write all of ``models``, wrapped or not, and of ``optimizers`` of their parameters; every
+    rank must call it. With ``frozen=False``, no parameters that do not require a gradient."""
     values = _values_of(models, frozen)
     for key, optimizer in _keyed(optimizers):
         names = _names(optimizer, models)
@@ -65,11 +54,7 @@ def save(
 
 
 def load(folder: Path | str, models: Sequence[nn.Module], *, frozen: bool = True) -> None:
-    """Fill ``models``, built as they were at :func:`save`; every rank must call it.
-
-    Raises:
-        ValueError: the checkpoint is of other models, or is not complete.
-    """
+    """Fill ``models``, built as they were at :func:`save`; every rank must call it."""
     values = _values_of(models, frozen)
     files = _opened(folder)
     _check_keys(folder, files.metadata.state_dict_metadata, values)
@@ -84,11 +69,7 @@ def load(folder: Path | str, models: Sequence[nn.Module], *, frozen: bool = True
 def load_optimizers(
     folder: Path | str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Fill ``optimizers``, which need not have made a step before; every rank must call it.
-
-    Raises:
-        ValueError: the checkpoint is of other optimizers, or is not complete.
-    """
+    """Fill ``optimizers``, which need not have made a step before; every rank must call it."""
     files = _opened(folder)
     stored = files.metadata.state_dict_metadata
     values: dict[str, Any] = {}
@@ -106,11 +87,7 @@ def load_optimizers(
 
 
 def gathered(model: nn.Module, values: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
-    """``values``, of the state of ``model``, as full tensors on the CPU; empty unless ``keep``.
-
-    Raises:
-        RankMismatchError: not all ranks called it.
-    """
+    """``values``, of the state of ``model``, as full tensors on the CPU; empty unless ``keep``."""
     _agree("what is gathered of the model", [model], values)
     fulls: dict[int, Any] = {}  # by id: tied parameters stay one tensor
     for value in values.values():

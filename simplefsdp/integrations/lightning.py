@@ -13,8 +13,6 @@ The strategies take what ``simple_fsdp`` and ``torch.compile`` take::
     Trainer(strategy=TrainerStrategy(mp_policy=policy, options={"bucketing": "manual"}))
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
@@ -32,9 +30,9 @@ from torch.optim import Optimizer
 
 from simplefsdp._torch import is_compiled
 from simplefsdp.frontend.accumulation import microbatch
+from simplefsdp.frontend.arguments import without_override
 from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.frontend.parametrization import cast_in_forward
-from simplefsdp.frontend.precision import without_override
 from simplefsdp.frontend.wrap import simple_fsdp
 from simplefsdp.frontend.wrapped import POLICY, is_wrapped
 
@@ -56,14 +54,8 @@ class _OverAllProcesses(_Strategy):
         options: Mapping[str, Any] | None = None,
         **lightning: Any,
     ) -> None:
-        """
-        Args:
-            mp_policy: as for ``simple_fsdp``.
-            reshard_after_forward: as for ``simple_fsdp``.
-            compile: compile what is not compiled yet, with ``backend="simplefsdp"``.
-            options: of that backend.
-            lightning: further arguments of Lightning's ``ModelParallelStrategy``.
-        """
+        """``mp_policy`` and ``reshard_after_forward`` are as for ``simple_fsdp``, ``options`` are
+        of the backend, by which is compiled what is not yet; the rest is Lightning's."""
         super().__init__(**lightning)
         self._policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
         self._reshard_after_forward = reshard_after_forward

@@ -3,8 +3,6 @@
 Call ``get_peft_model`` before ``simple_fsdp``: parameters come before the wrap.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``python -m torchtitan.train --module simplefsdp.integrations.torchtitan --config llama3_8b``
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -6,8 +6,6 @@ for the wrap. For a trainer of another library, put this one first::
     class SFT(Trainer, trl.SFTTrainer): ...
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -32,9 +32,9 @@ def follow_launcher() -> None:
     On Linux the kernel sees to it, even for a rank that is stopped or deep in a library. Elsewhere
     a thread watches.
     """
-    parent = _launcher()
-    if parent is not None:
-        follow(parent)
+    if _RUN in os.environ:
+        run_id, _, ours = os.environ.get(_LAUNCHER, "").partition(" ")
+        follow(int(ours) if run_id == os.environ[_RUN] else os.getppid())
 
 
 def follow(parent: int) -> None:
@@ -51,11 +51,3 @@ def follow(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
-
-
-def _launcher() -> int | None:
-    """The process that started this rank; None if no launcher did."""
-    if _RUN not in os.environ:
-        return None
-    run_id, _, ours = os.environ.get(_LAUNCHER, "").partition(" ")
-    return int(ours) if run_id == os.environ[_RUN] else os.getppid()

@@ -9,19 +9,25 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    SignalException,
+    Std,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simplefsdp.launcher.errors import EXIT_FAILED, RunFailed, UserError
 from simplefsdp.launcher.follow import be_launcher
-from simplefsdp.launcher.logs import logs_of
 from simplefsdp.launcher.ranks import cpu_count, device_type
 
 # ``python -m simplefsdp``, that ends without a traceback on Ctrl-C, and with its launcher (as
@@ -82,8 +88,40 @@ def start_local_ranks(
     return 0
 
 
+class RankLogs(DefaultLogsSpecs):
+    """Output under the run folder; error files elsewhere, where a full disk does not cut them.
+
+    ``stderr_of`` is the file of each rank that does not write to the terminal.
+    """
+
+    def __init__(self, folder: Path, errors: Path, ranks: int) -> None:
+        # Rank 0 owns the terminal.
+        super().__init__(log_dir=str(folder), redirects=dict.fromkeys(range(1, ranks), Std.ALL))
+        self._errors = errors
+        self.stderr_of: dict[int, str] = {}
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destinations = super().reify(envs)
+        files = {}
+        for rank, env in envs.items():
+            attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+            files[rank] = str(self._errors / f"{attempt}-{rank}.json")
+            env["TORCHELASTIC_ERROR_FILE"] = files[rank]
+        self.stderr_of = {rank: file for rank, file in destinations.stderrs.items() if file}
+        return replace(destinations, error_files=files)
+
+
+@contextmanager
+def logs_of(folder: Path, ranks: int) -> Iterator[RankLogs]:
+    """What torch's elastic launcher is told of ``ranks`` local ranks that log into ``folder``."""
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(
+        prefix="simplefsdp-errors-", dir=in_memory, ignore_cleanup_errors=True
+    ) as errors:
+        yield RankLogs(folder, Path(errors), ranks)
+
+
 def _signals_to_pass_on() -> str:
-    """Those that end the ranks, too."""
     return "SIGTERM,SIGINT,SIGQUIT" + ("" if _hangs_on() else ",SIGHUP")
 
 
@@ -93,15 +131,11 @@ def _hangs_on() -> bool:
 
 
 def _set_environment(ranks: int) -> None:
-    defaults = {}
     if device_type() == "cpu":
-        defaults["OMP_NUM_THREADS"] = str(max(1, cpu_count() // ranks))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // ranks)))
     # Local ranks talk over loopback: a laptop's host name often resolves to nothing.
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:
-        defaults["GLOO_SOCKET_IFNAME"] = loopback
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    if loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _silence_elastic() -> None:

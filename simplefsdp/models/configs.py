@@ -27,37 +27,23 @@ class RopeScaling:
 class LlamaConfig:
     """The hyper-parameters of one Llama 3 model.
 
-    Attributes:
-        vocab_size: Number of tokens. 256 means byte-level: a token is a byte.
-        dim: Width of the residual stream.
-        n_layers: Number of transformer layers.
-        n_heads: Number of query heads; each has `dim / n_heads` channels.
-        n_kv_heads: Number of key and value heads; divides `n_heads`.
-        ffn_dim: Width of the SwiGLU feed-forward.
-        max_seq_len: Longest sequence in tokens; the rotary tables have this many rows. They
-            do not depend on it otherwise, so a shorter one changes no weight and no result.
-        rope_theta: Base of the rotary wavelengths.
-        rope_scaling: Llama 3.1's long-context scaling; None leaves the wavelengths as they are.
-        norm_eps: Added to the mean square in RMSNorm.
-        tie_embeddings: Use the embedding matrix as the output matrix too.
-        bos_token_id: Token that begins a document.
-        eos_token_id: Token that ends a document.
-
     Raises:
         ValueError: A size is not positive, or the heads do not divide as they must.
     """
 
-    vocab_size: int
-    dim: int
+    vocab_size: int  # 256 means byte-level: a token is a byte
+    dim: int  # of the residual stream
     n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
+    n_heads: int  # of queries; each has `dim / n_heads` channels
+    n_kv_heads: int  # divides `n_heads`
+    ffn_dim: int  # of the SwiGLU feed-forward
+    # The rotary tables have as many rows, and do not depend on it otherwise: a shorter one changes
+    # no weight and no result.
     max_seq_len: int = 131072
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = RopeScaling()
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    tie_embeddings: bool = False  # the embedding matrix is the output matrix, too
     bos_token_id: int = 128000
     eos_token_id: int = 128001
 
@@ -79,7 +65,6 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
         return self.dim // self.n_heads
 
 
@@ -142,13 +127,6 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> int:
     for the two attention matmuls. N leaves out the embedding lookup, which is no matmul, but
     keeps the output matrix, tied or not. By that source's convention neither the causal mask
     (which halves attention) nor recomputation is counted.
-
-    Args:
-        config: The model.
-        seq_len: Tokens per sequence.
-
-    Returns:
-        FLOPs per token, forward and backward together.
     """
     lookup = 0 if config.tie_embeddings else config.vocab_size * config.dim
     attention = 12 * config.n_layers * config.dim * seq_len

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from simplefsdp.models.configs import LlamaConfig
+from simplefsdp.models.configs import LlamaConfig, RopeScaling
 from simplefsdp.models.llama3 import Llama
-from simplefsdp.pretrained.named import nbytes_of
 from simplefsdp.pretrained.writer import Writer, complete_folder, in_files, write_json
 
 
@@ -22,15 +21,9 @@ def to_hf_name(fqn: str) -> str:
 
 
 def to_hf_config(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The contents of `config.json`, with the keys of Meta's own Llama 3 repositories.
-
-    Args:
-        config: The model.
-        dtype: The dtype of the weights beside it.
-
-    Returns:
-        A dict of JSON values.
-    """
+    """The contents of `config.json`, with the keys of Meta's own Llama 3 repositories; `dtype` is
+    that of the weights beside it."""
+    scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -44,7 +37,7 @@ def to_hf_config(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> dic
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _hf_rope_scaling(config),
+        "rope_scaling": None if scaling is None else _hf_rope_scaling(scaling),
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -55,10 +48,7 @@ def to_hf_config(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> dic
     }
 
 
-def _hf_rope_scaling(config: LlamaConfig) -> dict[str, Any] | None:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
+def _hf_rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,
@@ -71,7 +61,7 @@ def _hf_rope_scaling(config: LlamaConfig) -> dict[str, Any] | None:
 def write_hf_folder(
     folder: Path,
     config: LlamaConfig,
-    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor]],
     *,
     dtype: torch.dtype | None = None,
     max_shard_nbytes: int = 5 * 10**9,
@@ -83,7 +73,7 @@ def write_hf_folder(
 
     Args:
         folder: Where to write; must not exist, or be empty.
-        config: The model.
+        config: The model's.
         tensors: Every parameter by our FQN, whole, in any order; on any device.
         dtype: Cast to it; None keeps the dtype of the tensors.
         max_shard_nbytes: Begin another `model-*.safetensors` rather than exceed this.
@@ -95,40 +85,28 @@ def write_hf_folder(
     """
     with complete_folder(Path(folder).absolute()) as partial:
         writer, written_dtype = Writer(partial), torch.float32
-        checked = _of_one_dtype(_checked(config, tensors, dtype))
+        checked = _checked(config, tensors, dtype)
         renamed = ((to_hf_name(fqn), tensor) for fqn, tensor in checked)
-        for batch in in_files(renamed, nbytes_of, max_shard_nbytes):
+        for batch in in_files(renamed, max_shard_nbytes):
             written_dtype = next(iter(batch.values())).dtype
             writer.write(batch)
         writer.finish()
         write_json(partial / "config.json", to_hf_config(config, written_dtype))
 
 
-def _of_one_dtype(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    first = None
-    for fqn, tensor in tensors:
-        first = first or tensor.dtype
-        if tensor.dtype != first:
-            raise TypeError(
-                f"{fqn} is {tensor.dtype}, those before it are {first}: pass dtype= to cast"
-            )
-        yield fqn, tensor
-
-
 def _checked(
-    config: LlamaConfig,
-    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype | None,
-) -> Iterable[tuple[str, Tensor]]:
-    """The tensors on the CPU in `dtype`, once each is known to be what the model needs."""
+    config: LlamaConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors on the CPU in one dtype, once each is known to be what the model needs."""
     with torch.device("meta"):
         missing = {fqn: tuple(p.shape) for fqn, p in Llama(config).named_parameters()}
     seen: set[str] = set()
-    for fqn, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        if fqn in seen:
-            raise ValueError(f"{fqn} was given twice: pass each parameter once")
+    first = dtype
+    for fqn, tensor in tensors:
         if fqn not in missing:
-            raise ValueError(f"the model has no parameter {fqn}: export with the config it had")
+            twice = f"{fqn} was given twice: pass each parameter once"
+            unknown = f"the model has no parameter {fqn}: export with the config it had"
+            raise ValueError(twice if fqn in seen else unknown)
         shape = missing.pop(fqn)
         if tuple(tensor.shape) != shape:
             raise ValueError(
@@ -139,8 +117,13 @@ def _checked(
             raise TypeError(
                 f"{fqn} is a DTensor: gather it on every rank with full_tensor(), then write on one"
             )
+        first = first or tensor.dtype
+        if dtype is None and tensor.dtype != first:
+            raise TypeError(
+                f"{fqn} is {tensor.dtype}, those before it are {first}: pass dtype= to cast"
+            )
         seen.add(fqn)
-        yield fqn, tensor.detach().to("cpu", dtype or tensor.dtype)
+        yield fqn, tensor.detach().to("cpu", first)
     if missing:
         some = ", ".join(list(missing)[:3])
         raise ValueError(

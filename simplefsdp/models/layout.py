@@ -24,7 +24,6 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         return self.replicate * self.shard * self.tp
 
     @property
@@ -58,12 +57,12 @@ def plan_layout(options: ParallelOptions, world_size: int, node_ranks: int) -> R
 def make_mesh(layout: RankLayout, options: ParallelOptions, device: str) -> DeviceMesh:
     """The mesh of all ranks, with a ``tp`` dimension (last) if there is tensor parallelism."""
     if options.mode == "hybrid_shard":
-        shape, names = (layout.replicate, layout.shard), ("replicate", "shard")
+        dims = {"replicate": layout.replicate, "shard": layout.shard}
     else:
-        shape, names = (layout.dp,), ("dp",)  # type: ignore[assignment]
+        dims = {"dp": layout.dp}
     if layout.tp > 1:
-        shape, names = (*shape, layout.tp), (*names, "tp")  # type: ignore[assignment]
-    return init_device_mesh(device, shape, mesh_dim_names=names)
+        dims["tp"] = layout.tp
+    return init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from simplefsdp.models.activation_checkpointing import layer_caller
 from simplefsdp.models.configs import LlamaConfig
 from simplefsdp.models.options import ActivationCheckpointing
 
@@ -66,9 +68,6 @@ class RMSNorm(nn.Module):
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + self.eps)
         return (y * self.weight.float()).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class RotaryEmbedding(nn.Module):
@@ -191,13 +190,7 @@ class Llama(nn.Module):
     To build it without memory, construct it under `torch.device("meta")`; then `to_empty` and
     `reset_parameters()` of every module that has one make it complete, rotary tables included.
 
-    Args:
-        config: The hyper-parameters.
-        activation_checkpointing: What the backward recomputes of each layer, see
-            `simplefsdp.models.activation_checkpointing`.
-
-    Raises:
-        ValueError: `activation_checkpointing` is none of "none", "selective", "full".
+    `activation_checkpointing` says what the backward recomputes of each layer, see `layer_caller`.
     """
 
     def __init__(
@@ -215,13 +208,8 @@ class Llama(nn.Module):
         self.lm_head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Predicts the next token at every position.
-
-        Args:
-            tokens: int64 `[batch, seq]`, values below `vocab_size`.
-
-        Returns:
-            Logits `[batch, seq, vocab_size]`, in the dtype of the weights.
+        """The logits of the next token at every position, in the dtype of the weights: int64
+        `[batch, seq]` -> `[batch, seq, vocab_size]`.
 
         Raises:
             ValueError: The sequence is longer than `config.max_seq_len`.
@@ -245,3 +233,50 @@ class Llama(nn.Module):
 
 def _residual_std(config: LlamaConfig) -> float:
     return _INIT_STD / math.sqrt(2 * config.n_layers)
+
+
+def layer_caller(mode: ActivationCheckpointing) -> Callable[..., Tensor]:
+    """How a model should call a layer: `call(layer, *inputs)`.
+
+    - "none": every activation is kept until the backward.
+    - "selective": the outputs of matmuls and attention are kept, and so are those of
+      tensor-parallel reductions; norms, rotary turns, SwiGLU products and casts are recomputed.
+      The backward repeats no matmul and no transfer of activations.
+    - "full": only the layer's input is kept; the backward runs its forward again. Compiled by
+      the simplefsdp backend for the CPU, attention's output is kept too (see `recompute.py`).
+
+    Raises:
+        ValueError: Another mode.
+    """
+    # The model has no dropout, so there is no generator state worth stashing.
+    recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    callers: dict[str, Callable[..., Tensor]] = {
+        "none": _call,
+        "selective": partial(recomputed, context_fn=_selective_contexts),
+        "full": recomputed,
+    }
+    if mode not in callers:
+        raise ValueError(f"activation_checkpointing must be one of {tuple(callers)}, got {mode!r}")
+    return callers[mode]
+
+
+def _call(layer: nn.Module, *inputs: Tensor) -> Tensor:
+    return layer(*inputs)  # type: ignore[no-any-return]
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
+
+
+_aten = torch.ops.aten
+# By list, torch keeps these and prefers to recompute the rest.
+_KEPT = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_reduce.default,
+]

@@ -15,8 +15,8 @@ from simplefsdp.models.configs import LlamaConfig
 from simplefsdp.models.llama3 import Llama
 
 
-def tensor_parallel_plan(model: Llama) -> dict[str, ParallelStyle]:
-    """The plan for `torch.distributed.tensor.parallel.parallelize_module`.
+def apply_tensor_parallel(model: Llama, tp_mesh: DeviceMesh) -> Llama:
+    """Splits the model over `tp_mesh`, in place; call it before `simple_fsdp`.
 
     Queries, keys, values, gate and up are split by output, o and down by input, so a layer costs
     two all-reduces in the forward and two in the backward. Embedding and output matrix are split
@@ -24,34 +24,8 @@ def tensor_parallel_plan(model: Llama) -> dict[str, ParallelStyle]:
     embedding, which serves both as a lookup and as a matrix.
 
     Args:
-        model: The model the plan is for.
-
-    Returns:
-        Styles by FQN.
-    """
-    plan: dict[str, ParallelStyle] = {}
-    for i in range(model.config.n_layers):
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-            plan[f"layers.{i}.{name}"] = ColwiseParallel()
-        for name in ("mlp.gate_proj", "mlp.up_proj"):
-            plan[f"layers.{i}.{name}"] = ColwiseParallel()
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            plan[f"layers.{i}.{name}"] = RowwiseParallel()
-    if not model.config.tie_embeddings:
-        plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
-        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-    return plan
-
-
-def apply_tensor_parallel(model: Llama, tp_mesh: DeviceMesh) -> Llama:
-    """Splits the model over `tp_mesh`, in place; call it before `simple_fsdp`.
-
-    Args:
         model: The model, on the mesh's device or on meta.
         tp_mesh: A 1-D mesh of the ranks that share one copy of the model.
-
-    Returns:
-        The same model.
 
     Raises:
         ValueError: The mesh is not 1-D, or a width does not divide among its ranks.
@@ -62,7 +36,17 @@ def apply_tensor_parallel(model: Llama, tp_mesh: DeviceMesh) -> Llama:
             'dimension of it, such as mesh["tp"]'
         )
     _check_divisible(model.config, tp_mesh.size())
-    parallelize_module(model, tp_mesh, tensor_parallel_plan(model))
+    plan: dict[str, ParallelStyle] = {
+        "layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+        "layers.*.self_attn.o_proj": RowwiseParallel(),
+        "layers.*.mlp.gate_proj": ColwiseParallel(),
+        "layers.*.mlp.up_proj": ColwiseParallel(),
+        "layers.*.mlp.down_proj": RowwiseParallel(),
+    }
+    if not model.config.tie_embeddings:
+        plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, tp_mesh, plan)
     return model
 
 

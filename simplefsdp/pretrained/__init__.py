@@ -10,5 +10,6 @@ Into shards and out of them, so that no rank ever holds the model. Read in this 
   puts them together.
 - ``huggingface`` is all that is said of transformers; it is asked only about models of theirs.
 
-Nothing here knows of the reference models or of the trainer, which write by ``writer``, too.
+Nothing here knows of the reference models or of the trainer, which write by ``writer``, too. What
+is wrong with a model or a folder is told by a ValueError.
 """

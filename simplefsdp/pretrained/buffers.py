@@ -1,7 +1,5 @@
 """Buffers that no file has, such as the frequencies of rotary embeddings: made again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -47,9 +45,6 @@ def make(model: nn.Module, places: list[BlankBuffers]) -> None:
     """Have the model's own initialisers write the buffers; they have memory by now.
 
     What they write to parameters is overwritten later.
-
-    Raises:
-        ValueError: nobody wrote one of them.
     """
     wrapped = [module for module in model.modules() if is_wrapped(module)]
     kept = [*model.parameters(), *model.buffers()]

@@ -1,7 +1,5 @@
 """What lies in a folder of safetensors files, from their headers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -25,11 +23,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(folder: str | PathLike[str]) -> dict[str, Entry]:
-    """Every tensor in ``folder``, by its name there.
-
-    Raises:
-        ValueError: it is no such folder, or a file in it is missing or damaged.
-    """
+    """Every tensor in ``folder``, by its name there."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(
@@ -95,11 +89,7 @@ def _entries_in(file: Path) -> dict[str, Entry]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """The open ``file``. Its pages count as this process's memory until it is closed.
-
-    Raises:
-        ValueError: it is missing, truncated or damaged.
-    """
+    """The open ``file``. Its pages count as this process's memory until it is closed."""
     from safetensors import SafetensorError, safe_open
 
     try:

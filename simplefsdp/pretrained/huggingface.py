@@ -3,8 +3,6 @@
 ``transformers`` is not imported: a model of theirs has imported it.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -1,11 +1,9 @@
 """From a folder of safetensors files straight into this rank's shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +12,12 @@ from torch.distributed.tensor import DTensor
 from simplefsdp.frontend.initialize import materialize, shard_offsets
 from simplefsdp.pretrained import buffers
 from simplefsdp.pretrained.files import Entry, entries_of, opened
-from simplefsdp.pretrained.match import Rename, match
+from simplefsdp.pretrained.match import Rename, Unmatched, match
 from simplefsdp.pretrained.named import tensors_of, wrapped_model
 from simplefsdp.pretrained.together import together
 from simplefsdp.rank_guard import ranks_of_model
 
 Progress = Callable[[int, int], object]
-
-
-class Unmatched(NamedTuple):
-    """What :func:`load_pretrained` left as it was: the model's names, and the folder's."""
-
-    missing: list[str]
-    unexpected: list[str]
 
 
 @torch.no_grad()
@@ -70,14 +61,14 @@ def load_pretrained(
     ranks = ranks_of_model(model)
     with together("the folder given to load_pretrained", ranks) as lines:
         entries = entries_of(folder)
-        names, *left = match(model, tensors_of(model), entries, rename, strict=strict)
+        names, unmatched = match(model, tensors_of(model), entries, rename, strict=strict)
         lines.extend(f"{name}: {entries[name][1:]} for {key}" for name, key in names.items())
     places = buffers.without_values(model)
     with _put_back_on_error(model), together("what load_pretrained does", ranks):
         materialize(model, device)
         buffers.make(model, places)
         _read(tensors_of(model), names, entries, progress)
-    return Unmatched(*left)
+    return unmatched
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Which tensor of a folder becomes which of the model; what does not fit is told by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -15,10 +13,9 @@ from simplefsdp.pretrained.named import DTYPES, few, plain_name
 Rename = Callable[[str], str | None]
 
 
-class Match(NamedTuple):
-    """Names in the model by names in the files, and what is left on both sides."""
+class Unmatched(NamedTuple):
+    """What ``load_pretrained`` left as it was: the model's names, and the folder's."""
 
-    names: dict[str, str]
     missing: list[str]
     unexpected: list[str]
 
@@ -30,8 +27,9 @@ def match(
     rename: Rename | None,
     *,
     strict: bool,
-) -> Match:
-    """Match names, and check shapes, dtypes and placements.
+) -> tuple[dict[str, str], Unmatched]:
+    """Names in the model by names in the files, and what is left on both sides; shapes, dtypes and
+    placements are checked.
 
     Raises:
         ValueError: something does not fit; if ``strict``, something is left.
@@ -53,7 +51,7 @@ def match(
         )
     for name, key in names.items():
         _check(name, entries[name], key, tensors[key])
-    return Match(names, missing, unexpected)
+    return names, Unmatched(missing, unexpected)
 
 
 def _matched(

@@ -1,7 +1,5 @@
 """A wrapped model's tensors by the names that the plain model has for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -13,11 +11,7 @@ _COMPILED = "_orig_mod."  # torch.compile(module) puts it into names
 
 
 def wrapped_model(model: object) -> nn.Module:
-    """``model``, without what ``torch.compile`` put around it.
-
-    Raises:
-        ValueError: it is not wrapped.
-    """
+    """``model``, without what ``torch.compile`` put around it."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module) or not is_wrapped(inner):
         raise ValueError(
@@ -39,11 +33,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def state_of(model: nn.Module) -> dict[str, Any]:
     """As :func:`tensors_of`, with the extra state of modules, which may be anything."""
     return {plain_name(k): value for k, value in model.state_dict(keep_vars=True).items()}
-
-
-def nbytes_of(tensor: Tensor) -> int:
-    """Bytes of the whole tensor, however it is sharded."""
-    return tensor.numel() * tensor.element_size()
 
 
 def few(names: list[str]) -> str:

@@ -1,10 +1,9 @@
 """From shards to one rank: the plain model's state dict, or the folder that transformers read."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from simplefsdp.pretrained import huggingface
-from simplefsdp.pretrained.named import (
-    few,
-    nbytes_of,
-    refuse_meta,
-    state_of,
-    wrapped_model,
-)
+from simplefsdp.pretrained.named import few, refuse_meta, state_of, wrapped_model
 from simplefsdp.pretrained.send import into, send
 from simplefsdp.pretrained.together import together
-from simplefsdp.pretrained.writer import Writer, begin, discard, in_files, publish
+from simplefsdp.pretrained.writer import Writer, complete_folder, in_files
 from simplefsdp.rank_guard import ranks_of_model
 
 _WHAT = "what save_pretrained does"
@@ -49,15 +42,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     state = state_of(model)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     receiver = _receiver(ranks)
-    fulls: dict[int, Tensor] = {}
     with together("the model given to full_state_dict", ranks) as lines:
         refuse_meta(tensors)
         lines.extend(_lines(tensors))
-        if _receives(receiver):
-            fulls = {id(t): _empty(t) for t in tensors.values()}
-    for tensor in {id(t): t for t in tensors.values()}.values():
-        send(tensor, receiver, into(fulls.get(id(tensor), torch.empty(0))))
-    if not _receives(receiver):
+        fulls = _room_for(tensors, receiver)
+    _fill(fulls, tensors, receiver)
+    if dist.get_rank() != receiver:
         return {}
     return {name: fulls.get(id(value), value) for name, value in state.items()}
 
@@ -87,30 +77,25 @@ def save_pretrained(
     model = wrapped_model(model)
     ranks = ranks_of_model(model)
     target = Path(folder).absolute()
-    writes = _receives(_receiver(ranks))
-    partial = None
-    try:
+    receiver = _receiver(ranks)
+    with ExitStack() as stack:
         with together("what save_pretrained is about to write", ranks) as lines:
             tensors, revert = huggingface.as_in_files(model, _to_write(model))
             limit = _nbytes(max_shard_size)
             lines.extend([*_lines(tensors), f"max_shard_size={limit}"])
-            if writes:
-                partial = begin(target)
-        writer = None if partial is None else Writer(partial)
-        for batch in in_files(tensors.items(), nbytes_of, limit):
+            writer = None
+            if dist.get_rank() == receiver:
+                writer = Writer(stack.enter_context(complete_folder(target)))
+        for batch in in_files(tensors.items(), limit):
             if revert is None:
                 _write_pieces(batch, writer, ranks)
             else:
                 _write_reverted(batch, writer, ranks, revert)
         with together(_WHAT, ranks):
-            if partial is not None and writer is not None:
+            if writer is not None:
                 writer.finish()
-                huggingface.write_configs(model, partial)
-                publish(partial, target)
-    except BaseException:
-        if partial is not None:
-            discard(partial)
-        raise
+                huggingface.write_configs(model, writer.folder)
+            stack.close()
 
 
 def _write_pieces(batch: dict[str, Tensor], writer: Writer | None, ranks: tuple[int, ...]) -> None:
@@ -118,11 +103,12 @@ def _write_pieces(batch: dict[str, Tensor], writer: Writer | None, ranks: tuple[
     with ExitStack() as stack:
         with together(_WHAT, ranks):  # it can be opened
             write = None if writer is None else stack.enter_context(writer.file(batch))
-        held = _Held()
+        held = _Held(write)
         for name, tensor in batch.items():
-            send(tensor, _receiver(ranks), held.sink(name, write))
+            send(tensor, _receiver(ranks), partial(held, name))
         with together(_WHAT, ranks):
-            held.check()
+            if held.error is not None:
+                raise held.error
             stack.close()
 
 
@@ -133,40 +119,29 @@ def _write_reverted(
     revert: huggingface.Revert,
 ) -> None:
     """One file of what transformers store for the tensors of ``batch``."""
+    receiver = _receiver(ranks)
     with together(_WHAT, ranks):  # there is memory
-        fulls = {} if writer is None else {name: _empty(t) for name, t in batch.items()}
-    for name, tensor in batch.items():
-        send(tensor, _receiver(ranks), into(fulls.get(name, torch.empty(0))))
+        fulls = _room_for(batch, receiver)
+    _fill(fulls, batch, receiver)
     with together(_WHAT, ranks):
         if writer is not None:
-            writer.write(revert(fulls))
+            writer.write(revert({name: fulls[id(tensor)] for name, tensor in batch.items()}))
 
 
 class _Held:
-    """What fails while rows come is raised when all have come, for the others send them anyway."""
+    """Writes rows. What fails is to be raised when all have come: others send them anyway."""
 
-    def __init__(self) -> None:
+    def __init__(self, write: Callable[[str, int, Tensor], None] | None) -> None:
+        self._write = write
         self.error: Exception | None = None
 
-    def sink(
-        self, name: str, write: Callable[[str, int, Tensor], None] | None
-    ) -> Callable[[int, Tensor], None]:
-        """A sink for the tensor ``name``."""
-
-        def take(first: int, rows: Tensor) -> None:
-            if write is None or self.error is not None:
-                return
-            try:
-                write(name, first, rows)
-            except Exception as error:
-                self.error = error
-
-        return take
-
-    def check(self) -> None:
-        """Raise what failed."""
-        if self.error is not None:
-            raise self.error
+    def __call__(self, name: str, first: int, rows: Tensor) -> None:
+        if self._write is None or self.error is not None:
+            return
+        try:
+            self._write(name, first, rows)
+        except Exception as error:
+            self.error = error
 
 
 def _to_write(model: nn.Module) -> dict[str, Tensor]:
@@ -200,12 +175,16 @@ def _receiver(ranks: tuple[int, ...]) -> int:
     return min(ranks, default=dist.get_rank())
 
 
-def _receives(receiver: int) -> bool:
-    return dist.get_rank() == receiver
+def _room_for(tensors: dict[str, Tensor], receiver: int) -> dict[int, Tensor]:
+    """Full tensors by the id of the sharded one, on the rank that receives them."""
+    if dist.get_rank() != receiver:
+        return {}
+    return {id(t): torch.empty(t.shape, dtype=t.dtype) for t in tensors.values()}
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+def _fill(fulls: dict[int, Tensor], tensors: dict[str, Tensor], receiver: int) -> None:
+    for key, tensor in {id(t): t for t in tensors.values()}.items():
+        send(tensor, receiver, into(fulls.get(key, torch.empty(0))))
 
 
 def _nbytes(size: int | str) -> int:

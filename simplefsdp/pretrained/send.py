@@ -8,8 +8,6 @@ The ranks along a mesh dimension send their rows to the one that stands where th
     tp   rank 2 ──▶ rank 0                             rank 0 gets the whole, in pieces
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -45,19 +43,18 @@ def send(tensor: Tensor, receiver: int, sink: Sink) -> None:
     """
     if not isinstance(tensor, DTensor):
         _give(tensor.detach(), receiver, sink)
-        return
-    if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
-        _give(full_of(tensor), receiver, sink)
-    else:
+    elif all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
         _send_shards(tensor, receiver, sink)
+    else:
+        _give(full_of(tensor), receiver, sink)
 
 
 def _send_shards(param: DTensor, receiver: int, sink: Sink) -> None:
     mesh = param.device_mesh
-    home = _coordinate_of(mesh, receiver)
-    here = mesh.get_coordinate()
-    if home is None or here is None or not param.numel():
+    here, homes = mesh.get_coordinate(), (mesh.mesh == receiver).nonzero().tolist()
+    if here is None or not homes or not param.numel():
         return
+    (home,) = homes
     copies = [d for d, p in enumerate(param.placements) if isinstance(p, Replicate)]
     if any(here[dim] != home[dim] for dim in copies):
         return
@@ -67,8 +64,8 @@ def _send_shards(param: DTensor, receiver: int, sink: Sink) -> None:
         stands_there = here[step.mesh_dim] == home[step.mesh_dim]
         last = i == len(steps) - 1 and step.tensor_dim == 0
         whole = torch.empty(step.shape if stands_there and not last else 0, dtype=part.dtype)
-        into = sink if last else _into(whole, step.tensor_dim)
-        _gather(part, step, mesh, home[step.mesh_dim], into)
+        take = sink if last else into(whole, step.tensor_dim)
+        _gather(part, step, mesh, home[step.mesh_dim], take)
         if not stands_there or last:
             return
         part = whole
@@ -80,12 +77,9 @@ def _give(full: Tensor, receiver: int, sink: Sink) -> None:
         sink(0, full)
 
 
-def into(full: Tensor) -> Sink:
-    """A sink that writes to ``full``."""
-    return _into(full, 0)
+def into(full: Tensor, dim: int = 0) -> Sink:
+    """A sink that writes rows, of dimension ``dim``, to ``full``."""
 
-
-def _into(full: Tensor, dim: int) -> Sink:
     def write(begin: int, rows: Tensor) -> None:
         if not full.dim():
             full.copy_(rows)
@@ -93,11 +87,6 @@ def _into(full: Tensor, dim: int) -> Sink:
         full.movedim(dim, 0)[begin : begin + rows.shape[0]] = rows
 
     return write
-
-
-def _coordinate_of(mesh: DeviceMesh, rank: int) -> list[int] | None:
-    found = (mesh.mesh == rank).nonzero().tolist()
-    return found[0] if found else None
 
 
 def _steps(param: DTensor, here: Sequence[int]) -> list[_Step]:

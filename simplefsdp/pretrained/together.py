@@ -1,7 +1,5 @@
 """What every rank does, and each may fail at: then all of them fail, and nobody waits for ever."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 

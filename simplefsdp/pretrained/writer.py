@@ -4,76 +4,50 @@ The library writes a file only from whole tensors in memory. The format is a hea
 length before it as eight bytes, and the tensors' bytes one after another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from simplefsdp.pretrained.files import INDEX, SINGLE
-from simplefsdp.pretrained.named import DTYPES, nbytes_of
+from simplefsdp.pretrained.named import DTYPES
 
-T = TypeVar("T")
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
-
-
-def check_new(folder: Path) -> None:
-    """Raise ValueError unless ``folder`` is not there, or empty."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} already exists: choose another folder")
-
-
-def begin(folder: Path) -> Path:
-    """Make the folder, beside ``folder``, that :func:`publish` will put in its place."""
-    check_new(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    discard(partial)  # of a killed process that had our id
-    partial.mkdir()
-    return partial
-
-
-def publish(partial: Path, folder: Path) -> None:
-    """Give what is complete its name."""
-    os.replace(partial, folder)
-
-
-def discard(partial: Path) -> None:
-    """Take away what will not be complete."""
-    shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
 def complete_folder(folder: Path) -> Iterator[Path]:
     """A folder to write to, which becomes ``folder`` at the end, or nothing if the block fails."""
-    partial = begin(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} already exists: choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had our id
+    partial.mkdir()
     try:
         yield partial
-        publish(partial, folder)
+        os.replace(partial, folder)
     except BaseException:
-        discard(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def in_files(
-    tensors: Iterable[tuple[str, T]], nbytes: Callable[[T], int], max_nbytes: int
-) -> Iterator[dict[str, T]]:
+def in_files(tensors: Iterable[tuple[str, Tensor]], max_nbytes: int) -> Iterator[dict[str, Tensor]]:
     """Consecutive tensors of at most ``max_nbytes`` together; a larger one is alone."""
-    held: dict[str, T] = {}
-    held_nbytes = 0
+    held: dict[str, Tensor] = {}
+    nbytes = 0
     for name, tensor in tensors:
-        if held and held_nbytes + nbytes(tensor) > max_nbytes:
+        if held and nbytes + tensor.nbytes > max_nbytes:
             yield held
-            held, held_nbytes = {}, 0
+            held, nbytes = {}, 0
         held[name] = tensor
-        held_nbytes += nbytes(tensor)
+        nbytes += tensor.nbytes
     if held:
         yield held
 
@@ -96,16 +70,16 @@ class Writer:
         part = self.folder / f"part-{len(self._files)}"
         with part.open("wb") as file:
             file.write(header)
-            file.truncate(len(header) + sum(map(nbytes_of, tensors.values())))
+            file.truncate(len(header) + sum(t.nbytes for t in tensors.values()))
 
             def write(name: str, first: int, rows: Tensor) -> None:
-                row_nbytes = nbytes_of(rows) // max(1, rows.shape[0]) if rows.dim() else 0
+                row_nbytes = rows.nbytes // max(1, rows.shape[0]) if rows.dim() else 0
                 file.seek(len(header) + offsets[name] + first * row_nbytes)
                 file.write(_bytes_of(rows))
 
             yield write
         self._files.append(list(tensors))
-        self.nbytes += sum(map(nbytes_of, tensors.values()))
+        self.nbytes += sum(t.nbytes for t in tensors.values())
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """A file of ``tensors``, which are in memory."""
@@ -139,7 +113,7 @@ def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in _WORDS:
             raise ValueError(f"{name}: is {tensor.dtype}, which safetensors files do not have")
-        offsets[name], end = end, end + nbytes_of(tensor)
+        offsets[name], end = end, end + tensor.nbytes
         told[name] = {
             "dtype": _WORDS[tensor.dtype],
             "shape": list(tensor.shape),
@@ -156,5 +130,4 @@ def _bytes_of(rows: Tensor) -> Any:
 
 
 def write_json(file: Path, contents: Mapping[str, Any]) -> None:
-    """Write it as people read it."""
     file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ That those which are not traced are like them is for the caller to know.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 from torch.fx import Graph
@@ -58,13 +58,10 @@ def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
     except KeyError as error:
         raise ValueError(f"{layers}: a layer lacks what another refers to: {error}") from error
     _check_names(step, forward.graph, backward.graph)
-    fqns = list(_deep_fqns(step.fqns, numbering, template, more))
-    rows = {fqn: step.rows[_shallow(fqn, numbering, template, more)] for fqn in fqns}
     return TracedStep(
         _torch.graph_module(step.forward, forward.graph),
         _torch.graph_module(step.backward, backward.graph),
-        tuple(fqns),
-        rows,
+        dict(_deep_rows(step.rows, numbering, template, more)),
     )
 
 
@@ -79,38 +76,30 @@ def _check_names(step: TracedStep, forward: Graph, backward: Graph) -> None:
         raise ValueError("backward gets something of a layer that is not forward's of one layer")
 
 
-def _deep_fqns(
-    fqns: Sequence[str], numbering: Numbering, template: int, more: int
-) -> Iterator[str]:
-    repeated = [fqn for fqn in fqns if numbering.of(fqn) == template]
-    for fqn in fqns:
+def _deep_rows(
+    rows: Mapping[str, int], numbering: Numbering, template: int, more: int
+) -> Iterator[tuple[str, int]]:
+    repeated = [fqn for fqn in rows if numbering.of(fqn) == template]
+    for fqn in rows:
         layer = numbering.of(fqn)
         if fqn in repeated[:1]:
-            yield from (numbering.moved(f, by) for by in range(more + 1) for f in repeated)
+            yield from (
+                (numbering.moved(f, by), rows[f]) for by in range(more + 1) for f in repeated
+            )
         elif layer != template:
-            yield numbering.moved(fqn, more if layer is not None and layer > template else 0)
-
-
-def _shallow(fqn: str, numbering: Numbering, template: int, more: int) -> str:
-    """The parameter of the traced step that ``fqn`` is like."""
-    layer = numbering.of(fqn)
-    if layer is None or layer < template:
-        return fqn
-    return numbering.moved(fqn, -min(more, layer - template))
+            behind = layer is not None and layer > template
+            yield numbering.moved(fqn, more if behind else 0), rows[fqn]
 
 
 def trace_deep(
     traced: Callable[[int], tuple[TracedStep, nn.Module]], layers: str, depth: int
 ) -> tuple[TracedStep, int]:
-    """Trace a step, layers that are alike once.
+    """Trace a step, layers that are alike once: the step, and the bytes of this rank's shards.
 
     Args:
         traced: traces the model with that many layers; returns the step and the wrapped model.
         layers: FQN of the list of layers.
         depth: how many there are.
-
-    Returns:
-        The step, and the bytes of this rank's shards.
     """
     step, model = traced(min(depth, SHALLOW))
     nbytes = local_nbytes(model.parameters())

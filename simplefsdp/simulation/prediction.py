@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 from inductor_passes.adapters.roofline import cost_of, fused_program
 from inductor_passes.ir.program import Program
@@ -20,8 +20,7 @@ from inductor_passes.machine.simulate import Memory, Timeline, live_by_use, memo
 from inductor_passes.passes import rehearse
 from inductor_passes.rehearsal import Rehearsal, Settings, arranged
 from inductor_passes.transform.portable import in_program
-from simplefsdp import provenance
-from simplefsdp.provenance import carried_fqn as fqn_of
+from simplefsdp.provenance import carried_fqn, gathered_fqn
 from simplefsdp.simulation.trace import TracedStep
 
 _ADAMW_NBYTES = 4 * 7
@@ -31,30 +30,17 @@ all but the gradient written."""
 
 @dataclass(frozen=True)
 class GraphPrediction:
-    """What is expected of one graph.
+    """What is expected of one graph."""
 
-    Attributes:
-        name: ``"forward"`` or ``"backward"``.
-        before: the program as it was traced, what Inductor fuses left out of memory.
-        after: with its collectives in buckets and in order.
-        cost: what its ops cost.
-        timeline: of ``after``.
-        memory: of ``after``; resident are the parameter shards that the graph gathers.
-        lower_bound_us: time that no buckets and no starts of ``before`` can beat.
-        pass_seconds: CPU seconds that reading, planning and ordering took here.
-        budget_nbytes: what an automatic plan was chosen within, of
-            :func:`~inductor_passes.planner.invariant.rank_invariant` bytes; None without one.
-    """
-
-    name: str
-    before: Program
-    after: Program
+    name: str  # "forward" or "backward"
+    before: Program  # as it was traced, what Inductor fuses left out of memory
+    after: Program  # with its collectives in buckets and in order
     cost: ClusterCost
-    timeline: Timeline
-    memory: Memory
-    lower_bound_us: float
-    pass_seconds: float
-    budget_nbytes: int | None = None
+    timeline: Timeline  # of ``after``
+    memory: Memory  # likewise; resident are the parameter shards that the graph gathers
+    lower_bound_us: float  # that no buckets and no starts of ``before`` can beat
+    pass_seconds: float  # CPU seconds that reading, planning and ordering took here
+    budget_nbytes: int | None = None  # of an automatic plan, in bytes of ``rank_invariant``
 
     @property
     def exposed_us(self) -> float:
@@ -69,28 +55,19 @@ class GraphPrediction:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """What is expected of a training step: its graphs and the optimizer, one after the other.
+    """What is expected of a training step: its graphs and the optimizer, one after the other."""
 
-    Attributes:
-        graphs: forward and backward, or what else was compiled.
-        optimizer_us: of AdamW, fused, on the shards; 0 if it is left out.
-        parameters_nbytes: shards of the parameters on this rank.
-        optimizer_nbytes: AdamW's two moments; 0 if it is left out.
-    """
-
-    graphs: tuple[GraphPrediction, ...]
-    optimizer_us: float
-    parameters_nbytes: int
-    optimizer_nbytes: int
+    graphs: tuple[GraphPrediction, ...]  # forward and backward, or what else was compiled
+    optimizer_us: float  # of AdamW, fused, on the shards; 0 if it is left out
+    parameters_nbytes: int  # of this rank's shards
+    optimizer_nbytes: int  # AdamW's two moments; 0 if it is left out
 
     @property
     def step_us(self) -> float:
-        """Time of the step."""
         return sum(graph.timeline.total_us for graph in self.graphs) + self.optimizer_us
 
     @property
     def exposed_us(self) -> float:
-        """Time in which the rank only waits for others."""
         return sum(graph.exposed_us for graph in self.graphs)
 
     @property
@@ -105,7 +82,6 @@ class StepPrediction:
 
     @property
     def peak_nbytes(self) -> int:
-        """Most bytes on this rank."""
         return sum(self.peak_by_use().values())
 
     def peak_by_use(self) -> dict[str, int]:
@@ -119,34 +95,25 @@ class StepPrediction:
         """Of a rank that gets ``tokens`` per step."""
         return tokens / (self.step_us / 1e6)
 
-    def mfu(self, flops: float, peak_tflops: float) -> float:
-        """Model FLOPs utilisation: ``flops`` that the model needs per step on this rank, over what
-        the device could have done."""
-        return flops / (self.step_us * peak_tflops * 1e6)
-
 
 def predict_step(
     step: TracedStep, settings: Settings | None, cluster: Cluster, parameters_nbytes: int
 ) -> StepPrediction:
-    """Predict a traced step.
-
-    Args:
-        step: see :func:`simplefsdp.simulation.trace.trace`; call this in the same process group.
-        settings: of the passes; None for none.
-        cluster: what it is to run on.
-        parameters_nbytes: of this rank's shards, fp32.
+    """Predict a traced step, of whose fp32 shards a rank has so many bytes; call this in the
+    process group that it was traced in. ``settings`` are of the passes; None for none.
 
     Raises:
         ProgramError, ValueError: as for :func:`inductor_passes.passes.rehearse`.
     """
     shards = shards_of(step.forward.graph)
-    graphs = {"forward": step.forward, "backward": step.backward}
-    return StepPrediction(
-        tuple(predict_graph(n, gm, settings, cluster, shards) for n, gm in graphs.items()),
-        optimizer_us(cluster, parameters_nbytes),
-        parameters_nbytes,
-        2 * parameters_nbytes,
-    )
+    graphs = []
+    for name, gm in (("forward", step.forward), ("backward", step.backward)):
+        begin = time.process_time()
+        rehearsal = rehearse(gm, settings, carried_fqn)
+        seconds = time.process_time() - begin
+        graphs.append(predict_rehearsed(name, rehearsal, settings, cluster, seconds, shards))
+    us = optimizer_us(cluster, parameters_nbytes)
+    return StepPrediction(tuple(graphs), us, parameters_nbytes, 2 * parameters_nbytes)
 
 
 def optimizer_us(cluster: Cluster, parameters_nbytes: float) -> float:
@@ -154,29 +121,12 @@ def optimizer_us(cluster: Cluster, parameters_nbytes: float) -> float:
     return cluster.compute_us(Work(nbytes=parameters_nbytes // 4 * _ADAMW_NBYTES))
 
 
-def predict_graph(
-    name: str,
-    gm: GraphModule,
-    settings: Settings | None,
-    cluster: Cluster,
-    shards: Collection[str] = (),
-) -> GraphPrediction:
-    """Predict a forward or backward graph; arguments as for :func:`predict_step`.
-
-    ``shards`` are names of inputs that are parameters, though the graph may not gather them.
-    """
-    begin = time.process_time()
-    rehearsal = rehearse(gm, settings, fqn_of)
-    seconds = time.process_time() - begin
-    return predict_rehearsed(name, rehearsal, settings, cluster, seconds, shards)
-
-
 def shards_of(forward: Graph) -> set[str]:
     """Inputs that are parameters: gathered, or, where every rank has all of one, only read.
 
     Backward knows them by the same names.
     """
-    chains = (node for node in forward.nodes if provenance.gathered_fqn(node) is not None)
+    chains = (node for node in forward.nodes if gathered_fqn(node) is not None)
     return {n.name for node in chains for n in node.all_input_nodes if n.op == "placeholder"}
 
 
@@ -188,19 +138,23 @@ def predict_rehearsed(
     pass_seconds: float,
     shards: Collection[str] = (),
 ) -> GraphPrediction:
-    """Predict a graph that was planned already."""
+    """Predict a graph that was planned already; ``shards`` are names of inputs that are parameters,
+    though the graph may not gather them."""
     before = fused_program(rehearsal.reading)
     before = replace(before, resident=before.resident | set(before.inputs).intersection(shards))
     cost = cost_of(rehearsal.reading, cluster)
     after = arranged(before, in_program(before, rehearsal.planned), settings)
-    predicted = predict_program(name, before, after, cost, pass_seconds)
-    if rehearsal.plan is None or not rehearsal.plan.budget_nbytes:
-        return predicted
-    return replace(predicted, budget_nbytes=rehearsal.plan.budget_nbytes)
+    budget_nbytes = rehearsal.plan.budget_nbytes if rehearsal.plan is not None else None
+    return predict_program(name, before, after, cost, pass_seconds, budget_nbytes or None)
 
 
 def predict_program(
-    name: str, before: Program, after: Program, cost: ClusterCost, pass_seconds: float
+    name: str,
+    before: Program,
+    after: Program,
+    cost: ClusterCost,
+    pass_seconds: float,
+    budget_nbytes: int | None = None,
 ) -> GraphPrediction:
     """Predict what any passes made of a program."""
     return GraphPrediction(
@@ -213,4 +167,5 @@ def predict_program(
         # Of any layout of buckets: torch's passes, which are compared with ours, have flat ones.
         lower_bound_us(before, cost.with_flat_buckets()),
         pass_seconds,
+        budget_nbytes,
     )

@@ -16,22 +16,17 @@ from inductor_passes.ir.program import Collective, Op, Program
 from inductor_passes.ir.sizes import Size
 
 
-@dataclass(frozen=True)
-class RankFormulas:
-    """How many ranks there are, and how parameters are spread over them.
+def with_ranks(
+    program: Program, ranks_of: Mapping[str, sympy.Expr], rows_of: Mapping[str, int]
+) -> tuple[Program, set[sympy.Basic]]:
+    """A graph as it was read, with Sizes for its shards and collectives, and what must hold.
 
-    Attributes:
-        groups: the number of ranks of each process group as a formula, by the group's name.
-        rows: of each full parameter, by FQN: the size of the dimension that is sharded.
+    Args:
+        program: it.
+        ranks_of: the number of ranks of each process group that grows as a formula, by its name.
+        rows_of: by FQN, the full parameter's size of the dimension that is sharded.
     """
-
-    groups: Mapping[str, sympy.Expr]
-    rows: Mapping[str, int]
-
-
-def with_ranks(program: Program, formulas: RankFormulas) -> tuple[Program, set[sympy.Basic]]:
-    """A graph as it was read, with Sizes for its shards and collectives, and what must hold."""
-    spread = _Spread(program, formulas)
+    spread = _Spread(program, ranks_of, rows_of)
     ops = tuple(spread.op(op) for op in program.ops)
     return replace(program, ops=ops, buffers=spread.buffers), spread.holds
 
@@ -44,16 +39,17 @@ class _Rows:
     shard: Size
     padded: int
 
-    def of_shard(self, nbytes: int) -> Size:
-        return nbytes // int(self.shard) * self.shard
 
-    def of_padded(self, nbytes: int) -> int:
-        return nbytes // int(self.padded) * self.padded
+def _formula(nbytes: int, rows: int) -> int:
+    """Bytes of so many rows, as the formula that these are."""
+    return nbytes // int(rows) * rows
 
 
 class _Spread:
-    def __init__(self, program: Program, formulas: RankFormulas) -> None:
-        self.program, self.formulas = program, formulas
+    def __init__(
+        self, program: Program, ranks_of: Mapping[str, sympy.Expr], rows_of: Mapping[str, int]
+    ) -> None:
+        self.program, self.ranks_of, self.rows_of = program, ranks_of, rows_of
         self.buffers = dict(program.buffers)
         self.shards: dict[str, _Rows] = {}
         self.holds: set[sympy.Basic] = set()
@@ -63,7 +59,7 @@ class _Spread:
 
     def op(self, op: Op) -> Op:
         c = op.collective
-        if c is None or c.group not in self.formulas.groups:
+        if c is None or c.group not in self.ranks_of:
             self._follow(op)
             return op
         rows = self._rows(c)
@@ -71,23 +67,23 @@ class _Spread:
         if rows is not None and c.kind == "gather":
             self._prepared(op, rows)
             self._pad(op.writes, rows)
-            nbytes = rows.of_padded(nbytes)
+            nbytes = _formula(nbytes, rows.padded)
         elif rows is not None and c.kind == "reduce":
             self._pad(op.reads, rows)
             self._shard(op.writes, rows)
-            nbytes = rows.of_padded(nbytes)
+            nbytes = _formula(nbytes, rows.padded)
         elif c.kind == "all_reduce":
             self._follow(op)
             nbytes = sum(self.buffers[name].nbytes for name in op.reads)
-        ranks = Size(c.ranks, self.formulas.groups[c.group])
+        ranks = Size(c.ranks, self.ranks_of[c.group])
         return replace(op, collective=replace(c, nbytes=nbytes, ranks=ranks))
 
     def _rows(self, c: Collective) -> _Rows | None:
         """Those of the parameter that a collective carries; None if it is not sharded."""
-        rows = self.formulas.rows.get(c.fqns[0], 0) if len(c.fqns) == 1 else 0
+        rows = self.rows_of.get(c.fqns[0], 0) if len(c.fqns) == 1 else 0
         if not rows or c.kind not in ("gather", "reduce"):
             return None
-        ranks = self.formulas.groups[c.group]
+        ranks = self.ranks_of[c.group]
         rest = sympy.Mod(rows, ranks)
         if rows % c.ranks == 0:
             self.holds.add(sympy.Eq(rest, 0))
@@ -113,7 +109,7 @@ class _Spread:
             buffer = self.program.buffers[name]
             if buffer.nbytes and buffer.nbytes % (int(rows.shard) * buffer.itemsize) == 0:
                 self.shards[name] = rows
-                self._resize(name, rows.of_shard(buffer.nbytes))
+                self._resize(name, _formula(buffer.nbytes, rows.shard))
 
     def _pad(self, names: Sequence[str], rows: _Rows) -> None:
         """Full parameters or gradients with their padding; what has another size is a slice."""
@@ -121,7 +117,7 @@ class _Spread:
         for name, nbytes in zip(names, sizes, strict=True):
             for alias in self.aliases[self.program.buffers[name].storage]:
                 if self.program.buffers[alias].nbytes == nbytes:
-                    self._resize(alias, rows.of_padded(nbytes))
+                    self._resize(alias, _formula(nbytes, rows.padded))
 
     def _follow(self, op: Op) -> None:
         """What is made of one parameter's shards alone is as long as they are."""

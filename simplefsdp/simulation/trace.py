@@ -24,31 +24,18 @@ from simplefsdp.frontend.wrapped import is_wrapped
 
 
 class TracedStep(NamedTuple):
-    """The graphs of one step, as the passes get them.
+    """The graphs of one step, as the passes get them."""
 
-    Attributes:
-        forward: from inputs and shards to the outputs and what backward needs.
-        backward: from those and the outputs' gradients to the shards' gradients.
-        fqns: of the parameters that are gathered, in the order of the forward's first reads.
-        rows: of each of them, the full tensor's size of dimension 0, which is sharded; 0 if it
-            is not.
-    """
-
-    forward: GraphModule
-    backward: GraphModule
-    fqns: tuple[str, ...]
+    forward: GraphModule  # from inputs and shards to the outputs and what backward needs
+    backward: GraphModule  # from those and the outputs' gradients to the shards' gradients
+    # Of each parameter that is gathered, in the order of the forward's first reads, the full
+    # tensor's size of dimension 0, which is sharded; 0 if it is not.
     rows: Mapping[str, int]
 
-
-def averaging(model: nn.Module, averages: bool) -> None:
-    """Have a wrapped model, which is traced on a CPU, send gradients as the planned machine does.
-
-    Args:
-        model: wrapped.
-        averages: the machine's communication averages by itself, see
-            :class:`inductor_passes.machine.cluster.Cluster`.
-    """
-    change_specs(filter(is_wrapped, model.modules()), {"averages": averages})
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """Of the parameters that are gathered, likewise."""
+        return tuple(self.rows)
 
 
 class UntraceableError(ValueError):
@@ -64,7 +51,7 @@ def _stop(*_: object) -> NoReturn:
     raise _TracedError
 
 
-def trace(model: nn.Module, *inputs: object, on_cpu: bool = False) -> TracedStep:
+def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> TracedStep:
     """Trace forward and backward of a wrapped model.
 
     Args:
@@ -72,14 +59,19 @@ def trace(model: nn.Module, *inputs: object, on_cpu: bool = False) -> TracedStep
             is differentiated. If its parameters are fake tensors, nothing is computed; call this
             inside their mode.
         inputs: of the model, fake likewise.
-        on_cpu: the planned machine computes on CPUs, where the outputs of attention are kept
-            instead of recomputed (:func:`simplefsdp.compiler.recompute.save_cpu_random_ops`), and
-            sums of gradients are rounded before they are reduced in fp32.
+        averages: the planned machine's communication averages by itself, see
+            :class:`inductor_passes.machine.cluster.Cluster`, and gradients are sent so. False: it
+            has CPUs, where the outputs of attention are kept instead of recomputed
+            (:func:`simplefsdp.compiler.recompute.save_cpu_random_ops`), and sums of gradients are
+            rounded before they are reduced in fp32. None: GPUs, that send gradients as here.
 
     Raises:
         UntraceableError: nothing of the model is sharded, or nothing is differentiable, or
             ``reshard_after_forward`` is left open.
     """
+    on_cpu = averages is False
+    if averages is not None:
+        change_specs(filter(is_wrapped, model.modules()), {"averages": averages})
     graphs: dict[bool, GraphModule] = {}
     rows: dict[str, int] = {}
     undecided: list[str] = []
@@ -112,4 +104,4 @@ def trace(model: nn.Module, *inputs: object, on_cpu: bool = False) -> TracedStep
         )
     if True not in graphs:
         raise UntraceableError("model: its output needs no gradient; there is no backward to trace")
-    return TracedStep(graphs[False], graphs[True], tuple(rows), rows)
+    return TracedStep(graphs[False], graphs[True], rows)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from simplefsdp import _torch, rank_guard
 from simplefsdp._torch import updates
 from simplefsdp.compiler.backend import simplefsdp
-from simplefsdp.compiler.extension import Extension
+from simplefsdp.compiler.compilation import Extension
 from simplefsdp.compiler.options import parse_options
 from simplefsdp.frontend.accumulation import note_reduced
 from simplefsdp.frontend.after_wrap import refuse_replaced

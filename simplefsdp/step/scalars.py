@@ -168,7 +168,9 @@ class _Builder:
         gm = GraphModule(nn.Module(), self.graph)
         sources = [*self.sources.values()]
         with torch.no_grad():
-            examples = list(gm(*(tensor_at(optimizer, sites[0]) for sites in sources)))
+            # Parts of one tensor, which no input of a graph should be known to be.
+            made = gm(*(tensor_at(optimizer, sites[0]) for sites in sources))
+            examples = [example.clone() for example in made]
         return Scalars(sources, gm, wanted, examples[: len(wanted)], frozenset(self.value), written)
 
 

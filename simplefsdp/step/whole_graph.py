@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -187,7 +187,7 @@ def _gradients(
     (output,) = graph.find_nodes(op="output")
     norm = None
     with graph.inserting_before(output):
-        found = graph.call_function(_gradients_of(names), (loss.args[0], seed, *params))
+        found = graph.call_function(gradients, (tuple(names), loss.args[0], seed, *params))
         graph.call_function(torch._C._set_grad_enabled, (False,))
         if max_norm is not None:
             both = graph.call_function(clipped, (params, found, max_norm))
@@ -232,17 +232,18 @@ def _finish(gm: GraphModule, loss: Node, norm: Node | None) -> None:
     gm.recompile()
 
 
-def _gradients_of(fqns: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
-    """Computes the gradients of the parameters with these names; AOTAutograd traces through it."""
+def gradients(
+    fqns: Sequence[str], loss: Tensor, seed: Tensor, *params: Tensor
+) -> tuple[Tensor, ...]:
+    """Of the parameters with these names; AOTAutograd traces through it.
 
-    def gradients(loss: Tensor, seed: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
-        found = torch.autograd.grad(loss, params, seed, allow_unused=True)
-        without = [fqn for fqn, grad in zip(fqns, found, strict=True) if grad is None]
-        if without:
-            raise ValueError(
-                f"no gradient reaches {without[0]} ({len(without)} such parameters), which the "
-                "loss reads: freeze it (requires_grad_(False)), or give the optimizer the others"
-            )
-        return found
-
-    return gradients
+    Not a closure: the graph has a name on disk by what it calls and with which arguments.
+    """
+    found = torch.autograd.grad(loss, params, seed, allow_unused=True)
+    without = [fqn for fqn, grad in zip(fqns, found, strict=True) if grad is None]
+    if without:
+        raise ValueError(
+            f"no gradient reaches {without[0]} ({len(without)} such parameters), which the loss "
+            "reads: freeze it (requires_grad_(False)), or give the optimizer the others"
+        )
+    return found

@@ -42,7 +42,6 @@ def parse_axes(written: Sequence[str], default: Cell) -> dict[str, tuple[int, ..
 
 
 def cells_of(axes: dict[str, tuple[int, ...]]) -> list[Cell]:
-    """All combinations."""
     return [Cell(*sizes) for sizes in itertools.product(*(axes[name] for name in NAMES))]
 
 
@@ -61,7 +60,8 @@ def _values(text: str, values: str, least: int) -> tuple[int, ...]:
             raise ValueError(f"--sweep {text}: {end} is less than {begin}")
         by = _number(text, step, 1) if counts else 0
         _check_count(text, (end - begin) // by + 1 if by else 0)
-        found.update(range(begin, end + 1, by) if by else _doubling(begin, end))
+        doubled = (begin << i for i in range((end // begin).bit_length()))
+        found.update(range(begin, end + 1, by) if by else doubled)
     if max(found) > MOST:
         raise ValueError(f"--sweep {text}: expected at most {MOST:,}, got {max(found):,}")
     return tuple(sorted(found))
@@ -73,13 +73,6 @@ def _check_count(text: str, cells: int) -> None:
             f"--sweep {text}: that is {cells:,} cells, and a sweep has at most {MOST_CELLS:,}; "
             "take fewer values, or a larger step"
         )
-
-
-def _doubling(begin: int, end: int) -> list[int]:
-    found = [begin]
-    while 2 * found[-1] <= end:
-        found.append(2 * found[-1])
-    return found
 
 
 def _number(text: str, written: str, least: int) -> int:

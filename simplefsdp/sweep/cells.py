@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,58 +15,35 @@ from inductor_passes.machine.cluster import Cluster, ClusterCost
 from inductor_passes.machine.grid import OpenProgram, Taken, taken
 from inductor_passes.rehearsal import USABLE
 from simplefsdp.simulation.prediction import optimizer_us
-from simplefsdp.sweep.plans import SweepPlan, plans_of
 from simplefsdp.sweep.traced import OpenStep
-
-Binds = Literal["memory", "wire", "compute"]
 
 
 class Cell(NamedTuple):
-    """Sizes of a step.
+    """Sizes of a step."""
 
-    Attributes:
-        batch: sequences per rank; with tensor parallelism, of the ranks that share them.
-        seq: tokens per sequence.
-        ranks: in all.
-    """
-
-    batch: int
-    seq: int
-    ranks: int
+    batch: int  # sequences per rank; with tensor parallelism, of the ranks that share them
+    seq: int  # tokens per sequence
+    ranks: int  # in all
 
 
 @dataclass(frozen=True)
 class CellStep:
-    """A step in one cell, under the best plan for it.
-
-    Attributes:
-        cell: its sizes.
-        step_us: its time, the optimizer's included.
-        exposed_us: of it, in which compute waits for the wire.
-        compute_us: of its graphs, if nothing were in transfer.
-        wire_us: of all collectives.
-        peak_nbytes: most bytes on a rank, shards and optimizer state included.
-        room_nbytes: that a device has.
-        plan: which of the candidates it is, by graph, see
-            :func:`simplefsdp.sweep.plans.plans_of`.
-    """
+    """A step in one cell, under the best plan for it."""
 
     cell: Cell
-    step_us: float
-    exposed_us: float
-    compute_us: float
-    wire_us: float
-    peak_nbytes: int
-    room_nbytes: int
-    plan: tuple[int, ...]
+    step_us: float  # the optimizer's time included
+    exposed_us: float  # of it, in which compute waits for the wire
+    compute_us: float  # of graphs and optimizer, if nothing were in transfer
+    wire_us: float  # of all collectives
+    peak_nbytes: int  # most bytes on a rank, shards and optimizer state included
+    room_nbytes: int  # that a device has
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room for it."""
         return self.peak_nbytes <= self.room_nbytes
 
     @property
-    def binds(self) -> Binds:
+    def binds(self) -> Literal["memory", "wire", "compute"]:
         """What is to be had more of first: memory, if it does not fit; the wire, if it is busy
         for longer than compute; else compute."""
         if not self.fits:
@@ -73,49 +51,30 @@ class CellStep:
         return "wire" if self.wire_us > self.compute_us else "compute"
 
 
-class PlannedStep(NamedTuple):
-    """A step, traced with its sizes open, and the candidates for the plan of each graph.
-
-    Attributes:
-        step: it.
-        plans: by graph.
-    """
-
-    step: OpenStep
-    plans: tuple[tuple[OpenProgram, ...], ...]
-
-
-def planned(step: OpenStep, bucketing: SweepPlan) -> PlannedStep:
-    """The candidates for a step, see :func:`simplefsdp.sweep.plans.plans_of`."""
-    return PlannedStep(
-        step, tuple(tuple(plans_of(step, graph, bucketing)) for graph in step.graphs)
-    )
-
-
 def cell_steps(
-    planned: PlannedStep,
+    step: OpenStep,
+    candidates: Sequence[Sequence[OpenProgram]],
     cells: Sequence[Cell],
     cluster: Cluster,
     nodes_of: Callable[[int], Mapping[str, int]],
 ) -> list[CellStep]:
-    """The step in each cell.
+    """The step in each cell that it holds for, see :meth:`inductor_passes.ir.cells.Symbols.check`.
 
     Args:
-        planned: the step.
-        cells: that it holds for, see :meth:`inductor_passes.ir.cells.Symbols.check`.
-        cluster: the machine.
-        nodes_of: how many nodes a group of each dimension of the mesh spans, by the number of
-            ranks.
+        step, cells, cluster: the graphs, their sizes, and the machine.
+        candidates: for the plan of each graph, see :func:`simplefsdp.sweep.plans.plans_of`.
+        nodes_of: how many nodes a group of each dimension of the mesh spans among so many ranks.
 
     Raises:
         UnknownLinkError: the cluster cannot price a collective.
     """
-    step = planned.step
     sizes = [cell._asdict() for cell in cells]
-    cost_of: dict[int, ClusterCost] = {}
-    for ranks in dict.fromkeys(cell.ranks for cell in cells):
+
+    @cache
+    def cost_of(ranks: int) -> ClusterCost:
         spanned = nodes_of(ranks)
-        cost_of[ranks] = ClusterCost(cluster, {g: spanned[dim] for g, dim in step.dim_of.items()})
+        return ClusterCost(cluster, {group: spanned[dim] for group, dim in step.dim_of.items()})
+
     (shards,) = Formulas([step.parameters_nbytes], step.symbols).many(sizes)
     at_rest = 3 * shards  # with AdamW's two moments
     room = torch.full_like(at_rest, int(USABLE * cluster.memory_gb * 1e9))
@@ -124,13 +83,12 @@ def cell_steps(
     )
     exposed, compute, wire = torch.zeros_like(total), total.clone(), torch.zeros_like(total)
     peak = torch.zeros_like(total)
-    chosen: list[list[int]] = []
-    costs = [cost_of[cell.ranks] for cell in cells]
-    for plans in planned.plans:
+    costs = [cost_of(cell.ranks) for cell in cells]
+    for plans in candidates:
         found = [taken(plan, sizes, costs) for plan in plans]
         best = _best(found, room - at_rest)
-        chosen.append(best.tolist())
-        one = Taken(*(_chosen(column, best) for column in zip(*found, strict=True)))
+        columns = (torch.stack(column) for column in zip(*found, strict=True))
+        one = Taken(*(column.gather(0, best[None])[0] for column in columns))
         total, exposed = total + one.total_us, exposed + one.exposed_us
         compute, wire = compute + one.compute_us, wire + one.wire_us
         peak = torch.maximum(peak, one.peak_nbytes)
@@ -143,15 +101,9 @@ def cell_steps(
             wire[k].item(),
             int((at_rest + peak)[k]),
             int(room[k]),
-            tuple(plans[k] for plans in chosen),
         )
         for k, cell in enumerate(cells)
     ]
-
-
-def _chosen(column: Sequence[Tensor], best: Tensor) -> Tensor:
-    """Of each cell the number of the plan that is best there."""
-    return torch.stack(list(column)).gather(0, best[None])[0]
 
 
 def _best(found: Sequence[Taken], room: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+
+import numpy
 
 from simplefsdp.sweep.cells import CellStep
 
-Fit = Literal["batch", "seq"]
 MOST = {"batch": 1 << 16, "seq": 1 << 24}
 _AT_ONCE = 32
 
@@ -15,21 +15,18 @@ _AT_ONCE = 32
 def largest(
     steps: Callable[[Sequence[int]], Sequence[CellStep]], most: int, multiple: int = 1
 ) -> tuple[CellStep | None, CellStep | None]:
-    """The step of the largest size that fits, and of the next one, which does not.
+    """The step of the largest size up to ``most`` that fits, and of the next one, which does not;
+    either may be None. Of sizes, only multiples of ``multiple`` are looked at.
 
-    Args:
-        steps: the steps of some sizes; if one does not fit, no larger one does.
-        most: the largest size there is.
-        multiple: only multiples of it.
-
-    Returns:
-        Either may be None: nothing fits, or ``most`` does.
+    ``steps`` gives the steps of some sizes; if one does not fit, no larger one does.
     """
     most //= multiple
     fits, not_ = None, None
     low, high = 0, most + 1  # which fits, which does not
     while high - low > 1:
-        sizes = _between(low, high)
+        # Each as much larger than the one before.
+        between = numpy.geomspace(low + 1, high - 1, _AT_ONCE)
+        sizes = sorted({round(n) for n in between.tolist()})
         found = steps([size * multiple for size in sizes])
         for step, size in zip(found, sizes, strict=True):
             if step.fits:
@@ -38,14 +35,3 @@ def largest(
                 high, not_ = size, step
                 break
     return fits, not_
-
-
-def _between(low: int, high: int) -> list[int]:
-    """Some sizes above ``low`` and below ``high``: doubling at first, then evenly apart."""
-    if low == 0 or high > 4 * low:
-        found = [max(1, low * 2)]
-        while 2 * found[-1] < high and len(found) < _AT_ONCE:
-            found.append(2 * found[-1])
-        return [n for n in found if n < high] or [high - 1]
-    by = max(1, (high - low) // _AT_ONCE)
-    return list(range(low + by, high, by)) or [low + 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,28 +24,20 @@ _MAX_NBYTES = 16 * MIB
 
 @dataclass(frozen=True)
 class SweptModel:
-    """A model of any batch and sequence.
+    """A model of any batch and sequence."""
 
-    Attributes:
-        name: for messages.
-        build: the wrapped model, on meta, of a number of layers, over a mesh; its output is the
-            loss.
-        inputs: on one rank, for a batch and a sequence; either may be a ``torch.SymInt``.
-        layers: FQN of the list of its layers.
-        depth: how many there are.
-        longest: sequence that it takes; None if there is no limit.
-        flops_per_token: of a step, by the sequence; None if it is not known.
-        open_sizes: which of ``batch`` and ``seq`` its inputs have.
-    """
-
-    name: str
+    name: str  # for messages
+    # The wrapped model, on meta, of a number of layers, over a mesh; its output is the loss.
     build: Callable[[int, DeviceMesh], nn.Module]
+    # On one rank, for a batch and a sequence; either may be a ``torch.SymInt``.
     inputs: Callable[[Any, Any], tuple[Any, ...]]
-    layers: str
-    depth: int
-    longest: int | None = None
-    flops_per_token: Callable[[int], float] | None = None
-    open_sizes: tuple[str, ...] = ("batch", "seq")
+    layers: str  # FQN of the list of its layers
+    depth: int  # how many there are
+    longest: int | None = None  # sequence that it takes; None if there is no limit
+    flops_per_token: Callable[[int], float] | None = None  # of a step, by the sequence; if known
+    open_sizes: tuple[str, ...] = ("batch", "seq")  # those that its inputs have
+    # Around its tracing: says in its user's words why it cannot be traced.
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def swept_llama(
@@ -58,12 +51,9 @@ def swept_llama(
     config = config_of(options.model)
     config = replace(config, n_layers=layers or config.n_layers)
 
-    def build(depth: int, mesh: DeviceMesh) -> nn.Module:
-        return llama_with_loss(options, parallel, mesh, depth)
-
     return SweptModel(
         options.model,
-        build,
+        lambda depth, mesh: llama_with_loss(options, parallel, mesh, depth),
         tokens_and_targets,
         "layers",
         config.n_layers,
@@ -92,17 +82,14 @@ def swept_target(
     grow along, class weights ``[classes]`` do not. What is as long by chance is taken for it: the
     example should be of a batch and a sequence that are unlike other sizes.
 
-    Args:
-        name: for messages.
-        build: the wrapped model, over a mesh of all ranks.
-        example: what it is called with on a rank: tensors, and other things as they are.
-
     Raises:
         ValueError: the example has no batch, or a sequence as long as it.
     """
     made = example()
-    tokens = next((x for x in made if _is_tokens(x)), None)
-    batched = tokens if tokens is not None else next(filter(_has_dimensions, made), None)
+    tensors = [x for x in made if isinstance(x, torch.Tensor) and x.ndim > 0]
+    integers = (torch.int32, torch.int64)
+    tokens = next((x for x in tensors if x.ndim == 2 and x.dtype in integers), None)
+    batched = tokens if tokens is not None else next(iter(tensors), None)
     if batched is None:
         raise ValueError("--input: it returned no tensor with dimensions, so there is no batch")
     its_batch = batched.shape[0]
@@ -131,24 +118,11 @@ def swept_target(
     )
 
 
-def _has_dimensions(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim > 0
-
-
-def _is_tokens(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim == 2 and x.dtype in (torch.int32, torch.int64)
-
-
 def swept_transformers(
     path: Path, options: ModelOptions, parallel: ParallelOptions, layers: int | None = None
 ) -> SweptModel:
-    """A causal language model of transformers, from its configuration alone.
-
-    Args:
-        path: a ``config.json``, or the folder that it is in.
-        options: what of it is recomputed: whole layers, or nothing.
-        parallel: how it is spread over the ranks, without tensor parallelism.
-        layers: so many, instead of all.
+    """A causal language model of transformers, from its configuration alone: a ``config.json``, or
+    the folder that it is in. With all of its layers or so many.
 
     Raises:
         ValueError: there is no such file, it is of no causal language model that transformers has,
@@ -183,7 +157,9 @@ def swept_transformers(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(its, trust_remote_code=False)
         if options.activation_checkpointing == "full":
-            _checkpoint_layers(model)
+            # By transformers' own method: its name changed in 5.x.
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return WithLoss(wrap(_Logits(model), parallel, mesh))
 
     alike = _are_alike(whole, getattr(config, "layer_types", None), depth)
@@ -198,12 +174,7 @@ def swept_transformers(
 
 
 def _configured(path: Path) -> tuple[Any, nn.Module]:
-    """The configuration in a file or folder, and its model on meta.
-
-    Raises:
-        ValueError: it is no file of JSON within bounds, transformers itself has no such model, or
-            a count that is read from it is none.
-    """
+    """The configuration in a file or folder, and its model on meta."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -241,12 +212,6 @@ def _are_alike(model: nn.Module, types: Sequence[str] | None, depth: int) -> boo
         if i >= SHALLOW // 2
     }
     return len(kinds) <= 1
-
-
-def _checkpoint_layers(model: nn.Module) -> None:
-    """By transformers' own method: its name changed in 5.x."""
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})  # type: ignore[operator]
 
 
 class _Logits(nn.Module):

@@ -24,12 +24,7 @@ SWEEP_PLANS: tuple[SweepPlan, ...] = get_args(SweepPlan)
 def plans_of(step: OpenStep, graph: OpenGraph, bucketing: SweepPlan) -> list[OpenProgram]:
     """The candidates of a graph. That with which the others are compared is first: that by module;
     or, where a module's collectives depend on each other, so that it cannot be had, all of them
-    one by one.
-
-    Args:
-        step: the graph's.
-        graph: it.
-        bucketing: ``"auto"`` has several, the others one.
+    one by one. Only ``"auto"`` has others.
     """
     program = graph.program
     if bucketing == "none":

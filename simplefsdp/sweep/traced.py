@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import sympy
 import torch.distributed as dist
@@ -19,114 +18,83 @@ from inductor_passes.ir.sizes import formula_of, noted
 from inductor_passes.machine.cluster import Work
 from simplefsdp._torch.symbolic import opened
 from simplefsdp.provenance import carried_fqn
-from simplefsdp.simulation.rank_sizes import RankFormulas, with_ranks
+from simplefsdp.simulation.prediction import shards_of
+from simplefsdp.simulation.rank_sizes import with_ranks
 from simplefsdp.simulation.trace import TracedStep
 
-RANKS = "ranks"
+_GROWING = ("dp", "replicate")
 
 
 @dataclass(frozen=True)
 class OpenGraph:
-    """A forward or backward graph whose numbers are Sizes.
+    """A forward or backward graph whose numbers are Sizes."""
 
-    Attributes:
-        name: ``"forward"`` or ``"backward"``.
-        read: as it was read, for tests: all buffers that an eager run would have.
-        program: as it lies in memory once Inductor has fused it.
-        work: of its compute ops.
-    """
-
-    name: str
-    read: Program
-    program: Program
-    work: Mapping[str, Work]
-
-
-class RankGroup(NamedTuple):
-    """A process group of a mesh.
-
-    Attributes:
-        name: its own, as in the graph.
-        dim: name of the dimension of the mesh.
-        fixed: ranks of all other dimensions, so that it has ``ranks / fixed``; None for one that
-            has the same size among any number of ranks.
-    """
-
-    name: str
-    dim: str
-    fixed: int | None
+    name: str  # "forward" or "backward"
+    read: Program  # as it was read: all buffers that an eager run would have
+    program: Program  # as it lies in memory once Inductor has fused it
+    work: Mapping[str, Work]  # of its compute ops
 
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step whose sizes were left open.
+    """A step whose sizes were left open."""
 
-    Attributes:
-        graphs: forward and backward.
-        symbols: ``batch``, ``seq`` and ``ranks``, and what must hold of them.
-        fqns: of the parameters, in the order in which they are gathered.
-        parameters_nbytes: of a rank's shards, fp32.
-        dim_of: dimension of the mesh that each process group is of.
-    """
-
-    graphs: tuple[OpenGraph, ...]
-    symbols: Symbols
-    fqns: tuple[str, ...]
-    parameters_nbytes: int
-    dim_of: Mapping[str, str]
+    graphs: tuple[OpenGraph, ...]  # forward and backward
+    symbols: Symbols  # ``batch``, ``seq`` and ``ranks``, and what must hold of them
+    fqns: tuple[str, ...]  # of the parameters, in the order in which they are gathered
+    parameters_nbytes: int  # of a rank's shards, fp32
+    dim_of: Mapping[str, str]  # the dimension of the mesh that each process group is of
 
 
 def open_step(
-    step: TracedStep,
-    hints: Mapping[str, int],
-    groups: Sequence[RankGroup],
-    shards: frozenset[str],
+    step: TracedStep, hints: Mapping[str, int], dim_of: Mapping[str, str], fixed: int
 ) -> OpenStep:
     """Read a step that was traced inside :func:`simplefsdp._torch.symbolic.open_sizes`.
 
     Args:
         step: its graphs; call this in the process group that they were traced in.
         hints: of the open sizes.
-        groups: of the mesh.
-        shards: names of inputs that are parameters, though a graph may not gather them.
+        dim_of: the dimension of the mesh that each of its process groups is of, by name.
+        fixed: ranks of the dimensions that do not grow: those of data parallelism have the others.
 
     Raises:
         CellError: a size became a number while it was traced.
     """
     by_name, holds = opened(step.forward.graph, hints)
-    ranks = sympy.Symbol(RANKS, positive=True, integer=True)
-    sizes = {group.name: ranks / group.fixed for group in groups if group.fixed is not None}
-    formulas = RankFormulas(sizes, step.rows)
+    ranks = sympy.Symbol("ranks", positive=True, integer=True)
+    ranks_of = {group: ranks / fixed for group, dim in dim_of.items() if dim in _GROWING}
+    shards = shards_of(step.forward.graph)
     graphs, conditions, apart = [], set(holds), set[sympy.Basic]()
-    for group in groups:
-        if group.fixed is not None:  # alone it communicates nothing
-            alone = dist.get_world_size() == group.fixed
-            conditions.add(sympy.Eq(ranks, group.fixed) if alone else ranks > group.fixed)
+    if ranks_of:  # alone it communicates nothing
+        alone = dist.get_world_size() == fixed
+        conditions.add(sympy.Eq(ranks, fixed) if alone else ranks > fixed)
     for name, gm in (("forward", step.forward), ("backward", step.backward)):
         with noted() as notes:
-            graph, of_ranks = _open_graph(name, gm, formulas, shards)
+            graph, of_ranks = _open_graph(name, gm, ranks_of, step.rows, shards)
         differ = {note for note in notes if isinstance(note, sympy.Ne)}
         conditions |= notes - differ | of_ranks
         apart |= differ | _constants(graph.read)
         graphs.append(graph)
     forward = graphs[0].program
     nbytes = sum(forward.buffers[n].nbytes for n in forward.inputs if n in forward.resident)
-    known = {group.name for group in groups}
     starts = [op.collective for graph in graphs for _, op in graph.read.starts()]
-    if any(c is not None and c.group not in known for c in starts):
+    if any(c is not None and c.group not in dim_of for c in starts):
         conditions.add(sympy.Eq(ranks, dist.get_world_size()))  # nobody knows how those grow
-    names = {"batch": (), "seq": ()} | by_name | {RANKS: (ranks,)}
+    names = {"batch": (), "seq": ()} | by_name | {"ranks": (ranks,)}
     symbols = Symbols(names, frozenset(conditions), frozenset(apart))
-    dim_of = {group.name: group.dim for group in groups}
     return OpenStep(tuple(graphs), symbols, step.fqns, nbytes, dim_of)
 
 
 def _open_graph(
-    name: str, gm: GraphModule, formulas: RankFormulas, shards: frozenset[str]
+    name: str,
+    gm: GraphModule,
+    ranks_of: Mapping[str, sympy.Expr],
+    rows_of: Mapping[str, int],
+    shards: Collection[str],
 ) -> tuple[OpenGraph, set[sympy.Basic]]:
     reading = fx.read(gm.graph, carried_fqn)
-    program, holds = with_ranks(reading.program, formulas)
-    program = replace(program, resident=program.resident | shards.intersection(program.inputs))
+    program, holds = with_ranks(reading.program, ranks_of, rows_of)
+    program = replace(program, resident=program.resident | set(program.inputs).intersection(shards))
     reading = replace(reading, program=program)
     return OpenGraph(name, program, fused_program(reading), work_of(reading)), holds
 

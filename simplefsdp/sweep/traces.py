@@ -5,37 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from inductor_passes.ir.cells import CellError
 from inductor_passes.machine.cluster import Cluster, nodes_spanned
+from inductor_passes.machine.grid import OpenProgram
 from inductor_passes.rehearsal import no_garbage_collection
 from simplefsdp._torch.symbolic import open_sizes
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.layout import RankLayout, make_mesh, plan_layout
 from simplefsdp.models.options import ParallelOptions
 from simplefsdp.simulation.extrapolate_depth import trace_deep
-from simplefsdp.simulation.prediction import shards_of
-from simplefsdp.simulation.trace import TracedStep, averaging, trace
-from simplefsdp.sweep.cells import Cell, CellStep, PlannedStep, cell_steps, planned
+from simplefsdp.simulation.trace import TracedStep, trace
+from simplefsdp.sweep.cells import Cell, CellStep, cell_steps
 from simplefsdp.sweep.models import SweptModel
-from simplefsdp.sweep.plans import SweepPlan
-from simplefsdp.sweep.traced import OpenStep, RankGroup, open_step
+from simplefsdp.sweep.plans import SweepPlan, plans_of
+from simplefsdp.sweep.traced import OpenStep, open_step
 
-_GROWING = ("dp", "replicate")
 _BATCHES = (3, 5)  # no powers of two: products with them are like no sizes of a model
 _AT_ONCE = 2000  # cells: what is alive during 1,024 ops in each takes 16 MB
 
 
 class CellSweep:
-    """What a model takes in any cell.
-
-    Args:
-        model: to be traced.
-        parallel: how it is spread over the ranks.
-        cluster: the machine.
-        bucketing: what plans to choose from.
-    """
+    """What a model takes in any cell, spread over its ranks by ``parallel``, under the best of the
+    plans that ``bucketing`` has."""
 
     def __init__(
         self,
@@ -46,7 +38,8 @@ class CellSweep:
     ) -> None:
         self.model, self.parallel = model, parallel
         self.cluster, self.bucketing = cluster, bucketing
-        self.traced: list[PlannedStep] = []
+        # With the candidates for the plan of each of its graphs.
+        self.traced: list[tuple[OpenStep, list[list[OpenProgram]]]] = []
 
     def steps(self, cells: Sequence[Cell]) -> list[CellStep]:
         """The step in each cell; the model is traced anew where no trace holds yet.
@@ -65,19 +58,13 @@ class CellSweep:
             for at, its in of.items():
                 for first in range(0, len(its), _AT_ONCE):
                     some = its[first : first + _AT_ONCE]
-                    steps = cell_steps(self.traced[at], some, self.cluster, self._nodes_of)
+                    steps = cell_steps(*self.traced[at], some, self.cluster, self._nodes_of)
                     found.update(zip(some, steps, strict=True))
         return [found[cell] for cell in cells]
 
-    @property
-    def peak_tflops(self) -> float:
-        """Of a device, in the dtype that is computed in."""
-        dtype = "bfloat16" if self.parallel.mixed_precision == "bf16" else "float32"
-        return self.cluster.peak(dtype).tflops
-
     def _of(self, cell: Cell) -> int:
-        for at, planned_step in enumerate(self.traced):
-            if _holds(planned_step.step, cell):
+        for at, (step, _) in enumerate(self.traced):
+            if _holds(step, cell):
                 return at
         why = ""
         for batch in dict.fromkeys((*_BATCHES, max(2, cell.batch))):
@@ -89,7 +76,8 @@ class CellSweep:
                 why = f" ({error})"
                 continue
             if _holds(step, cell):
-                self.traced.append(planned(step, self.bucketing))
+                plans = [plans_of(step, graph, self.bucketing) for graph in step.graphs]
+                self.traced.append((step, plans))
                 return len(self.traced) - 1
         raise CellError(
             f"{self.model.name}: the graph of batch {cell.batch}, seq {cell.seq} and ranks "
@@ -106,45 +94,34 @@ class CellSweep:
 
             def traced(depth: int) -> tuple[TracedStep, nn.Module]:
                 model = self.model.build(depth, mesh)
-                averaging(model, self.cluster.averages)
                 with open_sizes(hints) as size:
                     model.to_empty(device="cpu")
                     inputs = self.model.inputs(size["batch"], size.get("seq"))
-                    return trace(model, *inputs, on_cpu=not self.cluster.averages), model
+                    return trace(model, *inputs, averages=self.cluster.averages), model
 
             step, _ = trace_deep(traced, self.model.layers, self.model.depth)
-            shards = frozenset(shards_of(step.forward.graph))
-            return open_step(step, hints, self._groups(mesh, layout), shards)
+            names = mesh.mesh_dim_names or ()
+            dim_of: dict[str, str] = {mesh.get_group(dim).group_name: dim for dim in names}
+            # Tensor parallelism does not grow, and neither do groups of shards that have copies.
+            hybrid = self.parallel.mode == "hybrid_shard"
+            return open_step(step, hints, dim_of, layout.tp * (layout.shard if hybrid else 1))
 
     def layout(self, ranks: int) -> RankLayout:
-        """How so many ranks are laid out.
-
-        Raises:
-            ValueError: they cannot be.
-        """
+        """How so many ranks are laid out."""
         return plan_layout(self.parallel, ranks, self.cluster.ranks_per_node)
-
-    def _groups(self, mesh: DeviceMesh, layout: RankLayout) -> list[RankGroup]:
-        """Only those of data parallelism grow: tensor parallelism's do not, and neither do groups
-        of shards that have copies."""
-        fixed = layout.tp * (layout.shard if self.parallel.mode == "hybrid_shard" else 1)
-        return [
-            RankGroup(mesh.get_group(dim).group_name, dim, fixed if dim in _GROWING else None)
-            for dim in mesh.mesh_dim_names or ()
-        ]
 
     def _nodes_of(self, ranks: int) -> Mapping[str, int]:
         """How many nodes a group of each dimension of the mesh spans."""
         layout = self.layout(ranks)
-        strides = {"tp": 1, "shard": layout.tp, "dp": layout.tp}
-        strides["replicate"] = layout.tp * layout.shard
-        sizes = {"tp": layout.tp, "shard": layout.shard, "dp": layout.dp}
-        sizes["replicate"] = layout.replicate
+        sizes_and_strides = {
+            "tp": (layout.tp, 1),
+            "shard": (layout.shard, layout.tp),
+            "dp": (layout.dp, layout.tp),
+            "replicate": (layout.replicate, layout.tp * layout.shard),
+        }
         return {
-            name: nodes_spanned(
-                range(0, sizes[name] * stride, stride), ranks, self.cluster.ranks_per_node
-            )
-            for name, stride in strides.items()
+            name: nodes_spanned(range(0, size * stride, stride), ranks, self.cluster.ranks_per_node)
+            for name, (size, stride) in sizes_and_strides.items()
         }
 
 

@@ -1,18 +1,29 @@
-"""What the training step calls: the model and its loss, compiled as one graph."""
+"""What a training step calls: the model with its loss as one graph, AdamW, the learning rate."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from inductor_passes.passes import PassError
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.models.build import WithLoss
 from simplefsdp.rank_guard import RankMismatchError
 from simplefsdp.step.compile_step import compile_step
-from simplefsdp.train.config import CompileOptions, TrainConfig, as_flags, backend_options
+from simplefsdp.train.config import (
+    CompileOptions,
+    OptimOptions,
+    TrainConfig,
+    as_flags,
+    backend_options,
+)
+
+_FINAL_LR_FRACTION = 0.1
 
 
 @contextmanager
@@ -48,16 +59,18 @@ def loss_of(model: nn.Module, options: CompileOptions) -> Any:
     return torch.compile(whole, backend="simplefsdp", options=backend_options(options))
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> Any:
-    """From tokens and targets of the last micro-batch, ``[b, s]`` each, to their mean loss and the
-    gradients' norm, the parameters updated: one program. None without ``--whole-step``."""
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, microbatches: int
+) -> Any:
+    """From tokens and targets of the last micro-batch, ``[b, s]`` each, to its share of the mean
+    loss and the gradients' norm, the parameters updated: one program. None without
+    ``--whole-step``."""
     if not config.compile.whole_step:
         return None
     with_loss = WithLoss(model)
-    share = 1 / micro_batches(config)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        return with_loss(tokens, targets) * share  # type: ignore[no-any-return]
+        return with_loss(tokens, targets) / microbatches  # type: ignore[no-any-return]
 
     return compile_step(
         loss_of,
@@ -67,6 +80,41 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainCon
     )
 
 
-def micro_batches(config: TrainConfig) -> int:
-    """How many a rank's part of a batch is cut into."""
-    return config.optim.gradient_accumulation_steps or 1
+def learning_rate(step: int, options: OptimOptions) -> float:
+    """Learning rate of update number ``step``, counted from 0.
+
+    Rises linearly to ``lr`` over ``warmup`` updates, then follows half a cosine down to
+    a tenth of it, which update ``steps - 1`` gets. A function of the step alone, so
+    there is no schedule state to save.
+    """
+    warmup = options.warmup
+    if step < warmup:
+        return options.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, options.steps - 1 - warmup))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return options.lr * (_FINAL_LR_FRACTION + (1.0 - _FINAL_LR_FRACTION) * cosine)
+
+
+def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; only matrices are decayed.
+
+    One parameter group per mesh as well, because one kernel for many parameters cannot mix DTensors
+    of different meshes (tensor-parallel parameters live on a larger one). On CUDA that kernel is
+    the whole update, which reads and writes each tensor once.
+    """
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+    on_cuda = all(p.device.type == "cuda" for parameters in groups.values() for p in parameters)
+    return torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": options.weight_decay if decayed else 0.0}
+            for (decayed, _), parameters in groups.items()
+        ],
+        lr=options.lr,
+        betas=(0.9, 0.95),
+        foreach=not on_cuda,
+        fused=on_cuda,
+    )

@@ -5,8 +5,8 @@ renames the folder. A checkpoint is therefore either complete under its name or 
 """
 
 import shutil
-import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,23 +30,6 @@ from simplefsdp.train import room, runs
 from simplefsdp.train.runs import TrainerState
 
 
-@dataclass(frozen=True)
-class SaveResult:
-    """How a save ended: ``error`` is None if it is on disk, complete."""
-
-    path: Path
-    step: int
-    seconds: float
-    error: str | None
-
-
-@dataclass(frozen=True)
-class _Pending:
-    future: Future[Any]
-    state: TrainerState
-    started: float
-
-
 def pinned_stager(device: torch.device) -> AsyncStager | None:
     """What copies tensors of ``device`` to host memory, for all saves; None for torch's default.
 
@@ -68,87 +51,96 @@ def pinned_stager(device: torch.device) -> AsyncStager | None:
     return DefaultStager(options)
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
     """Writes the checkpoints of one run; every rank holds one and makes the same calls.
 
     Saves use a process group of their own: they run beside training, and the order of collectives
-    in a group must be the same on all ranks.
+    in a group must be the same on all ranks. One that fails does not stop training: the next may
+    succeed. ``say`` is called with a line then, and ``error`` says why the latest checkpoint is
+    missing; rank 0 knows most, as it puts them in place. A checkpoint's tensors have ``nbytes``.
     """
 
-    def __init__(self, run: Path, keep: int, device: torch.device) -> None:
-        self._run = run
-        self._stager = pinned_stager(device)
-        self._keep = keep
+    run: Path
+    keep: int
+    device: torch.device
+    nbytes: int
+    say: Callable[[str], object]
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self._stager = pinned_stager(self.device)
         self._group: Any = dist.new_group(backend="gloo")
         self._leads = dist.get_rank() == 0
-        self._pending: _Pending | None = None
-        self._refused: SaveResult | None = None
+        self._pending: tuple[Future[Any], TrainerState] | None = None
         if self._leads:
-            (run / runs.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            for leftover in runs.leftovers(run):
+            (self.run / runs.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            for leftover in runs.leftovers(self.run):
                 runs.remove(leftover)
 
-    def save(self, tensors: dict[str, Any], state: TrainerState) -> SaveResult | None:
+    def save(self, tensors: dict[str, Any], state: TrainerState) -> None:
         """Begin to save; returns once the tensors are copied to host memory.
 
-        Waits for the save before, if it still runs, and returns its result. Nothing is written
-        where there is no room for all of it, as rank 0 sees it; then that is the next result.
+        Waits for the save before, if it still runs. Nothing is written where there is no room for
+        all of it, as rank 0 sees it.
         """
-        previous = self.wait()
-        complete = runs.step_folder(self._run, state.step)
-        if (short := self._shortage(tensors)) is not None:
-            self._refused = SaveResult(complete, state.step, 0.0, short)
-            return previous
-        folder = runs.temporary(complete)
+        self.wait()
+        if (short := self._shortage()) is not None:
+            self._ended(state.step, short)
+            return
         with warnings.catch_warnings():
             # async_save is marked experimental by a warning in some releases.
             warnings.simplefilter("ignore")
             future: Any = async_save(
                 tensors,
-                storage_writer=ChecksumWriter(folder),
+                storage_writer=ChecksumWriter(
+                    runs.temporary(runs.step_folder(self.run, state.step))
+                ),
                 process_group=self._group,
                 # A new one is what torch takes by itself, but not if it is given a writer.
                 async_stager=self._stager or DefaultStager(StagingOptions(*[False] * 4)),
             )
-        self._pending = _Pending(future, state, time.monotonic())
-        return previous
+        self._pending = future, state
 
-    def _shortage(self, tensors: dict[str, Any]) -> str | None:
+    def _shortage(self) -> str | None:
         """Why a checkpoint does not fit on the disk; on all ranks what rank 0 finds."""
         found = None
         if self._leads:
             try:
-                found = room.shortage(self._run, room.nbytes_of(tensors))
+                found = room.shortage(self.run, self.nbytes)
             except OSError as error:
                 found = f"{type(error).__name__}: {error}"
         return from_rank_zero(found)
 
-    def poll(self) -> SaveResult | None:
-        """The result of the running save if it has ended; never waits."""
-        if self._refused is None and (self._pending is None or not self._pending.future.done()):
-            return None
-        return self.wait()
+    def _ended(self, step: int, error: str | None) -> None:
+        self.error = error
+        if error:
+            self.say(f"warning: checkpoint of step {step} failed: {error}")
 
-    def wait(self) -> SaveResult | None:
+    def poll(self) -> None:
+        """Put the running save in place if it has ended; never waits."""
+        if self._pending is not None and self._pending[0].done():
+            self.wait()
+
+    def wait(self) -> None:
         """Wait for the running save, put it in place, and delete what ``keep`` does not cover."""
         if self._pending is None:
-            refused, self._refused = self._refused, None
-            return refused
-        pending, self._pending = self._pending, None
-        folder = runs.step_folder(self._run, pending.state.step)
+            return
+        (future, state), self._pending = self._pending, None
+        folder = runs.step_folder(self.run, state.step)
         error = None
         try:
-            pending.future.result()
+            future.result()
             if self._leads:
-                self._publish(folder, pending.state)
+                self._publish(folder, state)
         except CheckpointException as failure:
             rank, (cause, _) = next(iter(failure.failures.items()))
-            error = f"rank {rank}: {room.why_unsaved(self._run, cause)}"
+            error = f"rank {rank}: {room.why_unsaved(self.run, cause)}"
         except (OSError, ValueError) as failure:
-            error = f"rank 0: {room.why_unsaved(self._run, failure)}"
+            error = f"rank 0: {room.why_unsaved(self.run, failure)}"
         if error and self._leads:  # all ranks have ended their part of it
             shutil.rmtree(runs.temporary(folder), ignore_errors=True)
-        return SaveResult(folder, pending.state.step, time.monotonic() - pending.started, error)
+        self._ended(state.step, error)
 
     def _publish(self, folder: Path, state: TrainerState) -> None:
         written = runs.temporary(folder)
@@ -156,7 +148,7 @@ class CheckpointWriter:
         if folder.exists():  # not complete: a run does not go over checkpoints that are
             runs.remove(folder)
         written.rename(folder)
-        for old in runs.complete_checkpoints(self._run)[: -self._keep]:
+        for old in runs.complete_checkpoints(self.run)[: -self.keep]:
             doomed = runs.temporary(old)
             old.rename(doomed)
             runs.remove(doomed)

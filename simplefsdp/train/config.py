@@ -148,6 +148,9 @@ class PlanOptions:
     """Ranks to plan for. Default: those that would be started."""
 
 
+_OF_ONE_SESSION = {"resume", "stop_after", *vars(PlanOptions())}
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """All options of one training run, grouped as ``--help`` shows them."""
@@ -179,24 +182,16 @@ class TrainConfig:
         """Read what :meth:`to_json` wrote; options unknown to this version are left out.
 
         What belongs to one session only (``resume``, ``stop_after``, planning) is not taken over.
-
-        Raises:
-            ValueError: an option has a value of another type.
         """
         groups = {}
         for spec in dataclasses.fields(cls):
             options: Any = spec.default_factory
             types = get_type_hints(options)
             group = typed(saved.get(spec.name, {}), dict, spec.name)
-            values = {k: _read_option(k, v, types[k]) for k, v in group.items() if k in types}
+            known = types.keys() - _OF_ONE_SESSION
+            values = {k: _read_option(k, v, types[k]) for k, v in group.items() if k in known}
             groups[spec.name] = options(**values)
-        config = cls(**groups)
-        return dataclasses.replace(
-            config,
-            optim=dataclasses.replace(config.optim, stop_after=None),
-            run=dataclasses.replace(config.run, resume=None),
-            plan=PlanOptions(),
-        )
+        return cls(**groups)
 
 
 def _read_option(name: str, value: Any, of: Any) -> Any:
@@ -216,12 +211,13 @@ def _read_option(name: str, value: Any, of: Any) -> Any:
 
 def check_options(config: TrainConfig) -> None:
     """Raise ValueError, naming the flag, for values that no model, machine or data could allow."""
+    microbatch_size = config.optim.microbatch_size
     at_least = {
         "--seq-len": (config.data.seq_len, 2),
         "--global-batch-size": (config.data.global_batch_size, 1),
         "--steps": (config.optim.steps, 1),
         "--gradient-accumulation-steps": (config.optim.gradient_accumulation_steps, 1),
-        "--microbatch-size": (_number(config.optim.microbatch_size), 1),
+        "--microbatch-size": (None if microbatch_size == "auto" else microbatch_size, 1),
         "--microbatch-limit": (config.optim.microbatch_limit, 1),
         "--stop-after": (config.optim.stop_after, 1),
         "--warmup-steps": (config.optim.warmup_steps, 0),
@@ -240,10 +236,8 @@ def check_options(config: TrainConfig) -> None:
     for flag, (value, least) in at_least.items():
         if value is not None and not value >= least:
             raise ValueError(f"{flag} must be at least {least}, got {value}")
-    for flag, positive in (
-        ("--lr", config.optim.lr),
-        ("--max-grad-norm", config.optim.max_grad_norm),
-    ):
+    positives = {"--lr": config.optim.lr, "--max-grad-norm": config.optim.max_grad_norm}
+    for flag, positive in positives.items():
         if not 0 < positive < float("inf"):
             raise ValueError(f"{flag} must be a positive number, got {positive}")
     if abs(config.optim.seed) >= 2**40:
@@ -260,10 +254,6 @@ def check_options(config: TrainConfig) -> None:
         )
 
 
-def _number(value: int | str | None) -> int | None:
-    return None if isinstance(value, str) else value
-
-
 def _check_compile(options: CompileOptions) -> None:
     if options.whole_step and not options.compile:
         raise ValueError("--whole-step is compiled, so it does not go with --no-compile")
@@ -276,11 +266,8 @@ def _check_compile(options: CompileOptions) -> None:
 
 
 def _check_schedule(optim: OptimOptions) -> None:
+    run = f"the run (--steps {optim.steps})"
     if optim.stop_after is not None and optim.stop_after > optim.steps:
-        raise ValueError(
-            f"--stop-after {optim.stop_after} is past the end of the run (--steps {optim.steps})"
-        )
+        raise ValueError(f"--stop-after {optim.stop_after} is past the end of {run}")
     if optim.warmup > optim.steps:
-        raise ValueError(
-            f"--warmup-steps {optim.warmup} is longer than the run (--steps {optim.steps})"
-        )
+        raise ValueError(f"--warmup-steps {optim.warmup} is longer than {run}")

@@ -1,13 +1,11 @@
 """Real text as bytes: the corpus, and the batches each data-parallel rank trains on."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,9 +14,7 @@ from torch import Tensor
 
 from simplefsdp.models.configs import DOCUMENT_SEPARATOR
 
-MAX_CORPUS_NBYTES = 64 * 2**20
-"""What `load_corpus` reads at most by default: about a quarter of a second from a warm disk."""
-
+_MAX_NBYTES = 64 * 2**20  # about a quarter of a second from a warm disk
 PROMPT_NBYTES = 16  # of held-out text, with which a sample begins
 _VALIDATION_FRACTION = 0.05
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
@@ -29,14 +25,10 @@ _SKIPPED_STDLIB_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "i
 
 @dataclass(frozen=True)
 class Corpus:
-    """A byte-level corpus in memory.
+    """A byte-level corpus in memory: uint8 ``[n]`` to train on and ``[m]``, a twentieth of it, to
+    validate with, of documents separated by ``DOCUMENT_SEPARATOR``.
 
-    Attributes:
-        train: uint8 `[n]`, documents separated by `DOCUMENT_SEPARATOR`.
-        validation: uint8 `[m]`, about one twentieth of the corpus; shares no document with
-            `train` unless one document is so large that it has to be cut.
-        name: Where it comes from and how much of it was read, for people.
-        fingerprint: Hash of the bytes: the same on every machine that reads the same documents.
+    ``name`` is for people, and says how much was read; ``fingerprint`` is a hash of the bytes.
     """
 
     train: Tensor
@@ -45,24 +37,14 @@ class Corpus:
     fingerprint: str
 
 
-def load_corpus(path: Path | None = None, *, max_nbytes: int = MAX_CORPUS_NBYTES) -> Corpus:
-    """Reads a corpus of bytes; any encoding will do, nothing is decoded.
+def load_corpus(path: Path | None = None, *, max_nbytes: int = _MAX_NBYTES) -> Corpus:
+    """Read a corpus of bytes, at most so many; any encoding will do, nothing is decoded.
 
     A folder gives every regular file below it, a document each, without hidden files and folders
-    and without byte-identical copies. Documents are ordered by a hash of their relative path:
-    deterministic, and a fair sample where `max_nbytes` or the validation split cuts. The last
-    twentieth validates; the cut falls between documents where one ends near enough.
-
-    Args:
-        path: A file or folder; None means the `.py` sources of the standard library of the Python
-            that runs this, without its tests and without installed packages.
-        max_nbytes: Stop reading after this many bytes; `Corpus.name` says so.
-
-    Returns:
-        The corpus.
-
-    Raises:
-        ValueError: The path does not exist, cannot be read, or holds no bytes.
+    and without byte-identical copies; None the `.py` sources of Python's standard library, without
+    its tests. Documents are ordered by a hash of their relative path: deterministic, and a fair
+    sample where ``max_nbytes`` or the validation split cuts. The latter cuts between documents
+    where one ends near enough.
     """
     files, source = _find_documents(path)
     buffer, ends, complete = _read_documents(files, max_nbytes)
@@ -157,59 +139,37 @@ def _split_point(nbytes: int, ends: list[int]) -> int:
     return nearest if 2 * abs(nearest - wanted) <= held_out and nearest < nbytes else wanted
 
 
+@dataclass(eq=False)
 class ShardedBatches:
     """Batches of fixed-length sequences for one data-parallel rank, for ever.
 
-    Iterating yields `(inputs, targets)`, int64 `[global_batch_size / world_size, seq_len]` each;
-    targets are the inputs shifted by one. Every epoch visits the sequences in a new order that
-    depends on the seed alone; a remainder smaller than a global batch is left for another epoch.
-    The ranks' batches put together in rank order are the global batch, which is the same for any
-    number of ranks.
-
-    Args:
-        tokens: uint8 `[n]`, as in `Corpus`.
-        seq_len: Tokens per sequence.
-        global_batch_size: Sequences per step, all ranks together.
-        rank: This rank among the data-parallel ranks.
-        world_size: Number of data-parallel ranks.
-        seed: Seed of the order.
-        fingerprint: `Corpus.fingerprint`, by which a resumed run knows its corpus again.
-
-    Attributes:
-        epoch: The epoch of the latest batch, from 0.
-        batches_per_epoch: Global batches in one epoch that starts afresh.
-
-    Raises:
-        ValueError: A size does not fit, or the tokens are fewer than one global batch needs.
+    Iterating yields ``(inputs, targets)``, int64 ``[global_batch_size / world_size, seq_len]``
+    each, from ``tokens``, uint8 ``[n]``; targets are the inputs shifted by one. Every epoch visits
+    the sequences in a new order that depends on the seed alone; a remainder smaller than a global
+    batch is left for another epoch. The ranks' batches put together in rank order are the global
+    batch, which is the same for any number of ranks that divide it. By ``fingerprint``, the
+    corpus's, a resumed run knows it again.
     """
 
-    def __init__(
-        self,
-        tokens: Tensor,
-        *,
-        seq_len: int,
-        global_batch_size: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        fingerprint: str,
-    ) -> None:
-        _check_sizes(seq_len, global_batch_size, rank, world_size)
-        self._n_sequences = max(0, (tokens.numel() - 1) // seq_len)
-        if self._n_sequences < global_batch_size:
+    tokens: Tensor
+    _: KW_ONLY
+    seq_len: int
+    global_batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        self._n_sequences = max(0, (self.tokens.numel() - 1) // self.seq_len)
+        self.batches_per_epoch = self._n_sequences // self.global_batch_size
+        if not self.batches_per_epoch:
             raise ValueError(
-                f"a global batch of {global_batch_size} sequences of {seq_len} tokens needs "
-                f"{global_batch_size * seq_len + 1:,} bytes of text, got {tokens.numel():,}: use "
-                "more data, a smaller batch or a shorter sequence"
+                f"a global batch of {self.global_batch_size} sequences of {self.seq_len} tokens "
+                f"needs {self.global_batch_size * self.seq_len + 1:,} bytes of text, got "
+                f"{self.tokens.numel():,}: use more data, a smaller batch or a shorter sequence"
             )
-        self.batches_per_epoch = self._n_sequences // global_batch_size
         self.epoch = 0
-        self._tokens = tokens
-        self._seq_len = seq_len
-        self._global_batch_size = global_batch_size
-        self._local = global_batch_size // world_size
-        self._first = rank * self._local
-        self._identity = {"fingerprint": fingerprint, "seq_len": seq_len, "seed": seed}
         self._cursor = 0  # sequences of this epoch that are behind us, over all ranks
         self._order = self._epoch_order()
 
@@ -217,27 +177,28 @@ class ShardedBatches:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        if self._cursor + self._global_batch_size > self._n_sequences:
+        if self._cursor + self.global_batch_size > self._n_sequences:
             self.epoch, self._cursor = self.epoch + 1, 0
             self._order = self._epoch_order()
-        first = self._cursor + self._first
-        starts = self._order[first : first + self._local, None] * self._seq_len
-        self._cursor += self._global_batch_size
-        window = self._tokens[starts + torch.arange(self._seq_len + 1)].long()
+        own = self.global_batch_size // self.world_size
+        first = self._cursor + self.rank * own
+        starts = self._order[first : first + own, None] * self.seq_len
+        self._cursor += self.global_batch_size
+        window = self.tokens[starts + torch.arange(self.seq_len + 1)].long()
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the latest batch: the same on every rank, ints and strings only."""
-        return {"epoch": self.epoch, "cursor": self._cursor, **self._identity}
+        return {"epoch": self.epoch, "cursor": self._cursor, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken, on any number of ranks.
+        """Continue where ``state`` was taken, on any number of ranks.
 
         Raises:
-            ValueError: `state` comes from another corpus, sequence length or seed, or is damaged;
+            ValueError: it comes from another corpus, sequence length or seed, or is damaged;
                 nothing is changed then.
         """
-        for name, ours in self._identity.items():
+        for name, ours in self._identity().items():
             if name not in state or state[name] != ours:
                 raise ValueError(
                     f"cannot resume the data position: it was saved with {name} = "
@@ -245,11 +206,10 @@ class ShardedBatches:
                     "data, sequence length and seed, or start a new run"
                 )
         epoch, cursor = state.get("epoch"), state.get("cursor")
-        if not (
-            isinstance(epoch, int)
-            and isinstance(cursor, int)
-            and epoch >= 0
-            and 0 <= cursor <= self._n_sequences
+        if (
+            not (isinstance(epoch, int) and isinstance(cursor, int))
+            or epoch < 0
+            or not 0 <= cursor <= self._n_sequences
         ):
             raise ValueError(
                 f"damaged data position: epoch {epoch!r}, cursor {cursor!r} of "
@@ -258,23 +218,11 @@ class ShardedBatches:
         self.epoch, self._cursor = epoch, cursor
         self._order = self._epoch_order()
 
+    def _identity(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint, "seq_len": self.seq_len, "seed": self.seed}
+
     def _epoch_order(self) -> Tensor:
         # A hash, so that no seed's epoch 1 is another seed's epoch 0.
-        digest = hashlib.sha256(f"{self._identity['seed']} {self.epoch}".encode()).digest()
+        digest = hashlib.sha256(f"{self.seed} {self.epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         return torch.randperm(self._n_sequences, generator=generator)
-
-
-def _check_sizes(seq_len: int, global_batch_size: int, rank: int, world_size: int) -> None:
-    for name, size in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be in 0..{world_size - 1} for {world_size} ranks, got {rank}")
-    if global_batch_size % world_size:
-        lower = global_batch_size // world_size * world_size
-        nearest = f"{lower} or {lower + world_size}" if lower else f"{world_size}"
-        raise ValueError(
-            f"global batch of {global_batch_size} sequences does not divide among {world_size} "
-            f"data-parallel ranks: use {nearest}"
-        )

@@ -1,8 +1,8 @@
 """What the user sees while training: a live line on a terminal, plain lines elsewhere."""
 
 import logging
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -20,44 +20,11 @@ from simplefsdp.train.metrics import EvalRecord, StepRecord
 class Display:
     """The terminal of a run; on ranks other than 0 it says nothing."""
 
-    def __init__(self, *, first_step: int, last_step: int, enabled: bool) -> None:
-        self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
-        self._live = enabled and self._console.is_terminal
+    def __init__(self, console: Console, progress: Progress, first_step: int, last_step: int):
+        self._console = console
+        self._progress = progress
         self._last_step = last_step
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(compact=True),
-            console=self._console,
-            disable=not self._live,
-            transient=True,
-        )
-        self._task = self._progress.add_task("", total=last_step, completed=first_step, text="")
-        self._log_handler = _ConsoleHandler(self)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        logger = logging.getLogger("simplefsdp")
-        self._before = logger.level, logger.propagate
-        logger.addHandler(self._log_handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        logger = logging.getLogger("simplefsdp")
-        logger.removeHandler(self._log_handler)
-        level, logger.propagate = self._before
-        logger.setLevel(level)
-        self._progress.stop()
+        self._task = progress.add_task("", total=last_step, completed=first_step, text="")
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -65,7 +32,7 @@ class Display:
 
     def busy(self, doing: str) -> None:
         """Show what the next seconds go to, until the next report."""
-        if self._live:
+        if not self._progress.disable:
             self._progress.update(self._task, description=doing, text="")
         else:
             self.say(f"{doing} ...")
@@ -73,7 +40,7 @@ class Display:
     def report(self, record: StepRecord) -> None:
         """Show one step."""
         text = describe(record)
-        if self._live:
+        if not self._progress.disable:
             self._progress.update(
                 self._task, description="training", completed=record.step, text=text
             )
@@ -101,8 +68,38 @@ def describe(record: StepRecord) -> str:
     return "  ".join(parts)
 
 
-class _ConsoleHandler(logging.Handler):
-    """Log lines of the library go through the console, so that they do not break the live line."""
+@contextmanager
+def open_display(first_step: int, last_step: int, *, enabled: bool) -> Iterator[Display]:
+    """A display, inside of which what the library logs goes through it, too."""
+    console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        disable=not (enabled and console.is_terminal),
+        transient=True,
+    )
+    logger = logging.getLogger("simplefsdp")
+    before = logger.level, logger.propagate
+    with progress:
+        display = Display(console, progress, first_step, last_step)
+        logger.addHandler(handler := _DisplayHandler(display))
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield display
+        finally:
+            logger.removeHandler(handler)
+            level, logger.propagate = before
+            logger.setLevel(level)
+
+
+class _DisplayHandler(logging.Handler):
+    """A log line that goes elsewhere would break the live line."""
 
     def __init__(self, display: Display) -> None:
         super().__init__()

@@ -1,19 +1,19 @@
 """Planning: what each rank would hold, from meta tensors and a process group that is not there."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn import Parameter
+from rich.table import Column, Table
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from simplefsdp.frontend.placement import local_nbytes
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.build import wrapped_model
 from simplefsdp.models.layout import RankLayout, make_mesh, precision_policy
 from simplefsdp.train import elastic
+from simplefsdp.train.build import make_optimizer
 from simplefsdp.train.config import TrainConfig
-from simplefsdp.train.optim import allocate_state, make_optimizer
 from simplefsdp.words import plural
 
 
@@ -21,14 +21,9 @@ from simplefsdp.words import plural
 class MemoryPlan:
     """Bytes of what stays in memory between steps on rank 0, which holds the most of all ranks.
 
-    Attributes:
-        n_parameters: parameters of the whole model.
-        parameters_nbytes: shards of the parameters.
-        gradients_nbytes: shards of their gradients.
-        deferred_nbytes: full gradients of micro-batches that are not reduced yet.
-        optimizer_nbytes: AdamW's two moments and step counters.
-        largest_gather_nbytes: the largest parameter gathered, in the dtype it is computed in;
-            some of these come on top while a step runs, as do the activations.
+    ``deferred_nbytes`` are full gradients of micro-batches that are not reduced yet. On top while a
+    step runs come activations and gathered parameters: ``largest_gather_nbytes`` is of the largest,
+    in the dtype that it is computed in.
     """
 
     n_parameters: int
@@ -51,70 +46,53 @@ def plan_memory(config: TrainConfig, layout: RankLayout) -> MemoryPlan:
         mesh = make_mesh(layout, config.parallel, "cpu")
         model = wrapped_model(config.model, config.parallel, mesh)
         optimizer = make_optimizer(model, config.optim)
-        allocate_state(optimizer)
+        states: Any = get_optimizer_state_dict(model, optimizer)["state"]  # which makes them
         parameters = list(model.parameters())
         # What is planned here runs on GPUs, so "auto" means what it means there.
         policy = precision_policy(config.parallel, "cuda")
         compute_dtype = policy.param_dtype if policy else None
+        reduce_dtype = policy.reduce_dtype if policy else None
         return MemoryPlan(
             n_parameters=sum(p.numel() for p in parameters),
             parameters_nbytes=local_nbytes(parameters),
             gradients_nbytes=local_nbytes(p for p in parameters if p.requires_grad),
-            deferred_nbytes=_deferred_nbytes(config, layout, parameters, policy),
-            optimizer_nbytes=local_nbytes(
-                value for state in optimizer.state.values() for value in state.values()
+            deferred_nbytes=0
+            if elastic.divide(config, layout.dp).microbatches == 1
+            else sum(
+                p.numel() // layout.tp * (reduce_dtype or p.dtype).itemsize
+                for p in parameters
+                if p.requires_grad
             ),
+            optimizer_nbytes=local_nbytes(v for state in states.values() for v in state.values()),
             largest_gather_nbytes=max(
                 p.numel() // layout.tp * (compute_dtype or p.dtype).itemsize for p in parameters
             ),
         )
 
 
-def _deferred_nbytes(
-    config: TrainConfig,
-    layout: RankLayout,
-    parameters: list[Parameter],
-    policy: MixedPrecisionPolicy | None,
-) -> int:
-    if elastic.divide(config, layout.dp).microbatches == 1:
-        return 0
-    reduce_dtype = policy.reduce_dtype if policy else None
-    return sum(
-        p.numel() // layout.tp * (reduce_dtype or p.dtype).itemsize
-        for p in parameters
-        if p.requires_grad
-    )
-
-
 def print_plan(config: TrainConfig, layout: RankLayout, plan: MemoryPlan) -> None:
-    """Print a :class:`MemoryPlan` as a table."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"--model {config.model.model}: {plan.n_parameters:,} parameters, "
         f"--mode {config.parallel.mode} on {plural(layout.world_size, 'rank')} "
         f"(replicate {layout.replicate} x shard {layout.shard} x tp {layout.tp})"
     )
-    at_once = elastic.at_once(config, layout.dp)
-    times = elastic.divide(config, layout.dp).microbatches
+    batch = elastic.divide(config, layout.dp)
     console.print(
-        f"{plural(at_once, 'sequence')} at once on a rank, {plural(times, 'time')} a step"
+        f"{plural(batch.at_once, 'sequence')} at once on a rank, "
+        f"{plural(batch.microbatches, 'time')} a step"
     )
-    table = Table("per rank", "bytes", "GiB")
-    for column in table.columns[1:]:
-        column.justify = "right"
     rows = {
         "parameters": plan.parameters_nbytes,
         "gradients": plan.gradients_nbytes,
-        "gradients not reduced": plan.deferred_nbytes,
+        **({"gradients not reduced": plan.deferred_nbytes} if plan.deferred_nbytes else {}),
         "optimizer (AdamW)": plan.optimizer_nbytes,
         "total": plan.total_nbytes,
     }
+    table = Table("per rank", Column("bytes", justify="right"), Column("GiB", justify="right"))
     for name, nbytes in rows.items():
-        if name == "gradients not reduced" and not nbytes:
-            continue
-        if name == "total":
-            table.add_section()
-        table.add_row(name, f"{nbytes:,}", f"{nbytes / 2**30:.3f}")
+        last = name == "optimizer (AdamW)"
+        table.add_row(name, f"{nbytes:,}", f"{nbytes / 2**30:.3f}", end_section=last)
     console.print(table)
     console.print(
         "on top while a step runs: activations, and gathered parameters (the largest is "

@@ -10,8 +10,6 @@ torchrun (2.11 to 2.15) lets a machine join later only where ``TORCH_DISABLE_SHA
 is 1: else the first machine tells newcomers no address, and all fail after a minute.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 
@@ -20,17 +18,19 @@ from simplefsdp.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Batch:
-    """How a global batch is divided.
-
-    Attributes:
-        sequences: of all ranks, in a step.
-        microbatches: that each rank cuts its part into.
-        notice: what a user is to be told of it, or None.
+    """How a global batch of ``sequences`` is divided: among data-parallel ``ranks``, each of which
+    cuts its part into ``microbatches``; and what a user is to be told of it.
     """
 
     sequences: int
+    ranks: int
     microbatches: int
     notice: str | None = None
+
+    @property
+    def at_once(self) -> int:
+        """Sequences that each rank computes at once."""
+        return self.sequences // self.ranks // self.microbatches
 
 
 def restarts() -> int:
@@ -59,13 +59,13 @@ def divide(config: TrainConfig, ranks: int) -> Batch:
     sequences, at_once = config.data.global_batch_size, _microbatch_size(config, ranks)
     own = max(1, sequences // ranks)
     count = next(n for n in range(1, own + 1) if own % n == 0 and own // n <= at_once)
-    if own * ranks == sequences:
-        return Batch(sequences, count)
-    notice = (
-        f"global batch of {own * ranks} sequences for now: {sequences} do not divide among {ranks} "
-        "data-parallel ranks"
-    )
-    return Batch(own * ranks, count, notice)
+    notice = None
+    if own * ranks != sequences:
+        notice = (
+            f"global batch of {own * ranks} sequences for now: {sequences} do not divide among "
+            f"{ranks} data-parallel ranks"
+        )
+    return Batch(own * ranks, ranks, count, notice)
 
 
 def for_any_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
@@ -82,21 +82,6 @@ def for_any_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
         microbatch_limit=None,
     )
     return replace(config, optim=optim)
-
-
-def for_these_ranks(config: TrainConfig, batch: Batch) -> TrainConfig:
-    """``config`` with the batch that these ranks train on."""
-    return replace(
-        config,
-        data=replace(config.data, global_batch_size=batch.sequences),
-        optim=replace(config.optim, gradient_accumulation_steps=batch.microbatches),
-    )
-
-
-def at_once(config: TrainConfig, ranks: int) -> int:
-    """Sequences that each of so many data-parallel ranks computes at once."""
-    batch = divide(config, ranks)
-    return batch.sequences // ranks // batch.microbatches
 
 
 def _microbatch_size(config: TrainConfig, ranks: int) -> int:

@@ -12,13 +12,15 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from simplefsdp.frontend.control import reshard, unshard
-from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models.build import cross_entropy
+from simplefsdp.train import preflight
+from simplefsdp.train.data import PROMPT_NBYTES
 from simplefsdp.train.metrics import EvalRecord
+from simplefsdp.train.session import Session
 
 _WINDOW = 128
 _SMALL_NBYTES = 10**9  # in fp32, of what is kept as it is gathered
@@ -27,26 +29,27 @@ _BYTE_VALUES = 256
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    *,
-    n_batches: int,
-    at_once: int,
-    step: int,
-    rank: Rank,
-) -> EvalRecord:
-    """Mean loss over the next ``n_batches`` global batches, of which a rank computes so many
-    sequences at once; the same on every rank."""
-    total = torch.zeros((), device=rank.device)
-    with _gathered_once(model):
+def evaluate(session: Session) -> EvalRecord:
+    """Mean loss over held-out batches, always the same ones; the same on every rank."""
+    session.display.busy("evaluating")
+    plan, device = session.plan, session.rank.device
+    batches = preflight.batches(
+        plan.config, session.corpus, plan.batch, session.dp_rank, held_out=True
+    )
+    n_batches = min(plan.config.run.eval_batches, batches.batches_per_epoch)
+    total = torch.zeros((), device=device)
+    with _gathered_once(session.model):
         for inputs, targets in itertools.islice(batches, n_batches):
-            for some, wanted in zip(inputs.split(at_once), targets.split(at_once), strict=True):
-                part = cross_entropy(model(some.to(rank.device)), wanted.to(rank.device))
+            at_once = (part.split(plan.batch.at_once) for part in (inputs, targets))
+            for some, wanted in zip(*at_once, strict=True):
+                part = cross_entropy(session.model(some.to(device)), wanted.to(device))
                 total += part * (len(some) / len(inputs))
     dist.all_reduce(total)
-    loss = total.item() / (n_batches * rank.world_size)
-    return EvalRecord(step, loss, loss / math.log(2))
+    loss = total.item() / (n_batches * session.rank.world_size)
+    record = EvalRecord(session.step, loss, loss / math.log(2))
+    if session.metrics:
+        session.metrics.write(record)
+    return record
 
 
 @contextmanager
@@ -64,21 +67,22 @@ def _gathered_once(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompt: Tensor, *, n_tokens: int, seed: int, rank: Rank) -> str:
-    """Continue ``prompt`` (uint8 ``[n]``) by ``n_tokens`` bytes; the same on every rank.
+def sample(session: Session) -> str:
+    """Continue the beginning of the held-out text; the same on every rank.
 
     The model always sees a window of one length, the unused end of which causal attention hides.
     Rank 0 chooses each byte, so that rounding cannot lead ranks to different texts.
     """
-    generator = torch.Generator().manual_seed(seed)
-    text = prompt.long()
-    with _gathered_once(model):
-        for _ in range(n_tokens):
+    config, device = session.plan.config, session.rank.device
+    generator = torch.Generator().manual_seed(config.optim.seed)
+    text = session.corpus.validation[:PROMPT_NBYTES].long()
+    with _gathered_once(session.model):
+        for _ in range(config.run.sample_tokens):
             seen = text[-_WINDOW:]
-            window = F.pad(seen, (0, _WINDOW - len(seen)))[None].to(rank.device)
-            logits = model(window)[0, len(seen) - 1, :_BYTE_VALUES].float().cpu()
+            window = F.pad(seen, (0, _WINDOW - len(seen)))[None].to(device)
+            logits = session.model(window)[0, len(seen) - 1, :_BYTE_VALUES].float().cpu()
             weights = torch.softmax(logits / _TEMPERATURE, dim=-1)
-            chosen = torch.multinomial(weights, 1, generator=generator).to(rank.device)
+            chosen = torch.multinomial(weights, 1, generator=generator).to(device)
             dist.broadcast(chosen, src=0)
             text = torch.cat((text, chosen.cpu()))
     return bytes(text.tolist()).decode(errors="replace")

@@ -1,7 +1,5 @@
 """``--microbatch-size auto``: as many sequences at once as a rank has memory for, by prediction."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,15 +29,6 @@ def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
 
     The step is traced without memory, in a process of its own: this one may be a rank, and a
     launcher must not occupy a device.
-
-    Args:
-        config: of a run.
-        layout: of its ranks.
-        device: what kind of device they run on, which says what ``--mixed-precision auto`` is.
-
-    Raises:
-        ValueError: not one sequence fits, nothing can be predicted of how the model is run, what
-            is to be found is also given, or the process ended without an answer.
     """
     if config.optim.microbatch_size != "auto":
         return config
@@ -89,13 +78,11 @@ def _check(config: TrainConfig) -> None:
 
 
 def largest_microbatch(config: TrainConfig, layout: RankLayout, cluster: Cluster) -> int:
-    """The most sequences that fit in nine tenths of a device's memory, up to a rank's part.
+    """The most sequences that fit in nine tenths of a device's memory, up to a rank's part; a
+    ValueError says how much one takes, if none does.
 
     If that part does not fit as a whole, the full gradients that wait for its last piece take
     their room.
-
-    Raises:
-        ValueError: not one sequence fits; says how much it takes.
     """
     part = max(1, config.data.global_batch_size // layout.dp)
     sweep = CellSweep(

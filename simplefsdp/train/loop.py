@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,26 +14,17 @@ from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.launcher.errors import RunFailed
 from simplefsdp.launcher.ranks import Rank, from_rank_zero
 from simplefsdp.models import config_of, flops_per_token
-from simplefsdp.train import elastic, preflight, runs
-from simplefsdp.train.build import micro_batches
-from simplefsdp.train.checkpoint import SaveResult
-from simplefsdp.train.data import PROMPT_NBYTES
+from simplefsdp.train import runs
+from simplefsdp.train.build import learning_rate
 from simplefsdp.train.evaluate import evaluate, sample
-from simplefsdp.train.metrics import (
-    EvalRecord,
-    StepRecord,
-    peak_flops,
-    peak_memory_nbytes,
-)
-from simplefsdp.train.optim import learning_rate, set_learning_rate
+from simplefsdp.train.metrics import EvalRecord, StepRecord, peak_flops, peak_memory_nbytes
 from simplefsdp.train.preflight import RunPlan
 from simplefsdp.train.runs import TrainerState
 from simplefsdp.train.session import Session, open_session
 from simplefsdp.train.state import training_state
 
 
-@dataclass(frozen=True)
-class _Update:
+class _Update(NamedTuple):
     """What one update measured on this rank; tensors, so that the device need not be waited for."""
 
     loss: Tensor
@@ -53,19 +44,19 @@ def train(plan: RunPlan, rank: Rank) -> int:
     with open_session(plan, rank) as session:
         if plan.config.compile.compile:
             begin_preparing(plan.config.compile.executor, rank.device.type)
-        before = _evaluate(session) if session.step == 0 else None
+        before = evaluate(session) if session.step == 0 else None
         if before:
             session.display.report_eval(before)
         reports = _train_steps(session)
-        _note_save(session, session.checkpoints.wait())
-        save_error = from_rank_zero(session.save_error)  # only rank 0 publishes checkpoints
+        session.checkpoints.wait()
+        save_error = from_rank_zero(session.checkpoints.error)  # only rank 0 publishes them
         if save_error:
             raise RunFailed(f"the last checkpoint was not saved: {save_error}")
         if session.stopped_by:
             session.display.say(f"stopped at step {session.step}; {_how_to_go_on(session)}")
             dist.barrier()  # a launcher ends rank 0 as soon as another has left
             return 128 + session.stopped_by
-        after = _evaluate(session)
+        after = evaluate(session)
         _summarise(session, reports, before, after)
     return 0
 
@@ -82,7 +73,7 @@ def _train_steps(session: Session) -> list[StepRecord]:
         session.stopped_by = _agree_to_stop(session.stop.received)
         if not _is_report_due(session):
             # What is on disk counts from now on, or a rank lost before the next report loses more.
-            _note_save(session, session.checkpoints.poll())
+            session.checkpoints.poll()
             continue
         loss = _mean(update.loss)
         seconds = (time.perf_counter() - clock) / (session.step - step_then)
@@ -90,8 +81,8 @@ def _train_steps(session: Session) -> list[StepRecord]:
         reports = [*reports[:1], record]
         _report(session, record)
         _save_or_poll(session)
-        if _is_eval_due(session):
-            session.display.report_eval(_evaluate(session))
+        if _is_due(session, config.run.eval_every) and session.step != config.last_step:
+            session.display.report_eval(evaluate(session))
         session.stop.listen()
         clock, step_then = time.perf_counter(), session.step
     return reports
@@ -102,8 +93,9 @@ def _update(session: Session) -> _Update:
     device = session.rank.device
     inputs, targets = (t.to(device, non_blocking=True) for t in next(session.batches))
     lr = learning_rate(session.step, optim)
-    set_learning_rate(session.optimizer, lr)
-    count = micro_batches(session.plan.config)
+    for group in session.optimizer.param_groups:
+        group["lr"] = lr
+    count = session.plan.batch.microbatches
     parts = list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
     if session.whole_step is not None:
         loss = _accumulate(session, parts[:-1], count)
@@ -128,19 +120,6 @@ def _accumulate(session: Session, parts: list[tuple[Tensor, Tensor]], count: int
     return total
 
 
-def _is_save_due(session: Session) -> bool:
-    every = session.plan.config.run.checkpoint_every
-    at_end = session.step == session.plan.config.last_step or session.stopped_by != 0
-    return every > 0 and (at_end or session.step % every == 0)
-
-
-def _is_eval_due(session: Session) -> bool:
-    """At the last step, the end of the run evaluates anyway."""
-    every = session.plan.config.run.eval_every
-    at_end = session.step == session.plan.config.last_step
-    return every > 0 and session.step % every == 0 and not at_end
-
-
 def _is_report_due(session: Session) -> bool:
     """The same on every rank: a report is a collective.
 
@@ -148,8 +127,12 @@ def _is_report_due(session: Session) -> bool:
     """
     run, plan = session.plan.config.run, session.plan
     at_ends = session.step in (plan.first_step + 1, plan.config.last_step)
-    every = [n for n in (run.log_every, run.eval_every, run.checkpoint_every) if n]
-    return at_ends or session.stopped_by != 0 or any(session.step % n == 0 for n in every)
+    every = (run.log_every, run.eval_every, run.checkpoint_every)
+    return at_ends or session.stopped_by != 0 or any(_is_due(session, n) for n in every)
+
+
+def _is_due(session: Session, every: int) -> bool:
+    return every > 0 and session.step % every == 0
 
 
 def _agree_to_stop(signal: int) -> int:
@@ -171,7 +154,7 @@ def _mean(loss: Tensor) -> float:
 
 def _record(session: Session, update: _Update, loss: float, step_s: float) -> StepRecord:
     config, rank = session.plan.config, session.rank
-    tokens_per_s = config.data.global_batch_size * config.data.seq_len / step_s
+    tokens_per_s = session.plan.batch.sequences * config.data.seq_len / step_s
     peak = peak_flops(rank.device)
     flops = flops_per_token(config_of(config.model.model), config.data.seq_len)
     return StepRecord(
@@ -188,7 +171,7 @@ def _record(session: Session, update: _Update, loss: float, step_s: float) -> St
 
 def _report(session: Session, record: StepRecord) -> None:
     if not math.isfinite(record.loss) or not math.isfinite(record.grad_norm):
-        _note_save(session, session.checkpoints.wait())  # it is from before, and good
+        session.checkpoints.wait()  # it is from before, and good
         saved = runs.complete_checkpoints(session.plan.out) if session.rank.rank == 0 else []
         # Rank 0 has put it in place; another may look before that.
         last = from_rank_zero(str(saved[-1]) if saved else "none")
@@ -197,22 +180,15 @@ def _report(session: Session, record: StepRecord) -> None:
             f"or lengthen --warmup-steps; last checkpoint: {last}"
         )
     session.display.report(record)
-    _write_metrics(session, record)
-
-
-def _write_metrics(session: Session, record: StepRecord | EvalRecord) -> None:
-    """A record that cannot be written does not stop training: the next one may be."""
-    if session.metrics is None:
-        return
-    try:
+    if session.metrics:
         session.metrics.write(record)
-    except OSError as error:
-        session.display.say(f"warning: metrics of step {record.step} are not written: {error}")
 
 
 def _save_or_poll(session: Session) -> None:
-    if not _is_save_due(session):
-        _note_save(session, session.checkpoints.poll())
+    every = session.plan.config.run.checkpoint_every
+    at_end = session.step == session.plan.config.last_step or session.stopped_by != 0
+    if not every or not (at_end or _is_due(session, every)):
+        session.checkpoints.poll()
         return
     state = TrainerState(
         step=session.step,
@@ -223,33 +199,7 @@ def _save_or_poll(session: Session) -> None:
     tensors = training_state(
         session.model, session.optimizer, session.rank.rank, session.rank.device
     )
-    _note_save(session, session.checkpoints.save(tensors, state))
-    _note_save(session, session.checkpoints.poll())  # it may be refused at once
-
-
-def _note_save(session: Session, result: SaveResult | None) -> None:
-    """A save that failed does not stop training: the next one may succeed."""
-    if result is None:
-        return
-    session.save_error = result.error
-    if result.error:
-        session.display.say(f"warning: checkpoint of step {result.step} failed: {result.error}")
-
-
-def _evaluate(session: Session) -> EvalRecord:
-    plan = session.plan
-    session.display.busy("evaluating")
-    batches = preflight.held_out_batches(plan.config, session.corpus, plan.layout, session.dp_rank)
-    record = evaluate(
-        session.model,
-        batches,
-        n_batches=min(plan.config.run.eval_batches, batches.batches_per_epoch),
-        at_once=elastic.at_once(plan.config, plan.layout.dp),
-        step=session.step,
-        rank=session.rank,
-    )
-    _write_metrics(session, record)
-    return record
+    session.checkpoints.save(tensors, state)
 
 
 def _summarise(
@@ -265,15 +215,7 @@ def _summarise(
     )
     if config.run.sample_tokens:
         session.display.busy("sampling")
-        prompt = session.corpus.validation[:PROMPT_NBYTES]
-        text = sample(
-            session.model,
-            prompt,
-            n_tokens=config.run.sample_tokens,
-            seed=config.optim.seed,
-            rank=session.rank,
-        )
-        say(f"sample: {text!r}")
+        say(f"sample: {sample(session)!r}")
     say(f"metrics: {out / runs.METRICS}; tensorboard --logdir {out / runs.TENSORBOARD}")
     say(_how_to_go_on(session))
 

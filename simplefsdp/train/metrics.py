@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,27 +21,16 @@ _PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One report of the training loop.
-
-    Attributes:
-        step: updates done.
-        loss: mean cross entropy over all ranks' tokens, in nats per token, before the update.
-        lr: learning rate of the update.
-        grad_norm: global gradient norm before clipping.
-        step_s: seconds per step since the last report.
-        tokens_per_s: tokens per second, all ranks together.
-        peak_memory_nbytes: most memory in use on rank 0: of the GPU, or of the process on CPU.
-        mfu: model FLOPs utilisation, 0 to 1; None where the device's peak is not known.
-    """
+    """One report of the training loop, after ``step`` updates."""
 
     step: int
-    loss: float
+    loss: float  # mean cross entropy over all ranks' tokens, in nats per token, before the update
     lr: float
-    grad_norm: float
-    step_s: float
-    tokens_per_s: float
-    peak_memory_nbytes: int
-    mfu: float | None
+    grad_norm: float  # before clipping
+    step_s: float  # mean since the last report
+    tokens_per_s: float  # of all ranks together
+    peak_memory_nbytes: int  # of rank 0
+    mfu: float | None  # model FLOPs utilisation, 0 to 1; None where the device's peak is not known
 
 
 @dataclass(frozen=True)
@@ -72,16 +62,18 @@ class MetricsWriter:
     """Appends records to ``metrics.jsonl`` and TensorBoard; use it on rank 0 only.
 
     When a run resumes at ``step``, what was written beyond it is dropped first, so that the files
-    show one curve as if it had never stopped.
+    show one curve as if it had never stopped. A record that cannot be written does not stop
+    training: ``say`` tells of it, the line is kept and written with the next, and TensorBoard gets
+    nothing more.
     """
 
-    def __init__(self, run: Path, step: int) -> None:
+    def __init__(self, run: Path, step: int, say: Callable[[str], object]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         run.mkdir(parents=True, exist_ok=True)
-        self.path = run / runs.METRICS
-        _truncate(self.path, step)
-        self._file = self.path.open("a")
+        self._say = say
+        _truncate(run / runs.METRICS, step)
+        self._file = (run / runs.METRICS).open("a")
         self._excepthook = threading.excepthook
         threading.excepthook = self._heed_thread
         self._tensorboard: Any = SummaryWriter(
@@ -89,26 +81,20 @@ class MetricsWriter:
         )
 
     def write(self, record: StepRecord | EvalRecord) -> None:
-        """Append one record; it is on disk when this returns.
-
-        Raises:
-            OSError: a file cannot be written. What the lines are is kept, and written with the
-                next; TensorBoard's file gets nothing more.
-        """
+        """Append one record; it is on disk when this returns."""
         values = {name: value for name, value in asdict(record).items() if value is not None}
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
         group = "train" if isinstance(record, StepRecord) else "validation"
-        for name, value in values.items():
-            if name != "step" and self._tensorboard is not None:
-                self._draw(f"{group}/{name}", value, record.step)
-
-    def _draw(self, name: str, value: float, step: int) -> None:
         try:
-            self._tensorboard.add_scalar(name, value, step)
-        except OSError:
-            self._tensorboard = None
-            raise
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+            if (tensorboard := self._tensorboard) is not None:
+                self._tensorboard = None  # for good, if this fails
+                for name, value in values.items():
+                    if name != "step":
+                        tensorboard.add_scalar(f"{group}/{name}", value, record.step)
+                self._tensorboard = tensorboard
+        except OSError as error:
+            self._say(f"warning: metrics of step {record.step} are not written: {error}")
 
     def _heed_thread(self, failure: threading.ExceptHookArgs) -> None:
         """Say nothing of TensorBoard's thread: it could not write, and the next record says so."""
@@ -117,17 +103,15 @@ class MetricsWriter:
             self._excepthook(failure)
 
     def close(self) -> None:
-        """Flush and close the files.
-
-        Raises:
-            OSError: the last records could not be written.
-        """
+        """Flush and close the files."""
         try:
-            if self._tensorboard is not None:
-                self._tensorboard.close()
+            with self._file:
+                if self._tensorboard is not None:
+                    self._tensorboard.close()
+        except OSError as error:
+            self._say(f"warning: the last metrics are lost: {error}")
         finally:
             threading.excepthook = self._excepthook
-            self._file.close()
 
 
 def _truncate(path: Path, step: int) -> None:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from simplefsdp.launcher.errors import user_errors
 from simplefsdp.launcher.ranks import device_type
-from simplefsdp.models import LlamaConfig, config_of
+from simplefsdp.models import config_of
 from simplefsdp.models.build import plain_model
 from simplefsdp.models.layout import RankLayout, plan_layout
 from simplefsdp.train import elastic, runs
 from simplefsdp.train.config import TrainConfig, check_options
 from simplefsdp.train.data import PROMPT_NBYTES, Corpus, ShardedBatches, load_corpus
+from simplefsdp.train.elastic import Batch
 from simplefsdp.train.room import check_room, nbytes_of_model
 
 if TYPE_CHECKING:
@@ -26,27 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the checks settle; decided once, then the same on every rank.
+    """What the checks settle; decided once, then the same on every rank."""
 
-    Attributes:
-        config: the options of this session, with nothing left to look up.
-        saved: those that checkpoints keep, which fit any number of ranks.
-        layout: how the ranks are laid out.
-        out: the run folder.
-        checkpoint: where to resume from, or None.
-        corpus_fingerprint: the text that was checked; every rank must read the same.
-        checkpoint_nbytes: of one that this run saves; 0 if it saves none.
-        notice: what a user is to be told of the batches, or None.
-    """
-
-    config: TrainConfig
-    saved: TrainConfig
+    config: TrainConfig  # of this session, with nothing left to look up
+    saved: TrainConfig  # what checkpoints keep, which fits any number of ranks
     layout: RankLayout
-    out: Path
-    checkpoint: Checkpoint | None
-    corpus_fingerprint: str
-    checkpoint_nbytes: int
-    notice: str | None
+    batch: Batch
+    out: Path  # the run folder
+    checkpoint: Checkpoint | None  # where to resume from
+    corpus_fingerprint: str  # of the text that was checked; every rank must read the same
+    checkpoint_nbytes: int  # of one that this run saves; 0 if it saves none
 
     @property
     def first_step(self) -> int:
@@ -62,10 +52,8 @@ class RunPlan:
 def make_layout(config: TrainConfig, world_size: int, node_ranks: int) -> RankLayout:
     """Check the options that need neither files nor ranks, and lay out the ranks.
 
-    ``node_ranks`` is how many ranks share a node: the default group of ``hybrid_shard``.
-
-    Raises:
-        UserError: an option is wrong or does not fit the model or the number of ranks.
+    ``node_ranks`` is how many ranks share a node: the default group of ``hybrid_shard``. A
+    UserError says which option does not fit.
     """
     with user_errors():
         check_options(config)
@@ -91,13 +79,13 @@ def plan_run(
     """
     layout = make_layout(config, world_size, node_ranks)
     with user_errors():
-        _check_sequence(config, config_of(config.model.model))
-        _check_microbatches(config, layout)
-        divided = _divided(config, layout)
+        batch = _check_batch(config, layout)
         corpus = load_corpus(config.data.data)
-        batches(divided.config, corpus, layout, dp_rank=0)
+        train = batches(config, corpus, batch)
         try:
-            held_out_batches(divided.config, corpus, layout, dp_rank=0)
+            if len(corpus.validation) < PROMPT_NBYTES:
+                raise ValueError(f"{len(corpus.validation)} bytes are too few: use more data")
+            batches(config, corpus, batch, held_out=True)
         except ValueError as error:
             raise ValueError(f"held-out split: {error}") from error
         out = config.run.out or runs.new_run_folder(config.model.model)
@@ -106,21 +94,19 @@ def plan_run(
         model = plain_model(config.model)
         checkpoint = _checkpoint_of(resumed, model, config) if resumed else None
         if checkpoint and checkpoint.trainer:
-            data = checkpoint.trainer.data
-            batches(divided.config, corpus, layout, dp_rank=0).load_state_dict(data)
-        nbytes = nbytes_of_model(model) if config.run.checkpoint_every else 0
+            train.load_state_dict(checkpoint.trainer.data)
         plan = RunPlan(
-            divided.config,
-            divided.saved,
-            layout,
-            out,
-            checkpoint,
-            corpus.fingerprint,
-            nbytes,
-            divided.notice,
+            config=config,
+            saved=elastic.for_any_ranks(config, layout.dp),
+            layout=layout,
+            batch=batch,
+            out=out,
+            checkpoint=checkpoint,
+            corpus_fingerprint=corpus.fingerprint,
+            checkpoint_nbytes=nbytes_of_model(model) if config.run.checkpoint_every else 0,
         )
-        if nbytes and not plan.finished:
-            check_room(out, nbytes)
+        if plan.checkpoint_nbytes and not plan.finished:
+            check_room(out, plan.checkpoint_nbytes)
         if fits and config.optim.microbatch_size == "auto" and not plan.finished:
             # It takes seconds: after all that is refused at once.
             from simplefsdp.train.fit import fitted
@@ -128,7 +114,8 @@ def plan_run(
             fitting = fitted(config, layout, device_type())
             limit = fitting.optim.microbatch_limit
             saved = replace(config, optim=replace(config.optim, microbatch_limit=limit))
-            plan = replace(plan, **_divided(fitting, layout)._replace(saved=saved)._asdict())
+            batch = elastic.divide(fitting, layout.dp)
+            plan = replace(plan, config=fitting, saved=saved, batch=batch)
     return plan
 
 
@@ -140,67 +127,46 @@ def _checkpoint_of(path: Path, model: Llama, config: TrainConfig) -> Checkpoint:
     return checkpoint
 
 
-class _Divided(NamedTuple):
-    """What a run's batches are on its ranks: parts of a :class:`RunPlan`."""
-
-    config: TrainConfig
-    saved: TrainConfig
-    notice: str | None
-
-
-def _divided(config: TrainConfig, layout: RankLayout) -> _Divided:
-    saved = elastic.for_any_ranks(config, layout.dp)
-    batch = elastic.divide(config, layout.dp)
-    if batch.notice is None or config.run.resume or elastic.restarts():
-        return _Divided(elastic.for_these_ranks(config, batch), saved, batch.notice)
-    return _Divided(config, saved, None)
-
-
-def _check_sequence(config: TrainConfig, model: LlamaConfig) -> None:
-    if config.data.seq_len > model.max_seq_len:
+def _check_batch(config: TrainConfig, layout: RankLayout) -> Batch:
+    """How the global batch is divided, or a ValueError if a sequence or the batch does not fit."""
+    longest = config_of(config.model.model).max_seq_len
+    if config.data.seq_len > longest:
         raise ValueError(
-            f"--seq-len {config.data.seq_len} is beyond the {model.max_seq_len} positions of "
+            f"--seq-len {config.data.seq_len} is beyond the {longest} positions of "
             f"--model {config.model.model}"
         )
-
-
-def _check_microbatches(config: TrainConfig, layout: RankLayout) -> None:
-    count, sequences = config.optim.gradient_accumulation_steps, config.data.global_batch_size
-    if count and sequences % layout.dp == 0 and sequences // layout.dp % count:
+    sequences, ranks = config.data.global_batch_size, layout.dp
+    batch = elastic.divide(config, ranks)
+    if batch.notice and not (config.run.resume or elastic.restarts()):
+        lower = sequences // ranks * ranks
+        nearest = f"{lower} or {lower + ranks}" if lower else f"{ranks}"
         raise ValueError(
-            f"--gradient-accumulation-steps {count} does not divide the {sequences // layout.dp} "
-            f"sequences that each of {layout.dp} data-parallel ranks has of --global-batch-size "
+            f"global batch of {sequences} sequences does not divide among {ranks} "
+            f"data-parallel ranks: use {nearest}"
+        )
+    count = config.optim.gradient_accumulation_steps
+    if count and not batch.notice and sequences // ranks % count:
+        raise ValueError(
+            f"--gradient-accumulation-steps {count} does not divide the {sequences // ranks} "
+            f"sequences that each of {ranks} data-parallel ranks has of --global-batch-size "
             f"{sequences}"
         )
+    return batch
 
 
 def batches(
-    config: TrainConfig, corpus: Corpus, layout: RankLayout, dp_rank: int
+    config: TrainConfig, corpus: Corpus, batch: Batch, dp_rank: int = 0, *, held_out: bool = False
 ) -> ShardedBatches:
-    """The training batches of one data-parallel rank, from the beginning."""
-    return ShardedBatches(
-        corpus.train,
-        seq_len=config.data.seq_len,
-        global_batch_size=config.data.global_batch_size,
-        rank=dp_rank,
-        world_size=layout.dp,
-        seed=config.optim.seed,
-        fingerprint=corpus.fingerprint,
-    )
+    """The batches of one data-parallel rank, from the beginning.
 
-
-def held_out_batches(
-    config: TrainConfig, corpus: Corpus, layout: RankLayout, dp_rank: int
-) -> ShardedBatches:
-    """The batches every evaluation uses: always the same ones, whatever the seed."""
-    if len(corpus.validation) < PROMPT_NBYTES:
-        raise ValueError(f"{len(corpus.validation)} bytes are too few: use more data")
+    Those that are held out, for evaluations, are always the same, whatever the seed.
+    """
     return ShardedBatches(
-        corpus.validation,
+        corpus.validation if held_out else corpus.train,
         seq_len=config.data.seq_len,
-        global_batch_size=config.data.global_batch_size,
+        global_batch_size=batch.sequences,
         rank=dp_rank,
-        world_size=layout.dp,
-        seed=0,
+        world_size=batch.ranks,
+        seed=0 if held_out else config.optim.seed,
         fingerprint=corpus.fingerprint,
     )

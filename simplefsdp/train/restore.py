@@ -1,10 +1,9 @@
-"""Loading: our checkpoints and FSDP2's, on any number of ranks, or into the plain model.
+"""Loading: our checkpoints and FSDP2's, on any number of ranks.
 
 A checkpoint is checked against the model and against its own files before anything is loaded,
 from its metadata alone, so bad ones are refused before a rank is started.
 """
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,29 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from simplefsdp.checkpoints import checksums
-from simplefsdp.checkpoints.opened import REMEDY, CheckpointFiles, fill, open_files, verify
-from simplefsdp.train import optim, runs
+from simplefsdp.checkpoints.opened import REMEDY, CheckpointFiles, fill, open_files
+from simplefsdp.train import runs
 from simplefsdp.train.runs import TrainerState
 from simplefsdp.train.state import MODEL, RNG, set_rng_state
-
-log = logging.getLogger("simplefsdp")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint, of which only the metadata has been read.
-
-    Attributes:
-        files: its files, and what is in them.
-        trainer: the trainer's state; None if another program (FSDP2, say) wrote it.
-    """
+    """An open checkpoint, of which only the metadata has been read."""
 
     files: CheckpointFiles
-    trainer: TrainerState | None
+    trainer: TrainerState | None  # None if another program (FSDP2, say) wrote it
 
     @property
     def path(self) -> Path:
@@ -49,11 +42,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's metadata and see that all the bytes it names are there.
-
-    Raises:
-        ValueError: it is not a checkpoint, or it is truncated or damaged.
-    """
+    """Read a checkpoint's metadata and see that all the bytes it names are there."""
     found = Checkpoint(open_files(path), runs.read_trainer_state(path))
     if found.files.checksums is None and found.trainer and found.trainer.checksums:
         raise ValueError(
@@ -64,13 +53,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_model(checkpoint: Checkpoint, model: nn.Module, name: str) -> None:
-    """Raise ValueError unless the checkpoint holds exactly this model's parameters.
-
-    Args:
-        checkpoint: what to check.
-        model: may be on meta; only names and shapes are looked at.
-        name: of the model.
-    """
+    """Raise ValueError unless the checkpoint holds exactly the parameters of ``model``, which has
+    this ``name`` and may be on meta."""
     trained = checkpoint.trainer.config["model"]["model"] if checkpoint.trainer else name
     if trained != name:
         raise ValueError(
@@ -118,58 +102,34 @@ def load_training_state(
 ) -> bool:
     """Load weights and, if the checkpoint has it, optimizer state, in place, on all ranks.
 
-    The model may be sharded in any way. Returns whether there was optimizer state.
-
-    Raises:
-        ValueError: something in the checkpoint is missing or cannot be read.
+    The model may be sharded in any way. Returns whether there was optimizer state; a ValueError
+    says what cannot be read.
     """
     tensors = model.state_dict()
     keys = model_keys(checkpoint, tensors)
     targets: dict[str, Any] = {keys[fqn]: tensor for fqn, tensor in tensors.items()}
-    fqns: dict[Tensor, str] = {p: fqn for fqn, p in model.named_parameters() if p.requires_grad}
-    state_prefix = _optimizer_prefix(checkpoint, next(iter(fqns.values())))
+    trained = (fqn for fqn, param in model.named_parameters() if param.requires_grad)
+    state_prefix = _optimizer_prefix(checkpoint, next(trained))
     if state_prefix is not None:
-        optim.allocate_state(optimizer)
-        for parameter, state in optimizer.state.items():
-            for name, value in state.items():
-                targets[f"{state_prefix}{fqns[parameter]}.{name}"] = value
+        # Which makes the state, by a step that changes nothing.
+        states: Any = get_optimizer_state_dict(model, optimizer)["state"]
+        for fqn, state in states.items():
+            targets |= {f"{state_prefix}{fqn}.{name}": value for name, value in state.items()}
     fill(checkpoint.files, targets)
     return state_prefix is not None
 
 
 def load_rng_state(checkpoint: Checkpoint, rank: int, device: torch.device) -> None:
-    """Restore this rank's random states; only for as many ranks as saved them."""
+    """Restore this rank's random states, or say in a ValueError that they are damaged; only for as
+    many ranks as saved them."""
     prefix = f"{RNG}.{rank}."
     state = {
-        key: torch.empty(entry.size, dtype=torch.uint8)
+        key.removeprefix(prefix): torch.empty(entry.size, dtype=torch.uint8)
         for key, entry in checkpoint.tensors.items()
         if key.startswith(prefix)
     }
-    fill(checkpoint.files, state)
-    set_rng_state({key.removeprefix(prefix): value for key, value in state.items()}, device)
-
-
-def load_plain(path: Path | str, model: nn.Module) -> nn.Module:
-    """Load a checkpoint's weights into the plain, unwrapped model, in one process.
-
-    ``model`` is the whole model, on any device; it is changed in place and returned. No process
-    group is needed.
-
-    Raises:
-        ValueError: not a checkpoint, a truncated one, or one of another model.
-    """
-    checkpoint = open_checkpoint(Path(path))
-    trained = checkpoint.trainer.config["model"]["model"] if checkpoint.trainer else "this model"
-    check_model(checkpoint, model, trained)
-    note = verify(checkpoint.files, alone=True)
-    if note:
-        log.warning("%s", note)
-    tensors: dict[str, Tensor] = model.state_dict()
-    keys = model_keys(checkpoint, tensors)
-    load_alone(checkpoint, {keys[fqn]: tensor for fqn, tensor in tensors.items()})
-    return model
-
-
-def load_alone(checkpoint: Checkpoint, targets: dict[str, Any]) -> None:
-    """Fill whole tensors, by key, in this process, with or without a process group."""
-    fill(checkpoint.files, targets, no_dist=True)
+    fill(checkpoint.files, {prefix + name: value for name, value in state.items()})
+    try:
+        set_rng_state(state, device)
+    except ValueError as error:
+        raise ValueError(f"checkpoint {checkpoint.path}: {error}") from error

@@ -6,12 +6,10 @@ keeps two has three for a moment.
 
 import errno
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from simplefsdp.words import plural
 
@@ -29,36 +27,21 @@ def nbytes_of_model(model: nn.Module) -> int:
     return sum(t.nbytes for t in model.state_dict().values()) + _MOMENTS * trained
 
 
-def nbytes_of(tensors: Any) -> int:
-    """Bytes that all ranks together write of a nest of tensors; of a DTensor's, each shard once."""
-    return sum(t.numel() * t.element_size() for t in _flat(tensors))
-
-
-def _flat(nest: Any) -> Iterator[Tensor]:
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, dict):
-        for value in nest.values():
-            yield from _flat(value)
-
-
 def on_disk(nbytes: int) -> int:
-    """Bytes that a checkpoint of ``nbytes`` of tensors takes on a disk.
-
-    They are rather too many, but where parts of tensors are tiny.
-    """
+    """Bytes that a checkpoint of ``nbytes`` of tensors takes on a disk: rather too many, but where
+    parts of tensors are tiny."""
     return round(nbytes * (1 + _BESIDE_SHARE)) + _BESIDE_NBYTES
 
 
 def shortage(folder: Path, nbytes: int) -> str | None:
     """Why ``nbytes`` more of tensors do not fit on the disk of ``folder``; None if they do."""
-    disk = os.statvfs(_existing(folder))
-    free, takes = disk.f_bavail * disk.f_frsize, on_disk(nbytes)
+    free, has_inodes = _free(folder)
+    takes = on_disk(nbytes)
     if free < takes:
         return (
             f"the disk of {folder} has {_mb(free)} of free space, a checkpoint takes {_mb(takes)}"
         )
-    if disk.f_files and not disk.f_favail:
+    if not has_inodes:
         return f"the disk of {folder} has no free space for another file (no inodes left)"
     return None
 
@@ -72,9 +55,8 @@ def why_unsaved(folder: Path, error: BaseException) -> str:
     what = f"{type(error).__name__}: {error}"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     with suppress(OSError):  # a disk that is gone: the error tells of it
-        disk = os.statvfs(folder)
-        full |= disk.f_bavail * disk.f_frsize < _BESIDE_NBYTES
-        full |= bool(disk.f_files and not disk.f_favail)
+        free, has_inodes = _free(folder)
+        full |= free < _BESIDE_NBYTES or not has_inodes
     if full:
         return f"the disk of {folder} had no free space left while it was written ({what})"
     return what
@@ -87,17 +69,10 @@ def check_room(out: Path, nbytes: int) -> None:
 
 
 def warning(out: Path, nbytes: int, keep: int, there: int) -> str | None:
-    """A line on a disk that will not hold all the checkpoints that a run is to keep.
-
-    Args:
-        out: the run folder.
-        nbytes: of a checkpoint's tensors.
-        keep: how many are kept.
-        there: how many there are already.
-    """
+    """A line on the disk of a run folder ``out`` that will not hold all the checkpoints that the
+    run is to keep, of ``nbytes`` of tensors each, when so many are ``there`` already."""
     wanted = max(1, keep + 1 - there)  # one more, while it is written
-    disk = os.statvfs(_existing(out))
-    free, takes = disk.f_bavail * disk.f_frsize, on_disk(nbytes)
+    free, takes = _free(out)[0], on_disk(nbytes)
     if free >= wanted * takes:
         return None
     fit = free // takes
@@ -108,9 +83,11 @@ def warning(out: Path, nbytes: int, keep: int, there: int) -> str | None:
     )
 
 
-def _existing(folder: Path) -> Path:
+def _free(folder: Path) -> tuple[int, bool]:
+    """Free bytes on the disk where ``folder`` is, or will be, and whether it takes another file."""
     folder = folder.absolute()
-    return next(f for f in (folder, *folder.parents) if f.exists())
+    disk = os.statvfs(next(f for f in (folder, *folder.parents) if f.exists()))
+    return disk.f_bavail * disk.f_frsize, not disk.f_files or disk.f_favail > 0
 
 
 def _mb(nbytes: int) -> str:

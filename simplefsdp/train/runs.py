@@ -40,21 +40,13 @@ _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a checkpoint holds beside tensors; the same on every rank.
+    """What a checkpoint holds beside tensors; the same on every rank."""
 
-    Attributes:
-        step: updates done.
-        world_size: ranks that saved it; only as many can restore the random states.
-        config: ``TrainConfig.to_json()`` of the run.
-        data: position in the data, ``ShardedBatches.state_dict()``.
-        checksums: whether they lie beside it, as they do but for programs of format 1.
-    """
-
-    step: int
-    world_size: int
-    config: dict[str, dict[str, Any]]
-    data: dict[str, Any]
-    checksums: bool = False
+    step: int  # updates done
+    world_size: int  # ranks that saved it; only as many can restore the random states
+    config: dict[str, dict[str, Any]]  # TrainConfig.to_json() of the run
+    data: dict[str, Any]  # ShardedBatches.state_dict(): the position
+    checksums: bool = False  # whether they lie beside it, as they do but for programs of format 1
 
 
 def new_run_folder(model: str) -> Path:
@@ -108,11 +100,8 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def find_checkpoint(resume: str | None, out: Path | None) -> Path | None:
-    """The checkpoint that ``--resume`` means, or None to start from nothing.
-
-    Raises:
-        ValueError: there is none, and ``resume`` is not ``auto``.
-    """
+    """The checkpoint that ``--resume`` means, or None to start from nothing; a ValueError if there
+    is none, and ``resume`` is not ``auto``."""
     if resume is None:
         return None
     if resume == "auto":
@@ -132,11 +121,7 @@ def find_checkpoint(resume: str | None, out: Path | None) -> Path | None:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """``path`` if it is a checkpoint, else the latest one of the run folder it is.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """``path`` if it is a checkpoint, else the latest one of the run folder that it must be."""
     if (path / _DCP_METADATA).is_file():
         return path
     latest = _latest(path)
@@ -197,11 +182,7 @@ def write_trainer_state(checkpoint: Path, state: TrainerState) -> str:
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState | None:
-    """Read :func:`write_trainer_state`'s file; None if another program wrote the checkpoint.
-
-    Raises:
-        ValueError: the file is damaged or of a later format.
-    """
+    """Read :func:`write_trainer_state`'s file; None if another program wrote the checkpoint."""
     path = checkpoint / _TRAINER_STATE
     if not path.is_file():
         return None
@@ -230,8 +211,7 @@ def _from_first_format(saved: dict[str, Any]) -> None:
 
 
 def _trainer_state(saved: dict[str, Any]) -> TrainerState:
-    wanted: dict[str, type] = {"step": int, "world_size": int, "config": dict, "data": dict}
-    wanted["checksums"] = bool
+    wanted = {"step": int, "world_size": int, "config": dict, "data": dict, "checksums": bool}
     if saved.keys() != wanted.keys():
         raise ValueError(f"expected {', '.join(wanted)}, got {', '.join(saved):.200}")
     for name, cls in wanted.items():
@@ -246,11 +226,7 @@ def _trainer_state(saved: dict[str, Any]) -> TrainerState:
 
 @contextmanager
 def lock(run: Path) -> Iterator[None]:
-    """Hold a run folder, so that no second run writes into it; freed when the process ends.
-
-    Raises:
-        ValueError: another process holds it.
-    """
+    """Hold a run folder, so that no second run writes into it; freed when the process ends."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / _LOCK).open("a") as file:
         _hold(run, file, alone=True)

@@ -18,12 +18,11 @@ from simplefsdp.models import config_of, num_parameters
 from simplefsdp.models.build import wrapped_model
 from simplefsdp.models.layout import make_mesh
 from simplefsdp.train import preflight, room, runs
-from simplefsdp.train.build import loss_of, step_of
+from simplefsdp.train.build import loss_of, make_optimizer, step_of
 from simplefsdp.train.checkpoint import CheckpointWriter
 from simplefsdp.train.data import Corpus, ShardedBatches, load_corpus
-from simplefsdp.train.display import Display
+from simplefsdp.train.display import Display, open_display
 from simplefsdp.train.metrics import MetricsWriter
-from simplefsdp.train.optim import make_optimizer
 from simplefsdp.train.preflight import RunPlan
 from simplefsdp.train.restore import Checkpoint, load_rng_state, load_training_state
 from simplefsdp.train.state import seed_rng
@@ -36,13 +35,15 @@ class Session:
 
     ``loss`` is what training calls, on tokens and targets; ``model`` is in it, and what everything
     else calls. ``whole_step`` is called for the last micro-batch instead, if there is one.
+    ``dp_rank`` is the part of a global batch that is read: tensor-parallel ranks share one.
     ``step`` counts updates done; ``stopped_by`` is the signal that all ranks agreed to stop for,
-    or 0; ``save_error`` says why the latest checkpoint is missing.
+    or 0.
     """
 
     plan: RunPlan
     rank: Rank
     corpus: Corpus
+    dp_rank: int
     model: nn.Module
     loss: Any
     whole_step: Any
@@ -54,12 +55,6 @@ class Session:
     step: int
     stop: StopRequest = field(default_factory=StopRequest)
     stopped_by: int = 0
-    save_error: str | None = None
-
-    @property
-    def dp_rank(self) -> int:
-        """Which part of a global batch this rank reads; tensor-parallel ranks share one."""
-        return self.rank.rank // self.plan.layout.tp
 
 
 @contextmanager
@@ -67,7 +62,7 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
     """Build everything; at the end, close the files and the display."""
     config = plan.config
     leads = rank.rank == 0
-    with Display(first_step=plan.first_step, last_step=config.last_step, enabled=leads) as display:
+    with open_display(plan.first_step, config.last_step, enabled=leads) as display:
         _describe(plan, rank, display)
         corpus = _load_corpus(plan, rank)
         mesh = make_mesh(plan.layout, config.parallel, rank.device.type)
@@ -75,18 +70,22 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
             model = wrapped_model(config.model, config.parallel, mesh)
         init_weights(model, device=rank.device, seed=config.optim.seed)
         seed_rng(config.optim.seed, rank.rank)
-        metrics = MetricsWriter(plan.out, plan.first_step) if leads else None
+        metrics = MetricsWriter(plan.out, plan.first_step, display.say) if leads else None
         optimizer = make_optimizer(model, config.optim)
+        dp_rank = rank.rank // plan.layout.tp
         session = Session(
             plan=plan,
             rank=rank,
             corpus=corpus,
+            dp_rank=dp_rank,
             model=model,
             loss=loss_of(model, config.compile),
-            whole_step=step_of(model, optimizer, config),
+            whole_step=step_of(model, optimizer, config, plan.batch.microbatches),
             optimizer=optimizer,
-            batches=preflight.batches(config, corpus, plan.layout, rank.rank // plan.layout.tp),
-            checkpoints=CheckpointWriter(plan.out, config.run.keep, rank.device),
+            batches=preflight.batches(config, corpus, plan.batch, dp_rank),
+            checkpoints=CheckpointWriter(
+                plan.out, config.run.keep, rank.device, plan.checkpoint_nbytes, display.say
+            ),
             display=display,
             metrics=metrics,
             step=plan.first_step,
@@ -98,14 +97,7 @@ def open_session(plan: RunPlan, rank: Rank) -> Iterator[Session]:
         finally:
             session.stop.close()
             if metrics:
-                _close(metrics, display)
-
-
-def _close(metrics: MetricsWriter, display: Display) -> None:
-    try:
-        metrics.close()
-    except OSError as error:
-        display.say(f"warning: the last metrics are lost: {error}")
+                metrics.close()
 
 
 def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
@@ -126,58 +118,42 @@ def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
             short = f"warning: whether the disk has room for checkpoints cannot be seen: {error}"
         if short:
             display.say(short)
-    if plan.notice:
-        display.say(plan.notice)
-
-
-def _load_corpus(plan: RunPlan, rank: Rank) -> Corpus:
-    """The text, the same on every rank; if not on one, all ranks leave together."""
-    corpus, problem = None, None
-    try:
-        with user_errors():
-            corpus = load_corpus(plan.config.data.data)
-    except UserError as error:
-        problem = str(error)
-    if corpus is not None and corpus.fingerprint != plan.corpus_fingerprint:
-        problem = (
-            f"{corpus.name} is not the same text as on rank 0; give every node the same --data "
-            "(and, for the default text, the same Python release)"
-        )
-    problems: list[str | None] = [None] * rank.world_size
-    dist.all_gather_object(problems, problem)
-    first = next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), None)
-    if first or corpus is None:
-        refuse(rank, first or "no text")
-    return corpus
+    if plan.batch.notice:
+        display.say(plan.batch.notice)
 
 
 @contextmanager
-def _told_by_rank_zero(rank: Rank) -> Iterator[None]:
-    """For what is wrong on all ranks alike: one of them says so, and all leave."""
+def _all_or_none(rank: Rank) -> Iterator[None]:
+    """If what is inside fails on one rank, all leave, and rank 0 says why."""
+    problem = None
     try:
         with user_errors():
             yield
     except UserError as error:
-        refuse(rank, str(error))
-
-
-def _restore_rng(session: Session, checkpoint: Checkpoint) -> None:
-    """Each rank has its own random states: what is wrong on one is told to all."""
-    rank, problem = session.rank, None
-    try:
-        load_rng_state(checkpoint, rank.rank, rank.device)
-    except ValueError as error:
         problem = str(error)
     problems: list[str | None] = [None] * rank.world_size
     dist.all_gather_object(problems, problem)
-    first = next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), None)
-    if first:
-        refuse(rank, f"{checkpoint.path}: {first}")
+    first = next((r for r, told in enumerate(problems) if told), None)
+    if first is not None:
+        everywhere = len({*problems}) == 1
+        refuse(rank, f"{'' if everywhere else f'rank {first}: '}{problems[first]}")
+
+
+def _load_corpus(plan: RunPlan, rank: Rank) -> Corpus:
+    """The text, the same on every rank."""
+    with _all_or_none(rank):
+        corpus = load_corpus(plan.config.data.data)
+        if corpus.fingerprint != plan.corpus_fingerprint:
+            raise ValueError(
+                f"{corpus.name} is not the same text as on rank 0; give every node the same --data "
+                "(and, for the default text, the same Python release)"
+            )
+    return corpus
 
 
 def _restore(session: Session, checkpoint: Checkpoint) -> None:
-    say, busy = session.display.say, session.display.busy
-    with _told_by_rank_zero(session.rank):
+    say, busy, rank = session.display.say, session.display.busy, session.rank
+    with _all_or_none(rank):
         note = verify(checkpoint.files, lambda n, of: busy(f"verifying: {n / of:.0%}"))
         if note:
             say(f"warning: {note}")
@@ -190,11 +166,12 @@ def _restore(session: Session, checkpoint: Checkpoint) -> None:
         )
         return
     session.batches.load_state_dict(trainer.data)
-    if trainer.world_size == session.rank.world_size:
-        _restore_rng(session, checkpoint)
+    if trainer.world_size == rank.world_size:
+        with _all_or_none(rank):
+            load_rng_state(checkpoint, rank.rank, rank.device)
         say(f"resumed {checkpoint.path} exactly, at step {trainer.step}")
     else:
         say(
             f"resumed {checkpoint.path} at step {trainer.step}; random states are seeded anew, "
-            f"because {trainer.world_size} ranks saved them and {session.rank.world_size} run now"
+            f"because {trainer.world_size} ranks saved them and {rank.world_size} run now"
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from inductor_passes.ir.json_file import parse_json
 
@@ -26,24 +27,8 @@ def training_state(
     """Everything a checkpoint holds as tensors; the tensors are the live ones, not copies."""
     return {
         MODEL: model.state_dict(),
-        OPTIMIZER: optimizer_state(model, optimizer),
+        OPTIMIZER: get_optimizer_state_dict(model, optimizer),
         RNG: {str(rank): rng_state(device)},
-    }
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state by FQN, as ``torch.distributed.checkpoint.state_dict`` has it.
-
-    Written here because that function looks every parameter up by attribute, which on a wrapped
-    model would gather it.
-    """
-    fqns: dict[Tensor, str] = {parameter: fqn for fqn, parameter in model.named_parameters()}
-    return {
-        "state": {fqns[parameter]: dict(state) for parameter, state in optimizer.state.items()},
-        "param_groups": [
-            {**group, "params": [fqns[parameter] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ],
     }
 
 
@@ -60,11 +45,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Restore what :func:`rng_state` returned.
-
-    Raises:
-        ValueError: it is of another kind of device, or damaged.
-    """
+    """Restore what :func:`rng_state` returned."""
     try:
         version, internal, gauss = parse_json(bytes(state["python"].tolist()))
         random.setstate((version, tuple(internal), gauss))

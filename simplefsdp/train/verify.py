@@ -1,23 +1,52 @@
-"""Whether a checkpoint's files are as they were written; needs no ranks."""
+"""``simplefsdp verify``: whether a checkpoint's files are as they were written; needs no ranks."""
+
+from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from simplefsdp.checkpoints import checksums
-from simplefsdp.checkpoints.metadata import NAME as METADATA
-from simplefsdp.checkpoints.metadata import files_of, read_metadata
-from simplefsdp.checkpoints.opened import open_files
-from simplefsdp.checkpoints.verifying import Fault, faults_in, unknown_in, without_checksum
-from simplefsdp.launcher.errors import EXIT_FAILED, UserError
-from simplefsdp.train import runs
+import tyro
+
+from simplefsdp.launcher.errors import EXIT_FAILED, UserError, user_errors
+
+if TYPE_CHECKING:
+    from simplefsdp.checkpoints.opened import Fault
+
+_DESCRIPTION = """Compare a checkpoint's files with the checksums that were written with them.
+
+Prints a line per file that is damaged, missing, unverified (it has no checksum) or unknown (it is
+no part of the checkpoint). Exit status: 0 if all files are as they were written (unknown ones
+beside them or not), 1 if not, 2 if there is nothing to compare with.
+
+examples:
+  simplefsdp verify runs/halves
+  simplefsdp verify runs/halves/checkpoints/step-00000020
+"""
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What to verify."""
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint, or a run folder: then its latest one."""
+
+
+def run(args: list[str]) -> int:
+    """Run ``simplefsdp verify *args``; return the exit code."""
+    options = tyro.cli(VerifyOptions, prog="simplefsdp verify", description=_DESCRIPTION, args=args)
+    with user_errors():
+        return verify(options.checkpoint)
 
 
 def verify(path: Path) -> int:
-    """Print what is wrong with a checkpoint; return the exit code.
+    """Print what is wrong with a checkpoint; return the exit code."""
+    from simplefsdp.checkpoints import checksums
+    from simplefsdp.checkpoints.opened import faults_in, open_files, unknown_in, without_checksum
+    from simplefsdp.train import runs
 
-    Raises:
-        ValueError: it is no checkpoint, or has no (readable) checksums.
-    """
     # A checkpoint that has lost its .metadata is one still.
     folder = path if (path / checksums.NAME).is_file() else runs.checkpoint_at(path)
     sums = checksums.read(folder)
@@ -47,11 +76,10 @@ def verify(path: Path) -> int:
 
 
 def _needed(folder: Path, faults: list[Fault]) -> set[str]:
-    """The files that must have a checksum; those that ``.metadata`` names, if it is good.
+    """The files that must have a checksum; those that ``.metadata`` names, if it is good."""
+    from simplefsdp.checkpoints.metadata import NAME as METADATA
+    from simplefsdp.checkpoints.metadata import files_of, read_metadata
 
-    Raises:
-        ValueError: it cannot be read, though it is as it was written, or has no checksum.
-    """
     if any(fault.file == METADATA for fault in faults):
         return {METADATA}
     try:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from simplefsdp import _torch, simple_fsdp
 from simplefsdp._torch import cpp
 from simplefsdp._torch.cache_files import broken_files_removed
-from simplefsdp._torch.instructions import _is_of_context
+from simplefsdp._torch.cpp import _is_of_context
 from simplefsdp.compiler.compilation import begin_preparing
 
 

@@ -475,32 +475,6 @@ def test_the_gradient_of_a_shard_lies_as_the_parameter(fake_mesh, rank):
     assert torch.equal(twice.to_local(), 2 * torch.ones_like(shard))
 
 
-def test_a_compile_that_fails_leaves_nothing_for_the_next(monkeypatch):
-    """The backend's look-up is what puts a function in front; what comes after it may raise."""
-    if torch.__version__ >= "2.14":
-        pytest.skip("torch does it itself")
-    monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
-    monkeypatch.setattr(torch._dynamo, "optimize", torch._dynamo.optimize)
-    seen = []
-
-    def look_up(*args, **kwargs):
-        _torch.compile_modules_of_torch_too("contract")
-        raise ImportError("after the look-up")
-
-    model = nn.Sequential(nn.Linear(2, 2))
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "compile", look_up)
-        with pytest.raises(ImportError):
-            model.compile(backend="contract")
-
-    def somebody_elses(gm, inputs):
-        seen.append(gm)
-        return gm
-
-    torch.compile(model._call_impl, backend=somebody_elses)(torch.ones(1, 2))
-    assert not seen  # as without us: Dynamo starts at no function of torch's
-
-
 def test_the_backend_is_known_as_a_function_too(monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", nn.Module.compile)
     _torch.compile_modules_of_torch_too("contract", f"{__name__}.{_counting.__qualname__}")

@@ -17,7 +17,9 @@ from inductor_passes.adapters import fx
 from inductor_passes.adapters.roofline import work_of
 from inductor_passes.adapters.unrounded import write_sums_unrounded
 from simplefsdp import simple_fsdp
-from simplefsdp.compiler.observed import Compilation, observe
+from simplefsdp.compiler.observed import observe
+from simplefsdp.compiler.options import Options
+from simplefsdp.compiler.plans import Compilation
 from simplefsdp.compiler.size_limits import SizeLimits
 from simplefsdp.simulation.trace import trace
 
@@ -206,7 +208,7 @@ def test_it_is_counted_as_the_matmul_that_it_is():
 def test_graphs_are_written_so_before_they_are_planned():
     graph = traced(lambda a, b: reduce(to_fp32(a @ b)))
     gm = GraphModule(nn.Module(), graph)
-    compilation = Compilation(None, (), 0.0, grad=True, number=0, limits=SizeLimits(gm))
+    compilation = Compilation(Options(), None, (), grad=True, number=0, limits=SizeLimits(gm))
     observe(gm, is_backward=True, compilation=compilation)
     assert targets(graph) == [_aten.mm.dtype, *START]
 
@@ -215,6 +217,6 @@ def test_graphs_are_written_so_before_they_are_planned():
 def test_a_step_is_traced_as_the_planned_machine_runs_it(fake_mesh, on_cpu: bool):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = simple_fsdp(nn.Linear(K, M, bias=False), fake_mesh(RANKS), mp_policy=policy)
-    step = trace(model, torch.ones(N, K), on_cpu=on_cpu)
+    step = trace(model, torch.ones(N, K), averages=not on_cpu)
     assert (_aten.mm.dtype in targets(step.backward.graph)) is not on_cpu
     assert _aten.mm.dtype not in targets(step.forward.graph)

@@ -218,7 +218,7 @@ def test_a_failure_is_told_by_the_exit_code_until_it_is_mended(module, kit_of):
 def test_a_part_that_has_said_its_line_is_done_however_long_it_takes_to_leave(
     module, kit_of, capsys
 ):
-    kit_of(late=(f"{_QUICK}\nimport time\ntime.sleep(60)", 4.0))
+    kit_of(late=(f"{_QUICK}\nimport time\ntime.sleep(60)", 3.0))
     assert module("run").main() == 0
     assert capsys.readouterr().out.startswith("l late: well")
 
@@ -233,10 +233,27 @@ def test_what_a_gpu_machine_lacked_is_looked_for_again(module, monkeypatch, tmp_
         assert json.loads(part.out.read_text())["finished"] is finished
 
 
+_TORCH = """
+__version__ = "2.15"
+
+
+class cuda:
+    is_available = staticmethod(lambda: False)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_ends_takes_its_part_along(tmp_path, ending):
-    command = [sys.executable, str(KIT / "run.py"), "--smallest", "--device", "cpu"]
+    """Of what it does itself, another part says the same; by SIGKILL the part is to notice."""
+    folder = KIT
+    if ending != signal.SIGKILL:
+        folder = tmp_path / "kit"
+        folder.mkdir()
+        (folder / "run.py").write_bytes((KIT / "run.py").read_bytes())
+        (folder / "torch.py").write_text(_TORCH)
+        (folder / "part_machine.py").write_text(_SLOW)
+    command = [sys.executable, str(folder / "run.py"), "--smallest", "--device", "cpu"]
     run = subprocess.Popen(
         [*command, "--parts", "a", "--out", str(tmp_path)],
         stdout=subprocess.PIPE,

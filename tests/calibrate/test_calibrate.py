@@ -92,14 +92,14 @@ def test_two_sizes_are_needed() -> None:
 
 
 def test_a_ramp_of_rates_is_recovered_and_made_monotone() -> None:
-    peak, ramp = fit_ramp([Sample(1e6, 10.0), Sample(1e8, 40.0), Sample(1e9, 50.0)])
+    peak, ramp = fit_ramp([(1e6, 10.0), (1e8, 40.0), (1e9, 50.0)])
     assert (peak, ramp) == (50.0, ((1e6, 0.2), (1e8, 0.8), (1e9, 1.0)))
     assert ramp_us(peak, ramp, 1e8) == pytest.approx(1e8 / 40)
     # 30 and 20 become their mean; a rate that rose 20-fold over twice the size is cut to twice.
-    peak, ramp = fit_ramp([Sample(1.0, 1.0), Sample(2.0, 30.0), Sample(4.0, 20.0)])
+    peak, ramp = fit_ramp([(1.0, 1.0), (2.0, 30.0), (4.0, 20.0)])
     assert (peak, ramp) == (4.0, ((1.0, 0.25), (2.0, 0.5), (4.0, 1.0)))
     check_ramp("ramp", ramp)
-    peak, ramp = fit_ramp([Sample(1.0, 20.0), Sample(2.0, 30.0), Sample(4.0, 15.0)], falls=True)
+    peak, ramp = fit_ramp([(1.0, 20.0), (2.0, 30.0), (4.0, 15.0)], falls=True)
     assert (peak, [reached * peak for _, reached in ramp]) == (30.0, [20.0, 30.0, 15.0])
 
 

@@ -11,7 +11,7 @@ import torch
 from inductor_passes.machine.links import Link
 from simplefsdp import _torch
 from simplefsdp.calibrate import collectives, measure, timers
-from simplefsdp.calibrate.fit import BucketSample, Sample, with_members
+from simplefsdp.calibrate.fit import Sample, with_members
 from simplefsdp.calibrate.measure import sweep_for
 from simplefsdp.calibrate.timers import Timer, host_clock, medians_us, timer_for
 from simplefsdp.models.build import plain_model
@@ -175,10 +175,9 @@ def test_what_a_member_of_a_bucket_costs() -> None:
 
     def member_us(more_us: Callable[[int], float], members: Sequence[int]) -> float:
         several = [
-            BucketSample(s.size, s.us + more_us(m - 1), m)
-            for s, m in zip(flat, members, strict=True)
+            Sample(s.size, s.us + more_us(m - 1), m) for s, m in zip(flat, members, strict=True)
         ]
-        return with_members(link, flat, several).member_us
+        return with_members(link, [*flat, *several]).member_us
 
     assert member_us(lambda further: further * 4.0, (8, 8, 8)) == pytest.approx(4.0)
     assert member_us(lambda further: further * 4.0, (9, 18, 2)) == pytest.approx(4.0)
@@ -187,7 +186,7 @@ def test_what_a_member_of_a_bucket_costs() -> None:
     )
     assert member_us(lambda further: -1.0, (8, 8, 8)) == 0
     assert member_us(lambda further: 1e4, (8, 8, 8)) == 30
-    assert with_members(link, flat, []) == link
+    assert with_members(link, flat) == link
 
 
 def test_a_bucket_has_large_and_small_members() -> None:
@@ -214,30 +213,22 @@ def test_buckets_are_layers_of_the_model() -> None:
     assert one[1] / one[-1] == pytest.approx(layer[1] / layer[-1], rel=0.01)
 
 
-def a_layer(_: None) -> dict[str, tuple[list[float], list[tuple[float, int]]]]:
-    sweep = measure.Sweep((1024, 8192), (), (), 0, 1, layer_nbytes=(4096, 80, 800))
+def timed(layer_nbytes: Sequence[int]) -> dict[str, list[tuple[float, int]]]:
+    sweep = measure.Sweep((1024, 8192), (), (), 0, 1, layer_nbytes=layer_nbytes)
     found = collectives.time_collectives(2, sweep, CPU)
-    return {
-        kind: ([s.size for s in flat], [(s.size, s.members) for s in several])
-        for kind, (flat, several) in found.items()
-    }
+    return {kind: [(s.size, s.members) for s in samples] for kind, samples in found.items()}
 
 
 def test_a_layers_buckets_are_timed_as_one_buffer_and_as_its_tensors(pools) -> None:
-    expected = ([1024, 8192, 4976, 9952], [(4976, 3), (9952, 6)])
-    for found in pools(2).run(a_layer, [None, None]):
+    expected = [(1024, 1), (8192, 1), (4976, 1), (9952, 1), (4976, 3), (9952, 6)]
+    for found in pools(2).run(timed, (4096, 80, 800)):
         assert found == dict.fromkeys(("gather", "reduce", "all_reduce"), expected)
 
 
-def both_ways(_: None) -> dict[str, tuple[list[float], list[float]]]:
-    sweep = measure.Sweep((1024, 8192), (), (), 0, 1)
-    found = collectives.time_collectives(2, sweep, CPU)
-    return {kind: tuple([s.size for s in samples] for samples in m) for kind, m in found.items()}
-
-
 def test_buckets_are_timed_as_one_buffer_and_as_several(pools) -> None:
-    for found in pools(2).run(both_ways, [None, None]):
-        assert found == dict.fromkeys(("gather", "reduce", "all_reduce"), ([1024, 8192], [8192]))
+    expected = [(1024, 1), (8192, 1), (8192, 8)]
+    for found in pools(2).run(timed, ()):
+        assert found == dict.fromkeys(("gather", "reduce", "all_reduce"), expected)
 
 
 def test_the_host_waits_for_the_device_where_launches_are_timed(monkeypatch) -> None:

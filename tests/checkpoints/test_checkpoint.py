@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from launched import ranks_of
+from plain_checkpoint import load_plain
 from ranks import RankPool
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -29,10 +28,9 @@ from simplefsdp.launcher.ranks import Rank
 from simplefsdp.models import CONFIGS, LlamaConfig
 from simplefsdp.models.llama3 import Llama
 from simplefsdp.train import command, loop, runs
-from simplefsdp.train.export import export
+from simplefsdp.train.export import ExportOptions, export
 from simplefsdp.train.loop import train
 from simplefsdp.train.preflight import plan_run
-from simplefsdp.train.restore import load_plain
 
 CONFIGS["micro"] = LlamaConfig(  # 34 rows: uneven on 4 ranks, and on 2 once tp has halved them
     vocab_size=256, dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=34, rope_scaling=None,
@@ -306,14 +304,15 @@ def test_a_signal_is_not_kept_waiting_for_the_next_report(folder: Path, pool: Ra
 
 def test_export_gives_transformers_the_same_logits(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    export(folder / "whole", folder / "exported")
-    ours = load_plain(runs.step_folder(folder / "whole", 6), Llama(CONFIGS["micro"]))
+    export(ExportOptions(folder / "whole", folder / "exported"))
+    ours = Llama(CONFIGS["micro"])
+    load_plain(runs.step_folder(folder / "whole", 6), ours)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported")
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="already exists"):
-        export(folder / "whole", folder / "exported")
+        export(ExportOptions(folder / "whole", folder / "exported"))
 
 
 _STALLING_TRAINER = """
@@ -329,38 +328,23 @@ def stall(self, *args):
         time.sleep(600)
     return write_data(self, *args)
 FileSystemWriter.write_data = stall
-main(sys.argv[1:])
+main({arguments!r})
 """
 
 
 def test_kill_a_rank_during_a_save_then_resume(folder: Path, pool: RankPool) -> None:
-    args = ["train", *MICRO.split(), "--out", "killed"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(2):  # as torchrun would start them
-        env = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        }  # fmt: skip
-        command_line = [sys.executable, "-c", _STALLING_TRAINER, *args]
-        ranks.append(
-            subprocess.Popen(
-                command_line, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
-    try:
+    script = folder / "stalling.py"
+    script.write_text(
+        _STALLING_TRAINER.format(arguments=["train", *MICRO.split(), "--out", "killed"])
+    )
+    with ranks_of(script, 2) as ranks:
         deadline = time.monotonic() + 90
         while not (folder / "stalled").exists() and time.monotonic() < deadline:
-            assert all(process.poll() is None for process in ranks), ranks[0].communicate()[0]
+            assert all(rank.is_alive() for rank in ranks), script.with_suffix(".0.err").read_text()
             time.sleep(0.05)
-        ranks[1].send_signal(signal.SIGKILL)
-        assert ranks[0].wait(60) != 0
-    finally:
-        for process in ranks:
-            process.kill()
+        ranks[1].kill()
+        ranks[0].join(60)
+        assert ranks[0].exitcode
     run = folder / "killed"
     assert [runs.step_of(c) for c in runs.complete_checkpoints(run)] == [2]
     assert [p.name for p in runs.leftovers(run)] == [".step-00000004.tmp"]

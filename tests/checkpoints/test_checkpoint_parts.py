@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from simplefsdp._torch.checkpoints import storage_info
 from simplefsdp.checkpoints.metadata import metadata_of
+from simplefsdp.checkpoints.pickled import read_pickle
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -87,3 +88,23 @@ def test_parts_with_more_corners_than_bytes_are_refused() -> None:
     boxes = [((0,) * 30, (1,) * 30)] * 2
     with pytest.raises(ValueError, match="more parts of tensors than it has bytes"):
         metadata_of(metadata_with(size, boxes))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02(i" + b"os\nsystem\n.",  # INST
+        b"\x80\x02P1\n.",  # PERSID
+        b"\x80\x02\x82\x01.",  # EXT1
+        b"\x80\x05\x96" + b"\xff" * 7 + b"\x00.",  # BYTEARRAY8, of memory that there is not
+        b"\x80\x02U\x01a.",  # SHORT_BINSTRING
+        b"\x80\x02]K\x01K\x02R.",  # a call of what is no function
+        b"\x80\x02}(K\x01\x85K\x02u.",  # a tuple as a key, whose hash may end the process
+        b"\x80\x02}}K\x01K\x02sb.",  # BUILD of what is no instance
+        b"\x80\x02]",
+        b"",
+    ],
+)
+def test_instructions_that_no_data_needs_are_damage(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^it is damaged$"):
+        read_pickle(data, ())

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp.checkpoints.saving import ChecksumWriter
 from simplefsdp.launcher import launch
@@ -72,7 +71,7 @@ def test_a_disk_that_cannot_be_looked_at_is_told_and_ends_nothing(monkeypatch, t
         layout=SimpleNamespace(replicate=1, shard=2, tp=1),
         out=tmp_path,
         checkpoint_nbytes=MB,
-        notice=None,
+        batch=SimpleNamespace(notice=None),
     )
     rank = Rank(0, 2, torch.device("cpu"))
 
@@ -86,36 +85,41 @@ def test_a_disk_that_cannot_be_looked_at_is_told_and_ends_nothing(monkeypatch, t
     )
 
 
-def test_bytes_of_a_checkpoint(fake_mesh):
+def test_bytes_of_a_checkpoint():
     model = nn.Linear(10, 10)
     model.bias.requires_grad_(False)
     assert room.nbytes_of_model(model) == 4 * (110 + 2 * 100)
-    shard = DTensor.from_local(torch.ones(5, 10), fake_mesh(2), [Shard(0)])
-    assert room.nbytes_of({"a": {"b": shard}, "c": [1], "d": torch.ones(3)}) == 4 * 100 + 12
+
+
+STATE = TrainerState(step=3, world_size=1, config={}, data={})
+
+
+def writer_of(run: Path, nbytes: int = MB, say=print) -> CheckpointWriter:
+    return CheckpointWriter(run, 1, torch.device("cpu"), nbytes, say)
 
 
 def test_a_save_without_room_writes_nothing_and_is_told(disk, solo_mesh, tmp_path):
-    writer = CheckpointWriter(tmp_path, keep=1, device=torch.device("cpu"))
-    state = TrainerState(step=3, world_size=1, config={}, data={})
+    said: list[str] = []
+    writer = writer_of(tmp_path, 4 * MB, said.append)
     disk(1)
-    assert writer.save({"a": torch.ones(MB)}, state) is None
-    told = writer.poll()
-    assert told is not None and told.step == 3
-    assert "1.0 MB of free space, a checkpoint takes 5.1 MB" in str(told.error)
-    assert writer.poll() is None and list((tmp_path / "checkpoints").iterdir()) == []
+    writer.save({"a": torch.ones(MB)}, STATE)
+    assert "1.0 MB of free space, a checkpoint takes 5.1 MB" in str(writer.error)
+    assert said == [f"warning: checkpoint of step 3 failed: {writer.error}"]
+    writer.wait()
+    assert len(said) == 1 and list((tmp_path / "checkpoints").iterdir()) == []
     disk(10)
-    assert writer.save({"a": torch.ones(MB)}, state) is None
-    told = writer.wait()
-    assert told is not None and told.error is None and told.path.is_dir()
+    writer.save({"a": torch.ones(MB)}, STATE)
+    writer.wait()
+    assert writer.error is None and (tmp_path / "checkpoints" / "step-00000003").is_dir()
 
 
 def test_a_checkpoint_takes_no_more_than_is_asked_for(solo_mesh, tmp_path):
     tensors = {f"layers.{i}.weight": torch.ones(i) for i in range(200)}  # headers outweigh them
-    writer = CheckpointWriter(tmp_path, keep=1, device=torch.device("cpu"))
-    writer.save(tensors, TrainerState(step=3, world_size=1, config={}, data={}))
-    saved = writer.wait()
-    taken = sum(path.stat().st_size for path in saved.path.iterdir())
-    nbytes = room.nbytes_of(tensors)
+    writer = writer_of(tmp_path)
+    writer.save(tensors, STATE)
+    writer.wait()
+    taken = sum(path.stat().st_size for path in tmp_path.glob("checkpoints/*/*"))
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
     assert 2 * nbytes < taken <= room.on_disk(nbytes)
 
 
@@ -135,9 +139,10 @@ def test_a_disk_that_fills_during_a_save_is_named(
         raise error
 
     monkeypatch.setattr(ChecksumWriter, "write_data", fails)
-    writer = CheckpointWriter(tmp_path, keep=1, device=torch.device("cpu"))
-    writer.save({"a": torch.ones(1)}, TrainerState(step=3, world_size=1, config={}, data={}))
-    told = str(writer.wait().error)
+    writer = writer_of(tmp_path)
+    writer.save({"a": torch.ones(1)}, STATE)
+    writer.wait()
+    told = str(writer.error)
     assert told.startswith(f"rank 0: the disk of {tmp_path} had no free space left while it was")
     assert told.endswith(f"({type(error).__name__}: {error})")
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -147,37 +152,40 @@ def test_what_is_left_of_a_checkpoint_does_not_stand_in_the_way(solo_mesh, tmp_p
     left = tmp_path / "checkpoints" / "step-00000003"
     left.mkdir(parents=True)
     (left / "a shard").touch()
-    writer = CheckpointWriter(tmp_path, keep=1, device=torch.device("cpu"))
-    writer.save({"a": torch.ones(3)}, TrainerState(step=3, world_size=1, config={}, data={}))
-    told = writer.wait()
-    assert told is not None and told.error is None
+    writer = writer_of(tmp_path)
+    writer.save({"a": torch.ones(3)}, STATE)
+    writer.wait()
+    assert writer.error is None
     assert not (left / "a shard").exists() and (left / "trainer.json").exists()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_metrics_on_a_full_disk(tmp_path):
     hook = threading.excepthook
-    metrics = MetricsWriter(tmp_path, 0)
+    said: list[str] = []
+    metrics = MetricsWriter(tmp_path, 0, said.append)
     metrics._file.close()
     metrics._file = Path("/dev/full").open("w")  # noqa: SIM115
-    with pytest.raises(OSError, match="No space left"):
-        metrics.write(EvalRecord(1, 2.0, 3.0))
-    with pytest.raises(OSError, match="No space left"):
-        metrics.close()
+    metrics.write(EvalRecord(1, 2.0, 3.0))
+    metrics.close()
     assert threading.excepthook is hook
+    assert ["No space left" in line for line in said] == [True, True]
+    assert said[0].startswith("warning: metrics of step 1 are not written: ")
+    assert said[1].startswith("warning: the last metrics are lost: ")
 
 
 def test_tensorboard_without_its_file_is_told_once(tmp_path):
-    metrics = MetricsWriter(tmp_path, 0)
+    said: list[str] = []
+    metrics = MetricsWriter(tmp_path, 0, said.append)
 
     def fail(*args):
         raise FileNotFoundError("events")
 
     metrics._tensorboard.add_scalar = fail
-    with pytest.raises(FileNotFoundError):
-        metrics.write(EvalRecord(1, 2.0, 3.0))
+    metrics.write(EvalRecord(1, 2.0, 3.0))
     metrics.write(EvalRecord(2, 2.0, 3.0))
     metrics.close()
+    assert said == ["warning: metrics of step 1 are not written: events"]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 

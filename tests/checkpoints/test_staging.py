@@ -33,7 +33,7 @@ def test_saves_from_cuda_share_pinned_memory(
 
     monkeypatch.setattr(StateDictStager, "__init__", spy)
     staged: list[Any] = []
-    writer = CheckpointWriter(tmp_path, keep=2, device=torch.device("cuda"))
+    writer = CheckpointWriter(tmp_path, 2, torch.device("cuda"), nbytes=1, say=print)
     stage = writer._stager.stage
     monkeypatch.setattr(writer._stager, "stage", lambda t: staged.append(stage(t)) or staged[-1])
     weight = DTensor.from_local(torch.zeros(4, 3), solo_mesh, [Shard(0)])
@@ -43,7 +43,8 @@ def test_saves_from_cuda_share_pinned_memory(
         tensors["step"].add_(1)
         writer.save(tensors, TrainerState(step=step, world_size=1, config={}, data={}))
         weight.add_(1)  # training goes on; what was staged is a copy
-    assert writer.wait().error is None
+    writer.wait()
+    assert writer.error is None
     for step, value in ((1, 1), (2, 3)):
         found = {"model": {"weight": torch.empty(4, 3)}, "step": torch.empty(())}
         dcp.load(found, checkpoint_id=str(runs.step_folder(tmp_path, step)), no_dist=True)

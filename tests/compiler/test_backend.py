@@ -41,14 +41,6 @@ def test_options():
         parse_options("none")
 
 
-def test_backend_is_registered_without_import():
-    code = (
-        "import torch, sys; assert 'simplefsdp' in torch.compiler.list_backends(); "
-        "assert 'simplefsdp' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_model_of_torchs_own_modules_is_one_graph(fake_mesh):
     """Dynamo does not start at a forward in torch.nn, and would take each parameter's read."""
     model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fake_mesh(2))
@@ -139,7 +131,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
-assert "simplefsdp" not in sys.modules
+assert "simplefsdp" in torch.compiler.list_backends() and "simplefsdp" not in sys.modules
 for model in models:
     model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
 optimize = torch._dynamo.optimize
@@ -304,7 +296,9 @@ from simplefsdp import simple_fsdp
 from simplefsdp.compiler import backend
 
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-model = simple_fsdp(torch.nn.Linear(8, 8), init_device_mesh("cpu", (4,)))
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+hash(mesh)  # as everybody does who keeps it in a dict; each process has other hashes of strings
+model = simple_fsdp(torch.nn.Linear(8, 8), mesh["shard"])
 compiled = torch.compile(model, backend="simplefsdp")
 compiled(torch.ones(2, 8, requires_grad=True)).sum().backward()
 found = counters["inductor"]
@@ -336,6 +330,7 @@ def test_another_process_starts_warm_and_a_file_cut_short_is_made_anew(tmp_path:
     last = refused.stderr.strip().splitlines()[-1]
     assert f"ValueError: {cut}" in last and "start again" in last
     assert again.stdout.split() == ["2", "0", "0"]
+    assert "leaked" not in again.stderr  # as triton's bindings say at exit, of what is held
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import pickle
 import pickletools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,35 +76,6 @@ def test_with_layers_that_are_not_traced(fake_mesh, caplog, monkeypatch):
     assert found == [(0, 2), (2, 0)]
 
 
-def hits_of_a_process() -> None:
-    """What a process of its own, where strings have other hashes, finds in the cache."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    hash(mesh)  # as everybody does who keeps it in a dict
-    for each in (init_device_mesh("cpu", (4,)), mesh["shard"]):
-        print(compile_and_run(each, MANUAL, grad=False)[1])
-
-
-def test_another_process_hits(tmp_path):
-    said = []
-    for seed in "12":
-        environment = {"PYTHONHASHSEED": seed, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        environment["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"  # which would leave nothing to ask for
-        path = os.pathsep.join(path for path in sys.path if path)
-        done = subprocess.run(
-            [sys.executable, "-c", "import test_pass_cache as t; t.hits_of_a_process()"],
-            env={**os.environ, **environment, "PYTHONPATH": path},
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        assert "leaked" not in done.stderr  # as triton's bindings say at exit, of what is held
-        said.append(done.stdout.split("\n")[:2])
-    assert said == [["(0, 1)"] * 2, ["(1, 0)"] * 2]
-
-
 OTHERS = [
     {"buckets": ["layers"]},
     {"reorder": False},
@@ -121,7 +89,10 @@ OTHERS = [
 def test_a_changed_option_misses(fake_mesh):
     mesh = fake_mesh(4)
     with fresh_cache():
-        for options in [MANUAL, *({**MANUAL, **other} for other in OTHERS)]:
+        for options in [
+            MANUAL,
+            {**MANUAL, **OTHERS[0]},
+        ]:  # of the others the ids are compared below
             assert compile_and_run(mesh, options, grad=False)[1] == (0, 1), options
         for same in [MANUAL, {**MANUAL, "rank_guard_timeout_s": 0}]:
             assert compile_and_run(mesh, same, grad=False)[1] == (1, 0), same

@@ -16,7 +16,7 @@ from inductor_passes import rehearsal
 from inductor_passes.ir.program import Bucket
 from inductor_passes.planner.plan import Plan
 from simplefsdp import simple_fsdp
-from simplefsdp.compiler import plan_files
+from simplefsdp.compiler import plans
 from simplefsdp.compiler.observers import observing
 from simplefsdp.rank_guard import decisions
 
@@ -30,7 +30,7 @@ def empty_cache():
 
 
 def files() -> list[Path]:
-    return sorted((Path(cache_dir()) / plan_files.FOLDER).glob("*"))
+    return sorted((Path(cache_dir()) / plans.FOLDER).glob("*"))
 
 
 def never() -> Plan:
@@ -38,10 +38,10 @@ def never() -> Plan:
 
 
 def test_what_was_made_comes_back_whole():
-    assert plan_files.recalled("text", lambda: PLAN) == PLAN
-    assert plan_files.recalled("text", never) == PLAN
+    assert plans.recalled("text", lambda: PLAN) == PLAN
+    assert plans.recalled("text", never) == PLAN
     other = dataclasses.replace(PLAN, buckets=())
-    assert plan_files.recalled("another", lambda: other) == other
+    assert plans.recalled("another", lambda: other) == other
     assert len(files()) == 2
 
 
@@ -51,34 +51,34 @@ def test_a_failure_is_not_kept():
 
     for _ in range(2):
         with pytest.raises(ValueError, match="no schedule fits"):
-            plan_files.recalled("text", fail)
+            plans.recalled("text", fail)
     assert files() == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"buckets": []}', '{"buckets": 3}', "null"])
 def test_a_file_that_is_broken_is_written_anew(text):
-    plan_files.recalled("text", lambda: PLAN)
+    plans.recalled("text", lambda: PLAN)
     (file,) = files()
     file.write_text(text)
-    assert plan_files.recalled("text", lambda: PLAN) == PLAN
-    assert plan_files.recalled("text", never) == PLAN
+    assert plans.recalled("text", lambda: PLAN) == PLAN
+    assert plans.recalled("text", never) == PLAN
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only():
-    Path(cache_dir(), plan_files.FOLDER).touch()
+    Path(cache_dir(), plans.FOLDER).touch()
     for _ in range(2):
-        assert plan_files.recalled("text", lambda: PLAN) == PLAN
+        assert plans.recalled("text", lambda: PLAN) == PLAN
 
 
 def test_without_a_folder_of_caches_it_plans(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/none/below")
-    assert plan_files.recalled("text", lambda: PLAN) == PLAN
+    assert plans.recalled("text", lambda: PLAN) == PLAN
 
 
 @pytest.mark.parametrize("name", ["force_disable_caches", "fx_graph_cache"])
 def test_without_caches_nothing_is_kept(name):
     with config.patch({name: name == "force_disable_caches"}):
-        assert plan_files.recalled("text", lambda: PLAN) == PLAN
+        assert plans.recalled("text", lambda: PLAN) == PLAN
     assert files() == []
 
 

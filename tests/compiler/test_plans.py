@@ -195,7 +195,7 @@ class Causal(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, mesh=None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Causal(mesh) for _ in range(2))
+        self.layers = nn.ModuleList([Causal(mesh)])
         self.head = nn.Linear(64, 32)
 
     def forward(self, x):

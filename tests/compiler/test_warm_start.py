@@ -6,9 +6,10 @@ import contextlib
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -118,11 +119,21 @@ def watching(level: int = logging.DEBUG) -> Iterator[Watch]:
         log.setLevel(before)
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.fixture(autouse=True)
-def kept() -> Iterator[None]:
+def kept(kernels: Path) -> Iterator[None]:
+    """Each test has caches of its own, but for what the C++ compiler made of a source."""
     on = functorch_config.patch(enable_autograd_cache=True)
     with fresh_cache(), on, watching():  # code is kept with the log, if somebody reads it
+        shutil.copytree(kernels, cache_dir(), dirs_exist_ok=True)
         yield
+        for file in Path(cache_dir()).glob("??/*.main.*"):
+            (kernels / file.parent.name).mkdir(exist_ok=True)
+            shutil.copy2(file, kernels / file.parent.name)
 
 
 def again(mesh: DeviceMesh, *arguments, **keywords) -> bool:
@@ -243,25 +254,17 @@ def test_who_observes_sees_each_graph(fake_mesh):
     assert again(mesh)
 
 
-def test_who_traces_sees_each_graph(tmp_path):
-    in_a_process(tmp_path / "cache", "steps()")
-    traces = tmp_path / "traces"
-    told = in_a_process(tmp_path / "cache", "steps()", TORCH_TRACE=str(traces))
-    assert [line.split()[1] for line in told] == ["False", "False"]
-    assert "simplefsdp_backward" in "".join(file.read_text() for file in traces.glob("*"))
-
-
-@pytest.mark.parametrize("text", [b"", b"(", b"\x80\x04N.", b"garbage"])
-def test_a_broken_file_costs_time_only(fake_mesh, text):
+def test_a_broken_file_costs_time_only(fake_mesh):
     mesh = fake_mesh(4)
     first = trained(mesh)
     (file,) = files()
     whole = file.read_bytes()
-    for content in (text, whole[:-100], whole[: len(whole) // 2]):
+    texts = [b"", b"(", b"\x80\x04N.", b"garbage"]
+    for content in (*texts, whole[:-100], whole[: len(whole) // 2]):
         file.write_bytes(content)
         with watching() as log:
             assert_equal(trained(mesh), first)
-        assert USED not in log
+        assert USED not in log, content
         assert again(mesh)
 
 
@@ -590,8 +593,8 @@ def alone_later(folder: str, options: dict[str, object]) -> list[bool]:
     return used
 
 
-@pytest.mark.parametrize("options", [REGIONS, AUTO], ids=str)
-def test_a_rank_that_compiles_alone_later_waits_for_nobody(own_ranks, tmp_path, options):
+def test_a_rank_that_compiles_alone_later_waits_for_nobody(own_ranks, tmp_path):
+    options = {**AUTO, "executor": "regions"}
     for rank, used in enumerate(own_ranks.run(alone_later, str(tmp_path), options)):
         assert used == [False, False, False, True, False, False], rank
 
@@ -604,9 +607,8 @@ def change_plan(file: Path) -> None:
     file.write_bytes(pickle.dumps((observed, code)))
 
 
-@pytest.mark.parametrize("options", [REGIONS, AUTO], ids=str)
-def test_all_ranks_use_their_files_or_none(own_ranks, tmp_path, options):
-    answers = own_ranks.run(on_ranks, str(tmp_path), options, "first same lost same changed same")
+def test_all_ranks_use_their_files_or_none(own_ranks, tmp_path):
+    answers = own_ranks.run(on_ranks, str(tmp_path), AUTO, "first same lost same changed same")
     for answer in answers:
         assert [used for used, _ in answer] == [False, True, False, True, False, True]
         assert all(values == answer[0][1] for _, values in answer)
@@ -627,36 +629,40 @@ def in_a_process(folder: Path, body: str, seed: int = 1, **environment: str) -> 
     return done.stdout.splitlines()
 
 
-def steps(artifacts: str = "", load: str = "", rank: int = 0) -> None:
+def steps(artifacts: str = "", load: str = "", ranks: Sequence[int] = (0,)) -> None:
     """A step by each executor: what it gave, and whether it was compiled."""
+    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if load:
         assert torch.compiler.load_cache_artifacts(Path(load).read_bytes()) is not None
-    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    hash(mesh)  # as everybody does who keeps it in a dict
-    for options in (MANUAL, {**AUTO, "executor": "regions"}):
-        with watching() as log:
-            found = trained(mesh, options, mode="hybrid_shard")
-        print(sum(value.double().abs().sum().item() for value in found), USED in log)
+    for rank in ranks:
+        debug._clear_sharding_prop_cache()  # as in conftest.py
+        debug._clear_fast_path_sharding_prop_cache()
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        hash(mesh)  # as everybody does who keeps it in a dict
+        for options in (MANUAL, {**AUTO, "executor": "regions"}):
+            with watching() as log:
+                found = trained(mesh, options, mode="hybrid_shard")
+            print(sum(value.double().abs().sum().item() for value in found), USED in log)
+        dist.destroy_process_group()
     if artifacts:
         Path(artifacts).write_bytes(torch.compiler.save_cache_artifacts()[0])
 
 
-def test_another_process_uses_it(tmp_path):
-    cache = tmp_path / "cache"
-    told = [in_a_process(cache, "steps()", seed) for seed in (1, 2)]
-    assert [line.split()[1] for line in told[0]] == ["False", "False"]
-    assert told[1] == [line.replace("False", "True") for line in told[0]]
-    other_rank = in_a_process(cache, "steps(rank=1)")
-    assert [line.split()[1] for line in other_rank] == ["False", "False"]
-
-
-def test_artifacts_hold_it(tmp_path):
-    file = str(tmp_path / "artifacts")
-    first = in_a_process(tmp_path / "one", f"steps(artifacts={file!r})")
-    (tmp_path / "two").mkdir()
-    other = in_a_process(tmp_path / "two", f"steps(load={file!r})", seed=3)
-    assert other == [line.replace("False", "True") for line in first]
-    assert len(list((tmp_path / "two" / "simplefsdp_plans").glob("*"))) == 2
+def test_another_process_uses_it_and_artifacts_hold_it(tmp_path):
+    """Not a process that traces, which is to see each graph."""
+    cache, other, file = tmp_path / "one", tmp_path / "two", str(tmp_path / "artifacts")
+    first = in_a_process(cache, f"steps(artifacts={file!r})")
+    assert [line.split()[1] for line in first] == ["False", "False"]
+    used = [line.replace("False", "True") for line in first]
+    *again, one, two = in_a_process(cache, "steps(ranks=(0, 1))", seed=2)
+    assert again == used
+    assert one.endswith("False") and two.endswith("False")  # of another rank
+    traces = tmp_path / "traces"
+    assert in_a_process(cache, "steps()", TORCH_TRACE=str(traces)) == first
+    assert "simplefsdp_backward" in "".join(file.read_text() for file in traces.glob("*"))
+    other.mkdir()
+    assert in_a_process(other, f"steps(load={file!r})", seed=3) == used
+    assert len(list((other / "simplefsdp_plans").glob("*"))) == 2

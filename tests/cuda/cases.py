@@ -66,10 +66,9 @@ CASES = {
     "manual": Case(bucketing="manual", checkpointing="selective", attention="cudnn"),
     "none": Case(bucketing="none"),
     "regions": Case(executor="regions"),
-    "selective": Case(checkpointing="selective"),
-    "full": Case(checkpointing="full", attention="cudnn"),
-    "hybrid": Case(mode="hybrid_shard"),
-    "uneven": Case(vocab=4099, ffn=1537),  # rows, and strides that Inductor would like to pad
+    "hybrid": Case(mode="hybrid_shard", checkpointing="full", attention="cudnn"),
+    # Rows, and strides that Inductor would like to pad.
+    "uneven": Case(vocab=4099, ffn=1537, checkpointing="selective"),
     "tensor_parallel": Case(tp=2),
     "cudagraphs": Case(cudagraphs=True),
 }

@@ -334,6 +334,22 @@ def test_autocast_of_the_caller_changes_nothing():
     assert [tensor.dtype for tensor in made] == [torch.float32] * 2
 
 
+@pytest.mark.parametrize("layout", ["rows", "transposed", "already"])
+def test_a_cast_by_itself_is_atens_and_as_that_of_prims(layout):
+    convert = torch.ops.prims.convert_element_type.default
+    x = {
+        "rows": torch.rand(3, 4),
+        "transposed": torch.rand(4, 3).t(),
+        "already": torch.rand(3, 4, dtype=torch.bfloat16),
+    }[layout]
+    gm = traced(lambda a: (convert(a, torch.bfloat16),), x)
+    run = straight_line.straight_line(gm, cut(gm.graph), interpreted)
+    (made,), (wanted,) = run([x]), gm(x)
+    assert torch.equal(made, wanted) and made.stride() == wanted.stride()
+    assert made.data_ptr() != x.data_ptr()
+    assert torch.ops.aten._to_copy.default in run.scope.values()
+
+
 # --- cutting -------------------------------------------------------------------------------------
 
 

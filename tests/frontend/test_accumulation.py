@@ -72,7 +72,7 @@ def train_beside(mode, executor, bucketing, precision="fp32", build=Zoo, toleran
     ("mode", "executor", "bucketing", "precision", "build"),
     [
         ("fully_shard", "eager", "none", "fp32", Zoo),
-        ("fully_shard", "aot_eager", "auto", "fp32", Zoo),
+        ("fully_shard", "aot_eager", "auto", "fp32", Small),
         ("fully_shard", "aot_eager", "none", "bf16", Small),
         ("replicate", "aot_eager", "manual", "fp32", Small),
         ("replicate", "eager", "none", "fp32", Zoo),

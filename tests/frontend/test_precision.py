@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import init_weights, simple_fsdp
-from simplefsdp.frontend.precision import dtypes_of
+from simplefsdp.frontend.arguments import dtypes_of
 from simplefsdp.rank_guard import RankMismatchError
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -239,7 +239,7 @@ def test_predicted_and_measured_are_matched_bucket_by_bucket(tmp_path):
     later = [{**e, "ts": e["ts"] + last + 10} for e in events if e["ph"] == "X"]
     (profile,) = read_profiles(written(tmp_path, [*events, other, *later]))
     graphs = list(predicted.graphs.values())
-    found = match(graphs, measure(profile), 2)
+    found = match(graphs, measure(profile), [(0, last + 10), (last + 10, 2 * last + 20)])
     assert (found.match_rate, found.unmatched, len(found.rows)) == (1.0, 1, 9)
     for row in found.rows:
         exposure = row.bucket.exposure
@@ -248,7 +248,7 @@ def test_predicted_and_measured_are_matched_bucket_by_bucket(tmp_path):
     assert "2 steps: 18 of 18 buckets found in the profile (100%)" in str(found)
     assert json.loads(json.dumps(found.to_json()))["buckets"][0]["matched"] == 2
     (profile,) = read_profiles(written(tmp_path, [e for e in events if e.get("cat") != "reduce"]))
-    without = match(graphs, measure(profile), 1)
+    without = match(graphs, measure(profile), [(0, last)])
     assert [bool(row.launches) for row in without.rows].count(True) == 6
     assert without.match_rate == pytest.approx(6 / 9)
 
@@ -264,11 +264,10 @@ def test_a_missing_launch_costs_one_match_of_one_step(tmp_path):
     steps = [[e for e in events if e is not gathers[1]], events]
     moved = [{**e, "ts": e["ts"] + n * length_us} for n, step in enumerate(steps) for e in step]
     (profile,) = read_profiles(written(tmp_path, [*names, *moved]))
-    for bounds in ((), [(0, length_us), (length_us, 2 * length_us)]):
-        found = match(graphs, measure(profile), 2, bounds)
-        short = [row for row in found.rows if len(row.launches) < 2]
-        assert [(row.graph, row.bucket.kind) for row in short] == [("forward", "gather")]
-        assert (found.rows.index(short[0]), found.unmatched) == (1, 0)
+    found = match(graphs, measure(profile), [(0, length_us), (length_us, 2 * length_us)])
+    short = [row for row in found.rows if len(row.launches) < 2]
+    assert [(row.graph, row.bucket.kind) for row in short] == [("forward", "gather")]
+    assert (found.rows.index(short[0]), found.unmatched) == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from plain_checkpoint import load_plain
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from simplefsdp import simple_fsdp
+from simplefsdp.checkpoints.opened import fill
 from simplefsdp.cli import main
 from simplefsdp.integrations import checkpoint as integration
 from simplefsdp.launcher import launch
@@ -23,7 +25,7 @@ from simplefsdp.models.build import plain_model
 from simplefsdp.models.options import ModelOptions
 from simplefsdp.train import runs
 from simplefsdp.train.config import TrainConfig
-from simplefsdp.train.restore import load_alone, load_plain, open_checkpoint
+from simplefsdp.train.restore import open_checkpoint
 from simplefsdp.train.runs import TrainerState
 
 STEP = 3
@@ -199,7 +201,7 @@ def test_metadata_is_read_once(checkpoint: Path) -> None:
     opened = open_checkpoint(checkpoint)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Evil(Path("ran").resolve())))
     weight = torch.empty(opened.tensors["model.norm.weight"].size)
-    load_alone(opened, {"model.norm.weight": weight})
+    fill(opened.files, {"model.norm.weight": weight}, no_dist=True)
     assert not Path("ran").exists()
 
 
@@ -225,7 +227,7 @@ def test_what_should_be_a_tensor_runs_no_code(checkpoint: Path) -> None:
     # Even if all else failed to see that these are no tensors.
     targets = {"model.norm.weight": model.state_dict()["norm.weight"]}
     with pytest.raises(ValueError, match=r"model\.norm\.weight is a posix\.mkdir"):
-        load_alone(open_checkpoint(checkpoint), targets)
+        fill(open_checkpoint(checkpoint).files, targets, no_dist=True)
     assert not evil.exists()
 
 

@@ -16,7 +16,6 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from simplefsdp.cli import main
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.errors import in_one_line
-from simplefsdp.launcher.logs import logs_of
 from simplefsdp.launcher.output import unbroken_output
 from simplefsdp.train import command, preflight, runs
 
@@ -192,7 +191,7 @@ def test_a_command_that_is_out_of_memory_imports_no_more_to_say_so():
 
 def test_error_files_do_not_lie_in_the_run_folder(tmp_path):
     envs = {rank: {"TORCHELASTIC_RUN_ID": "id"} for rank in (0, 1)}
-    with logs_of(tmp_path / "logs", 2) as logs:
+    with launch.logs_of(tmp_path / "logs", 2) as logs:
         made = logs.reify(envs)
         files = made.error_files
         assert logs.stderr_of == {1: made.stderrs[1]}

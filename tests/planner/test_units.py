@@ -124,8 +124,27 @@ def test_a_layer_is_cut_behind_what_multiplies_matrices():
     outside = {"embed": 0, "head": 0}
     layer = dict.fromkeys(child, 1)
     assert units(CHILDREN, of) == outside | layer
-    cut = dict.fromkeys(("norm2", "mlp", "scale", "add2"), 2)
+    cut = dict.fromkeys(("add", "norm2", "mlp", "scale", "add2"), 2)
     assert units(CHILDREN, of, ("embed", "attention", "mlp", "head")) == outside | layer | cut
+
+
+def test_a_sum_goes_with_the_loop_that_reads_it():
+    """Also to the next layer, or out of layers; not if something of it is sent."""
+    text = CHILDREN.replace("compute head(y) -> z: 8", "compute mean(y) -> z: 8")
+    child = dict.fromkeys(("norm", "attention", "add"), "one") | dict.fromkeys(
+        ("norm2", "mlp", "scale", "add2"), "two"
+    )
+
+    def of(op: str) -> Part:
+        layer = {"one": "layers.0", "two": "layers.1"}.get(child.get(op, ""), "")
+        return Part(layer, child.get(op, op))
+
+    found = units(text, of, ("attention", "mlp"))
+    first, second = ("norm", "attention"), ("add", "norm2", "mlp")
+    last = dict.fromkeys(("embed", "scale", "add2", "mean"), 0)
+    assert found == last | dict.fromkeys(first, 1) | dict.fromkeys(second, 2)
+    sent = "start r(s) -> t: 2 | reduce ranks=4 nbytes=8 fqns=w\nwait rw(t) -> g: 2 @t\noutput g"
+    assert units(text + sent, of, ("attention", "mlp"))["add"] == 1
 
 
 def test_a_half_may_be_cut_before_each_op_that_multiplies_matrices():
@@ -136,7 +155,7 @@ def test_a_half_may_be_cut_before_each_op_that_multiplies_matrices():
     def of(op: str) -> Part:
         return Part("layers.0", child[op]) if op in child else Part("", op)
 
-    heavy = ("attention", "norm2", "scale")
+    heavy = ("attention", "norm2", "scale", "head")
     found = units(CHILDREN, of, heavy)
     assert [found[name] for name in names] == [1, 1, 1, 2, 2, 3, 3]
     pieces = pieces_of(parse(CHILDREN), of, heavy)

@@ -37,7 +37,7 @@ def test_transformers_gives_the_same_logits(tmp_path, config, max_shard_nbytes):
     transformers = pytest.importorskip("transformers")
     model = build(config)
     folder = tmp_path / "deep" / "export"
-    tensors = model.state_dict() if config is TIED else iter(model.state_dict().items())
+    tensors = model.state_dict().items()
     write_hf_folder(folder, config, tensors, max_shard_nbytes=max_shard_nbytes)
 
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
@@ -72,7 +72,7 @@ def test_config_json_is_metas_own():
 
 def test_shards_stay_below_their_limit_and_the_index_is_complete(tmp_path):
     model = build(SCALED)
-    write_hf_folder(tmp_path / "x", SCALED, model.state_dict(), max_shard_nbytes=20_000)
+    write_hf_folder(tmp_path / "x", SCALED, model.state_dict().items(), max_shard_nbytes=20_000)
     index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "x").glob("*.safetensors"))
     assert [f.name for f in files] == sorted(set(index["weight_map"].values()))
@@ -89,7 +89,7 @@ def test_shards_stay_below_their_limit_and_the_index_is_complete(tmp_path):
 
 def test_dtype_casts_weights_and_says_so(tmp_path):
     model = build(TIED)
-    write_hf_folder(tmp_path / "x", TIED, model.state_dict(), dtype=torch.bfloat16)
+    write_hf_folder(tmp_path / "x", TIED, model.state_dict().items(), dtype=torch.bfloat16)
     saved = load_file(tmp_path / "x" / "model.safetensors")
     assert {t.dtype for t in saved.values()} == {torch.bfloat16}
     assert torch.equal(saved["model.norm.weight"], model.norm.weight.detach().bfloat16())
@@ -127,7 +127,7 @@ def test_a_refused_export_leaves_nothing(tmp_path, how, error, message):
 def test_an_existing_export_is_not_touched(tmp_path):
     (tmp_path / "keep").write_text("mine")
     with pytest.raises(ValueError, match="already exists: choose another folder"):
-        write_hf_folder(tmp_path, SCALED, build(SCALED).state_dict())
+        write_hf_folder(tmp_path, SCALED, build(SCALED).state_dict().items())
     assert (tmp_path / "keep").read_text() == "mine"
 
 
@@ -138,4 +138,4 @@ def test_a_sharded_tensor_is_refused_rather_than_gathered(tmp_path, fake_mesh):
         for fqn, tensor in build(SCALED).state_dict().items()
     }
     with pytest.raises(TypeError, match=r"embed_tokens.weight is a DTensor.*full_tensor\(\)"):
-        write_hf_folder(tmp_path / "x", SCALED, state)
+        write_hf_folder(tmp_path / "x", SCALED, state.items())

@@ -169,7 +169,7 @@ def test_files_have_older_names(solo_mesh, tmp_path):
     for fqn, buffer in plain.named_buffers():
         assert torch.equal(model.get_buffer(fqn), buffer), fqn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "_empty", None)  # renaming needs nothing whole
+        patch.setattr(save, "_room_for", None)  # renaming needs nothing whole
         save_pretrained(model, tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == saved.keys()

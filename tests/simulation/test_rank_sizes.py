@@ -7,7 +7,7 @@ import sympy
 
 from inductor_passes.ir.cells import CellError, SizedProgram, Symbols
 from inductor_passes.ir.text import parse
-from simplefsdp.simulation.rank_sizes import RankFormulas, with_ranks
+from simplefsdp.simulation.rank_sizes import with_ranks
 
 RANKS = sympy.Symbol("ranks", positive=True, integer=True)
 
@@ -37,8 +37,7 @@ output y
 
 
 def opened(rows: int, ranks: int) -> SizedProgram:
-    formulas = RankFormulas({"dp": RANKS}, {"w": rows})
-    program, holds = with_ranks(parse(step(rows, ranks)), formulas)
+    program, holds = with_ranks(parse(step(rows, ranks)), {"dp": RANKS}, {"w": rows})
     return SizedProgram(program, Symbols({"ranks": (RANKS,)}, frozenset(holds)))
 
 
@@ -60,8 +59,7 @@ def test_padding_that_comes_or_goes_is_another_graph(rows, here, there):
 def test_what_is_beside_a_shard_keeps_its_size():
     scaled = step(24, 4).replace("cast(p)", "cast(p, scale)")
     scaled = scaled.replace("input x: 40", "input x: 40\ninput scale: 4/4")
-    formulas = RankFormulas({"dp": RANKS}, {"w": 24})
-    program, holds = with_ranks(parse(scaled), formulas)
+    program, holds = with_ranks(parse(scaled), {"dp": RANKS}, {"w": 24})
     sized = SizedProgram(program, Symbols({"ranks": (RANKS,)}, frozenset(holds)))
     found = sized.at(ranks=12)
     assert found.buffers["scale"].nbytes == 4
@@ -80,8 +78,8 @@ start a(got) -> sum: {shard} | all_reduce group=copies ranks=2 nbytes={shard} dt
 wait wa(sum) -> mean: {shard} @sum
 output mean
 """  # noqa: E501
-    formulas = RankFormulas({"shard": RANKS / 2}, {"w": 12})
-    program, holds = with_ranks(parse(text.format(shard=24, n=2)), formulas)
+    traced = parse(text.format(shard=24, n=2))
+    program, holds = with_ranks(traced, {"shard": RANKS / 2}, {"w": 12})
     found = SizedProgram(program, Symbols({"ranks": (RANKS,)}, frozenset(holds)))
     # The group of copies is not told to grow, but what it sends shrinks.
     assert found.at(ranks=8).buffers == parse(text.format(shard=12, n=4)).buffers

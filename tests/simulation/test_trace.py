@@ -45,7 +45,7 @@ def test_checkpointed_attention_is_recomputed_on_a_gpu_only(fake_mesh, on_cpu):
     mesh, config = fake_mesh(8), replace(CONFIGS["debug"], n_layers=2)
     with FakeTensorMode():
         model = simple_fsdp(Llama(config, activation_checkpointing="full"), mesh)
-        step = trace(model, torch.zeros(1, 16, dtype=torch.long), on_cpu=on_cpu)
+        step = trace(model, torch.zeros(1, 16, dtype=torch.long), averages=not on_cpu)
     for graph, again in ((step.forward, True), (step.backward, not on_cpu)):
         names = [str(node.target) for node in graph.graph.nodes]
         attends = [n for n in names if "attention" in n and "backward" not in n]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,7 +78,7 @@ def test_the_largest_that_fits(limit, multiple):
     def steps(sizes):
         asked.append(sizes)
         assert all(size % multiple == 0 for size in sizes)
-        return [CellStep(Cell(n, 1, 1), 1, 0, 1, 0, n, limit * multiple, ()) for n in sizes]
+        return [CellStep(Cell(n, 1, 1), 1, 0, 1, 0, n, limit * multiple) for n in sizes]
 
     fits, not_ = largest(steps, 1000 * multiple, multiple)
     assert (fits.cell.batch if fits else 0) == limit * multiple
@@ -243,7 +244,7 @@ def test_help_names_only_choices_that_can_be_given(capsys):
 def test_what_does_not_fit_is_told_with_by_how_much():
     """Both sizes round to 72 GB."""
     assert over_text(72_010_000_000, 72_000_000_000) == "72 GB, 10 MB over"
-    step = CellStep(DEFAULT, 1, 0, 1, 0, 72_010_000_000, 72_000_000_000, ())
+    step = CellStep(DEFAULT, 1, 0, 1, 0, 72_010_000_000, 72_000_000_000)
     assert reason(step) == "does not fit: it takes 72 GB, 10 MB over what a device has"
 
 
@@ -272,9 +273,9 @@ def test_a_sweep_of_the_users_model_claims_none_of_our_options():
 
 def test_a_model_of_sequences_below_128_has_a_longest_one():
     def steps(cells):
-        return [CellStep(cell, 1, 0, 1, 0, 1, 1, ()) for cell in cells]
+        return [CellStep(cell, 1, 0, 1, 0, 1, 1) for cell in cells]
 
-    sweep = SimpleNamespace(model=SimpleNamespace(longest=64), steps=steps)
+    sweep = SimpleNamespace(model=SimpleNamespace(longest=64, tracing=nullcontext), steps=steps)
     fits, more = _largest(InspectOptions(fit="seq"), sweep, Cell(1, 64, 8))
     assert fits.cell == Cell(1, 64, 8) and more is None
 

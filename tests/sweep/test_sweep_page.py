@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from simplefsdp import inspection
-from simplefsdp.inspection.page import filled
+from simplefsdp.inspection.page import _ASSETS, _OF_A_SWEEP, filled, sweep_page
 from simplefsdp.inspection.sweep_document import sweep_document
-from simplefsdp.inspection.sweep_page import _ASSETS, _OWN, sweep_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).parents[2]
@@ -32,10 +31,9 @@ def document(
     """What is told of made-up steps: of twice the tokens in twice the time and memory."""
     sweep: Any = SimpleNamespace(
         model=SimpleNamespace(name=name, flops_per_token=(lambda seq: 5e10) if flops else None),
-        cluster=SimpleNamespace(name="h100"),
-        parallel=SimpleNamespace(tp=1),
+        cluster=SimpleNamespace(name="h100", peak=lambda dtype: SimpleNamespace(tflops=989.0)),
+        parallel=SimpleNamespace(tp=1, mixed_precision="bf16"),
         bucketing="auto",
-        peak_tflops=989.0,
         traced={"one": None},
     )
     steps: Any = [made_up(*sizes) for sizes in itertools.product(*axes.values())]
@@ -126,16 +124,16 @@ def test_axes_of_one_value(axes):
 
 def test_every_file_of_the_page_is_in_it_and_in_the_package():
     html = sweep_page(document())
-    files = {path for path in _ASSETS.iterdir() if path.name.startswith("sweep")}
-    assert files == set(_OWN)
-    assert all(path.read_text() in html for path in files)
+    files = {path.name for path in _ASSETS.iterdir() if path.name.startswith("sweep")}
+    assert files == set(_OF_A_SWEEP)
+    assert all((_ASSETS / name).read_text() in html for name in files)
     package = inspection.__name__  # its path, where it is installed, is not below ROOT
     globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
         "package-data"
     ]
-    for path in files:
-        its = str(path.relative_to(_ASSETS.parent))
-        assert any(fnmatch.fnmatch(its, glob) for glob in globs[package]), path
+    for name in files:
+        its = f"{_ASSETS.name}/{name}"
+        assert any(fnmatch.fnmatch(its, glob) for glob in globs[package]), name
 
 
 def test_scripts_read_only_what_is_there(plotly):
@@ -143,7 +141,7 @@ def test_scripts_read_only_what_is_there(plotly):
     own = ours(sweep_page(document()), plotly)
     ids = set(re.findall(r'<[a-z0-9]+[^<>]*\bid="([a-z]+)"', own))
     assert set(re.findall(r'getElementById\("([a-z]+)"\)', own)) <= ids
-    script = "".join(path.read_text() for path in _OWN if path.suffix == ".js")
+    script = "".join((_ASSETS / name).read_text() for name in _OF_A_SWEEP if name.endswith(".js"))
     read = set(re.findall(r"\bcell\.([a-z_]+)", script)) - {"length"}
     assert {"peak_bytes", "reason", "pareto"} <= read <= set(document()["cells"][0])
     assert set(re.findall(r"\bsweep\.([a-z_]+)", script)) <= set(document())

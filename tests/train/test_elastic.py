@@ -86,13 +86,14 @@ def test_a_first_start_refuses_what_an_elastic_one_says(
         data=DataOptions(data=Path(__file__), seq_len=16, global_batch_size=16),
         run=RunOptions(out=tmp_path / "out"),
     )
-    with pytest.raises(UserError, match="16 sequences does not divide among 3"):
-        plan_run(config, 3, 3)
+    for ranks, named in ((3, "15 or 18"), (32, "32")):
+        words = f"16 sequences does not divide among {ranks} data-parallel ranks: use {named}"
+        with pytest.raises(UserError, match=words):
+            plan_run(config, ranks, ranks)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     plan = plan_run(config, 3, 3)
-    assert plan.config.data.global_batch_size == 15
-    assert plan.saved.data.global_batch_size == 16
-    assert plan.notice and "15 sequences for now" in plan.notice
+    assert (plan.batch.sequences, plan.saved.data.global_batch_size) == (15, 16)
+    assert plan.batch.notice and "15 sequences for now" in plan.batch.notice
 
 
 def test_ranks_that_would_start_from_nothing_are_refused_at_once(
@@ -195,9 +196,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of two ranks that nothing happens to."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "text").write_bytes(Path(__file__).read_bytes() * 3)
-    process = start(folder, *OPTIONS.split(), "--ranks", "2", "--out", "run")
+    more = ("--ranks", "2", "--out", "run", "--sample-tokens", "2")
+    process = start(folder, *OPTIONS.split(), *more)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text
+    assert f"step {STEPS}/{STEPS}" in text
+    for part in ("train loss", "validation loss", "bits/byte", "sample:", "metrics: run/"):
+        assert part in text
     return losses(folder / "run")
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from simplefsdp import simple_fsdp
 from simplefsdp.launcher import launch
 from simplefsdp.launcher.ranks import Rank
-from simplefsdp.models import CONFIGS, Llama
+from simplefsdp.models import CONFIGS
+from simplefsdp.models.llama3 import Llama
 from simplefsdp.train import evaluate, runs
+from simplefsdp.train.config import RunOptions, TrainConfig
 from simplefsdp.train.display import describe
 from simplefsdp.train.metrics import StepRecord
 
@@ -55,62 +58,49 @@ def is_running(pid: int) -> bool:
     return bool(state) and not state.startswith("Z")
 
 
-def test_train_ctrl_c_resume(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(Path(__file__).read_bytes() * 3)
-    process = start(tmp_path, *OPTIONS.split(), "--steps", "1000")
-    assert process.stdout
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if line.startswith("step 3/1000"):
+def read_until(process: subprocess.Popen[str], step: int) -> str:
+    """What a run prints up to the end of a step."""
+    printed = ""
+    for line in process.stdout or ():
+        printed += line
+        if line.startswith(f"step {step}/"):
             break
-    ranks = children(process.pid)
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT, "".join(printed) + rest
-    assert len(ranks) >= 2
-    assert not any(is_running(rank) for rank in ranks)
-    text = "".join(printed) + rest
-    assert "2 cpu ranks" in text
-    assert "Traceback" not in text
-
-    (run,) = (tmp_path / "runs").iterdir()
-    (checkpoint,) = runs.complete_checkpoints(run)
-    stopped = runs.step_of(checkpoint)
-    assert f"continue with: simplefsdp train --resume runs/{run.name}" in text
-
-    # No other options: those of the run are taken over.
-    process = start(tmp_path, "--resume", "--stop-after", str(stopped + 2))
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, text
-    assert f"resumed runs/{run.name}/checkpoints/{checkpoint.name} exactly" in text
-    assert f"step {stopped + 2}/{stopped + 2}" in text
-    for part in ("train loss", "validation loss", "bits/byte", "sample:", "metrics: runs/"):
-        assert part in text
-    lines = (run / runs.METRICS).read_text().splitlines()
-    steps = [r["step"] for r in map(json.loads, lines) if "loss" in r]
-    assert steps == list(range(1, stopped + 3))
+    return printed
 
 
-def test_a_killed_rank_ends_the_run_with_one_clear_line(tmp_path: Path) -> None:
+def test_a_killed_rank_resume_and_ctrl_c(tmp_path: Path) -> None:
+    """A killed rank ends the run with one clear line. What a whole run prints: test_elastic.py."""
     (tmp_path / "text").write_bytes(Path(__file__).read_bytes() * 3)
-    every = ("--checkpoint-every", "1", "--out", "killed")
-    process = start(tmp_path, *OPTIONS.split(), "--steps", "1000", *every)
-    assert process.stdout
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if line.startswith("step 3/1000"):
-            break
+    process = start(tmp_path, *OPTIONS.split(), "--steps", "1000", "--checkpoint-every", "1")
+    printed = read_until(process, 3)
     ranks = children(process.pid)
-    assert ranks, "".join(printed)
+    assert ranks, printed
     os.kill(max(ranks), signal.SIGKILL)  # the one started last
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
-    assert text.splitlines()[-1] == (
-        "error: rank 1 was killed by SIGKILL (out of memory?); "
-        "continue with: simplefsdp train --resume killed"
-    )
+    (run,) = (tmp_path / "runs").iterdir()
+    again = f"continue with: simplefsdp train --resume runs/{run.name}"
+    killed = "error: rank 1 was killed by SIGKILL (out of memory?)"
+    assert text.splitlines()[-1] == f"{killed}; {again}"
+    checkpoint = runs.complete_checkpoints(run)[-1]
+
+    # No other options: those of the run are taken over.
+    process = start(tmp_path, "--resume")
+    printed = read_until(process, runs.step_of(checkpoint) + 2)
+    ranks = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    text = printed + rest
+    assert process.returncode == 128 + signal.SIGINT, text
+    assert len(ranks) >= 2
+    assert not any(is_running(rank) for rank in ranks)
+    assert "2 cpu ranks" in text and "Traceback" not in text and again in text
+    assert f"resumed runs/{run.name}/checkpoints/{checkpoint.name} exactly" in text
+    stopped = runs.step_of(runs.complete_checkpoints(run)[-1])
+    assert stopped >= runs.step_of(checkpoint) + 2
+    lines = (run / runs.METRICS).read_text().splitlines()
+    steps = [r["step"] for r in map(json.loads, lines) if "loss" in r]
+    assert steps == list(range(1, stopped + 1))
 
 
 def failure(rank: int, exitcode: int, message: str = "") -> ProcessFailure:
@@ -162,13 +152,18 @@ def test_a_small_model_is_gathered_once_for_a_sample(small, fake_mesh, monkeypat
     monkeypatch.setattr(evaluate, "_SMALL_NBYTES", 10**9 if small else 0)
     config = replace(CONFIGS["debug"], n_layers=1)
     model = simple_fsdp(Llama(config), mesh)
-    rank = Rank(0, 1, torch.device("cpu"))
+    session = SimpleNamespace(
+        plan=SimpleNamespace(config=TrainConfig(run=RunOptions(sample_tokens=3))),
+        rank=Rank(0, 1, torch.device("cpu")),
+        corpus=SimpleNamespace(validation=torch.zeros(4, dtype=torch.uint8)),
+        model=model,
+    )
     # Nothing arrives here, so what is gathered may be anything.
     monkeypatch.setattr(torch, "multinomial", lambda *_, **__: torch.tensor([0]))
     sent, parameters, broadcasts = Sent(), sum(1 for _ in model.parameters()), []
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: broadcasts.append(1))
     sent.start()
-    evaluate.sample(model, torch.zeros(4, dtype=torch.uint8), n_tokens=3, seed=0, rank=rank)
+    evaluate.sample(session)
     assert sent.stop().total() == (1 if small else 3) * parameters
     assert len(broadcasts) == 3
     sent.start()

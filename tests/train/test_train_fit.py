@@ -53,7 +53,7 @@ class _Sweep:
     def steps(self, cells: Sequence[Cell]) -> list[CellStep]:
         peaks = [BASE + EACH * cell.batch for cell in cells]
         return [
-            CellStep(cell, 1.0, 0.0, 1.0, 0.0, peak, self.room, ())
+            CellStep(cell, 1.0, 0.0, 1.0, 0.0, peak, self.room)
             for cell, peak in zip(cells, peaks, strict=True)
         ]
 
@@ -92,8 +92,8 @@ def test_each_start_takes_what_fits_its_ranks(run: TrainConfig, monkeypatch, cap
     for ranks in (2, 1, 4, 2):
         monkeypatch.setattr(fit, "ProcessPoolExecutor", lambda *args, n=fits[ranks]: _Done(n))
         plan = plan_run(run, ranks, ranks)
-        assert plan.notice is None and plan.config.data.global_batch_size == RANKS * PART
-        assert elastic.at_once(plan.config, ranks) == at_once[ranks]
+        assert plan.batch.notice is None and plan.batch.sequences == RANKS * PART
+        assert plan.batch.at_once == at_once[ranks]
         run = TrainConfig.from_json(json.loads(json.dumps(plan.saved.to_json())))
         assert (run.optim.microbatch_size, run.optim.microbatch_limit) == ("auto", 5)
     first, fewer, more, _ = [line for line in capsys.readouterr().out.split("\n") if "64" in line]

@@ -1,0 +1,62 @@
+"""What the terminal shows: a console, tables, what was written, and what takes its time."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+_WIDTH = 160
+
+
+def console() -> Console:
+    """A console; wide enough for the tables where there is no terminal that says how wide it is."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
+def printed(show: Callable[[Console], object]) -> str:
+    """What ``show`` prints on such a console."""
+    text = io.StringIO()
+    show(Console(file=text, width=_WIDTH, highlight=False))
+    return text.getvalue().rstrip()
+
+
+def table_of(*columns: str, words: Collection[str], title: str | None = None) -> Table:
+    """An empty table, of numbers but for the columns of ``words``."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right")
+    return table
+
+
+def save(out: Console, path: Path, text: str) -> None:
+    """Write a file, and say so."""
+    path.write_text(text)
+    out.print(f"wrote {path}", soft_wrap=True, markup=False)
+
+
+def save_json(out: Console, path: Path | None, document: object) -> None:
+    """Likewise, if the user asks for it."""
+    if path is not None:
+        save(out, path, json.dumps(document, indent=1) + "\n")
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say what goes on: with a running clock on a terminal, else a line when it is done."""
+    out = Console(stderr=True, highlight=False)
+    begin = time.perf_counter()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
+        progress.add_task(what)
+        yield
+    print(f"{what}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
