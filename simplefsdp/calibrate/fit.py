@@ -8,8 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy
-
 from inductor_passes.machine.links import Link, Ramp, fraction
 
 _TOLERANCE = 0.1  # of relative errors, within which the simpler fit is taken
@@ -77,8 +75,15 @@ def worst_error(link: Link, samples: Sequence[Sample], ranks: int) -> float:
 
 def _line(samples: Sequence[Sample]) -> tuple[float, float]:
     """Intercept, not negative, and slope, positive, of the line of least relative errors."""
-    sizes, times = [s.size for s in samples], [s.us for s in samples]
-    slope, intercept = map(float, numpy.polyfit(sizes, times, 1, w=[1 / us for us in times]))
+    # By hand: the kit in benchmarks/gpu calibrates where there is torch and no numpy.
+    total = sum(s.us**-2 for s in samples)
+    weights = [s.us**-2 / total for s in samples]
+    mean_size = sum(w * s.size for w, s in zip(weights, samples, strict=True))
+    mean_us = sum(w * s.us for w, s in zip(weights, samples, strict=True))
+    off = [s.size - mean_size for s in samples]
+    slope = sum(w * x * (s.us - mean_us) for w, x, s in zip(weights, off, samples, strict=True))
+    slope /= sum(w * x * x for w, x in zip(weights, off, strict=True))
+    intercept = mean_us - slope * mean_size
     last = samples[-1]
     seen = last.us / last.size / 100  # a hundredth of the longest time: less drowns in noise
     if slope >= seen and intercept >= 0:

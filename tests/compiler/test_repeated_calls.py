@@ -152,7 +152,7 @@ MORE = {
     "in regions": (InRegions, ALL),
     "first tied": (lambda: some_tied(Model(layer=Tied), [0]), DEPTH - 2),
     "later tied": (lambda: some_tied(Model(layer=Tied), [4]), ALL),
-    "most tied": (lambda: some_tied(Model(layer=Tied), list(range(8))), DEPTH - 2),
+    "most tied": (lambda: some_tied(Model(layer=Tied), list(range(8))), ALL),
     "side effect": (lambda: Model(layer=Counts), 0),
     "dicts": (lambda: TakesDicts(layer=GivesDict), 0),
     "all differ": (lambda: different(Model(layer=Scaled)), 0),
@@ -165,7 +165,7 @@ OF_OTHERS = {
     "written buffers": ALL,
     "dropout": ALL,
     "each is returned": ALL,
-    "one is another": DEPTH - 1,  # of ten
+    "one is another": DEPTH,  # of ten
     "tied": ALL,
     "one sign": DEPTH - 2,
     "policy": 0,
