@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from inductor_passes.machine.cluster import Peak, Wire
 from inductor_passes.machine.links import Ramp
@@ -26,19 +24,30 @@ from simplefsdp.calibrate.measure import Sweep
 from simplefsdp.launcher.ranks import Rank
 from simplefsdp.words import plural
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 class CalibrationReport:
-    """The terminal of a calibration; on ranks other than 0 it says nothing."""
+    """The terminal of a calibration; on ranks other than 0 it says nothing, and needs no rich."""
 
     def __init__(self, *, enabled: bool) -> None:
-        self._console = Console(highlight=False, soft_wrap=True, quiet=not enabled)
+        self._console: Console | None = None
+        if enabled:
+            from rich.console import Console
+
+            self._console = Console(highlight=False, soft_wrap=True)
+
+    def _print(self, what: Any, **how: Any) -> None:
+        if self._console is not None:
+            self._console.print(what, **how)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._print(text, markup=False)
 
     def progress(self, what: str) -> None:
         """What is being measured from now on."""
-        self._console.print(f"measuring {what} ...", style="dim", markup=False)
+        self._print(f"measuring {what} ...", style="dim", markup=False)
 
     def wire(self, wire: Wire, measured: Sequence[Sample]) -> None:
         """The link of one kind and group, with the error of the fit at each size."""
@@ -79,6 +88,10 @@ class CalibrationReport:
         measured: Sequence[Sample],
         predicted: Sequence[float],
     ) -> None:
+        if self._console is None:
+            return
+        from rich.table import Table
+
         table = Table(title=title, title_justify="left", title_style="bold")
         for column in (unit, "measured us", "fit us", "error"):
             table.add_column(column, justify="right")

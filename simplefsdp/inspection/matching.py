@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from rich.console import Console
 
 from simplefsdp.inspection.align import align
 from simplefsdp.inspection.intervals import length, union
@@ -19,8 +18,10 @@ from simplefsdp.inspection.measured import Measured, MeasuredReport, measure
 from simplefsdp.inspection.names import time_text
 from simplefsdp.inspection.profile import STEP, read_profiles
 from simplefsdp.inspection.report import BucketReport, GraphReport
-from simplefsdp.inspection.terminal import printed, table_of
 from simplefsdp.words import plural
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Launch(NamedTuple):
@@ -108,9 +109,13 @@ class Comparison:
         }
 
     def __str__(self) -> str:
+        from simplefsdp.inspection.terminal import printed
+
         return printed(self._print)
 
     def _print(self, out: Console) -> None:
+        from simplefsdp.inspection.terminal import table_of
+
         numbers = ("predicted", "measured", "exposed: predicted", "measured", "covered", "GB/s")
         words = ("graph", "kind", "parameters")
         table = table_of(*words, *numbers, words=words)

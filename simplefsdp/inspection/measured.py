@@ -6,16 +6,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simplefsdp.inspection.intervals import Intervals, difference, intersection, length, union
 from simplefsdp.inspection.names import nbytes_text, time_text
 from simplefsdp.inspection.profile import Profile, Transfer
-from simplefsdp.inspection.terminal import table_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 _GAP_US = 10.0
 """Shorter gaps lie between any two kernels."""
@@ -142,6 +141,10 @@ def measured_document(report: MeasuredReport) -> dict[str, Any]:
 
 def print_measured(out: Console, reports: Sequence[MeasuredReport]) -> None:
     """Ranks side by side, then the collectives and gaps of the one that exposes most."""
+    from rich.markup import escape
+
+    from simplefsdp.inspection.terminal import table_of
+
     numbers = ("total", "compute", "communication", "exposed", "overlap", "idle")
     table = table_of("rank", *numbers, words=("rank",))
     for r in reports:
@@ -165,6 +168,8 @@ def print_measured(out: Console, reports: Sequence[MeasuredReport]) -> None:
 
 
 def _by_kind(report: MeasuredReport) -> Table:
+    from simplefsdp.inspection.terminal import table_of
+
     numbers = ("number", "time", "exposed", "covered", "bytes", "median GB/s")
     table = table_of("collectives", *numbers, words=("collectives",))
     for kind in dict.fromkeys(m.transfer.kind for m in report.transfers):
