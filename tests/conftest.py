@@ -8,12 +8,18 @@ import inspect
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 # Before torch is imported: Inductor writes and compiles loops without vectors in less time, and
 # vectors are not ours.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
+# In a folder of its own: torch's key of generated code does not tell vectors, and a header without
+# them does not compile what `simplefsdp train` has left.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/simplefsdp_tests_{os.getuid()}"
+)
 # Each process that imports Inductor would start another, for Triton alone, which imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
