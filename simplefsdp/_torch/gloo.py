@@ -4,8 +4,8 @@ Functional all-gathers end in ``ProcessGroupGloo::allgather_coalesced``. Where s
 flight, a rank dies of it by SIGSEGV or "double free or corruption", or waits for ever, seldom in
 training and in seconds where nothing else is done: ``benchmarks/gloo_gathers.py`` shows it with
 torch alone. ``ProcessGroupGloo::allgather``, which FSDP2 takes, does not do that. So the two
-operators are led there for groups that use gloo for CPU tensors. What our gathers do not send,
-complex numbers and lists of several dtypes, is left to torch.
+operators are led there for groups that use gloo for CPU tensors; complex numbers as pairs of real
+ones. Lists of several dtypes, which are never ours, are left to torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 _OPERATORS = "_c10d_functional"
 _ops: Any = getattr(torch.ops, _OPERATORS)
@@ -38,13 +39,19 @@ def _override(library: torch.library.Library, name: str, safe: Callable[..., Any
 
     def kernel(keys: Any, gathered: Any, ranks: int, group: Any) -> Any:
         tensors = [gathered] if isinstance(gathered, Tensor) else gathered
-        is_ours = len({t.dtype for t in tensors}) == 1 and not tensors[0].is_complex()
-        if not is_ours or not _uses_gloo(group):
+        if len({t.dtype for t in tensors}) != 1 or not _uses_gloo(group):
             return before.call_boxed(keys, gathered, ranks, group)
         with torch.no_grad():
-            return safe(gathered, ranks, group)
+            if not tensors[0].is_complex():
+                return safe(gathered, ranks, group)
+            found = safe(tree_map_only(Tensor, _as_real, gathered), ranks, group)
+            return tree_map_only(Tensor, torch.view_as_complex, found)
 
     library.impl(name, kernel, "CPU", with_keyset=True)
+
+
+def _as_real(shard: Tensor) -> Tensor:
+    return torch.view_as_real(shard.reshape(shard.shape or (1,)).resolve_conj())
 
 
 def _uses_gloo(group: Any) -> bool:

@@ -259,6 +259,8 @@ def test_a_run_that_ends_takes_its_part_along(tmp_path, ending):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A suite that a shell has begun in the background ignores Ctrl-C, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
     until(lambda: list(tmp_path.glob("*/machine.json")), "the first cell of part a")
