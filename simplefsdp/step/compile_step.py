@@ -222,8 +222,9 @@ class _Compiled:
     def compile(self, loss_of: Callable[..., Tensor], options: Mapping[str, object] | None) -> None:
         def loss(*args: Any, **kwargs: Any) -> Tensor:
             value = loss_of(*args, **kwargs)
-            kind = "dict" if isinstance(value, dict) else type(value).__name__
-            return note_loss(value if isinstance(value, Tensor) else None, kind)
+            if isinstance(value, Tensor):
+                return note_loss(value, "")
+            return note_loss(None, _kind_of(value))
 
         loss = _torch.with_own_code(loss, f"{loss_of!r} {id(self)}")
         agreed = [f"a step of {type(self.optimizer).__name__}, max_norm {self.max_norm}"]
@@ -280,6 +281,14 @@ class _Compiled:
         if self.max_norm is not None:
             *results, self.norm = results
         return results
+
+
+def _kind_of(value: object) -> str:
+    """What a loss is that is no tensor; of a class, Dynamo up to 2.14 does not know the name."""
+    if value is None:
+        return "NoneType"
+    kinds = {"dict": dict, "tuple": tuple, "list": list, "float": float, "int": int}
+    return next((name for name, kind in kinds.items() if isinstance(value, kind)), "another object")
 
 
 def _there(value: _Compiled | None) -> _Compiled:
