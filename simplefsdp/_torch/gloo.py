@@ -51,7 +51,7 @@ def _override(library: torch.library.Library, name: str, safe: Callable[..., Any
 
 
 def _as_real(shard: Tensor) -> Tensor:
-    return torch.view_as_real(shard.reshape(shard.shape or (1,)).resolve_conj())
+    return torch.view_as_real(torch.atleast_1d(shard).resolve_conj())
 
 
 def _uses_gloo(group: Any) -> bool:

@@ -284,7 +284,7 @@ class _Compiled:
 
 
 def _kind_of(value: object) -> str:
-    """What a loss is that is no tensor; of a class, Dynamo up to 2.14 does not know the name."""
+    """What a loss is that is no tensor; of a class, Dynamo of 2.11 does not know the name."""
     if value is None:
         return "NoneType"
     kinds = {"dict": dict, "tuple": tuple, "list": list, "float": float, "int": int}
