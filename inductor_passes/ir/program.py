@@ -171,7 +171,7 @@ class Program:
     @cached_property
     def waits_of(self) -> dict[int, tuple[int, ...]]:
         """The waits of each start, by position."""
-        waits: dict[int, list[int]] = {i: [] for i, op in self.starts()}
+        waits: dict[int, list[int]] = {i: [] for i, _ in self.starts()}
         for wait, starts in self.start_of.items():
             for start in starts:
                 waits[start].append(wait)
@@ -179,7 +179,11 @@ class Program:
 
     def starts(self) -> Iterator[tuple[int, Op]]:
         """Position and op of each start."""
-        return ((i, op) for i, op in enumerate(self.ops) if op.kind == "start")
+        return iter(self._starts)
+
+    @cached_property
+    def _starts(self) -> list[tuple[int, Op]]:
+        return [(i, op) for i, op in enumerate(self.ops) if op.kind == "start"]
 
     @cached_property
     def touched(self) -> list[list[str]]:
@@ -187,19 +191,23 @@ class Program:
 
         A collective reads its inputs until its last wait, which touches them, too.
         """
-        storage = {name: buffer.storage for name, buffer in self.buffers.items()}
         last = {start: waits[-1] for start, waits in self.waits_of.items() if waits}
         found = []
         for i, op in enumerate(self.ops):
             names = [*op.reads, *op.writes]
             for start in (s for s in self.start_of.get(i, ()) if last[s] == i):
                 names += [*self.ops[start].reads, *self.ops[start].writes]
-            found.append(list(dict.fromkeys([storage[name] for name in names])))
+            found.append(list(dict.fromkeys([self.storage[name] for name in names])))
         return found
+
+    @cached_property
+    def storage(self) -> dict[str, str]:
+        """Of each buffer."""
+        return {name: buffer.storage for name, buffer in self.buffers.items()}
 
     def storages(self, names: Iterable[str]) -> set[str]:
         """Of some buffers."""
-        return {self.buffers[name].storage for name in names}
+        return {self.storage[name] for name in names}
 
     def first_written(self, i: int) -> set[str]:
         """Storages of the buffers that op ``i`` is the first to write."""
@@ -282,14 +290,25 @@ class Program:
             counts = Counter(order)
             odd = [n for n in self.index if counts[n] != 1] or [n for n in order if counts[n] != 1]
             raise ProgramError(f"the new order must name every op once; it does not for {odd[:5]}")
-        place = {name: i for i, name in enumerate(order)}
-        for i, op in enumerate(self.ops):
-            for j in self.predecessors[i]:
-                if place[self.ops[j].name] > place[op.name]:
+        after = [self.index[name] for name in order]
+        place = dict(zip(after, range(len(after)), strict=True))
+        for i, before in enumerate(self.predecessors):
+            for j in before:
+                if place[j] > place[i]:
                     raise ProgramError(
-                        f"{op.name} is placed before {self.ops[j].name}, which it needs"
+                        f"{self.ops[i].name} is placed before {self.ops[j].name}, which it needs"
                     )
-        return replace(self, ops=tuple(self.ops[self.index[name]] for name in order))
+        program = self.with_ops(self.ops[i] for i in after)
+        waits = sorted((place[i], starts) for i, starts in self.start_of.items())
+        program.__dict__["start_of"] = {i: tuple(place[j] for j in found) for i, found in waits}
+        return program
+
+    def with_ops(self, ops: Iterable[Op]) -> Program:
+        """The same program with other ops on its buffers; what is known of these, it knows."""
+        after = replace(self, ops=tuple(ops))
+        for known in ("storage", "storage_nbytes"):
+            after.__dict__[known] = getattr(self, known)
+        return after
 
     def verify(self) -> Program:
         """Check every rule of the representation, and return the program itself.

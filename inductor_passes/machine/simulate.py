@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from inductor_passes.ir.program import Program
 from inductor_passes.machine.cost import CostModel
@@ -14,8 +14,7 @@ from inductor_passes.machine.cost import CostModel
 USES = ("activations", "gathered parameters", "full gradients", "gradient shards")
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """When an op ran. A collective's span is that of its transfer on the lane.
 
     Attributes:
@@ -125,17 +124,19 @@ def run(
 def simulate(program: Program, cost: CostModel) -> Timeline:
     """What a :func:`run` of ``program`` takes by a cost model."""
     ops = program.ops
-    took: dict[int, float] = {}
-
-    def us(i: int) -> float:
-        c = ops[i].collective
-        took[i] = cost.compute_us(program, ops[i]) if c is None else cost.collective_us(c)
-        return took[i]
+    took = [
+        cost.collective_us(op.collective)
+        if op.collective is not None
+        else cost.compute_us(program, op)
+        if op.kind == "compute"
+        else 0.0
+        for op in ops
+    ]
 
     total = compute = wire = slowed = 0.0
     exposed: dict[str, float] = {op.name: 0.0 for _, op in program.starts()}
     spans: list[Span] = []
-    for i, start, begin, end in run(program, us, cost.compute_beside):
+    for i, start, begin, end in run(program, took.__getitem__, cost.compute_beside):
         op = ops[i]
         if op.kind == "wait":
             exposed[ops[start].name] += end - begin
@@ -174,13 +175,18 @@ def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
     collective lives until the wait; an input that nothing touches is never freed.
     """
     resident, end = program.storages(program.resident), max(0, len(program.ops) - 1)
-    found = dict.fromkeys(program.storages(program.inputs) - resident, (0, end))
-    for i, storages in enumerate(program.touched):
-        for storage in storages:
-            found[storage] = (found[storage][0] if storage in found else i, i)
-    for storage in program.storages(program.outputs) & found.keys():
-        found[storage] = (found[storage][0], end)
-    return {storage: found[storage] for storage in found.keys() - resident}
+    storage = program.storage
+    first = dict.fromkeys(program.storages(program.inputs), 0)
+    last = dict.fromkeys(first, end)
+    for i, op in enumerate(program.ops):
+        for name in (*op.reads, *op.writes):
+            first.setdefault(storage[name], i)
+            last[storage[name]] = i
+    for start, waits in program.waits_of.items():
+        for name in (*program.ops[start].reads, *program.ops[start].writes) if waits else ():
+            last[storage[name]] = max(last[storage[name]], waits[-1])
+    last.update(dict.fromkeys(program.storages(program.outputs) & last.keys(), end))
+    return {name: (first[name], last[name]) for name in first.keys() - resident}
 
 
 def memory(program: Program) -> Memory:

@@ -40,19 +40,24 @@ class FixedCost:
         return self.op_us[op.name]
 
     def collective_us(self, collective: Collective) -> float:
-        c = collective
-        what = f"{c.kind} of {c.nbytes} bytes {c.dtype} on {c.ranks} ranks ({', '.join(c.fqns)})"
-        return checked_us(what, self.wire.collective_us(c))
+        return checked_us(collective, self.wire.collective_us(collective))
 
 
-def checked_us(what: str, value: object) -> float:
+def checked_us(what: str | Collective, value: object) -> float:
     """``value``, if it is a time.
+
+    Args:
+        what: takes it; an op by name.
+        value: as a cost model gave it.
 
     Raises:
         ValueError: it is None, NaN, infinite, negative or no number.
     """
     if isinstance(value, (int, float)) and isfinite(value) and value >= 0:
         return float(value)
+    if isinstance(what, Collective):
+        fqns = ", ".join(what.fqns)
+        what = f"{what.kind} of {what.nbytes} bytes {what.dtype} on {what.ranks} ranks ({fqns})"
     raise ValueError(
         f"cost model: expected microseconds, a finite number of at least 0, for {what}; got "
         f"{value!r}; mend the cost model or its cluster file"

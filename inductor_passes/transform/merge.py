@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
@@ -18,22 +18,20 @@ def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
     Raises:
         ProgramError: a bucket's members differ in what must agree, or depend on each other.
     """
-    label_of: dict[str, str] = {}
-    merged: dict[str, Op] = {}
-    members: dict[str, str] = {}
+    merged: dict[int, Op] = {}
+    first_of: dict[int, int] = {}
     for bucket in buckets:
-        starts = _members(program, bucket)
-        first = merge_starts(bucket, starts)
-        merged[first.name] = first
-        label_of[first.name] = bucket.label
-        for op in starts:
-            if op.name in members:
-                raise ProgramError(f"bucket {bucket.label}: {op.name} is in another bucket, too")
-            members[op.name] = first.name
+        members = _members(program, bucket)
+        merged[members[0]] = merge_starts(bucket, [program.ops[i] for i in members])
+        for i in members:
+            if i in first_of:
+                name = program.ops[i].name
+                raise ProgramError(f"bucket {bucket.label}: {name} is in another bucket, too")
+            first_of[i] = members[0]
     # A merged start stands where the earliest of its members stood.
-    kept = dict.fromkeys(members.get(op.name, op.name) for op in program.ops)
-    ops = [merged[name] if name in merged else program.ops[program.index[name]] for name in kept]
-    return _topological(program, ops, members, label_of)
+    became = [first_of.get(i, i) for i in range(len(program.ops))]
+    ops = {i: merged.get(i, program.ops[i]) for i in became}
+    return _topological(program, ops, became, first_of)
 
 
 def in_one_piece(program: Program) -> Program:
@@ -45,13 +43,13 @@ def in_one_piece(program: Program) -> Program:
     return replace(program, ops=tuple(ops))
 
 
-def _members(program: Program, bucket: Bucket) -> list[Op]:
+def _members(program: Program, bucket: Bucket) -> list[int]:
     missing = [name for name in bucket.starts if name not in program.index]
     if missing:
         raise ProgramError(f"bucket {bucket.label}: no op is called {missing[0]}")
     if len(set(bucket.starts)) < len(bucket.starts):
         raise ProgramError(f"bucket {bucket.label}: {bucket.starts} names an op twice")
-    return [program.ops[program.index[name]] for name in bucket.starts]
+    return [program.index[name] for name in bucket.starts]
 
 
 def merge_starts(bucket: Bucket, ops: Sequence[Op]) -> Op:
@@ -64,8 +62,9 @@ def merge_starts(bucket: Bucket, ops: Sequence[Op]) -> Op:
             f"bucket {bucket.label}: its members must be collectives of one kind, group, reduce "
             f"op and dtype; they are {sorted(map(str, agree))}"
         )
-    return replace(
-        ops[0],
+    return Op(
+        ops[0].name,
+        "start",
         reads=tuple(name for op in ops for name in op.reads),
         writes=tuple(name for op in ops for name in op.writes),
         collective=merge_collectives(collectives, bucket),
@@ -98,32 +97,37 @@ def sent_together(one: Collective | None, other: Collective) -> Collective:
 
 
 def _topological(
-    before: Program, ops: Sequence[Op], members: Mapping[str, str], label_of: Mapping[str, str]
+    before: Program, left: Mapping[int, Op], became: Sequence[int], merged: Collection[int]
 ) -> Program:
-    """``ops`` in the order nearest to the one of ``before``, in which they still were apart."""
-    place = {op.name: at for at, op in enumerate(ops)}
-    at_of = [place[members.get(op.name, op.name)] for op in before.ops]
+    """What is left in the order nearest to the one of ``before``.
+
+    Args:
+        before: in which all are apart.
+        left: ops by position in it, in their order.
+        became: of each op of it, the one of ``left``.
+        merged: ops of it that are in buckets.
+    """
+    ops, place = list(left.values()), {i: at for at, i in enumerate(left)}
+    at_of = [place[i] for i in became]
     needs: list[set[int]] = [set() for _ in ops]
-    for i, at in enumerate(at_of):
-        needs[at].update(at_of[j] for j in before.predecessors[i])
+    for at, found in zip(at_of, before.predecessors, strict=True):
+        needs[at].update(map(at_of.__getitem__, found))
     gathers = [at for at, op in enumerate(ops) if op.sends == "gather"]
     order = _nearest_order(needs, _pulled(needs, gathers))
     if len(order) < len(ops):
         placed = set(order)
-        stuck = next(
-            op.name for at, op in enumerate(ops) if at not in placed and op.name in label_of
-        )
+        stuck = (left[i].collective for i, at in place.items() if i in merged and at not in placed)
+        label = next(c.bucket for c in stuck if c is not None)
         raise ProgramError(
-            f"bucket {label_of[stuck]}: one member's result is needed to make another member, so "
-            "they cannot be launched together; put them into different buckets"
+            f"bucket {label}: one member's result is needed to make another member, so they cannot "
+            "be launched together; put them into different buckets"
         )
-    after = replace(before, ops=tuple(ops[at] for at in order))
-    merged = (before.ops[before.index[name]] for name in members)
-    sent = before.storages(n for op in merged for n in (*op.reads, *op.writes))
+    after = before.with_ops(ops[at] for at in order)
+    sent = before.storages(n for i in merged for n in (*before.ops[i].reads, *before.ops[i].writes))
     if sent.isdisjoint(before.in_place):  # else a wait touches what all of its bucket do
         # They are known, and dear to find again in a large program.
-        now = {at: i for i, at in enumerate(order)}
-        after.__dict__["predecessors"] = tuple(tuple(now[j] for j in needs[at]) for at in order)
+        now = {at: i for i, at in enumerate(order)}.__getitem__
+        after.__dict__["predecessors"] = tuple(tuple(map(now, needs[at])) for at in order)
     return after
 
 
@@ -142,19 +146,22 @@ def _pulled(needs: Sequence[set[int]], gathers: Sequence[int]) -> list[int]:
 
 def _nearest_order(needs: Sequence[set[int]], place: Sequence[int]) -> list[int]:
     """Each index after those it needs, and otherwise by place; stuck ones are left out."""
-    followers: list[list[int]] = [[] for _ in needs]
-    for at, found in enumerate(needs):
-        for j in found:
-            followers[j].append(at)
-    missing = [len(found) for found in needs]
-    ready = [(place[at], at) for at, n in enumerate(missing) if n == 0]
-    heapq.heapify(ready)
+    waiting: dict[int, list[int]] = {}  # of an index, those whose turn was before it
+    left: dict[int, int] = {}  # of those, how many they wait for
+    done = [False] * len(needs)
     order: list[int] = []
-    while ready:
-        _, at = heapq.heappop(ready)
-        order.append(at)
-        for follower in followers[at]:
-            missing[follower] -= 1
-            if missing[follower] == 0:
-                heapq.heappush(ready, (place[follower], follower))
+    for turn in sorted(range(len(needs)), key=place.__getitem__):
+        ahead = [j for j in needs[turn] if not done[j]]
+        left[turn] = len(ahead)
+        for j in ahead:
+            waiting.setdefault(j, []).append(turn)
+        ready = [] if ahead else [(place[turn], turn)]
+        while ready:
+            _, at = heapq.heappop(ready)
+            order.append(at)
+            done[at] = True
+            for follower in waiting.pop(at, ()):
+                left[follower] -= 1
+                if not left[follower]:
+                    heapq.heappush(ready, (place[follower], follower))
     return order

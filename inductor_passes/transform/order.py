@@ -66,7 +66,7 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
         _keep_starts(program, keys, first_use)
     _float_views(program, keys, followers, late)
     _pull_predecessors(program, keys, keep_starts=keep_starts)
-    order = sorted(range(len(keys)), key=lambda i: (keys[i], i))
+    order = sorted(range(len(keys)), key=keys.__getitem__)
     return [program.ops[i].name for i in order]
 
 
