@@ -185,6 +185,7 @@ def _simplefsdp(
     reshard: bool | Literal["auto"] = True,
 ) -> Variant:
     model = _wrapped(load, reshard)
+    options = {"executor": "inductor", **options}  # unless by regions, however many layers
     backend = functools.partial(simplefsdp, options=options, adjust=adjust)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     return Variant(name, compiled, dict(model.named_parameters()), model)

@@ -5,4 +5,5 @@ from typing import Literal, get_args
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Bucketing = Literal["none", "manual", "auto"]
-Executor = Literal["inductor", "regions", "aot_eager"]
+Executor = Literal["auto", "inductor", "regions", "aot_eager"]
+EXECUTORS: tuple[Executor, ...] = get_args(Executor)

@@ -186,21 +186,6 @@ class Program:
         return [(i, op) for i, op in enumerate(self.ops) if op.kind == "start"]
 
     @cached_property
-    def touched(self) -> list[list[str]]:
-        """The storages that each op needs alive, each once.
-
-        A collective reads its inputs until its last wait, which touches them, too.
-        """
-        last = {start: waits[-1] for start, waits in self.waits_of.items() if waits}
-        found = []
-        for i, op in enumerate(self.ops):
-            names = [*op.reads, *op.writes]
-            for start in (s for s in self.start_of.get(i, ()) if last[s] == i):
-                names += [*self.ops[start].reads, *self.ops[start].writes]
-            found.append(list(dict.fromkeys([self.storage[name] for name in names])))
-        return found
-
-    @cached_property
     def storage(self) -> dict[str, str]:
         """Of each buffer."""
         return {name: buffer.storage for name, buffer in self.buffers.items()}
@@ -293,21 +278,18 @@ class Program:
         after = [self.index[name] for name in order]
         place = dict(zip(after, range(len(after)), strict=True))
         for i, before in enumerate(self.predecessors):
-            for j in before:
-                if place[j] > place[i]:
-                    raise ProgramError(
-                        f"{self.ops[i].name} is placed before {self.ops[j].name}, which it needs"
-                    )
+            for j in (j for j in before if place[j] > place[i]):
+                one, other = self.ops[i].name, self.ops[j].name
+                raise ProgramError(f"{one} is placed before {other}, which it needs")
         program = self.with_ops(self.ops[i] for i in after)
-        waits = sorted((place[i], starts) for i, starts in self.start_of.items())
-        program.__dict__["start_of"] = {i: tuple(place[j] for j in found) for i, found in waits}
+        known = ((place[i], tuple(place[j] for j in found)) for i, found in self.start_of.items())
+        program.__dict__["start_of"] = dict(sorted(known))
         return program
 
     def with_ops(self, ops: Iterable[Op]) -> Program:
         """The same program with other ops on its buffers; what is known of these, it knows."""
         after = replace(self, ops=tuple(ops))
-        for known in ("storage", "storage_nbytes"):
-            after.__dict__[known] = getattr(self, known)
+        after.__dict__.update(storage=self.storage, storage_nbytes=self.storage_nbytes)
         return after
 
     def verify(self) -> Program:

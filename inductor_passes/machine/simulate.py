@@ -167,6 +167,21 @@ class Memory:
     peak_op: str
 
 
+def touched(program: Program) -> list[list[str]]:
+    """The storages that each op needs alive, each once.
+
+    A collective reads its inputs until its last wait, which touches them, too.
+    """
+    last = {start: waits[-1] for start, waits in program.waits_of.items() if waits}
+    found = []
+    for i, op in enumerate(program.ops):
+        names = [*op.reads, *op.writes]
+        for start in (s for s in program.start_of.get(i, ()) if last[s] == i):
+            names += [*program.ops[start].reads, *program.ops[start].writes]
+        found.append(list(dict.fromkeys([program.storage[name] for name in names])))
+    return found
+
+
 def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
     """The ops from and to which each storage is alive, by their positions, if one is freed after
     the last op that touches it. Inputs that the caller keeps are not among them.

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from inductor_passes.ir.program import Op, Program
 from inductor_passes.ir.sizes import formula_of
 from inductor_passes.machine.fusion import Kernels, Loop
+from inductor_passes.machine.simulate import touched
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def _written_over(
             members[kernels.of[i]].append(i)
     ends = {i: group[-1] for group in members.values() for i in group}
     last: dict[str, int] = {}
-    for i, storages in enumerate(program.touched):
+    for i, storages in enumerate(touched(program)):
         for storage in storages:
             last[storage] = max(last.get(storage, 0), ends.get(i, i))
     left = {*program.outputs, *program.inputs, *program.resident} - {*spent}

@@ -16,7 +16,7 @@ from itertools import groupby
 from inductor_passes.ir.program import Buffer, Op, Program
 from inductor_passes.machine.bound import moving
 from inductor_passes.machine.cost import CostModel
-from inductor_passes.machine.simulate import lifetimes, memory
+from inductor_passes.machine.simulate import lifetimes, memory, touched
 from inductor_passes.planner.invariant import FixedCost
 from inductor_passes.planner.segments import bare
 
@@ -38,7 +38,7 @@ def compact(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
     def is_plain(i: int) -> bool:
         kind = late.ops[i].kind
         plain = i in sides.in_turn or (kind in ("compute", "view") and i not in sides.moving)
-        return plain and late.in_place.isdisjoint(late.touched[i])
+        return plain and late.in_place.isdisjoint(sides.touched[i])
 
     for plain, run in groupby(sides.kept(), is_plain):
         members = list(run)
@@ -54,6 +54,7 @@ class _Sides:
     """What is only done for one start: it goes with the start, or with its wait.
 
     Attributes:
+        touched: storages that each op needs alive.
         moving: ops that keep no place, but go with collectives.
         before: of a start, the ops whose results it alone needs.
         behind: of a start, the ops that need what it left, and nothing of other collectives.
@@ -65,7 +66,7 @@ class _Sides:
 
     def __init__(self, bare: Program) -> None:
         self.bare = bare
-        self.moving = moving(bare)
+        self.touched, self.moving = touched(bare), moving(bare)
         self.before: defaultdict[int, list[int]] = defaultdict(list)
         self.behind: defaultdict[int, list[int]] = defaultdict(list)
         followers: list[list[int]] = [[] for _ in bare.ops]
@@ -90,7 +91,7 @@ class _Sides:
     def _is_side(self, i: int) -> bool:
         op = self.bare.ops[i]
         plain = op.kind in ("compute", "view") and i in self.moving
-        return plain and self.bare.in_place.isdisjoint(self.bare.touched[i])
+        return plain and self.bare.in_place.isdisjoint(self.touched[i])
 
     def _prepare(self, followers: Sequence[Sequence[int]]) -> None:
         start_of: dict[int, int] = {}
@@ -198,7 +199,7 @@ class _Runs:
         members = [i for i in range(begin, end) if i not in self.sides.gone]
         made = self._made(members)
         left = [s for s in made if self.lives[s][1] >= end or s in self.kept]
-        begun = [s for s in self.bare.touched[begin] if s not in self.given]
+        begun = [s for s in self.sides.touched[begin] if s not in self.given]
         before = self.live[begin] - sum(self.size[s] for s in begun if self.lives[s][0] == begin)
         room = max(self.live[begin:end]) - before - sum(self.size[s] for s in left)
         own = set(made)

@@ -26,6 +26,7 @@ from simplefsdp.compiler import breaks
 from simplefsdp.compiler.cache_key import sources
 from simplefsdp.compiler.compilation import Extension, begin_preparing, compile_with_passes
 from simplefsdp.compiler.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
+from simplefsdp.compiler.executor import executor_of
 from simplefsdp.compiler.local_inputs import compile_with_local_inputs
 from simplefsdp.compiler.options import Options, parse_options
 from simplefsdp.compiler.reshard import decide_resharding
@@ -80,14 +81,12 @@ def simplefsdp(
     missing = _without_values(gathered, example_inputs)
     params = [value for value in example_inputs if isinstance(value, DTensor)]
     device = _device_of(params)
+    choice = _with_executor(choice, gathered, example_inputs)
     settings = pass_settings(choice, [spec.fqn for spec in specs], device)
     if settings is not None:
         settings = settings if adjust is None else adjust(settings)
         _say_uncovered(settings)
-    if choice.cudagraphs and device.type != "cuda":
-        raise ValueError(
-            f"options['cudagraphs']: expected parameters on cuda, got {device}; leave it out"
-        )
+    _refuse_cudagraphs(choice, device)
     begin_preparing(choice.executor, device.type)
     timeout_s = choice.rank_guard_timeout_s
     ranks = ranks_of([param.device_mesh for param in params])
@@ -236,6 +235,18 @@ def _auto(options: Options, device: torch.device) -> Auto:
         )
     budget_gb = options.memory_budget_gb
     return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9))
+
+
+def _with_executor(options: Options, gathered: Mapping[int, str], inputs: Sequence[Any]) -> Options:
+    shapes = {fqn: inputs[place].shape for place, fqn in gathered.items()}
+    return replace(options, executor=executor_of(options, shapes))
+
+
+def _refuse_cudagraphs(options: Options, device: torch.device) -> None:
+    if options.cudagraphs and device.type != "cuda":
+        raise ValueError(
+            f"options['cudagraphs']: expected parameters on cuda, got {device}; leave it out"
+        )
 
 
 def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -27,7 +27,7 @@ from typing import Any, get_args
 from inductor_passes.ir.buckets import check_patterns
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.cluster_file import as_cluster
-from simplefsdp.choices import Bucketing, Executor
+from simplefsdp.choices import EXECUTORS, Bucketing, Executor
 from simplefsdp.rank_guard import TIMEOUT_S
 
 Check = tuple[Callable[[Any], bool], str]  # whether a value is fine, and what is expected
@@ -70,7 +70,7 @@ _CHECKS: dict[str, Check] = {
     ),
     "reorder": _one_of(True, False, None),
     "separate_reduce_group": _one_of(True, False),
-    "executor": _one_of(*get_args(Executor)),
+    "executor": _one_of(*EXECUTORS),
     "cudagraphs": _one_of(True, False),
     "rank_guard_timeout_s": (
         lambda value: _is_number(value) and value >= 0,
@@ -126,8 +126,10 @@ class Options:
         executor: ``"inductor"`` generates code for the whole graph. ``"regions"`` does so for one
             of the layers that are alike, and calls it for each: 100 layers compile like one, and
             collectives start and are waited for between layers only. (A graph whose sizes are
-            symbols is compiled whole.) ``"aot_eager"`` runs the forward and backward graphs op by
-            op, which compiles in seconds and serves debugging.
+            symbols is compiled whole.) ``"auto"`` is ``"regions"`` for a model of 8 or more layers
+            that are alike (:mod:`simplefsdp.compiler.executor`), and else ``"inductor"``.
+            ``"aot_eager"`` runs the forward and backward graphs op by op, which compiles in seconds
+            and serves debugging.
         cudagraphs: capture the forward and the backward in a CUDA graph each, collectives and all,
             as ``mode="reduce-overhead"`` does of ``torch.compile``: a step that is bound by the
             host launches two graphs instead of thousands of kernels. Batches must have one shape,
@@ -150,7 +152,7 @@ class Options:
     memory_budget_gb: float | None = None
     reorder: bool | None = None
     separate_reduce_group: bool = False
-    executor: Executor = "inductor"
+    executor: Executor = "auto"
     cudagraphs: bool = False
     rank_guard_timeout_s: float = TIMEOUT_S
 
@@ -201,7 +203,7 @@ def _consistent(options: Options) -> Options:
                 f"options[{f.name!r}]: has no meaning with bucketing={options.bucketing!r}; leave "
                 f"it out, or choose bucketing={other}"
             )
-    if options.cudagraphs and options.executor != "inductor":
+    if options.cudagraphs and options.executor not in ("auto", "inductor"):
         raise ValueError(
             f"options['cudagraphs']: executor={options.executor!r} runs what is not captured; "
             "leave it out, or choose executor='inductor'"

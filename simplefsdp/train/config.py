@@ -70,7 +70,7 @@ class CompileOptions:
 
     compile: bool = True
     """Compile the model; --no-compile runs it eagerly, with the same numerics."""
-    executor: Executor = "inductor"
+    executor: Executor = "auto"
     """What runs the compiled graphs; aot_eager starts faster and computes slower."""
     bucketing: Bucketing = "auto"
     """auto: a planner chooses which gathers and reductions are merged, and overlaps them with

@@ -35,7 +35,9 @@ def test_options():
     message = r"unknown key 'excutor'; did you mean 'executor'\? \(valid"
     with pytest.raises(ValueError, match=message):
         parse_options({"excutor": "aot_eager"})
-    with pytest.raises(ValueError, match=r"options\['executor'\]: expected one of 'inductor', "):
+    with pytest.raises(
+        ValueError, match=r"options\['executor'\]: expected one of 'auto', 'inductor', "
+    ):
         parse_options({"executor": "eager"})
     with pytest.raises(TypeError, match="options: expected a dict, got str"):
         parse_options("none")

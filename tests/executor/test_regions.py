@@ -19,6 +19,7 @@ from inductor_passes.executor import regional, straight_line
 from inductor_passes.executor.regions import Region, cut, graph_of, structure_of
 from inductor_passes.planner.units import Piece
 from simplefsdp import simple_fsdp
+from simplefsdp.compiler.executor import MANY_LAYERS
 from simplefsdp.compiler.observers import observing
 from simplefsdp.models import CONFIGS
 from simplefsdp.models.llama3 import Llama
@@ -101,6 +102,12 @@ def compiled_of(mesh, monkeypatch, layers: int, dropout: float = 0.0, **options:
         )
         run(simple_fsdp(model, mesh), torch.zeros(2, 16, dtype=torch.long), **options)
     return ran
+
+
+def test_many_layers_that_are_alike_are_compiled_so_by_default(fake_mesh, monkeypatch):
+    ran = compiled_of(fake_mesh(4), monkeypatch, MANY_LAYERS, executor="auto")
+    assert ran.compiled["forward"] < ran.regions["forward"]
+    assert ran.compiled["backward"] < ran.regions["backward"]
 
 
 @pytest.mark.parametrize(("bucketing", "dropout"), [("manual", 0.5), ("auto", 0.0)])

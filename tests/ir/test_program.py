@@ -133,13 +133,6 @@ def test_positions_writers_starts_and_waits():
     assert [op.name for _, op in program.starts()] == ["g", "h"]
 
 
-def test_a_wait_touches_what_its_collective_reads_and_writes():
-    program = parse(ONE_GATHER)
-    assert set(program.touched[program.index["g"]]) == {"p", "full"}
-    assert set(program.touched[program.index["w"]]) == {"p", "full"}
-    assert set(program.touched[program.index["mm"]]) == {"x", "full", "y"}
-
-
 def test_an_op_needs_the_writers_of_what_it_reads():
     assert needs(parse(ONE_GATHER)) == {"g": set(), "w": {"g"}, "mm": {"w"}}
 

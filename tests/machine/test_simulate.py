@@ -10,7 +10,7 @@ from programs import ROUND_COST, layers, random_program
 from inductor_passes.ir.program import Collective
 from inductor_passes.ir.text import parse
 from inductor_passes.machine.cost import LinearCost
-from inductor_passes.machine.simulate import Span, memory, simulate, slowed_us
+from inductor_passes.machine.simulate import Span, memory, simulate, slowed_us, touched
 
 
 def gather(name: str, nbytes: int, group: str = "dp") -> str:
@@ -228,13 +228,31 @@ def test_memory_without_ops():
     assert (found.live_nbytes, found.peak_nbytes, found.peak_op) == ((), 14, "")
 
 
+def test_a_wait_touches_what_its_collective_reads_and_writes():
+    program = parse(
+        """\
+        input x: 64
+        resident p: 16
+        start g(p) -> full: 64 | gather group=dp ranks=4 nbytes=64 dtype=f32
+        wait w(full) -> weight: 64 @full
+        compute mm(x, weight) -> y: 64
+        output y
+        """
+    )
+    needed = touched(program)
+    assert set(needed[program.index["g"]]) == {"p", "full"}
+    assert set(needed[program.index["w"]]) == {"p", "full"}
+    assert set(needed[program.index["mm"]]) == {"x", "full", "y"}
+
+
 def brute_force(program) -> tuple[int, ...]:
     """Live bytes by looking, at each op, at every storage anew."""
     size = {b.name: b.nbytes for b in program.buffers.values() if b.storage == b.name}
     storage = {b.name: b.storage for b in program.buffers.values()}
     ops = range(len(program.ops))
     resident = {storage[n] for n in program.resident}
-    uses = {s: [i for i in ops if s in set(program.touched[i])] for s in size}
+    needed = list(map(set, touched(program)))
+    uses = {s: [i for i in ops if s in needed[i]] for s in size}
     for name in program.inputs:
         uses[storage[name]] = [0, *(uses[storage[name]] or ops)]
     for name in program.outputs:
