@@ -99,10 +99,15 @@ def _items_behind_their_sources(graph: Graph) -> Iterator[Node]:
     them: nothing that is not a tensor goes from one region to another."""
     for node in graph.nodes:
         if node.op == "call_function" and not _is_item(node):
-            left = [node]
-            while left:
-                yield (current := left.pop(0))
-                left += [user for user in current.users if _is_item(user, of=current)]
+            yield from _with_items(node)
+
+
+def _with_items(node: Node) -> Iterator[Node]:
+    """A call, and what takes one of its results, or one of these."""
+    left = [node]
+    while left:
+        yield (current := left.pop(0))
+        left += [user for user in current.users if _is_item(user, of=current)]
 
 
 def _is_item(node: Node, of: Node | None = None) -> bool:
@@ -134,11 +139,13 @@ def _without_views_of_others(run: Sequence[Node]) -> list[Node | Region]:
     for node in run:
         if _is_free(node) and all(n not in here or n in before for n in node.all_input_nodes):
             before.add(node)
-    for node in reversed(run):
-        only_here = all(user in here and user not in before for user in node.users)
+    for node in (node for node in reversed(run) if not _is_item(node)):
+        own = set(_with_items(node))
+        users = {user for item in own for user in item.users} - own
+        only_here = all(user in here and user not in before for user in users)
         # Which seed a layer draws from would tell it apart from the others.
-        if node in before and only_here and not _torch.is_lookup_of_seed(node):
-            before.discard(node)
+        if only_here and not _torch.is_lookup_of_seed(node):
+            before -= own
     rest = [node for node in run if node not in before]
     first: list[Node | Region] = [node for node in run if node in before]
     if not _is_worth_compiling(rest):
