@@ -150,7 +150,7 @@ def peak_nbytes(options: Options, trial: Trial, batch: int, cluster: str) -> int
     model = wrapped_model(model_options, parallel, mesh, options.layers)
     init_weights(model, device=torch.device("cpu"), seed=0)
     optimizer = make_optimizer(model, OptimOptions())
-    loss = loss_of(model, CompileOptions(cluster=cluster))
+    loss = loss_of(model, CompileOptions(cluster=cluster, executor="inductor"))
 
     def step() -> None:
         loss(*tokens_and_targets(batch, options.seq_len)).backward()

@@ -117,7 +117,7 @@ def whole(bucketing: str, load: Any) -> Training:
 
     model = _wrapped(load)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    options: dict[str, Any] = {"bucketing": bucketing}
+    options: dict[str, Any] = {"bucketing": bucketing, "executor": "inductor"}
     if bucketing == "auto":
         options["cluster"] = cluster_here(load.row, load.device)
     train = compile_step(model, optimizer, max_norm=MAX_NORM, options=options)

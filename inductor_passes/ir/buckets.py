@@ -126,7 +126,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 def _by_default(fqns: Sequence[str], rest: Sequence[str]) -> dict[str, str]:
     """Labels for the parameters in ``rest``, which keep the order of ``fqns``."""
-    elements = _list_elements(fqns)
+    elements = layer_of(fqns)
     left = set(rest)
 
     def run_of(fqn: str) -> str | None:
@@ -159,11 +159,11 @@ def new_label(label: str, taken: Iterable[str]) -> str:
 
 def repeated_modules(fqns: Sequence[str]) -> tuple[str, ...]:
     """The elements of a model's repeated lists, its layers, from the FQNs of its parameters."""
-    return tuple(dict.fromkeys(_list_elements(fqns).values()))
+    return tuple(dict.fromkeys(layer_of(fqns).values()))
 
 
-def _list_elements(fqns: Sequence[str]) -> dict[str, str]:
-    """The list element that each parameter belongs to, if it belongs to one.
+def layer_of(fqns: Sequence[str]) -> dict[str, str]:
+    """The layer that each parameter belongs to, an element of a list, if it belongs to one.
 
     That of the outermost list of 3 or more elements (layers, not the experts within them; the
     layers of an encoder and a decoder, not these two); else that of the longest list.

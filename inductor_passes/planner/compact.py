@@ -211,7 +211,7 @@ class _Runs:
             self._compute(f"{name} (reads)", 0.0, reads, self._scratch(name, room), unit)
             reads, room = (), 0
         us = sum(map(self._us, members))
-        used_later = all(s in self.given or self.lives[s][1] >= end for s in reads)
+        used_later = all(s not in self.lives or self.lives[s][1] >= end for s in reads)
         if used_later and not (us or left or room):
             return  # views
         self._compute(name, us, reads, (*left, *self._scratch(name, room)), unit)

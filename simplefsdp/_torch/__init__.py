@@ -13,6 +13,7 @@ from simplefsdp._torch.backends import (
     compile_with_aot_eager,
     compile_with_inductor,
     graphs_of,
+    has_settings_for_whole_graphs,
     hash_of_files,
 )
 from simplefsdp._torch.cache_files import cache_folder, keep, read_kept

@@ -49,6 +49,15 @@ class Results(NamedTuple):
 NO_RESULTS = Results(lambda is_backward, code: None, None)
 
 
+def has_settings_for_whole_graphs() -> bool:
+    """Whether the user has given Inductor what regards each graph as a whole."""
+    from torch._inductor import config
+
+    passes = (config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass)
+    wrapped = config.cpp_wrapper or config.fx_wrapper or config.triton.cudagraphs
+    return bool(wrapped) or any(of_user is not None for of_user in passes)
+
+
 def compile_with_inductor(
     gm: GraphModule,
     example_inputs: Sequence[Any],

@@ -80,14 +80,14 @@ def simplefsdp(
     _refuse_checkpoint_by_hooks([example_inputs[place] for place in gathered])
     missing = _without_values(gathered, example_inputs)
     params = [value for value in example_inputs if isinstance(value, DTensor)]
-    device = _device_of(params)
-    choice = _with_executor(choice, gathered, example_inputs)
-    settings = pass_settings(choice, [spec.fqn for spec in specs], device)
+    device, shapes = _device_of(params), _shapes(gathered, example_inputs)
+    chosen = replace(choice, executor=executor_of(choice, shapes, device))
+    settings = pass_settings(chosen, [spec.fqn for spec in specs], device)
     if settings is not None:
         settings = settings if adjust is None else adjust(settings)
         _say_uncovered(settings)
     _refuse_cudagraphs(choice, device)
-    begin_preparing(choice.executor, device.type)
+    begin_preparing(chosen.executor, device.type)
     timeout_s = choice.rank_guard_timeout_s
     ranks = ranks_of([param.device_mesh for param in params])
     if len(ranks) > 1 and not timeout_s:
@@ -96,6 +96,7 @@ def simplefsdp(
     lines = [
         *_communicated(gm, params, choice, specs, settings, adjusted=adjust is not None),
         _named(missing),
+        f"compiled by {chosen.executor}",  # after what tells why, if ranks differ in it
         *(() if extension is None else extension.agreed),
     ]
     together = agree("the graph to compile", lines, ranks, timeout_s)
@@ -107,7 +108,7 @@ def simplefsdp(
         reduce_in_second_group(gm)
 
     compile_graph = functools.partial(
-        compile_with_passes, options=choice, settings=settings, ranks=ranks, together=together
+        compile_with_passes, options=chosen, settings=settings, ranks=ranks, together=together
     )
     until, sums, kept_places = _told_of_now(gm)
     if extension is None:
@@ -237,11 +238,6 @@ def _auto(options: Options, device: torch.device) -> Auto:
     return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9))
 
 
-def _with_executor(options: Options, gathered: Mapping[int, str], inputs: Sequence[Any]) -> Options:
-    shapes = {fqn: inputs[place].shape for place, fqn in gathered.items()}
-    return replace(options, executor=executor_of(options, shapes))
-
-
 def _refuse_cudagraphs(options: Options, device: torch.device) -> None:
     if options.cudagraphs and device.type != "cuda":
         raise ValueError(
@@ -286,6 +282,10 @@ def _gathered_inputs(gm: GraphModule) -> dict[int, str]:
     fqns = {node.args[0]: str(node.args[1]) for node in gathers_of(gm)}
     placeholders = gm.graph.find_nodes(op="placeholder")
     return {place: fqns[node] for place, node in enumerate(placeholders) if node in fqns}
+
+
+def _shapes(gathered: Mapping[int, str], inputs: Sequence[Any]) -> dict[str, torch.Size]:
+    return {fqn: inputs[place].shape for place, fqn in gathered.items()}
 
 
 def _told_of_now(gm: GraphModule) -> tuple[dict[int, str], list[int], list[int]]:

@@ -5,36 +5,55 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from inductor_passes.ir.buckets import repeated_modules
+import torch
+
+from inductor_passes.ir.buckets import layer_of
+from simplefsdp import _torch
 from simplefsdp.choices import Executor
 from simplefsdp.compiler.options import Options
+from simplefsdp.rank_logging import say
 
-# Layers that are alike, from which on one is compiled for all. As fast as the whole graph, to 2 %
-# (benchmarks/RESULTS.md, "By regions"), but with 8 layers compiled in less than two thirds of the
-# time, and with 32 in a third. With fewer there is less to gain.
+# Layers that are alike, from which on one is compiled for all. Steps of the rows of
+# `benchmarks/step.py` then take 1.00 to 1.03 times as long (benchmarks/RESULTS.md, "By regions"),
+# compiling takes 0.7 of the time with 12 layers, 0.45 with 32. Each region is one more call, so
+# layers of microseconds lose more: 8 % of a step whose blocks are 64 wide. With less than 8 layers
+# there is less to gain.
 MANY_LAYERS = 8
 
 
-def executor_of(options: Options, shapes: Mapping[str, Sequence[int]]) -> Executor:
+def executor_of(
+    options: Options, shapes: Mapping[str, Sequence[int]], device: torch.device
+) -> Executor:
     """The executor for a graph: what the user chose, or the one for as many layers as are alike.
+
+    On CPU only: what regions cost on a GPU is unmeasured. Not for what regards a graph as a whole:
+    the user's own passes and wrappers of Inductor, and ``bucketing="none"``, by which layers would
+    be cut at each gather.
 
     Args:
         options: the user's.
-        shapes: of the full parameters that the graph gathers, by FQN.
+        shapes: of the full parameters that the graph gathers, by FQN: the same on all ranks.
+        device: of the parameters.
     """
     if options.executor != "auto":
         return options.executor
-    many = most_alike(shapes) >= MANY_LAYERS
-    return "regions" if many and not options.cudagraphs else "inductor"
+    whole = options.bucketing == "none" or _torch.has_settings_for_whole_graphs()
+    alike = most_alike(shapes)
+    if device.type != "cpu" or whole or alike < MANY_LAYERS:
+        return "inductor"
+    say("%d layers are alike: one is compiled for all (options['executor'])", alike)
+    return "regions"
 
 
 def most_alike(shapes: Mapping[str, Sequence[int]]) -> int:
-    """How many of a model's layers have parameters of the same names and shapes."""
-    layers = frozenset(repeated_modules(list(shapes)))
+    """How many of a model's layers have parameters of the same names and shapes, two matrices at
+    least: one by itself is a table, or a head."""
     held: defaultdict[str, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
-    for fqn, shape in shapes.items():
-        names = fqn.split(".")
-        for i in range(1, len(names)):
-            if (layer := ".".join(names[:i])) in layers:
-                held[layer].add((".".join(names[i:]), tuple(shape)))
-    return max(Counter(map(frozenset, held.values())).values(), default=0)
+    for fqn, layer in layer_of(list(shapes)).items():
+        held[layer].add((fqn.removeprefix(layer), tuple(shapes[fqn])))
+    large = (
+        frozenset(params)
+        for params in held.values()
+        if sum(len(shape) > 1 for _, shape in params) > 1
+    )
+    return max(Counter(large).values(), default=0)

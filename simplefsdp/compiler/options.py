@@ -126,8 +126,8 @@ class Options:
         executor: ``"inductor"`` generates code for the whole graph. ``"regions"`` does so for one
             of the layers that are alike, and calls it for each: 100 layers compile like one, and
             collectives start and are waited for between layers only. (A graph whose sizes are
-            symbols is compiled whole.) ``"auto"`` is ``"regions"`` for a model of 8 or more layers
-            that are alike (:mod:`simplefsdp.compiler.executor`), and else ``"inductor"``.
+            symbols is compiled whole.) ``"auto"`` is ``"regions"`` on CPU for a graph of 8 or more
+            layers that are alike (:mod:`simplefsdp.compiler.executor`), and else ``"inductor"``.
             ``"aot_eager"`` runs the forward and backward graphs op by op, which compiles in seconds
             and serves debugging.
         cudagraphs: capture the forward and the backward in a CUDA graph each, collectives and all,

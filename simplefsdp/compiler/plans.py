@@ -45,7 +45,7 @@ _numbers = itertools.count(1)
 class Compilation(NamedTuple):
     """What a forward graph and its backward have in common."""
 
-    options: Options  # the user's
+    options: Options  # the user's, with the executor that was chosen for it
     settings: Settings | None  # of the passes; None for none
     ranks: tuple[int, ...]  # that compile together; none if they do not compare
     grad: bool  # whether gradients are wanted

@@ -71,7 +71,9 @@ class CompileOptions:
     compile: bool = True
     """Compile the model; --no-compile runs it eagerly, with the same numerics."""
     executor: Executor = "auto"
-    """What runs the compiled graphs; aot_eager starts faster and computes slower."""
+    """What runs the compiled graphs. auto: regions on CPU if 8 layers are alike, else inductor.
+    regions: code of one layer for all. inductor: of the whole graph. aot_eager: none; it starts
+    faster and computes slower."""
     bucketing: Bucketing = "auto"
     """auto: a planner chooses which gathers and reductions are merged, and overlaps them with
     compute. manual: those of a block are. none: one collective per parameter, where it is needed.

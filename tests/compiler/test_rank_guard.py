@@ -52,6 +52,19 @@ def another_branch():
     )
 
 
+def a_layer_less():
+    """With 8 layers one would be compiled for all, with 7 not; but that is not what to tell."""
+    torch._dynamo.reset()
+    blocks = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(8))
+    model = simple_fsdp(nn.Sequential(*blocks), mesh())
+    if dist.get_rank() == 1:
+        model[7].forward = lambda x: x
+    options = {**OPTIONS, "executor": "auto"}
+    return error_of(
+        lambda: torch.compile(model, backend="simplefsdp", options=options)(torch.ones(2, 4))
+    )
+
+
 def another_option():
     torch._dynamo.reset()
     model = simple_fsdp(Branching(False), mesh())
@@ -127,6 +140,7 @@ def same_but_another_batch(executor, bucketing):
             "weight: (4, 4) torch.float32 requires_grad=True', rank 1 has 'weight: (5,",
         ),
         (another_branch, "rank 0 has \"GatherSpec(fqn='layers.1.weight'"),
+        (a_layer_less, "rank 0 has \"GatherSpec(fqn='7.0.weight'"),
         (
             another_option,
             "rank 0 has \"options['memory_budget_gb']: 1\", rank 1 has "

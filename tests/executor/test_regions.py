@@ -19,6 +19,7 @@ from inductor_passes.executor import regional, straight_line
 from inductor_passes.executor.regions import Region, cut, graph_of, structure_of
 from inductor_passes.planner.units import Piece
 from simplefsdp import simple_fsdp
+from simplefsdp.compiler import compilation
 from simplefsdp.compiler.executor import MANY_LAYERS
 from simplefsdp.compiler.observers import observing
 from simplefsdp.models import CONFIGS
@@ -105,9 +106,17 @@ def compiled_of(mesh, monkeypatch, layers: int, dropout: float = 0.0, **options:
 
 
 def test_many_layers_that_are_alike_are_compiled_so_by_default(fake_mesh, monkeypatch):
-    ran = compiled_of(fake_mesh(4), monkeypatch, MANY_LAYERS, executor="auto")
+    """And few are not."""
+    mesh = fake_mesh(4)
+    ran = compiled_of(mesh, monkeypatch, MANY_LAYERS, executor="auto")
     assert ran.compiled["forward"] < ran.regions["forward"]
     assert ran.compiled["backward"] < ran.regions["backward"]
+    made: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation._Compiler, "_by_regions", lambda *_, **__: made.append("region"))
+        few = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+        torch.compile(simple_fsdp(few, mesh), backend="simplefsdp")(torch.ones(2, 4))
+    assert not made
 
 
 @pytest.mark.parametrize(("bucketing", "dropout"), [("manual", 0.5), ("auto", 0.0)])

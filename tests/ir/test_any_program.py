@@ -78,6 +78,11 @@ def try_program(seed: int) -> bool:
     order = overlap(merged, policy)
     after = merged.reorder(order).verify()
     verify_unchanged(program, after)
+    for made in (merged, after):  # what is passed on as known is what is found
+        found = replace(made)
+        for known in ("storage", "storage_nbytes", "start_of", "waits_of"):
+            assert list(getattr(made, known).items()) == list(getattr(found, known).items())
+        assert list(map(set, made.predecessors)) == list(map(set, found.predecessors))
     assert parse(to_text(after)) == after
     kept = overlap(after, policy, keep_starts=True)
     after.reorder(kept).verify()

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from layered import KINDS, layered
 from programs import ROUND_COST, layers, random_program
 
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
 from inductor_passes.ir.program import Collective
 from inductor_passes.ir.text import parse
 from inductor_passes.machine.cost import LinearCost
 from inductor_passes.machine.simulate import Span, memory, simulate, slowed_us, touched
+from inductor_passes.transform.merge import merge
+from inductor_passes.transform.order import OverlapPolicy, overlap
 
 
 def gather(name: str, nbytes: int, group: str = "dp") -> str:
@@ -259,6 +263,16 @@ def brute_force(program) -> tuple[int, ...]:
         uses[storage[name]] = [*uses[storage[name]], len(program.ops)]
     spans = {s: (min(u), max(u)) for s, u in uses.items() if u and s not in resident}
     return tuple(sum(size[s] for s, (a, b) in spans.items() if a <= i <= b) for i in ops)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_of_what_is_launched_together_against_brute_force(kind):
+    """Each start has several waits, and holds what it sends until the last of them."""
+    for seed in range(8):
+        program, _, fqns = layered(seed, 4, kind)
+        merged = merge(program, plan_buckets(program, assign_by_module(fqns)))
+        after = merged.reorder(overlap(merged, OverlapPolicy()))
+        assert memory(after).live_nbytes == brute_force(after), seed
 
 
 def test_memory_against_brute_force():

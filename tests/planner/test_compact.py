@@ -102,6 +102,40 @@ def test_what_is_freed_in_a_run_makes_room_in_it():
     assert memory(small).peak_nbytes == memory(program).peak_nbytes == 110
 
 
+VIEWED = """
+input x: 100
+resident p: 8
+resident q: 8
+compute a({read}) -> y: 8
+start g(p) -> full: 32 | gather group=dp ranks=4 nbytes=32 dtype=f32 fqns=p
+wait w(full) -> weight: 32 @full
+compute mm(y, weight) -> z: 8
+compute big(y) -> e: 64
+start r(e) -> part: 16 | reduce group=dp ranks=4 nbytes=64 dtype=f32 op=sum fqns=p
+wait rw(part) -> shard: 16 @part
+view v(x) -> vx: 100 @x
+start h(q) -> full2: 32 | gather group=dp ranks=4 nbytes=32 dtype=f32 fqns=q
+wait w2(full2) -> weight2: 32 @full2
+compute mm2(z, weight2{also}) -> o: 8
+output o
+output shard
+"""
+
+
+@pytest.mark.parametrize(
+    ("read", "also", "is_left_out"),
+    [("x", "", False), ("p", "", False), ("x", ", x", True), ("p", ", vx", True)],
+    ids=["last use", "only use", "used later", "its view is used later"],
+)
+def test_a_view_is_left_out_if_what_it_views_is_used_later(read, also, is_left_out):
+    us = dict.fromkeys(("a", "mm", "mm2", "big"), 5.0)
+    program = parse(VIEWED.format(read=read, also=also))
+    program, cost = rank_invariant(program, LinearCost(op_us=us))
+    small, _ = compact(program, cost)
+    assert ("v" not in small.index) == is_left_out
+    assert memory(small).peak_nbytes == memory(bare(program)).peak_nbytes
+
+
 def small_and_large(n: int) -> str:
     lines = ["input x0: 8"]
     for k in range(n):
