@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from inductor_passes.adapters import _torch, _torch_lowering
+from inductor_passes.adapters.strides import correct_strides
 from inductor_passes.executor.regions import Region, cut, graph_of, structure_of
 from inductor_passes.executor.straight_line import Compiled, straight_line
 
@@ -42,6 +43,7 @@ def compile_by_regions(gm: GraphModule, codes: Codes, *, is_backward: bool) -> C
         codes: that are known; those of new structures are added.
         is_backward: as AOTAutograd says.
     """
+    correct_strides(gm.graph)
     pieces = cut(gm.graph)
     before = len(codes)
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
 from inductor_passes.adapters._torch_lowering import reuse_at_once
+from inductor_passes.adapters.strides import take_strides_of_inputs
 from simplefsdp._torch.cache_files import broken_files_removed
 from simplefsdp._torch.cpp_kernels import kernels_together
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
@@ -93,6 +94,7 @@ def compile_with_inductor(
         is_backward = bool(kwargs.get("is_backward", False))
         if cut == AS_ONE:
             graph = as_if_cut(graph, kwargs.get("static_input_idxs") or ())
+        take_strides_of_inputs(graph.graph, inputs)
         with broken_files_removed(), kernels_together():
             with config.patch(users):
                 code: Any = observe(graph, is_backward)

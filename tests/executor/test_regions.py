@@ -311,8 +311,18 @@ class Gated(nn.Module):
         return x
 
 
+class Scaled(Gated):
+    """A scale of 1 is left out, and the parts, which lie apart, take its place."""
+
+    def forward(self, x):
+        for layer, value in zip(self.layers, self.values, strict=True):
+            part = layer(x)[..., :DIM] / 1.0
+            x = x + value(part.sin()) * part.tanh()
+        return x
+
+
 @pytest.mark.parametrize("bucketing", ["manual", "auto"])
-@pytest.mark.parametrize("model_class", [Several, Gated])
+@pytest.mark.parametrize("model_class", [Several, Gated, Scaled])
 def test_operators_with_several_results(solo_mesh, model_class, bucketing):
     """In double precision: rounding grows from one norm to the next, whoever computes it."""
     plain, x = model_class().double(), torch.randn(2, 4, DIM, dtype=torch.double)
