@@ -227,7 +227,8 @@ def test_a_killed_rank_is_started_anew_and_nothing_else_changes(
     folder: Path, agents: Callable[[str], Agent], undisturbed: dict[int, float]
 ) -> None:
     both = [agents("a"), agents("b")]
-    wait_for(lambda: 6 in losses(folder / "run"), "never at step 6", both)
+    saved = folder / "run" / "checkpoints" / "step-00000004"  # there as soon as it is whole
+    wait_for(lambda: 6 in losses(folder / "run") and saved.exists(), "never at step 6", both)
     os.kill(both[1].rank(), signal.SIGKILL)
     said = finish(both)
     assert losses(folder / "run") == undisturbed  # bit for bit, in the same order of data
