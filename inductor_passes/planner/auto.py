@@ -22,6 +22,9 @@ CLOSE, NEAR = 1.005, 1.01
 # what compute loses beside transfers; the bound takes them for one transfer, which no memory holds.
 HIDDEN = 1.02
 AGAIN = 3  # times that a climb whose end does not fit goes on, with less room
+# Climbs begin at the most promising plan, at that by module, and at the best that fits; and at some
+# more of the promising ones, as long as so much of the work is left, as in small programs.
+MORE_CLIMBS, EASY = 6, 4 / 5
 # Ops that a search simulates, of those that all ranks have: at least, and for each of the program.
 WORK, WORK_PER_OP = 140_000, 15
 
@@ -147,9 +150,12 @@ def _climbed(
     fitting = [tried for tried in starts if not tried.score.over_nbytes]
     near = search.by_buckets(manual.buckets)
     joined = search.by_buckets(halves) if halves else None
-    first = (joined, *starts[:1], near, *fitting[:1], *starts[1:2])
+    known = [start for start in (joined, *starts[:1], near, *fitting[:1]) if start is not None]
     plans: list[Plan] = []
-    for start in dict.fromkeys(start for start in first if start is not None):
+    first = dict.fromkeys(known)
+    for start in dict.fromkeys([*first, *starts[1:MORE_CLIMBS]]):
+        if start not in first and search.left < EASY * search.allowed:
+            break
         end = search.climb(start)
         plan = found(end.state)
         for _ in range(AGAIN):

@@ -87,7 +87,8 @@ class LocalSearch:
             all ranks find the same.
 
     Attributes:
-        left: plans that may still be tried.
+        allowed: plans that may be tried in all.
+        left: of these.
         whole_nbytes: the budget that was given; ends of climbs may have left less of it.
         most_launches: that a plan should make.
         most: that it may make at this moment.
@@ -111,7 +112,7 @@ class LocalSearch:
         self.fqns, self.manual, self.bound_us = fqns, manual, manual.lower_bound_us
         fits = manual.peak_nbytes <= budget_nbytes
         self.most_launches, self.most = len(manual.buckets) if fits else inf, inf
-        self.left = work // max(1, len(common_ops(self.program, self.cost)))
+        self.allowed = self.left = work // max(1, len(common_ops(self.program, self.cost)))
         self.sent = {op.name: op.collective for _, op in program.starts() if op.collective}
         self.seen: set[frozenset[Segment]] = set()
         self.budget_nbytes = self.whole_nbytes = budget_nbytes

@@ -266,7 +266,7 @@ def test_the_automatic_plan_is_in_the_code(fake_mesh):
         assert "; planned " in line
         exposed = re.search(r"predicted exposed ([\d.]+) -> ([\d.]+) ms on cpu-gloo", line)
         assert exposed and float(exposed[1]) > float(exposed[2]) > 0, line
-    assert most_in_flight(forward, "gather") > 0 and most_in_flight(backward, "reduce") > 0
+    assert most_in_flight(forward, "gather") > 1 and most_in_flight(backward, "reduce") > 0
     for in_graph, executed in found.placed:
         assert len(executed) > 14 and executed == in_graph, "the plan counts on this compute"
     for graph, code in zip(found.planned, found.generated, strict=True):

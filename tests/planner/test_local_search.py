@@ -155,9 +155,9 @@ def test_a_climb_ends_at_a_plan_that_fits_and_is_no_worse(kind):
 def test_work_is_counted_in_ops_and_ends_the_search():
     program, cost, fqns = layered(0, 8, "backward")
     search = search_of(program, cost, fqns, work=20 * 200)
-    allowed = search.left
     search.climb(search.starts()[0])
-    assert 0 < (allowed - search.left) * len(common_ops(search.program, search.cost)) <= 20 * 200
+    tried = search.allowed - search.left
+    assert 0 < tried * len(common_ops(search.program, search.cost)) <= 20 * 200
 
 
 def test_nothing_is_tried_twice():
