@@ -15,6 +15,7 @@ from inductor_passes.adapters.strides import take_strides_of_inputs
 from simplefsdp._torch.cache_files import broken_files_removed
 from simplefsdp._torch.cpp_kernels import kernels_together
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
+from simplefsdp._torch.graph_key import wrappers
 from simplefsdp._torch.one_graph import AS_ONE, AsOne, as_if_cut, nothing_recomputed_yet
 from simplefsdp._torch.padding import padding_without_benchmarks
 from simplefsdp._torch.saved_code import giving_entry
@@ -55,8 +56,7 @@ def has_settings_for_whole_graphs() -> bool:
     from torch._inductor import config
 
     passes = (config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass)
-    wrapped = config.cpp_wrapper or config.fx_wrapper or config.triton.cudagraphs
-    return bool(wrapped) or any(of_user is not None for of_user in passes)
+    return any(wrappers().values()) or any(of_user is not None for of_user in passes)
 
 
 def compile_with_inductor(

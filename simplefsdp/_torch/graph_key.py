@@ -88,6 +88,17 @@ def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
     )
 
 
+def wrappers() -> dict[str, bool]:
+    """Inductor's settings of what its code is wrapped in, and whether the user has set them."""
+    from torch._inductor import config
+
+    return {
+        "triton.cudagraphs": config.triton.cudagraphs,
+        "cpp_wrapper": config.cpp_wrapper,
+        "fx_wrapper": config.fx_wrapper,
+    }
+
+
 def _refuse_settings() -> None:
     """Refuse what no text tells, and what code is not kept under."""
     from torch._functorch import config as functorch_config
@@ -97,10 +108,8 @@ def _refuse_settings() -> None:
         "joint_custom_pass": functorch_config.joint_custom_pass is not None,
         "enable_autograd_cache": not functorch_config.enable_autograd_cache,
         "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
-        "triton.cudagraphs": config.triton.cudagraphs,
         "cudagraph_policy": config.cudagraph_policy,
-        "cpp_wrapper": config.cpp_wrapper,
-        "fx_wrapper": config.fx_wrapper,
+        **wrappers(),
     }
     if found := [name for name, is_so in refused.items() if is_so]:
         raise UnknownGraphError(f"torch's settings: {', '.join(found)}")

@@ -38,8 +38,7 @@ def executor_of(
     if options.executor != "auto":
         return options.executor
     whole = options.bucketing == "none" or _torch.has_settings_for_whole_graphs()
-    alike = most_alike(shapes)
-    if device.type != "cpu" or whole or alike < MANY_LAYERS:
+    if device.type != "cpu" or whole or (alike := most_alike(shapes)) < MANY_LAYERS:
         return "inductor"
     say("%d layers are alike: one is compiled for all (options['executor'])", alike)
     return "regions"
