@@ -6,11 +6,13 @@ of eight ranks and with one compile thread; counted is the CPU time, the childre
 the first forward and backward take beyond the second ones.
 
     python benchmarks/compile_time.py --layers 4 12 32 126
+    python benchmarks/compile_time.py --layers 4 12 32 --device cuda --at-once 8 --json cuda.json
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -19,6 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +53,7 @@ def cpu_s() -> tuple[float, float]:
     return own, children
 
 
-def built(variant: str, layers: int) -> Callable[..., Any]:
+def built(variant: str, layers: int, device: str) -> Callable[..., Any]:
     """The model of ``variant``, wrapped and to be compiled at its first call."""
     import torch
     from rows import Row
@@ -59,25 +63,25 @@ def built(variant: str, layers: int) -> Callable[..., Any]:
 
     from simplefsdp import simple_fsdp
 
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh(device, (RANKS,))
     torch._dynamo.config.recompile_limit = max(8, 2 * layers)
     config = Row(layers=layers, dim=128, vocab=512, seq_len=64).config()
     if variant.startswith("fsdp2"):
         by_block = variant == "fsdp2_by_block"
-        model = (LlamaCompiledLoss if by_block else LlamaLoss)(config)
+        model = (LlamaCompiledLoss if by_block else LlamaLoss)(config).to(device)
         for unit in (*model.layers, model):
             if by_block and unit is not model:
                 unit.compile()
             fully_shard(unit, mesh=mesh)
         return model if by_block else torch.compile(model)
-    model = LlamaLoss(config)
+    model = LlamaLoss(config).to(device)
     if variant == "plain":
         return torch.compile(model)
     simple_fsdp(model, mesh)
     return torch.compile(model, backend="simplefsdp", options=OURS[variant], fullgraph=True)
 
 
-def measure(variant: str, layers: int) -> dict[str, Any]:
+def measure(variant: str, layers: int, device: str) -> dict[str, Any]:
     """Seconds of the first step of ``variant`` beyond the second's, and of torch's phases."""
     import torch
     import torch.distributed as dist
@@ -86,8 +90,8 @@ def measure(variant: str, layers: int) -> dict[str, Any]:
 
     sys.setrecursionlimit(20_000)  # AOTAutograd's partitioner walks deep graphs recursively
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    run = built(variant, layers)
-    tokens = torch.zeros(1, 64, dtype=torch.long)
+    run = built(variant, layers, device)
+    tokens = torch.zeros(1, 64, dtype=torch.long, device=device)
 
     def step() -> tuple[float, float, float]:
         began, (own, children) = time.perf_counter(), cpu_s()
@@ -106,14 +110,15 @@ def measure(variant: str, layers: int) -> dict[str, Any]:
     }
 
 
-def in_process(variant: str, layers: int, cache: str) -> dict[str, Any]:
+def in_process(variant: str, layers: int, device: str, cache: str) -> dict[str, Any]:
     """:func:`measure` in a process of its own whose caches are in ``cache``."""
-    script = Path(__file__)
+    script = str(Path(__file__))
     done = subprocess.run(
-        [sys.executable, str(script), "--one", variant, "--layers", str(layers)],
+        [sys.executable, script, "--one", variant, "--layers", str(layers), "--device", device],
         env={
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": cache,
+            "TRITON_CACHE_DIR": f"{cache}/triton",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "OMP_NUM_THREADS": "1",
         },
@@ -127,34 +132,43 @@ def in_process(variant: str, layers: int, cache: str) -> dict[str, Any]:
     return found
 
 
+def cold_and_warm(device: str, cell: tuple[int, str]) -> dict[str, Any]:
+    """A cell: a process that finds nothing compiled, and one that finds all of it."""
+    layers, variant = cell
+    with tempfile.TemporaryDirectory() as cache:
+        cold, warm = (in_process(variant, layers, device, cache) for _ in range(2))
+    print(
+        f"{layers:4} layers, {variant:15}: cold {cold['cpu_s']:6.1f} s CPU (of which compilers "
+        f"{cold['compiler_s']:5.1f}), warm {warm['cpu_s']:5.1f}",
+        flush=True,
+    )
+    return {"variant": variant, "layers": layers, "cold": cold, "warm": warm}
+
+
 def main() -> None:
     """Measure, print a line a cell, write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12, 32, 126])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
-    parser.add_argument("--json", type=Path, help=f"default, for all variants: {RESULTS}")
-    parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--layers", type=int, nargs="+", default=[4, 12, 32, 126])
+    add("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--at-once", type=int, default=1, help="cells; more where a lent machine has the cores")
+    add("--json", type=Path, help=f"default, for all variants on CPU: {RESULTS}")
+    add("--one", choices=VARIANTS, help=argparse.SUPPRESS)
     choice = parser.parse_args()
     if choice.one:
-        print(json.dumps(measure(choice.one, choice.layers[0])))
+        print(json.dumps(measure(choice.one, choice.layers[0], choice.device)))
         return
     import torch
     from report import environment
 
-    cells = []
-    for layers in choice.layers:
-        for variant in choice.variants:
-            with tempfile.TemporaryDirectory() as cache:
-                cold, warm = (in_process(variant, layers, cache) for _ in range(2))
-            cells.append({"variant": variant, "layers": layers, "cold": cold, "warm": warm})
-            print(
-                f"{layers:4} layers, {variant:15}: cold {cold['cpu_s']:6.1f} s CPU (of which C++ "
-                f"{cold['compiler_s']:5.1f}), warm {warm['cpu_s']:5.1f}",
-                flush=True,
-            )
-    target = choice.json or (RESULTS if choice.variants == VARIANTS else None)
+    cells = itertools.product(choice.layers, choice.variants)
+    with ThreadPoolExecutor(choice.at_once) as pool:
+        found = list(pool.map(partial(cold_and_warm, choice.device), cells))
+    whole = choice.variants == VARIANTS and choice.device == "cpu"
+    target = choice.json or (RESULTS if whole else None)
     if target is not None:
-        results = {"environment": environment(torch.device("cpu")), "cells": cells}
+        results = {"environment": environment(torch.device(choice.device)), "cells": found}
         target.write_text(json.dumps(results, indent=2) + "\n")
         print(f"wrote {target}")
 
