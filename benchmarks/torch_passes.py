@@ -7,7 +7,8 @@ On CPU the passes cannot probe their GPU (both ask, even the manual one, which h
 answer), so three things are replaced here, each by what the probe stands for: collectives take
 what the modelled wire takes; matrix products take what they measure on this CPU; and buckets of
 the automatic pass's pre-bucketing hold what saturates the modelled wire to the 90 % that the pass
-asks of NCCL.
+asks of NCCL. On CUDA only the wire stands for NCCL: collectives take what it takes, and what ranks
+would tell each other is what this one has found; compute is timed on the GPU, as the pass does it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 from transfers import link
 
@@ -79,7 +81,7 @@ def auto_backend() -> Backend:
                 "custom_runtime_estimation": _estimate_ms,
                 "pre_bucketing_fsdp_collectives_bucket_cap_mb": _saturating_mib(),
             }
-        with _without_gpu_probe():
+        with _without_gpu_probe(), _without_nccl():
             schedule_overlap_bucketing(
                 graph.owning_module,
                 collective_bucketing=True,
@@ -102,6 +104,24 @@ def _without_gpu_probe() -> AbstractContextManager[object]:
         lambda node: _measured_ms(node) if overlap_scheduling.is_compute_node(node) else 0.0,
         create=True,  # torch 2.11 has another probe
     )
+
+
+@contextmanager
+def _without_nccl() -> Iterator[None]:
+    """Where NCCL would be asked what a collective takes, the wire is; where ranks would gather what
+    each has measured, all have measured the same."""
+    from torch._inductor import comm_analysis
+
+    def gather(found: list[Any], mine: Any, *_: Any) -> None:
+        found[:] = [mine] * len(found)
+
+    with (
+        patch.object(
+            comm_analysis, "estimate_nccl_collective_runtime_from_fx_node", _collective_ms
+        ),
+        patch.object(dist, "all_gather_object", gather),
+    ):
+        yield
 
 
 def _known(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -143,11 +163,17 @@ def _estimate_ms(node: Node, override_nbytes: int | None = None) -> float | None
     """Milliseconds of a collective or matrix product; None: the pass counts nothing for it."""
     from torch._inductor.fx_passes.overlap_scheduling import is_compute_node
 
-    kind = _collective_kind(node)
-    if kind is not None:
-        nbytes = _moved_nbytes(node, kind) if override_nbytes is None else override_nbytes
-        return 1e3 * link.seconds(kind, nbytes)
+    if _collective_kind(node) is not None:
+        return _collective_ms(node, override_nbytes)
     return _measured_ms(node) if is_compute_node(node) else None
+
+
+def _collective_ms(node: Node, override_nbytes: int | None = None, *_: Any, **__: Any) -> float:
+    kind = _collective_kind(node)
+    if kind is None:
+        return 0.0
+    nbytes = _moved_nbytes(node, kind) if override_nbytes is None else override_nbytes
+    return 1e3 * link.seconds(kind, nbytes)
 
 
 def _collective_kind(node: Node) -> str | None:

@@ -147,6 +147,9 @@ class WireWork(dist.Work):
         return True
 
     def _hold_up_stream(self, done: torch.cuda.Event) -> None:
+        if torch.cuda.is_current_stream_capturing():  # such events have no time
+            torch.cuda.current_stream().wait_event(done)
+            return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream()
         before.record(stream)

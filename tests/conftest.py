@@ -15,6 +15,10 @@ from contextlib import suppress
 # Before torch is imported: Inductor writes and compiles loops without vectors in less time, and
 # vectors are not ours.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
+# Tests are of the CPU, also where there is a GPU: ranks would take one each, and a device that is
+# faked is not beside a real one. test_on_device.py is of the GPU where it is told so.
+if os.environ.get("SIMPLEFSDP_TEST_DEVICE") != "cuda":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # In a folder of its own: torch's key of generated code does not tell vectors, and a header without
 # them does not compile what `simplefsdp train` has left.
 os.environ.setdefault(

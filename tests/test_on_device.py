@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from inductor_passes.adapters import _torch
-from simplefsdp import clip_grad_norm_, init_weights, microbatch, simple_fsdp, unsharded
+from simplefsdp import (
+    clip_grad_norm_,
+    compile_step,
+    init_weights,
+    microbatch,
+    simple_fsdp,
+    unsharded,
+)
 from simplefsdp.models import LlamaConfig
 from simplefsdp.models.llama3 import Llama
 
@@ -50,9 +58,16 @@ def llama(**options) -> Llama:
     return Llama(CONFIG, **options).to(DEVICE)
 
 
-def loss_of(model, sequences: int = 2) -> Tensor:
+def batch(sequences: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(97, (sequences, 33), generator=generator).to(DEVICE)
+    return torch.randint(97, (sequences, 33), generator=generator).to(DEVICE)
+
+
+def loss_of(model, sequences: int = 2) -> Tensor:
+    return loss_for(model, batch(sequences))
+
+
+def loss_for(model, tokens: Tensor) -> Tensor:
     logits = model(tokens[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -118,6 +133,38 @@ def test_clipping_and_a_step(mesh):
         torch.optim.SGD(m.parameters(), lr=0.1).step()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_step_as_one_program(mesh, fused):
+    plain, model = llama(), llama()
+    simple_fsdp(model, mesh)
+    own, others = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=fused) for m in (plain, model))
+    options = {"executor": EXECUTOR, "bucketing": "auto", **planned_for(torch.device(DEVICE))}
+    step = compile_step(partial(loss_for, model), others, max_norm=0.1, options=options)
+    for _ in range(3):
+        loss = loss_of(plain)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        own.step()
+        own.zero_grad()
+        found = step(batch())
+        torch.testing.assert_close(found.loss, loss.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.grad_norm, norm, rtol=1e-3, atol=1e-5)
+    counts = {s["step"].device.type for s in others.state.values()}
+    assert counts == {s["step"].device.type for s in own.state.values()}
+    loss_of(model).backward()  # afterwards, as torch does it
+    others.step()
+
+
+@pytest.mark.parametrize("bucketing", ["manual", "auto"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.skipif(DEVICE != "cuda", reason="on CPU tested elsewhere")
+def test_by_regions(mesh, bucketing, checkpointing):
+    plain, model = llama(), llama(activation_checkpointing=checkpointing)
+    loss_of(plain).backward()
+    loss_of(compiled(model, mesh, bucketing=bucketing, executor="regions")).backward()
+    check_gradients(model, plain, 1e-4)
 
 
 def test_values_are_made_and_written_where_they_are_used(mesh):

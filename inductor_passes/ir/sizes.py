@@ -94,7 +94,8 @@ def formula_of(value: float) -> sympy.Expr:
 
 @functools.lru_cache(1 << 16, typed=True)
 def _plain(value: Any) -> sympy.Expr:
-    return sympy.sympify(value)
+    # Of a bool sympy would make a statement, which cannot be added or multiplied.
+    return sympy.sympify(int(value) if isinstance(value, bool) else value)
 
 
 def least(*values: int) -> int:

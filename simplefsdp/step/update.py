@@ -124,15 +124,16 @@ def _reason(error: Exception) -> str:
 
 
 def _move_counts(optimizer: Optimizer, before: Container[tuple[Tensor, str]]) -> None:
-    """Have the first counts where the optimizer wants them: on the device, if its own kernels read
-    them there. It was followed without these kernels."""
+    """Have the first counts where the optimizer makes them itself: on the device, if its kernels
+    read them there, else on the CPU. Dynamo followed it as if they were on the device of the
+    parameters, whatever it wants."""
     for group in optimizer.param_groups:
-        if not (group.get("fused") or group.get("capturable")):
-            continue
+        on_device = group.get("fused") or group.get("capturable")
         for param in group["params"]:
             for key, value in optimizer.state.get(param, {}).items():
                 if (param, key) not in before and isinstance(value, Tensor) and not value.dim():
-                    optimizer.state[param][key] = value.to(param.device)
+                    device = param.device if on_device else torch.device("cpu")
+                    optimizer.state[param][key] = value.to(device)
 
 
 def owners_of(update: Update) -> dict[Node, set[Owner]]:
@@ -172,8 +173,8 @@ def _zero_gradients(params: Collection[nn.Parameter]) -> Iterator[None]:
 @contextmanager
 def _changed_options(optimizer: Optimizer) -> Iterator[None]:
     """Have the optimizer update each parameter by itself, at rates that are tensors, each group's
-    its own."""
-    keys = ("foreach", "fused", RATE)
+    its own. Before 2.15 Dynamo leaves ``capturable`` set where parameters are on a GPU."""
+    keys = ("foreach", "fused", "capturable", RATE)
     before = [{k: group[k] for k in keys if k in group} for group in optimizer.param_groups]
     for g, group in enumerate(optimizer.param_groups):
         for key in before[g]:

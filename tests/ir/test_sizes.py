@@ -36,6 +36,7 @@ def seq(value: int = 10) -> Size:
         (lambda s: sum([s, 2, s]), 22, 2 * S + 2),
         (lambda s: math.prod([2, s, 3]), 60, 6 * S),
         (lambda s: max(s, 2), 10, S),
+        (lambda s: s * True + (s > 3), 11, S + 1),
         (lambda s: least(s * 4, 100, 1 << 62), 40, sympy.Min(4 * S, 100)),
     ],
 )
@@ -47,6 +48,7 @@ def test_what_is_made_of_a_size_is_one(made, value, formula):
 
 def test_what_does_not_depend_on_a_size_is_a_plain_number():
     assert type(seq() - seq()) is int
+    assert type(seq() * False) is int
     assert type(least(3, 4)) is int
     assert pickle.loads(pickle.dumps(seq())) == 10
     assert type(pickle.loads(pickle.dumps(seq()))) is int

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp import compile_step, microbatch, simple_fsdp
+from simplefsdp._torch import updates
 from simplefsdp.compiler.observers import observing
 
 WIDTH = 8
@@ -86,6 +87,25 @@ def test_updates_of_other_optimizers(solo_mesh, seen, kind, options):
     check(plain, model, 1e-5)
     assert others.param_groups[0].get("foreach") is options.get("foreach")
     assert len(seen) == 1
+
+
+def test_what_dynamo_sets_on_a_gpu_is_taken_back(solo_mesh, monkeypatch):
+    """Before 2.15 it sets ``capturable`` for parameters that are on a GPU."""
+
+    def as_on_a_gpu(optimizer, captured=updates.captured_step):
+        optimizer.param_groups[0]["capturable"] = True
+        return captured(optimizer)
+
+    monkeypatch.setattr(updates, "captured_step", as_on_a_gpu)
+    plain, model, own, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    for _ in range(2):
+        x = torch.randn(4, WIDTH)
+        plain_step(plain, own, x)
+        step(x)
+    check(plain, model)
+    assert others.param_groups[0]["capturable"] is False
+    assert [s["step"].device.type for s in others.state.values()] == ["cpu"] * len(others.state)
 
 
 def test_learning_rates_change_without_compiling(solo_mesh, seen):
