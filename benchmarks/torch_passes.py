@@ -17,7 +17,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -109,8 +109,18 @@ def _without_gpu_probe() -> AbstractContextManager[object]:
 @contextmanager
 def _without_nccl() -> Iterator[None]:
     """Where NCCL would be asked what a collective takes, the wire is; where ranks would gather what
-    each has measured, all have measured the same."""
+    each has measured, all have measured the same. And 2.11 fails to count the operations of
+    attention whose queries have more heads than keys."""
     from torch._inductor import comm_analysis
+    from torch.utils import flop_counter
+
+    def of_all_heads(count: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*shapes: Sequence[int]) -> Any:
+            *others, key, value = shapes
+            batch, heads = others[-1][:2]  # of the queries
+            return count(*others, (batch, heads, *key[2:]), (batch, heads, *value[2:]))
+
+        return counted
 
     def gather(found: list[Any], mine: Any, *_: Any) -> None:
         found[:] = [mine] * len(found)
@@ -120,7 +130,12 @@ def _without_nccl() -> Iterator[None]:
             comm_analysis, "estimate_nccl_collective_runtime_from_fx_node", _collective_ms
         ),
         patch.object(dist, "all_gather_object", gather),
+        ExitStack() as stack,
     ):
+        for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+            stack.enter_context(
+                patch.object(flop_counter, name, of_all_heads(getattr(flop_counter, name)))
+            )
         yield
 
 
