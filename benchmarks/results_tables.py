@@ -6,6 +6,8 @@
     python benchmarks/results_tables.py --scale        # the clusters of scale.py,
     python benchmarks/results_tables.py --regions      # by regions against the whole graph,
     python benchmarks/results_tables.py --compiling    # compile_time.py
+    python benchmarks/results_tables.py --gpu          # the modelled wire on a GPU
+    python benchmarks/results_tables.py --gpu-compiling # compile_time.py there
     python benchmarks/results_tables.py --accumulation # micro-batches
     python benchmarks/results_tables.py --whole-step   # whole_step.py
 
@@ -174,9 +176,35 @@ def _where(found: dict[str, Any]) -> str:
     return f"torch {environment['torch']}, {environment['cpu']}:\n\n"
 
 
-def compiling() -> str:
+GPU = RESULTS / "gpu" / "nvidia_h200-torch2.11.0_cu130"
+
+
+def on_a_gpu() -> str:
+    """Part c of the kit in ``gpu/``: steps on the modelled wire, a line per variant and cell."""
+    found = json.loads((GPU / "wire.json").read_text())
+    rows = []
+    for cell, of in found["cells"].items():
+        for name, v in of.get("variants", {}).items():
+            figures = [f"{1e3 * v['step_s']:.1f}", f"{v['to_limit']:.2f}"]
+            figures += [
+                f"{v[f'fsdp2_{how}_over_this']:.2f}" if name != "floor" else ""
+                for how in ("eager", "compiled")
+            ]
+            seen = v["exposed_s"] is not None  # a replay's transfers cannot be watched
+            figures += [f"{1e3 * v['exposed_s']:.1f}" if seen else ""]
+            memory = v["memory_nbytes"] or {}
+            figures += [f"{memory[key] / MIB:.0f}" for key in ("step_peak", "total_peak") if memory]
+            rows.append([cell, name, *figures])
+    heads = ["row, blocks", "variant", "step ms", "/ limit", "FSDP2 eager / this"]
+    heads += ["FSDP2 compiled / this", "exposed ms", "step's MiB", "total, MiB"]
+    return f"{found['environment']['device']}, torch {found['environment']['torch']}:\n\n" + _lines(
+        heads, rows
+    )
+
+
+def compiling(path: Path = RESULTS / "compile_time.json") -> str:
     """The cells of ``compile_time.py``, a line per variant."""
-    found = json.loads((RESULTS / "compile_time.json").read_text())
+    found = json.loads(path.read_text())
     by_variant: dict[str, dict[int, str]] = {}
     for cell in found["cells"]:
         cold, warm = cell["cold"], cell["warm"]
@@ -217,6 +245,8 @@ OTHERS = {
     "--whole-step": whole_step,
     "--regions": regions,
     "--compiling": compiling,
+    "--gpu": on_a_gpu,
+    "--gpu-compiling": lambda: compiling(GPU / "compile_time.json"),
     "--summary": summary,
     "--scale": scale,
     "--accumulation": accumulation,

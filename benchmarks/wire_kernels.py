@@ -5,8 +5,8 @@ leaves little of its SM to anybody else. A block that only looked at the clock w
 compute, on the same SM; here it holds so many numbers that it has all registers of an SM (128 for
 each of 512 threads, says ptxas).
 
-Only imported where there is Triton. Nothing of it has run on a GPU; Triton and ptxas accept it
-(``tests/benchmarks/test_wire_kernels.py``).
+Only imported where there is Triton; compiled without a GPU by
+``tests/benchmarks/test_wire_kernels.py``.
 """
 
 from __future__ import annotations

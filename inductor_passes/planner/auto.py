@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
+from math import inf
 
 from inductor_passes.ir.buckets import assign_by_module, of_few_members, plan_buckets
 from inductor_passes.ir.program import Bucket, Program, ProgramError
@@ -21,6 +23,11 @@ CLOSE, NEAR = 1.005, 1.01
 # Nor is a plan searched for beyond this, if compute hardly ever stands still. What is left is then
 # what compute loses beside transfers; the bound takes them for one transfer, which no memory holds.
 HIDDEN = 1.02
+# Without a budget a *lean* plan is looked for, too, if single collectives take so much less than
+# the plan by module. It makes more launches, times those of that plan; a part of the work finds it.
+LITTLE, LEAN_LAUNCHES, LEAN_WORK = 0.1, 1.5, 1 / 4
+# Of the time: what all of the memory is worth. A tenth of memory is worth half a percent of time.
+MEMORY = 0.05
 AGAIN = 3  # times that a climb whose end does not fit goes on, with less room
 # Climbs begin at the most promising plan, at that by module, and at the best that fits; and at some
 # more of the promising ones, as long as so much of the work is left, as in small programs.
@@ -50,13 +57,18 @@ def plan_auto(
     plan. If that by module fits, no plan makes more launches than it: hosts, networks and kernels
     beside them pay for a launch in ways that no model of its time knows.
 
+    Without a budget, memory that buys no time is given back: if a plan that takes half of what that
+    by module takes beyond the least is as fast, or up to 1 % slower and worth it, it is taken; that
+    one may make half as many launches again.
+
     Args:
         program: a forward or backward graph as it was read, nothing merged.
         cost: the same on all ranks.
         fqns: of the parameters, in an order that all ranks share.
         budget_nbytes: of live bytes, those of parameters' shards not counted (see
-            :func:`~inductor_passes.planner.invariant.rank_invariant`); default: what the buckets by
-            module take, or ``device_nbytes``, if that is less and single collectives meet it.
+            :func:`~inductor_passes.planner.invariant.rank_invariant`); default: at most what the
+            buckets by module take, or ``device_nbytes``, if that is less and single collectives
+            meet it.
         device_nbytes: that a device has for them.
         work: ops that the search simulates in all.
 
@@ -66,48 +78,99 @@ def plan_auto(
         ProgramError: the collectives cannot be launched one by one.
     """
     program, cost = rank_invariant(program, cost)
-    bound_us = lower_bound_us(program, cost)
+    planner = _Planner(program, cost, fqns, work)
+    if budget_nbytes is not None:
+        return planner.fastest(budget_nbytes)
+    return planner.by_default(device_nbytes)
 
-    def evaluated(buckets: Sequence[Bucket]) -> Plan | None:
-        return evaluate(program, cost, of_few_members(buckets), bound_us)
 
-    late = bare(program)
-    by_module = evaluated(plan_buckets(program, assign_by_module(fqns)))
-    if by_module is None or budget_nbytes is not None or device_nbytes is not None:
-        lines = lines_of(late)
-        low = evaluated(named_buckets(least(lines), lines, fqns))
+class _Planner:
+    """Plans of one graph, within one budget or another.
+
+    Attributes:
+        late: the program with each gather late and each wait early.
+        manual: the plan by module, or, if that cannot be made, the one with single collectives.
+        work: ops that a search simulates.
+    """
+
+    def __init__(
+        self, program: Program, cost: CostModel, fqns: Sequence[str], work: int | None
+    ) -> None:
+        self.program, self.cost, self.fqns = program, cost, fqns
+        self.bound_us = lower_bound_us(program, cost)
+        self.late = bare(program)
+        by_module = self.evaluated(plan_buckets(program, assign_by_module(fqns)))
+        self.manual = by_module or self.least
+        ops = len(common_ops(program, cost))
+        self.work = WORK + WORK_PER_OP * ops if work is None else work
+
+    def evaluated(self, buckets: Sequence[Bucket]) -> Plan | None:
+        """See :func:`~inductor_passes.planner.plan.evaluate`."""
+        return evaluate(self.program, self.cost, of_few_members(buckets), self.bound_us)
+
+    @cached_property
+    def least(self) -> Plan:
+        """Single collectives, which hardly overlap."""
+        lines = lines_of(self.late)
+        low = self.evaluated(named_buckets(least(lines), lines, self.fqns))
         if low is None:
             raise ProgramError("the program's collectives cannot be launched one by one")
-    else:
-        low = by_module  # which is what the budget is
-    manual = by_module or low
-    if budget_nbytes is None:
-        budget_nbytes = default_budget(manual, low, device_nbytes)
-    fits = manual.peak_nbytes <= budget_nbytes
-    if fits and _is_enough(manual):
-        return replace(manual, budget_nbytes=budget_nbytes)
-    halves = _of_halves(program, cost, fqns, budget_nbytes, work)
-    search = LocalSearch(
-        program,
-        late,
-        cost,
-        fqns,
-        manual=manual,
-        budget_nbytes=budget_nbytes,
-        work=WORK + WORK_PER_OP * len(common_ops(program, cost)) if work is None else work,
-    )
+        return low
 
-    def found(state: State) -> Plan | None:
-        return evaluated(search.buckets_of(state))
+    def by_default(self, device_nbytes: int | None) -> Plan:
+        """A plan that takes no more than that by module, and less where that costs little time."""
+        most_nbytes = default_budget(self.manual, self.least, device_nbytes)
+        more_nbytes = most_nbytes - self.least.peak_nbytes
+        if more_nbytes <= LITTLE * most_nbytes:
+            return self.fastest(most_nbytes)
+        lean = self._lean(self.least.peak_nbytes + more_nbytes // 2)
+        if lean is not None and lean.step_us <= CLOSE * self.bound_us:
+            return replace(lean, budget_nbytes=most_nbytes)
+        fast = self.fastest(most_nbytes)
+        return fast if lean is None else replace(_worth(lean, fast), budget_nbytes=most_nbytes)
 
-    plans = [manual, low, *_climbed(search, manual, halves, found)]
-    fitting = _fitting(plans, budget_nbytes)
-    fitting = fitting or _fitting(map(found, search.smallest()), budget_nbytes)
-    if not fitting:
-        # Of these two, since a search within another budget may not find what this one did.
-        smallest = min((low, manual), key=lambda plan: plan.peak_nbytes)
-        raise budget_error(program, smallest, budget_nbytes)
-    return replace(_chosen(fitting, manual), budget_nbytes=budget_nbytes)
+    def _lean(self, budget_nbytes: int) -> Plan | None:
+        try:
+            return self.fastest(budget_nbytes, LEAN_WORK, LEAN_LAUNCHES * len(self.manual.buckets))
+        except BudgetError:
+            return None
+
+    def fastest(self, budget_nbytes: int, share: float = 1.0, most_launches: float = inf) -> Plan:
+        """The fastest plan within a budget that this share of the work finds."""
+        manual, low = self.manual, self.least
+        fits = manual.peak_nbytes <= budget_nbytes
+        if fits and _is_enough(manual):
+            return replace(manual, budget_nbytes=budget_nbytes)
+        work = int(share * self.work)
+        halves = _of_halves(self.program, self.cost, self.fqns, budget_nbytes, work)
+        search = LocalSearch(
+            self.program,
+            self.late,
+            self.cost,
+            self.fqns,
+            manual=manual,
+            budget_nbytes=budget_nbytes,
+            work=work,
+            most_launches=most_launches,
+        )
+
+        def found(state: State) -> Plan | None:
+            return self.evaluated(search.buckets_of(state))
+
+        plans = [manual, low, *_climbed(search, manual, halves, found)]
+        fitting = _fitting(plans, budget_nbytes)
+        fitting = fitting or _fitting(map(found, search.smallest()), budget_nbytes)
+        if not fitting:
+            # Of these two, since a search within another budget may not find what this one did.
+            smallest = min((low, manual), key=lambda plan: plan.peak_nbytes)
+            raise budget_error(self.program, smallest, budget_nbytes)
+        return replace(_chosen(fitting, manual), budget_nbytes=budget_nbytes)
+
+
+def _worth(lean: Plan, fast: Plan) -> Plan:
+    """``lean``, if what it takes less is worth the time that it takes more, at most 1 %."""
+    saved = 1 - lean.peak_nbytes / fast.peak_nbytes
+    return lean if lean.step_us <= min(NEAR, 1 + MEMORY * saved) * fast.step_us else fast
 
 
 def _of_halves(
@@ -115,7 +178,7 @@ def _of_halves(
     cost: CostModel,
     fqns: Sequence[str],
     budget_nbytes: int,
-    work: int | None,
+    work: int,
 ) -> list[Bucket]:
     """The buckets of a whole step whose halves were planned for themselves; none of others."""
 

@@ -85,6 +85,7 @@ class LocalSearch:
         budget_nbytes: of live bytes.
         work: ops that are simulated in all, of those that all ranks have; not seconds, so that
             all ranks find the same.
+        most_launches: that a plan should make if ``manual`` does not fit.
 
     Attributes:
         allowed: plans that may be tried in all.
@@ -105,13 +106,14 @@ class LocalSearch:
         manual: Plan,
         budget_nbytes: int,
         work: int,
+        most_launches: float = inf,
     ) -> None:
         merged, self.first_of = glued(program, late, fqns, UNITS, budget_nbytes)
         self.program, self.cost = compact(merged, cost)
         self.lines = lines_of(bare(self.program))
         self.fqns, self.manual, self.bound_us = fqns, manual, manual.lower_bound_us
         fits = manual.peak_nbytes <= budget_nbytes
-        self.most_launches, self.most = len(manual.buckets) if fits else inf, inf
+        self.most_launches, self.most = len(manual.buckets) if fits else most_launches, inf
         self.allowed = self.left = work // max(1, len(common_ops(self.program, self.cost)))
         self.sent = {op.name: op.collective for _, op in program.starts() if op.collective}
         self.seen: set[frozenset[Segment]] = set()

@@ -116,8 +116,10 @@ class Options:
             name.
         memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters, and gradients,
             full and reduced, in forward and in backward. Parameter shards, optimizer state, and
-            gradients of earlier batches that are accumulated come on top. None: what ``"manual"``
-            takes, or nine tenths of the device less the first two (fp32, AdamW), if that is less.
+            gradients of earlier batches that are accumulated come on top. None: at most what
+            ``"manual"`` takes, or nine tenths of the device less the first two (fp32, AdamW), if
+            that is less; and less than that where it costs at most 1 % of the time. A number: all
+            of it may be taken for speed.
         reorder: move collectives to where compute hides them, which ``"auto"`` always does. None:
             unless bucketing is "none".
             With ``bucketing="none"`` the collectives of a bucket move together, unmerged.
@@ -138,7 +140,7 @@ class Options:
             For forward and backward in one graph leave it out, run some steps on another stream,
             and capture one by ``torch.cuda.graph``: it reads the batch from the tensors of the
             capture, copy into them; parameters and gradients must stay the tensors that they were
-            (``benchmarks/gpu/graphed.py`` does all of it; unmeasured).
+            (``benchmarks/gpu/graphed.py`` does all of it).
         rank_guard_timeout_s: before a graph is compiled, the ranks compare what they are about to
             communicate, through the process group's store, and raise on a difference instead of
             hanging. This is how long a rank waits for the others. 0: they do not compare; with

@@ -76,9 +76,9 @@ class InspectOptions:
     compare: tuple[PlanName, ...] = ()
     """Plans to set beside it."""
     memory_budget_gb: float | None = None
-    """Of auto and greedy: 1e9 bytes for activations, full parameters and gradients. Default: what
-    manual takes, or, if that is less, nine tenths of the device beside
-    parameter shards and AdamW's state."""
+    """Of auto and greedy: 1e9 bytes for activations, full parameters and gradients. Default: at
+    most what manual takes, or, if that is less, nine tenths of the device beside parameter shards
+    and AdamW's state; and less where that costs at most 1 % of the time."""
     fit: Literal["batch", "seq"] | None = None
     """Instead of a report, the largest batch that fits a device (`--fit`, or `--fit
     batch`), or the longest sequence (`--fit seq`), by what is recomputed and what is kept."""

@@ -334,3 +334,20 @@ def test_no_bucket_has_too_many_members(kind, monkeypatch):
         assert sorted(name for bucket in found.buckets for name in bucket.starts) == sorted(
             op.name for _, op in program.starts() if op.collective.fqns
         )
+
+
+def test_memory_that_buys_no_time_is_given_back():
+    """Without a budget; within one, all of it may be taken."""
+    less = {}
+    for seed in range(6):
+        program, cost, fqns = layered(seed, 6, "backward")
+        rank_invariants = rank_invariant(program, cost)
+        manual = evaluate(*rank_invariants, plan_buckets(program, assign_by_module(fqns)), 0.0)
+        fast = plan_auto(program, cost, fqns, budget_nbytes=manual.peak_nbytes, work=10 * FEW)
+        lean = plan_auto(program, cost, fqns, work=10 * FEW)
+        assert lean.budget_nbytes == manual.peak_nbytes, seed
+        assert lean.peak_nbytes <= fast.peak_nbytes, seed
+        assert lean.step_us <= auto.NEAR * fast.step_us, seed
+        assert len(lean.buckets) <= auto.LEAN_LAUNCHES * len(manual.buckets), seed
+        less |= {seed: (fast.peak_nbytes, lean.peak_nbytes)} if lean != fast else {}
+    assert less == {5: (584, 456)}
