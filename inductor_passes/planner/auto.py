@@ -14,6 +14,7 @@ from inductor_passes.machine.cost import CostModel
 from inductor_passes.planner.halves import by_halves
 from inductor_passes.planner.invariant import common_ops, rank_invariant
 from inductor_passes.planner.local_search import LocalSearch
+from inductor_passes.planner.parts import in_parts
 from inductor_passes.planner.plan import BudgetError, Plan, budget_error, default_budget, evaluate
 from inductor_passes.planner.regular import least
 from inductor_passes.planner.segments import State, bare, lines_of, named_buckets
@@ -25,9 +26,10 @@ CLOSE, NEAR = 1.005, 1.01
 HIDDEN = 1.02
 # Without a budget a *lean* plan is looked for, too, if single collectives take so much less than
 # the plan by module. It makes more launches, times those of that plan; a part of the work finds it.
-LITTLE, LEAN_LAUNCHES, LEAN_WORK = 0.1, 1.5, 1 / 4
+LITTLE, LEAN_LAUNCHES, LEAN_WORK = 0.1, 2, 1 / 4
 # Of the time: what all of the memory is worth. A tenth of memory is worth half a percent of time.
 MEMORY = 0.05
+PARTS = (2, 3, 4)  # of each module's bucket, that are tried where whole ones do not fit
 AGAIN = 3  # times that a climb whose end does not fit goes on, with less room
 # Climbs begin at the most promising plan, at that by module, and at the best that fits; and at some
 # more of the promising ones, as long as so much of the work is left, as in small programs.
@@ -49,7 +51,8 @@ def plan_auto(
 
     The plan of :func:`~inductor_passes.ir.buckets.assign_by_module` is taken if it fits and takes
     at most 0.5 % longer than the lower bound; or 2 %, if compute stands still for at most 0.5 % of
-    it. Else a local search (:mod:`inductor_passes.planner.local_search`) climbs from the most
+    it. If it does not fit, but would be taken, that by halves, thirds or quarters of modules is, if
+    it fits and is at most 1 % slower. Else a local search (:mod:`inductor_passes.planner.local_search`) climbs from the most
     promising of many regular plans, from that by module, and from the best that fits (of a whole
     training step, first from the plans of its halves), until a plan is within 1 % of the bound,
     moves lead no further, or the search's work is done. Of what it found and the plan by module, it
@@ -59,7 +62,7 @@ def plan_auto(
 
     Without a budget, memory that buys no time is given back: if a plan that takes half of what that
     by module takes beyond the least is as fast, or up to 1 % slower and worth it, it is taken; that
-    one may make half as many launches again.
+    one may make twice the launches.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
@@ -117,6 +120,12 @@ class _Planner:
             raise ProgramError("the program's collectives cannot be launched one by one")
         return low
 
+    def _in_parts(self, most_launches: float) -> list[Plan]:
+        """The plan by module in ever smaller parts, as far as launches allow it."""
+        whole = self.manual.buckets
+        parts = [in_parts(self.program, whole, n) for n in PARTS if n * len(whole) <= most_launches]
+        return [plan for plan in map(self.evaluated, parts) if plan is not None]
+
     def by_default(self, device_nbytes: int | None) -> Plan:
         """A plan that takes no more than that by module, and less where that costs little time."""
         most_nbytes = default_budget(self.manual, self.least, device_nbytes)
@@ -141,6 +150,10 @@ class _Planner:
         fits = manual.peak_nbytes <= budget_nbytes
         if fits and _is_enough(manual):
             return replace(manual, budget_nbytes=budget_nbytes)
+        smaller = [] if fits else self._in_parts(most_launches)
+        for plan in _fitting(smaller, budget_nbytes):
+            if _is_enough(manual) and plan.step_us <= NEAR * manual.step_us:
+                return replace(plan, budget_nbytes=budget_nbytes)
         work = int(share * self.work)
         halves = _of_halves(self.program, self.cost, self.fqns, budget_nbytes, work)
         search = LocalSearch(
@@ -157,7 +170,7 @@ class _Planner:
         def found(state: State) -> Plan | None:
             return self.evaluated(search.buckets_of(state))
 
-        plans = [manual, low, *_climbed(search, manual, halves, found)]
+        plans = [manual, low, *smaller, *_climbed(search, manual, halves, found)]
         fitting = _fitting(plans, budget_nbytes)
         fitting = fitting or _fitting(map(found, search.smallest()), budget_nbytes)
         if not fitting:
