@@ -1,7 +1,7 @@
 """What a NIC would copy, and the modelled wire does: one shard into all slots, one slot out.
 
-On CUDA a few launches copy for all members: some calls of torch for each member take the host
-longer than the device, and a NIC takes nothing of the host for them.
+With few calls of torch for each member: on CUDA many took the host longer than the device, and a
+NIC takes nothing of the host for them.
 """
 
 from __future__ import annotations
@@ -14,30 +14,20 @@ from torch import Tensor
 
 def gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], rank: int, size: int) -> None:
     """Each of ``outputs`` is ``size`` times the shard in ``inputs``, all equal to this rank's."""
-    if outputs and outputs[0].is_cuda:
-        gather_at_once(outputs, inputs, rank, size)
-        return
-    for output, shard in zip(outputs, inputs, strict=True):
-        slots, row = output.view(size, -1), shard.reshape(1, -1)
-        lies_there = shard.data_ptr() == slots[rank].data_ptr()
-        for part in (slots[:rank], slots[rank + lies_there :]):
-            part.copy_(row)
-
-
-def gather_at_once(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], rank: int, size: int
-) -> None:
-    """The same by a few launches for all members."""
-    slots: list[Tensor] = []
+    parts: list[Tensor] = []
     rows: list[Tensor] = []
     for output, shard in zip(outputs, inputs, strict=True):
-        of_ranks, row = list(output.view(size, -1).unbind()), shard.reshape(-1)
-        if row.data_ptr() == of_ranks[rank].data_ptr():
-            del of_ranks[rank]
-        slots += of_ranks
-        rows += [row] * len(of_ranks)
-    if slots:  # there are none of a single rank, in place
-        torch._foreach_copy_(slots, rows)
+        slots, row = output.view(size, -1), shard.reshape(-1)
+        begins_at = output.data_ptr() + rank * shard.nbytes
+        after = rank + (shard.data_ptr() == begins_at)  # it may lie in its slot
+        if rank > 0:
+            parts.append(slots[:rank])
+            rows.append(row)
+        if after < size:
+            parts.append(slots[after:])
+            rows.append(row)
+    if parts:
+        torch._foreach_copy_(parts, rows)
 
 
 def reduce_scatter(
