@@ -123,6 +123,7 @@ class WireWork(dist.Work):
         self._transfer, self._done = transfer, done
         # A real transfer reads its inputs until it is done: they are memory in use until the wait.
         self._inputs, self._outputs = inputs, outputs
+        self._held_up: set[torch.cuda.Stream] = set()
 
     def is_completed(self) -> bool:
         if not isinstance(self._done, Future):
@@ -147,11 +148,15 @@ class WireWork(dist.Work):
         return True
 
     def _hold_up_stream(self, done: torch.cuda.Event) -> None:
+        """Of what the stream is given from now on; each member of a bucket asks for it."""
+        stream = torch.cuda.current_stream()
+        if stream in self._held_up:
+            return
+        self._held_up.add(stream)
         if torch.cuda.is_current_stream_capturing():  # such events have no time
-            torch.cuda.current_stream().wait_event(done)
+            stream.wait_event(done)
             return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream()
         before.record(stream)
         stream.wait_event(done)
         after.record(stream)

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transfers import Transfer, WireWork, link, told_to_profiler
+from wire_copies import gather, reduce_scatter
 from wire_lane import Lane
 
 # "fake" tells simplefsdp's guard against ranks that differ that the other ranks are not processes.
@@ -90,7 +91,11 @@ class WireGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
     ) -> dist.Work:
         return self._issue(
-            "gather", outputs, lambda: self._gather(outputs, inputs), inputs, outputs
+            "gather",
+            outputs,
+            lambda: gather(outputs, inputs, self._rank, self._size),
+            inputs,
+            outputs,
         )
 
     @_not_traced
@@ -105,7 +110,7 @@ class WireGroup(dist.ProcessGroup):
         return self._issue(
             "reduce",
             inputs,
-            lambda: self._reduce_scatter(outputs, inputs, factor),
+            lambda: reduce_scatter(outputs, inputs, self._rank, self._size, factor),
             inputs,
             outputs,
         )
@@ -168,21 +173,6 @@ class WireGroup(dist.ProcessGroup):
         """What a reduction of equal contributions multiplies them by."""
         op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
         return float(self._size) if op == dist.ReduceOp.SUM else 1.0
-
-    def _gather(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        for output, shard in zip(outputs, inputs, strict=True):
-            slots, row = output.view(self._size, -1), shard.reshape(1, -1)
-            in_place = shard.data_ptr() == slots[self._rank].data_ptr()
-            for part in (slots[: self._rank], slots[self._rank + in_place :]):
-                part.copy_(row)
-
-    def _reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], factor: float) -> None:
-        for output, full in zip(outputs, inputs, strict=True):
-            slot = full.view(self._size, -1)[self._rank].view(output.shape)
-            if factor == 1:
-                output.copy_(slot)
-            else:
-                torch.mul(slot, factor, out=output)
 
     def _issue(
         self,

@@ -169,13 +169,66 @@ def compile_for(capabilities: list[int]) -> dict[str, Any]:
                 "pack": launches(pack_kernels.pack, members, rows, widths, dtype),
                 "unpack": launches(pack_kernels.unpack, flat, rows, widths),
             }
+    NoGpu.device = 90
+    found["variants"] = {name: variants(buckets, launches) for name, buckets in alike().items()}
     return found
+
+
+def variants(buckets: Any, launches: Any) -> list[int]:
+    """How many are compiled to pack some buckets, and to unpack them."""
+    from inductor_passes.adapters import pack_kernels
+
+    ways: list[set[str]] = [set(), set()]
+    for members, rows, widths, dtype in buckets:
+        begin = sum(widths) % 2  # an odd one is not where an aligned buffer begins
+        flat = torch.empty(begin + rows * sum(widths), dtype=dtype, device="meta")[begin:]
+        packed = launches(pack_kernels.pack, members, rows, widths, dtype)
+        unpacked = launches(pack_kernels.unpack, flat, rows, widths)
+        for way, kernels in zip(ways, (packed, unpacked), strict=True):
+            way.update(kernel["hash"] for kernel in kernels)
+    return [len(way) for way in ways]
+
+
+def alike() -> dict[str, list[tuple[list[Tensor], int, list[int], torch.dtype]]]:
+    """Buckets of many sizes that are to share a variant of the kernel each way, only shapes."""
+
+    def bucket(rows: int, *widths: int, dtypes: Any = (FP32,)) -> Any:
+        sizes = [rows * width for width in widths]
+        members = [
+            torch.empty(size, dtype=dtypes[i % len(dtypes)], device="meta")
+            for i, size in enumerate(sizes)
+        ]
+        return members, rows, list(widths), BF16
+
+    return {
+        "aligned": [
+            bucket(1, 16),
+            bucket(2, 16, 0, 32),
+            bucket(16, *[4096] * 8),
+            bucket(8, 2**33, 2**31),
+        ],
+        "unaligned": [
+            bucket(1, 1),
+            bucket(2, 1, 0, 16),
+            bucket(16, 7, 2**31 + 1),
+            bucket(3, *[5] * 8),
+        ],
+        "of two dtypes": [
+            bucket(2, 16, 16, dtypes=(FP32, BF16)),
+            bucket(1, 16, 32, 64, dtypes=(BF16, FP32)),
+        ],
+        "more members": [bucket(8, *[16] * 9), bucket(8, *[16] * 16)],
+    }
 
 
 def describe(kernel: Any) -> dict[str, Any]:
     text = kernel.asm["ptx"]
     instructions = re.findall(r"\b(?:ld|st)\.global\S*|\bcvt\.rn\S*", text)
-    return {"binary": len(kernel.asm["cubin"]), "instructions": sorted(set(instructions))}
+    return {
+        "binary": len(kernel.asm["cubin"]),
+        "instructions": sorted(set(instructions)),
+        "hash": kernel.hash,
+    }
 
 
 if __name__ == "__main__":

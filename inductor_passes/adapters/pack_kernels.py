@@ -2,12 +2,18 @@
 
 One launch copies up to 64 members, of several dtypes. What it must know of each (address, sizes)
 are its arguments: a table in the device's memory would have to be sent there, and a captured graph
-would hold what it was. A program copies a block of one row of one member, and finds out which by
-adding up the blocks of those before.
+would hold what it was. A program copies a block of one row of one member, the last one of those
+that begin at its block or before.
+
+Triton compiles another variant for a tuple of another length, and for each number in it that is
+1, a multiple of 16, or of 64 bits; it cannot be told not to. So that buckets of all sizes share a
+few variants, a table has one of a few lengths, and its numbers are sent as odd ones of 64 bits.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -16,9 +22,12 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-BLOCK = tl.constexpr(4096)  # elements that a program copies
+# The kernel takes these as defaults: Triton compares globals of a kernel at each launch, slowly.
+BLOCK = 4096  # elements that a program copies
 WARPS = 8
-AT_ONCE = 64  # a launch takes 4 KB of arguments
+LENGTHS = (8, 16, 32, 64)  # members in a table; 64 are 2 KB of arguments
+CODED = 2**32 + 1  # added to the double of a number: odd, and of 64 bits
+STEP = 16  # bytes, or elements: what is aligned are multiples of it
 
 # Any other dtype is only copied, as whole numbers of its size.
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -27,59 +36,70 @@ _SAME = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32, torc
 
 
 @triton.jit
+def decoded(number, CODED: tl.constexpr = CODED):  # type: ignore[no-untyped-def]
+    """The number of 64 bits that :func:`_table` sends as ``number``."""
+    return (number - CODED) >> 1
+
+
+@triton.jit(do_not_specialize=["flat"])
 def copy_members(  # type: ignore[no-untyped-def]
     flat,
-    members,
-    rows,
-    column,
-    total,
+    table,
     DTYPES: tl.constexpr,
     ALIGNED: tl.constexpr,
     PACKS: tl.constexpr,
+    BLOCK: tl.constexpr = BLOCK,
+    STEP: tl.constexpr = STEP,
 ):
     """Copy between members and ``flat``, ``[rows, total]``.
 
     Args:
         flat: pointer to its first element.
-        members: of each, one after the other: address; columns in ``flat``; elements (what
-            ``flat`` has beyond is zero, or left out); place of its dtype in ``DTYPES``.
-        rows: of ``flat``.
-        column: of the first member's first element.
-        total: columns of ``flat``.
-        DTYPES: that the members have.
-        ALIGNED: the address of each is a multiple of 16.
+        table: coded: ``total``, and the column of the first member's first element. Then of each
+            member, one after the other: address; its first block; four times its elements (what
+            ``flat`` has beyond is zero, or left out), plus the place of its dtype in ``DTYPES``;
+            the column behind its last. Members at the end that begin behind all blocks are none.
+        DTYPES: that the members have, four at most.
+        ALIGNED: all addresses, columns and elements are multiples of ``STEP``.
         PACKS: into ``flat``; else out of it.
     """
     block = tl.program_id(0)
-    member, width, numel, dtype = members[0], members[1], members[2], members[3]
-    begin, first, at = 0, 0, column
-    for i in tl.static_range(0, len(members), 4):
-        is_it = block >= first  # or a later one
-        member = tl.where(is_it, members[i], member)
-        width = tl.where(is_it, members[i + 1], width)
-        numel = tl.where(is_it, members[i + 2], numel)
-        dtype = tl.where(is_it, members[i + 3], dtype)
-        begin = tl.where(is_it, first, begin)
-        at = tl.where(is_it, column, at)
-        first += rows * tl.cdiv(members[i + 1], BLOCK)
-        column += members[i + 1]
-    blocks_of_row = tl.cdiv(width, BLOCK)
-    row = ((block - begin) // blocks_of_row).to(tl.int64)
-    inside_row = ((block - begin) % blocks_of_row) * BLOCK + tl.arange(0, BLOCK)
+    # Blocks are compared coded, by their lower 32 bits, which hold 2**30 of them.
+    here_coded = 2 * block + 1
+    at, member, first, size, end = table[1], table[2], table[3].to(tl.int32), table[4], table[5]
+    for i in tl.static_range(6, len(table), 4):
+        is_it = table[i + 1].to(tl.int32) <= here_coded  # or a later one
+        at = tl.where(is_it, table[i - 1], at)
+        member = tl.where(is_it, table[i], member)
+        first = tl.where(is_it, table[i + 1].to(tl.int32), first)
+        size = tl.where(is_it, table[i + 2], size)
+        end = tl.where(is_it, table[i + 3], end)
+    numel, dtype = decoded(size) >> 2, decoded(size) & 3
+    width = decoded(end) - decoded(at)
+    # Numbers of one program may need 64 bits; those of its elements are counted from its first.
+    blocks_of_row = tl.cdiv(width, BLOCK).to(tl.int32)
+    of_member = (here_coded - first) >> 1
+    row = (of_member // blocks_of_row).to(tl.int64)
+    inside_row = (of_member % blocks_of_row).to(tl.int64) * BLOCK
     here = row * width + inside_row
-    there = flat + row * total + at + inside_row
-    is_there = inside_row < width
-    is_here = is_there & (here < numel)
+    there = flat + (row * decoded(table[0]) + decoded(at) + inside_row)
+    in_flat = tl.minimum(width - inside_row, BLOCK).to(tl.int32)
+    in_member = tl.maximum(tl.minimum(numel - here, in_flat), 0).to(tl.int32)
+    if ALIGNED:
+        there = tl.multiple_of(there, STEP)
+        in_flat, in_member = tl.multiple_of(in_flat, STEP), tl.multiple_of(in_member, STEP)
+    lanes = tl.arange(0, BLOCK)
     for d in tl.static_range(len(DTYPES)):
         if dtype == d:
-            start = member.to(tl.pointer_type(DTYPES[d]))
+            start = decoded(member).to(tl.pointer_type(DTYPES[d])) + here
             if ALIGNED:
-                start = tl.multiple_of(start, 16)
+                start = tl.multiple_of(start, STEP)
             if PACKS:
-                value = tl.load(start + here, mask=is_here, other=0)
-                tl.store(there, value.to(flat.dtype.element_ty), mask=is_there)
+                value = tl.load(start + lanes, mask=lanes < in_member, other=0)
+                tl.store(there + lanes, value.to(flat.dtype.element_ty), mask=lanes < in_flat)
             else:
-                tl.store(start + here, tl.load(there, mask=is_here), mask=is_here)
+                value = tl.load(there + lanes, mask=lanes < in_member)
+                tl.store(start + lanes, value, mask=lanes < in_member)
 
 
 def pack(members: Sequence[Tensor], rows: int, widths: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -99,32 +119,49 @@ def unpack(flat: Tensor, rows: int, widths: Sequence[int]) -> list[Tensor]:
 def _launch(
     flat: Tensor, members: Sequence[Tensor], rows: int, widths: Sequence[int], *, packs: bool
 ) -> None:
-    total = sum(widths)
-    flat, dtypes = _as_numbers(flat, members)
-    names = tuple(dict.fromkeys(dtypes))
-    column = 0
-    for i in range(0, len(members), AT_ONCE):
-        some, their = members[i : i + AT_ONCE], widths[i : i + AT_ONCE]
-        kinds = (names.index(dtype) for dtype in dtypes[i : i + AT_ONCE])
-        table = tuple(
-            number
-            for member, width, kind in zip(some, their, kinds, strict=True)
-            # An empty one is at 0, which Triton takes for a number of 32 bits, and no pointer.
-            for number in (member.data_ptr() or flat.data_ptr(), width, member.numel(), kind)
-        )
-        blocks = rows * sum(-(-width // BLOCK.value) for width in their)
+    flat, names, kinds = _as_numbers(flat, members)
+    addresses, sizes = [m.data_ptr() for m in members], [m.numel() for m in members]
+    aligned = _are_aligned(flat.data_ptr(), *addresses, *widths, *sizes)
+    numbers = list(zip(addresses, widths, sizes, kinds, strict=True))
+    for i in range(0, len(members), LENGTHS[-1]):
+        some = numbers[i : i + LENGTHS[-1]]
+        blocks, table = _table(some, rows, sum(widths[:i]), sum(widths))
         if blocks:
-            aligned = all(address % 16 == 0 for address in table[::4])
             with torch.cuda.device_of(flat) if flat.is_cuda else nullcontext():
-                copy_members[(blocks,)](
-                    flat, table, rows, column, total, names, aligned, packs, num_warps=WARPS
-                )
-        column += sum(their)
+                copy_members[(blocks,)](flat, table, names, aligned, packs, num_warps=WARPS)
 
 
-def _as_numbers(flat: Tensor, members: Sequence[Tensor]) -> tuple[Tensor, list[tl.dtype]]:
-    """What the kernel takes ``flat`` and the members for: floats that are cast, or bits."""
-    if all(member.dtype == flat.dtype for member in members):
+def _are_aligned(*numbers: int) -> bool:
+    return math.gcd(STEP, *numbers) == STEP
+
+
+def _table(
+    members: Sequence[tuple[int, int, int, int]], rows: int, column: int, total: int
+) -> tuple[int, tuple[int, ...]]:
+    """The blocks of some members (address, width, elements, place of dtype), and what the kernel
+    must know: of them, and of as many that have no block as make up a length."""
+    coded = CODED
+    table = [2 * total + coded, 2 * column + coded]
+    first, end = 0, column
+    for address, width, size, kind in members:
+        end += width
+        table += (2 * address + coded, 2 * first + coded, 8 * size + 2 * kind + coded)
+        table.append(2 * end + coded)
+        first += rows * -(-width // BLOCK)
+    length = LENGTHS[bisect_left(LENGTHS, len(members))]
+    beyond = (coded, 2 * first + coded, coded, 2 * end + coded)
+    return first, (*table, *beyond * (length - len(members)))
+
+
+def _as_numbers(
+    flat: Tensor, members: Sequence[Tensor]
+) -> tuple[Tensor, tuple[tl.dtype, ...], list[int]]:
+    """What the kernel takes ``flat`` and the members for, floats that are cast, or bits: the dtypes
+    of members, in the same order whichever comes first, and which of them each has."""
+    dtypes = [member.dtype for member in members]
+    there = set(dtypes)
+    if there == {flat.dtype}:
         bits = _BITS[flat.dtype.itemsize]
-        return flat.view(bits), [_SAME[bits]] * len(members)
-    return flat, [_FLOATS[member.dtype] for member in members]
+        return flat.view(bits), (_SAME[bits],), [0] * len(members)
+    place = {dtype: i for i, dtype in enumerate(d for d in _FLOATS if d in there)}
+    return flat, tuple([_FLOATS[d] for d in place]), [place[d] for d in dtypes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -174,12 +175,13 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 def local_of(param: DTensor) -> torch.Tensor:
     """``param.to_local()``; the gradient that comes back is laid out as ``param``, on every rank.
 
-    torch does so since 2.12. 2.11 takes the strides of the whole from the local gradient; where
-    they are not the parameter's, as those of an empty one, autograd gathers the gradient, on that
-    rank alone, which then waits for ever. It also cuts off what ``create_graph`` asks for.
+    torch does so since 2.12, but takes several times as long for it as for all else that autograd
+    does with a parameter. 2.11 takes the strides of the whole from the local gradient; where they
+    are not the parameter's, as those of an empty one, autograd gathers the gradient, on that rank
+    alone, which then waits for ever. It also cuts off what ``create_graph`` asks for.
     """
-    if torch.__version__ >= "2.12":
-        return param.to_local()
+    if not torch.is_grad_enabled():
+        return param._local_tensor
     return cast(torch.Tensor, _LocalOf.apply(param))
 
 
@@ -194,8 +196,7 @@ class _LocalOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)  # a gradient that is deferred is none, not zeros
-        ctx.place = (param.device_mesh, param.placements)
-        ctx.whole = {"shape": param.shape, "stride": param.stride()}
+        ctx.spec = param._spec
         local = param._local_tensor
         ctx.contiguous = local.is_contiguous()
         return local.view_as(local)
@@ -204,8 +205,14 @@ class _LocalOf(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> DTensor | None:
         if grad is None:
             return None
+        spec = ctx.spec
         grad = grad.contiguous() if ctx.contiguous else grad
-        return DTensor.from_local(grad, *ctx.place, run_check=False, **ctx.whole)
+        if grad.requires_grad:  # of create_graph, which goes on through from_local()
+            whole = {"shape": spec.tensor_meta.shape, "stride": spec.tensor_meta.stride}
+            return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **whole)
+        # As from_local(), which takes most of the time by checking what is known. torch, too, has
+        # a copy of the spec here, as it may change one in place.
+        return DTensor(grad, copy.copy(spec), requires_grad=False)  # type: ignore[call-arg,arg-type]
 
 
 def is_split(placement: Placement) -> bool:

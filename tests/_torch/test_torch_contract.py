@@ -466,8 +466,16 @@ def test_the_gradient_of_a_shard_lies_as_the_parameter(fake_mesh, rank):
     mesh, whole = fake_mesh(2, rank=rank), {"shape": (1, 3), "stride": (3, 1)}
     shard = torch.ones(1 - rank, 3)
     param = nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, **whole))
+    seen = []
+    # The spec alone: 2.11 gathers a gradient that something holds, to copy it.
+    hook = param.register_hook(lambda grad: seen.append(grad._spec))
     _torch.local_of(param).sum().backward()  # of strides 0
+    hook.remove()
     assert param.grad.placements == (Shard(0),) and param.grad.stride() == param.stride()
+    (came,) = seen
+    assert came == param._spec and came is not param._spec
+    with torch.no_grad():
+        assert _torch.local_of(param) is param._local_tensor
     square = _torch.local_of(param).square().sum()
     (grad,) = torch.autograd.grad(square, param, create_graph=True)
     assert grad.grad_fn is not None

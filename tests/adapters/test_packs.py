@@ -124,6 +124,12 @@ def test_aligned_members_are_moved_16_bytes_at_a_time(capability: str, compiled:
     assert loads.isdisjoint(kernel["instructions"])  # an address that is none would fault
 
 
+def test_buckets_of_many_sizes_share_a_variant(compiled: dict[str, Any]):
+    of_both_ways = compiled["variants"]
+    assert set(of_both_ways) == {"aligned", "unaligned", "of two dtypes", "more members"}
+    assert all(found == [1, 1] for found in of_both_ways.values()), of_both_ways
+
+
 def test_triton_is_not_needed_where_there_is_no_gpu():
     script = """
 import sys
