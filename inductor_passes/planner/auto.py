@@ -51,14 +51,16 @@ def plan_auto(
 
     The plan of :func:`~inductor_passes.ir.buckets.assign_by_module` is taken if it fits and takes
     at most 0.5 % longer than the lower bound; or 2 %, if compute stands still for at most 0.5 % of
-    it. If it does not fit, but would be taken, that by halves, thirds or quarters of modules is, if
-    it fits and is at most 1 % slower. Else a local search (:mod:`inductor_passes.planner.local_search`) climbs from the most
-    promising of many regular plans, from that by module, and from the best that fits (of a whole
-    training step, first from the plans of its halves), until a plan is within 1 % of the bound,
-    moves lead no further, or the search's work is done. Of what it found and the plan by module, it
-    is the latter if that fits and takes at most 0.5 % longer: costs that differ a little give one
-    plan. If that by module fits, no plan makes more launches than it: hosts, networks and kernels
-    beside them pay for a launch in ways that no model of its time knows.
+    it. If it is as good as that and does not fit, the plan by halves, thirds or quarters of modules
+    is taken that fits and is at most 1 % slower.
+
+    Else a local search (:mod:`inductor_passes.planner.local_search`) climbs from the most promising
+    of many regular plans, from that by module, and from the best that fits (of a whole training
+    step, first from the plans of its halves), until a plan is within 1 % of the bound, moves lead
+    no further, or the search's work is done. Of what it found and the plan by module, it is the
+    latter if that fits and takes at most 0.5 % longer: costs that differ a little give one plan. If
+    that by module fits, no plan makes more launches than it: hosts, networks and kernels beside
+    them pay for a launch in ways that no model of its time knows.
 
     Without a budget, memory that buys no time is given back: if a plan that takes half of what that
     by module takes beyond the least is as fast, or up to 1 % slower and worth it, it is taken; that
