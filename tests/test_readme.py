@@ -110,6 +110,8 @@ def test_options_and_figures_of_the_readme_are_those_of_the_code():
         assert f"{shown} {variants[name]['to_limit']:.2f}" in told
     cells = json.loads((results_tables.GPU / "wire.json").read_text())["cells"].values()
     measured = [cell["variants"] for cell in cells if "variants" in cell]
+    graphs = [of["auto_cudagraphs"]["step_s"] / of["auto"]["step_s"] for of in measured]
+    assert f"steps on an H200: {min(graphs):.2f} to {max(graphs):.2f}" in told
     rows = {"eager takes": ["fsdp2_eager"], "compiled": ["fsdp2_compiled"]}
     rows |= {"torch's passes": ["torch_manual", "torch_auto"]}
     for shown, names in rows.items():

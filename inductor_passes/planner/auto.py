@@ -62,9 +62,9 @@ def plan_auto(
     that by module fits, no plan makes more launches than it: hosts, networks and kernels beside
     them pay for a launch in ways that no model of its time knows.
 
-    Without a budget, memory that buys no time is given back: if a plan that takes half of what that
-    by module takes beyond the least is as fast, or up to 1 % slower and worth it, it is taken; that
-    one may make twice the launches.
+    Without a budget, memory that buys little is given back: a plan that takes half of what that by
+    module takes beyond the least, and makes at most twice the launches, is taken if it is at most
+    1 % slower, and what it saves is worth its time and its launches.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
@@ -95,19 +95,17 @@ class _Planner:
     Attributes:
         late: the program with each gather late and each wait early.
         manual: the plan by module, or, if that cannot be made, the one with single collectives.
-        work: ops that a search simulates.
+        work: ops that a search simulates; None: as many as the program's size says.
     """
 
     def __init__(
         self, program: Program, cost: CostModel, fqns: Sequence[str], work: int | None
     ) -> None:
-        self.program, self.cost, self.fqns = program, cost, fqns
+        self.program, self.cost, self.fqns, self.work = program, cost, fqns, work
         self.bound_us = lower_bound_us(program, cost)
         self.late = bare(program)
         by_module = self.evaluated(plan_buckets(program, assign_by_module(fqns)))
         self.manual = by_module or self.least
-        ops = len(common_ops(program, cost))
-        self.work = WORK + WORK_PER_OP * ops if work is None else work
 
     def evaluated(self, buckets: Sequence[Bucket]) -> Plan | None:
         """See :func:`~inductor_passes.planner.plan.evaluate`."""
@@ -122,12 +120,6 @@ class _Planner:
             raise ProgramError("the program's collectives cannot be launched one by one")
         return low
 
-    def _in_parts(self, most_launches: float) -> list[Plan]:
-        """The plan by module in ever smaller parts, as far as launches allow it."""
-        whole = self.manual.buckets
-        parts = [in_parts(self.program, whole, n) for n in PARTS if n * len(whole) <= most_launches]
-        return [plan for plan in map(self.evaluated, parts) if plan is not None]
-
     def by_default(self, device_nbytes: int | None) -> Plan:
         """A plan that takes no more than that by module, and less where that costs little time."""
         most_nbytes = default_budget(self.manual, self.least, device_nbytes)
@@ -135,29 +127,51 @@ class _Planner:
         if more_nbytes <= LITTLE * most_nbytes:
             return self.fastest(most_nbytes)
         lean = self._lean(self.least.peak_nbytes + more_nbytes // 2)
-        if lean is not None and lean.step_us <= CLOSE * self.bound_us:
-            return replace(lean, budget_nbytes=most_nbytes)
         fast = self.fastest(most_nbytes)
-        return fast if lean is None else replace(_worth(lean, fast), budget_nbytes=most_nbytes)
+        if lean is None or not self._is_worth(lean, fast):
+            return fast
+        return replace(lean, budget_nbytes=most_nbytes)
 
     def _lean(self, budget_nbytes: int) -> Plan | None:
+        """Parts of modules, where whole ones are good; else what a short search finds."""
+        most_launches = LEAN_LAUNCHES * len(self.manual.buckets)
+        if _is_enough(self.manual):
+            return self._as_good(self._in_parts(most_launches), budget_nbytes)
         try:
-            return self.fastest(budget_nbytes, LEAN_WORK, LEAN_LAUNCHES * len(self.manual.buckets))
+            return self.fastest(budget_nbytes, LEAN_WORK, most_launches)
         except BudgetError:
             return None
 
+    def _is_worth(self, lean: Plan, fast: Plan) -> bool:
+        """Whether what ``lean`` takes less is worth its time and launches, at most 1 % of time."""
+        saved = 1 - lean.peak_nbytes / fast.peak_nbytes
+        more_us = _price_us(lean, self.manual) - _price_us(fast, self.manual)
+        return (
+            lean.step_us <= NEAR * fast.step_us and more_us <= MEMORY * saved * lean.lower_bound_us
+        )
+
+    def _in_parts(self, most_launches: float) -> list[Plan]:
+        """The plan by module in ever smaller parts, as far as launches allow it."""
+        whole = self.manual.buckets
+        parts = [in_parts(self.program, whole, n) for n in PARTS if n * len(whole) <= most_launches]
+        return [plan for plan in map(self.evaluated, parts) if plan is not None]
+
+    def _as_good(self, plans: Iterable[Plan], budget_nbytes: int) -> Plan | None:
+        """The first that fits and is about as fast as that by module."""
+        fitting = _fitting(plans, budget_nbytes)
+        return next((p for p in fitting if p.step_us <= NEAR * self.manual.step_us), None)
+
     def fastest(self, budget_nbytes: int, share: float = 1.0, most_launches: float = inf) -> Plan:
-        """The fastest plan within a budget that this share of the work finds."""
-        manual, low = self.manual, self.least
+        """The fastest plan within a budget, and of so many launches, that this share of the work
+        finds."""
+        manual = self.manual
         fits = manual.peak_nbytes <= budget_nbytes
         if fits and _is_enough(manual):
             return replace(manual, budget_nbytes=budget_nbytes)
         smaller = [] if fits else self._in_parts(most_launches)
-        for plan in _fitting(smaller, budget_nbytes):
-            if _is_enough(manual) and plan.step_us <= NEAR * manual.step_us:
-                return replace(plan, budget_nbytes=budget_nbytes)
-        work = int(share * self.work)
-        halves = _of_halves(self.program, self.cost, self.fqns, budget_nbytes, work)
+        if _is_enough(manual) and (plan := self._as_good(smaller, budget_nbytes)):
+            return replace(plan, budget_nbytes=budget_nbytes)
+        halves = _of_halves(self.program, self.cost, self.fqns, budget_nbytes, self.work, share)
         search = LocalSearch(
             self.program,
             self.late,
@@ -165,27 +179,33 @@ class _Planner:
             self.fqns,
             manual=manual,
             budget_nbytes=budget_nbytes,
-            work=work,
+            work=int(share * _work(self.program, self.cost, self.work)),
             most_launches=most_launches,
         )
 
         def found(state: State) -> Plan | None:
             return self.evaluated(search.buckets_of(state))
 
-        plans = [manual, low, *smaller, *_climbed(search, manual, halves, found)]
-        fitting = _fitting(plans, budget_nbytes)
-        fitting = fitting or _fitting(map(found, search.smallest()), budget_nbytes)
+        plans = [manual, self.least, *smaller, *_climbed(search, manual, halves, found)]
+        fitting = _fitting(plans, budget_nbytes, most_launches)
+        more = (found(state) for state in search.smallest())
+        fitting = fitting or _fitting(more, budget_nbytes, most_launches)
         if not fitting:
             # Of these two, since a search within another budget may not find what this one did.
-            smallest = min((low, manual), key=lambda plan: plan.peak_nbytes)
+            smallest = min((self.least, manual), key=lambda plan: plan.peak_nbytes)
             raise budget_error(self.program, smallest, budget_nbytes)
         return replace(_chosen(fitting, manual), budget_nbytes=budget_nbytes)
 
 
-def _worth(lean: Plan, fast: Plan) -> Plan:
-    """``lean``, if what it takes less is worth the time that it takes more, at most 1 %."""
-    saved = 1 - lean.peak_nbytes / fast.peak_nbytes
-    return lean if lean.step_us <= min(NEAR, 1 + MEMORY * saved) * fast.step_us else fast
+def _work(program: Program, cost: CostModel, work: int | None) -> int:
+    return WORK + WORK_PER_OP * len(common_ops(program, cost)) if work is None else work
+
+
+def _price_us(plan: Plan, manual: Plan) -> float:
+    """Its time, and what its launches are held to be worth, counted as the search does."""
+    return plan.step_us + (
+        launches_price(len(plan.buckets), len(manual.buckets)) * plan.lower_bound_us
+    )
 
 
 def _of_halves(
@@ -193,12 +213,15 @@ def _of_halves(
     cost: CostModel,
     fqns: Sequence[str],
     budget_nbytes: int,
-    work: int,
+    work: int | None,
+    share: float,
 ) -> list[Bucket]:
-    """The buckets of a whole step whose halves were planned for themselves; none of others."""
+    """The buckets of a whole step whose halves were planned for themselves, by a share of the work
+    for each; none of others."""
 
     def plan(half: Program) -> Sequence[Bucket]:
-        return plan_auto(half, cost, fqns, budget_nbytes=budget_nbytes, work=work).buckets
+        mine = int(share * _work(half, cost, work))
+        return plan_auto(half, cost, fqns, budget_nbytes=budget_nbytes, work=mine).buckets
 
     try:
         return by_halves(program, plan)
@@ -206,8 +229,11 @@ def _of_halves(
         return []
 
 
-def _fitting(plans: Iterable[Plan | None], budget_nbytes: int) -> list[Plan]:
-    return [plan for plan in plans if plan is not None and plan.peak_nbytes <= budget_nbytes]
+def _fitting(
+    plans: Iterable[Plan | None], budget_nbytes: int, most_launches: float = inf
+) -> list[Plan]:
+    there = [plan for plan in plans if plan is not None and len(plan.buckets) <= most_launches]
+    return [plan for plan in there if plan.peak_nbytes <= budget_nbytes]
 
 
 def _is_enough(manual: Plan) -> bool:
@@ -257,12 +283,7 @@ def _climbed(
 def _chosen(plans: Sequence[Plan], manual: Plan) -> Plan:
     """The fastest of those that launch no more than that by module, if that is among them, launches
     counted as the search does; or that by module, if it is about as fast."""
-
-    def price_us(plan: Plan) -> float:
-        share = launches_price(len(plan.buckets), len(manual.buckets))
-        return plan.step_us + share * plan.lower_bound_us
-
     fits = manual in plans
     few = [p for p in plans if not fits or len(p.buckets) <= len(manual.buckets)]
-    best = min(few, key=price_us)
+    best = min(few, key=lambda plan: _price_us(plan, manual))
     return manual if fits and manual.step_us <= CLOSE * best.step_us else best

@@ -14,7 +14,8 @@ from inductor_passes.planner.segments import even
 
 
 def in_parts(program: Program, buckets: Sequence[Bucket], n: int) -> list[Bucket]:
-    """``buckets``, each in up to ``n`` runs of its members of about as many bytes."""
+    """``buckets``, each in up to ``n`` runs of its members of about as many bytes. A window still
+    counts buckets, and so a part of the bytes."""
     nbytes = {op.name: op.collective.nbytes for _, op in program.starts() if op.collective}
     taken = {bucket.label for bucket in buckets}
     found: list[Bucket] = []

@@ -175,10 +175,10 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 def local_of(param: DTensor) -> torch.Tensor:
     """``param.to_local()``; the gradient that comes back is laid out as ``param``, on every rank.
 
-    torch does so since 2.12, but takes several times as long for it as for all else that autograd
-    does with a parameter. 2.11 takes the strides of the whole from the local gradient; where they
-    are not the parameter's, as those of an empty one, autograd gathers the gradient, on that rank
-    alone, which then waits for ever. It also cuts off what ``create_graph`` asks for.
+    torch does so since 2.12, but takes twice the host's time for it. 2.11 takes the strides of the
+    whole from the local gradient; where they are not the parameter's, as those of an empty one,
+    autograd gathers the gradient, on that rank alone, which then waits for ever. It also cuts off
+    what ``create_graph`` asks for.
     """
     if not torch.is_grad_enabled():
         return param._local_tensor

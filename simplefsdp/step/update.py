@@ -123,17 +123,24 @@ def _reason(error: Exception) -> str:
     return ": ".join([*lines[:1], *told[:1]]).removesuffix(".")
 
 
+# Numbers that torch's optimizers keep on the CPU unless their kernels read them on the device; but
+# for ASGD's, which are always there. Other numbers are the moments of parameters that are numbers.
+_COUNTS = ("step", "mu_product")
+
+
 def _move_counts(optimizer: Optimizer, before: Container[tuple[Tensor, str]]) -> None:
-    """Have the first counts where the optimizer makes them itself: on the device, if its kernels
-    read them there, else on the CPU. Dynamo followed it as if they were on the device of the
-    parameters, whatever it wants."""
+    """Have the first counts where the optimizer makes them itself: Dynamo followed it without
+    kernels of its own, and as if counts were on the device of the parameters."""
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
+        if "capturable" not in group or isinstance(optimizer, torch.optim.ASGD):
+            continue
         for param in group["params"]:
-            for key, value in optimizer.state.get(param, {}).items():
-                if (param, key) not in before and isinstance(value, Tensor) and not value.dim():
+            of_param = optimizer.state.get(param, {})
+            for key in [k for k in _COUNTS if k in of_param and (param, k) not in before]:
+                if isinstance(of_param[key], Tensor):
                     device = param.device if on_device else torch.device("cpu")
-                    optimizer.state[param][key] = value.to(device)
+                    of_param[key] = of_param[key].to(device)
 
 
 def owners_of(update: Update) -> dict[Node, set[Owner]]:

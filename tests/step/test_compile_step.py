@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp import compile_step, microbatch, simple_fsdp
 from simplefsdp._torch import updates
 from simplefsdp.compiler.observers import observing
+from simplefsdp.step import update
 
 WIDTH = 8
 OPTIONS = {"executor": "aot_eager", "bucketing": "manual"}
@@ -99,13 +102,39 @@ def test_what_dynamo_sets_on_a_gpu_is_taken_back(solo_mesh, monkeypatch):
     monkeypatch.setattr(updates, "captured_step", as_on_a_gpu)
     plain, model, own, others = pair(solo_mesh)
     step = compile_step(loss_with(model), others, options=OPTIONS)
-    for _ in range(2):
-        x = torch.randn(4, WIDTH)
-        plain_step(plain, own, x)
-        step(x)
+    x = torch.randn(4, WIDTH)
+    plain_step(plain, own, x)
+    step(x)
     check(plain, model)
     assert others.param_groups[0]["capturable"] is False
-    assert [s["step"].device.type for s in others.state.values()] == ["cpu"] * len(others.state)
+
+
+@pytest.mark.parametrize("shape", [(4,), ()])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Rprop", "ASGD", "Adagrad"]
+)
+def test_counts_are_where_the_optimizer_makes_them(kind, fused, shape):
+    """On a GPU, which is not there: its tensors are fake."""
+    with FakeTensorMode():
+        param = nn.Parameter(torch.ones(shape, device="cuda"))
+        param.grad = torch.zeros_like(param)
+        options = {"fused": True} if fused and kind in ("AdamW", "Adagrad") else {}
+        made = []
+        for capturable in (False, True):  # as the optimizer does it, and as Dynamo makes it
+            optimizer = getattr(torch.optim, kind)([param], lr=1e-2, **options)
+            group = optimizer.param_groups[0]
+            if not options and "capturable" in group:
+                group["capturable"] = capturable
+            if kind != "Adagrad":  # which makes it when it is made
+                lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+                optimizer._init_group(group, *([] for _ in range(lists)))
+            group |= {"capturable": False} if "capturable" in group else {}
+            if capturable:
+                update._move_counts(optimizer, ())
+            state = optimizer.state[param].items()
+            made.append({k: v.device.type for k, v in state if isinstance(v, torch.Tensor)})
+        assert made[0] == made[1]
 
 
 def test_learning_rates_change_without_compiling(solo_mesh, seen):
