@@ -133,7 +133,7 @@ def _move_counts(optimizer: Optimizer, before: Container[tuple[Tensor, str]]) ->
     kernels of its own, and as if counts were on the device of the parameters."""
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
-        if "capturable" not in group or isinstance(optimizer, torch.optim.ASGD):
+        if not (on_device or "capturable" in group) or isinstance(optimizer, torch.optim.ASGD):
             continue
         for param in group["params"]:
             of_param = optimizer.state.get(param, {})
