@@ -146,12 +146,21 @@ _INDUCTOR = {"test_compiled_order", "test_model_matrix", "test_pass_cache", "tes
 _TOGETHER = {"test_cuda_code", "test_elastic", "test_gpu_kit"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run all tests, the slow ones, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """By number of ranks, so that each pool starts once; the long ones first, so that none is left
     for the end when one of two workers has nothing to do.
 
     ``pytest -m "not ranks and not inductor"`` is for a quick answer.
     """
+    if not any("::" in argument for argument in config.args):  # one that is named is run
+        slow = _slow(items)
+        if slow and not config.getoption("--slow"):
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if item not in slow]
     for item in items:
         if _RANKS & set(getattr(item, "fixturenames", ())) or item.path.stem in _COMMANDS:
             item.add_marker(pytest.mark.ranks)
@@ -159,6 +168,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.inductor)
 
     items.sort(key=lambda item: (item.path.stem in _TOGETHER, _ranks_of(item)), reverse=True)
+
+
+def _slow(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests that are marked as slow, without the cases that are quick all the same.
+
+    Raises:
+        pytest.UsageError: a mark names a case that there is not.
+    """
+    slow, missing = [], {}
+    for item in items:
+        marker = item.get_closest_marker("slow")
+        if marker is not None:
+            case = getattr(getattr(item, "callspec", None), "id", "")
+            quick = marker.kwargs.get("quick", ())
+            missing.setdefault(item.nodeid.partition("[")[0], set(quick)).discard(case)
+            slow += [] if case in quick else [item]
+    if unknown := {test: cases for test, cases in missing.items() if cases}:
+        raise pytest.UsageError(f"slow(quick=...) names cases that there are not: {unknown}")
+    return slow
 
 
 def _ranks_of(item: pytest.Item) -> int:

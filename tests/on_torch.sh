@@ -5,9 +5,9 @@ if [ $# -lt 1 ] || [[ $1 == -* ]]; then
     cat >&2 <<'USAGE'
 usage: tests/on_torch.sh VERSION [pytest arguments]
 
-Runs this checkout's tests on a torch of the package index, in an environment of its own, and ends
-with one line: version, passed, failed (with errors), skipped. Supported: 2.11.0, 2.12.1, 2.13.0,
-2.14.1, 2.15.0.
+Runs all of this checkout's tests, the slow ones, too, on a torch of the package index, in an
+environment of its own, and ends with one line: version, passed, failed (with errors), skipped.
+Supported: 2.11.0, 2.12.1, 2.13.0, 2.14.1, 2.15.0.
 
   tests/on_torch.sh 2.15.0
   tests/on_torch.sh 2.11.0 tests/frontend/test_wrap.py -k tied
@@ -37,8 +37,8 @@ found=$("$venv/bin/python" -c 'import torch; print(torch.__version__)')
 
 status=0
 # pytest itself, for `python -m pytest` would import the checkout and not what is installed.
-PATH="$venv/bin:$PATH" "$venv/bin/pytest" -p no:cacheprovider --junit-xml="$fresh/report.xml" \
-    "$@" || status=$?
+PATH="$venv/bin:$PATH" "$venv/bin/pytest" --slow -p no:cacheprovider \
+    --junit-xml="$fresh/report.xml" "$@" || status=$?
 "$venv/bin/python" - "$fresh/report.xml" "$found" <<'SUMMARY'
 import sys
 from pathlib import Path

@@ -88,6 +88,7 @@ def check_gradients(model, plain, tolerance: float) -> None:
         assert float((grad - theirs.grad).norm() / theirs.grad.norm()) < tolerance, name
 
 
+@pytest.mark.slow(quick=["bf16-auto"])
 @pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 def test_gradients_are_those_of_the_plain_model(mesh, bucketing, policy):
@@ -98,6 +99,7 @@ def test_gradients_are_those_of_the_plain_model(mesh, bucketing, policy):
     check_gradients(model, plain, 5e-2 if policy else 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_what_is_computed_again_gives_the_same(mesh, checkpointing):
     plain, model = llama(), llama(activation_checkpointing=checkpointing)
@@ -113,6 +115,7 @@ def test_a_reduce_on_a_group_of_its_own(mesh):
     check_gradients(model, plain, 1e-4)
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up(mesh):
     plain, model = llama(), compiled(llama(), mesh)
     (loss_of(plain, 2) + loss_of(plain, 3)).backward()
@@ -135,6 +138,7 @@ def test_clipping_and_a_step(mesh):
         torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_a_step_as_one_program(mesh, fused):
     plain, model = llama(), llama()
@@ -195,6 +199,7 @@ def test_a_gpu_without_a_preset_is_planned_for_as_another(monkeypatch):
     assert planned_for(torch.device("cuda")) == {"cluster": "h100"}
 
 
+@pytest.mark.slow
 def test_uneven_rows_of_ranks_that_are_not_there(fake_mesh):
     """97 rows on four ranks: the last has fewer, and all have the same graphs."""
     model = llama()

@@ -167,6 +167,7 @@ dist.destroy_process_group()
     assert (tmp_path / "trained" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_trainer_of_transformers(tmp_path):
     pytest.importorskip("transformers")
     code = recipe("transformers").replace(

@@ -186,6 +186,7 @@ def gradients(mesh: DeviceMesh, executor: str) -> list[Tensor]:
     return [loss.detach(), *grads]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["inductor", "regions"])
 def test_a_model_computes_the_same_bits(executor, solo_mesh, monkeypatch) -> None:
     prepare_cpp().join()

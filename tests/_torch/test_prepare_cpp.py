@@ -51,6 +51,7 @@ print(json.dumps([made[:before], made[before:]]))
 """
 
 
+@pytest.mark.slow
 def test_inductor_finds_everything_but_its_kernel(tmp_path: Path) -> None:
     environment = as_of_users() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     # Headers are kept beside that folder, for all caches.
@@ -89,6 +90,7 @@ print(json.dumps([str(isa), isa.build_arch_flags(), isa.build_macro()]))
 """
 
 
+@pytest.mark.slow
 def test_the_instructions_are_those_that_torch_picks(tmp_path: Path) -> None:
     """Also where the kernel does not compile: torch then tries each set of them."""
     found = []

@@ -103,6 +103,7 @@ def test_the_kernel_moves_each_byte_once(interpreted: dict[str, Any]):
         assert found["unpack"] == {"read": out, "written": out}, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_the_kernel_is_compiled(capability: str, compiled: dict[str, Any]):
     launches = {"empty": 0, "many": 4}  # of 64 members at most
@@ -112,6 +113,7 @@ def test_the_kernel_is_compiled(capability: str, compiled: dict[str, Any]):
             assert all(kernel["binary"] > 0 for kernel in kernels), case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_aligned_members_are_moved_16_bytes_at_a_time(capability: str, compiled: dict[str, Any]):
     found = compiled[capability]

@@ -75,6 +75,7 @@ def found(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     return kit("--out", str(path / "out"), path=path), path
 
 
+@pytest.mark.slow
 def test_each_part_writes_what_it_found(found):
     said, path = found
     (folder,) = (path / "out").iterdir()
@@ -99,6 +100,7 @@ def test_each_part_writes_what_it_found(found):
     assert all("step_s" in wire[name] for name in ("floor", "none", "fsdp2_eager", "manual"))
 
 
+@pytest.mark.slow
 def test_what_is_done_is_left_out(found):
     _, path = found
     files = {file: file.stat().st_mtime_ns for file in path.glob("out/*/*.json")}
@@ -244,6 +246,7 @@ class cuda:
 """
 
 
+@pytest.mark.slow(quick=["15"])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_ends_takes_its_part_along(tmp_path, ending):
@@ -302,6 +305,7 @@ def test_what_depends_on_the_blocks_is_built_again(module):
     assert len(runner.results) == len(runner.variants) == len(names) - len(built)
 
 
+@pytest.mark.slow
 def test_the_tests_on_a_device_need_no_numpy(tmp_path):
     """The suite of part b, on a machine that has pytest and no more."""
     (tmp_path / "sitecustomize.py").write_text(_HIDDEN.replace('"pytest", ', ""))

@@ -8,11 +8,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import published
+import pytest
 
 from simplefsdp.inspection.subject import trace_llama
 from simplefsdp.models.options import ModelOptions
 
 
+@pytest.mark.slow
 def test_what_is_not_fused_takes_more(monkeypatch):
     def traced(*of, layers, **sizes):
         return trace_llama(*of, layers=2, **sizes)

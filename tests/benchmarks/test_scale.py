@@ -46,6 +46,7 @@ def priced(row):
     return {name: v for name, v in row["variants"].items() if "failure" not in v}
 
 
+@pytest.mark.slow
 def test_every_variant_is_priced(row):
     failed = {name: v["failure"] for name, v in row["variants"].items() if "failure" in v}
     if torch.__version__ < "2.13":  # its pass cannot be told there what an op takes
@@ -60,6 +61,7 @@ def test_every_variant_is_priced(row):
         assert v["tokens_per_s_per_gpu"] == pytest.approx(256e3 / v["step_ms"])
 
 
+@pytest.mark.slow
 def test_no_variant_of_the_same_graph_beats_the_bound(row):
     for name in set(priced(row)) - {"fsdp2"}:
         assert row["variants"][name]["to_bound"] > 1 - 1e-9

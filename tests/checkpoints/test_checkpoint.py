@@ -100,6 +100,7 @@ def test_keeps_the_last_checkpoints_and_the_text_is_learned(folder: Path) -> Non
     assert list((folder / "whole" / runs.TENSORBOARD).glob("events*"))
 
 
+@pytest.mark.slow(quick=["--no-compile"])
 @pytest.mark.parametrize(
     "compiling",
     [
@@ -126,6 +127,7 @@ def test_resume_is_exact(folder: Path, pool: RankPool, compiling: str) -> None:
     assert different == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "--whole-step"])
 def test_gradient_accumulation_changes_memory_not_numbers(
     folder: Path, pool: RankPool, more: str
@@ -359,6 +361,7 @@ def mesh_of(world_size: int) -> Any:
     return init_device_mesh("cpu", (world_size,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "--tp 2", "--mode hybrid_shard --shard-size 2"])
 def test_resumes_on_four_ranks(folder: Path, pools: Any, layout: str) -> None:
     whole = folder / "whole"

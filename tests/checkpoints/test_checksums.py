@@ -147,7 +147,7 @@ def test_an_older_checkpoint_resumes_with_a_line_that_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_older(checkpoint)
-    line = "has no checksums, as an older program wrote it"
+    line = "has no checksums, as dcp.save alone wrote it"
     assert line in str(load_plain(checkpoint, Llama(CONFIGS["micro"])))
     with pytest.raises(SystemExit):
         main(["export", "--checkpoint", "r", "--out", "exported"])
@@ -250,7 +250,7 @@ def test_verify_says_what_it_cannot_compare(
 ) -> None:
     make_older(checkpoint)
     assert verify("r") == 2
-    assert "has no checksums.json, as an older program wrote it" in capsys.readouterr().err
+    assert "has no checksums.json, which the trainer writes" in capsys.readouterr().err
     assert verify("nowhere") == 2
     assert "nowhere does not exist" in capsys.readouterr().err
     assert verify("--help") == 0
@@ -332,6 +332,7 @@ def test_a_save_into_the_same_folder_has_new_checksums(
             model.weight.mul_(2)
 
 
+@pytest.mark.slow
 def test_the_launcher_says_no_more_than_rank_0(tmp_path: Path) -> None:
     """The other rank was reported as failed, too, and might have ended rank 0 before it spoke."""
     folder = runs.step_folder(tmp_path / "r", 3)

@@ -318,6 +318,7 @@ def cached_run(folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_another_process_starts_warm_and_a_file_cut_short_is_made_anew(tmp_path: Path):
     """As a compiler leaves it that is killed."""
     first = cached_run(

@@ -105,6 +105,7 @@ def test_every_option_gives_the_same_numbers(pools):
     pools(2).run(compare_with_none, "fully_shard", "fp32", VARIANTS, Zoo)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "precision", "variants"),
     [("fully_shard", "fp32", [FLAT]), ("hybrid_shard", "bf16", [AUTO])],

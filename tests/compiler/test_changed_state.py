@@ -225,6 +225,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(quick=["seen by all", "held by the first"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_changed_is_seen_by_the_layers_that_see_it(solo_mesh, caplog, case):
     make, expected = CASES[case]
@@ -258,6 +259,7 @@ def test_what_a_layer_holds():
         held_by([list(range(200_000))])
 
 
+@pytest.mark.slow
 def test_layers_of_transformers_are_followed_once(solo_mesh, caplog):
     """It sets a global before the layers, and sets it back behind them."""
     transformers = pytest.importorskip("transformers")

@@ -46,6 +46,7 @@ def run_a_step(slow_calls, timeout_s, backward, executor="aot_eager"):
     return len(calls)
 
 
+@pytest.mark.slow(quick=["slow_calls0-False"])
 @pytest.mark.parametrize(("slow_calls", "backward"), [([1], False), ([2], True)])
 def test_a_rank_that_compiles_slowly_is_waited_for(pools, slow_calls, backward):
     assert pools(2).run(run_a_step, slow_calls, 60, backward) == [0, max(slow_calls)]

@@ -252,6 +252,7 @@ def left_out(text: str) -> int:
     return int(found[1]) if found else 0
 
 
+@pytest.mark.slow(quick=["checkpointed", "dropout", "two lists"])
 @pytest.mark.parametrize("case", CASES)
 def test_it_computes_what_all_layers_do(solo_mesh, caplog, case):
     make, expected = CASES[case]
@@ -283,6 +284,7 @@ def test_sizes_that_depend_on_data(solo_mesh, caplog):
     assert not left_out(caplog.text)
 
 
+@pytest.mark.slow
 def test_dropout_of_generated_code_draws_anew_in_each_layer(fake_mesh, caplog):
     """Which seed a layer draws from tells it apart: all are traced."""
     caplog.set_level(logging.DEBUG, "simplefsdp")
@@ -333,6 +335,7 @@ def test_on_ranks_that_hold_different_shards(pools):
     assert pools(2).run(on_ranks) == [[]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize("executor", ["inductor", "regions"])
 def test_generated_code(fake_mesh, executor):
@@ -354,6 +357,7 @@ def test_each_layer_keeps_its_names(fake_mesh, caplog):
         assert sorted(sent) == sorted(dict(Model().named_parameters()))
 
 
+@pytest.mark.slow
 def test_a_graph_that_turns_out_otherwise_is_traced_whole(fake_mesh, monkeypatch, caplog):
     def refuse(graph: Graph, short: object) -> None:
         raise ValueError("layers: they differ")
@@ -367,6 +371,7 @@ def test_a_graph_that_turns_out_otherwise_is_traced_whole(fake_mesh, monkeypatch
     assert caplog.text.count("all layers are traced, since they differ") == 2
 
 
+@pytest.mark.slow
 def test_a_users_pass_sees_the_whole_joint_graph(fake_mesh, caplog):
     from torch._inductor import config
 

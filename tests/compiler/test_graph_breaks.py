@@ -48,12 +48,14 @@ def local_rows(x):
 EAGER = {"executor": "aot_eager", "bucketing": "manual"}
 
 
+@pytest.mark.slow(quick=["Crossing", "Twice"])
 @pytest.mark.parametrize("name", ["Views", "Crossing", "Twice", "Recomputed", "Guarded"])
 def test_one_break_more(pools, name):
     one, other = pools(2).run(train_and_compare, (name,), EAGER)
     assert one == other
 
 
+@pytest.mark.slow
 def test_all_breaks_in_generated_code(pools):
     one, other = pools(2).run(train_and_compare, (), {"executor": "inductor"})
     assert one == other

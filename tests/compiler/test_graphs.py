@@ -51,6 +51,7 @@ def sharded_fqns(model: nn.Module, *, trainable: bool = False) -> list[str]:
     )
 
 
+@pytest.mark.slow(quick=["reshard-checkpointed", "keep-plain"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 def test_one_gather_and_one_reduce_per_parameter(fake_mesh, reshard, recompute):
@@ -269,6 +270,7 @@ def test_reads_with_and_without_gradients_share_one_gather(fake_mesh, recompute)
     assert sorted(reduces(captured.backward[0])) == wanted
 
 
+@pytest.mark.slow(quick=["aot_eager-Zoo"])
 @pytest.mark.parametrize(("executor", "build"), [("aot_eager", Zoo), ("inductor", Small)])
 def test_ranks_agree_on_the_order_of_collectives(fake_mesh, executor, build):
     orders = set()
@@ -330,6 +332,7 @@ def test_no_grad_graph_has_gathers_only(fake_mesh):
     assert captured.backward == []
 
 
+@pytest.mark.slow(quick=["reshard-selective", "keep-none"])
 @pytest.mark.parametrize("activation_checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 def test_a_llama(fake_mesh, reshard, activation_checkpointing):

@@ -214,7 +214,7 @@ def test_of_many_who_wait_one_asks_who_is_missing(counting, caplog):
     told = meet(counting, lambda rank: ["equal"], absent=(3, 5))
     assert all("ranks 3 and 5" in text for text in told.values()), told
     assert any("gave up waiting" in text for text in told.values())
-    assert "the graph: waiting for ranks 3 and 5" in caplog.text
+    assert "is waiting for ranks 3 and 5, for up to" in caplog.text
     # The lowest one says it, too, in the log that everybody reads.
     assert len(counting.store.ranks_that("check", "/digest/") - {0}) <= 1
 

@@ -82,6 +82,7 @@ def test_every_kind_of_parameter(pools):
     pools(2).run(compare_with_unpacked, Zoo, ["aot_eager"])
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_generated_code(fake_mesh):
     """A gather repeats this rank's shard: the bits are those of the same, not packed."""

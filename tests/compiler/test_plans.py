@@ -154,6 +154,7 @@ def one_rank_resets(rank):
     return told, first, step(run, torch.ones(1024, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_resets_alone_is_told_and_a_reset_of_all_mends_it(pools, rank):
     answers = pools(2).run(one_rank_resets, rank)
@@ -229,6 +230,7 @@ def context_parallel(flat):
     return launched, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat", [True, False], ids=["dp_cp", "dp"])
 def test_context_parallelism(pools, flat):
     """A rank attends to more than the ranks before it, so its graph takes longer, and more room."""

@@ -162,6 +162,7 @@ def test_a_rank_that_waits_in_vain_says_for_whom_and_nobody_goes_on_alone(pools)
     assert "rank 0 gave up waiting for rank 1" in late
 
 
+@pytest.mark.slow(quick=["aot_eager-auto"])
 @pytest.mark.parametrize(("executor", "bucketing"), [("inductor", "manual"), ("aot_eager", "auto")])
 def test_another_batch_size_on_one_rank_is_fine(pools, executor, bucketing):
     rows = [[2, 2, 2], [2, 3, 4]]

@@ -231,6 +231,7 @@ def dynamo_graph(model: nn.Module, x: torch.Tensor) -> list[object]:
     return found
 
 
+@pytest.mark.slow(quick=["dropout", "tied", "one differs"])
 @pytest.mark.parametrize("case", [*OF_OTHERS, *MORE])
 def test_the_graph_is_that_of_all_layers(solo_mesh, caplog, case):
     make, expected = MORE[case] if case in MORE else (CASES[case][0], OF_OTHERS[case])
@@ -279,6 +280,7 @@ class Changeable(Scaled):
         return super().forward(x, mask) + self.drop(x)
 
 
+@pytest.mark.slow(quick=["buffer"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_layer_that_is_changed_later_is_traced_anew(solo_mesh, caplog, change):
     """Dynamo did not follow the layer: that it guards it nevertheless is our doing."""
@@ -381,6 +383,7 @@ TRAPS = {
 }
 
 
+@pytest.mark.slow(quick=["hook", "frozen"])
 @pytest.mark.parametrize("trap", TRAPS)
 def test_what_tells_layers_apart_that_no_guard_of_torchs_would(solo_mesh, trap):
     """Each of these gave the first layer's graph for all."""
@@ -399,6 +402,7 @@ def test_what_tells_layers_apart_that_no_guard_of_torchs_would(solo_mesh, trap):
             torch.testing.assert_close(grad.full_tensor(), param.grad)
 
 
+@pytest.mark.slow
 def test_a_module_that_others_have_too(solo_mesh):
     plain = Model(layer=Changeable)
     plain.drop = nn.ReLU()
@@ -420,6 +424,7 @@ def test_a_list_of_layers_on_meta_says_so(solo_mesh):
         compiled(simple_fsdp(model, solo_mesh))(torch.rand(4, DIM))
 
 
+@pytest.mark.slow
 def test_layers_whose_gradients_are_deferred(solo_mesh, caplog):
     plain, x = Model(), torch.rand(4, DIM)
     model = compiled(simple_fsdp(copy.deepcopy(plain), solo_mesh))

@@ -170,6 +170,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(quick=[f"{CASES[1]}-9-False"])
 @pytest.mark.parametrize(
     ("options", "depth", "grad"),
     [
@@ -210,6 +211,7 @@ class Kinds(nn.Module):
         return self.last(h), x[1:], h.argmax()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CASES[:2], ids=str)
 def test_kinds_of_values(fake_mesh, options):
     mesh, found = fake_mesh(4), []
@@ -231,6 +233,7 @@ def test_kinds_of_values(fake_mesh, options):
     assert model.calls == 3 and out.grad_fn is not None and view.grad_fn is None
 
 
+@pytest.mark.slow
 def test_the_log_says_the_same(fake_mesh):
     mesh, said = fake_mesh(4), []
     for _ in range(2):
@@ -254,6 +257,7 @@ def test_who_observes_sees_each_graph(fake_mesh):
     assert again(mesh)
 
 
+@pytest.mark.slow
 def test_a_broken_file_costs_time_only(fake_mesh):
     mesh = fake_mesh(4)
     first = trained(mesh)
@@ -268,6 +272,7 @@ def test_a_broken_file_costs_time_only(fake_mesh):
         assert again(mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["force_disable_caches", "fx_graph_cache"])
 def test_a_user_without_caches_has_none(fake_mesh, name):
     mesh = fake_mesh(4)
@@ -297,6 +302,7 @@ def test_a_backward_that_is_retained(fake_mesh):
     out.sum().backward()
 
 
+@pytest.mark.slow
 def test_microbatches(fake_mesh):
     mesh, found = fake_mesh(2, 2, names=("replicate", "shard")), []
     for _ in range(2):
@@ -365,6 +371,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.slow(quick=["buckets", "cluster", "names", "policy", "factor"])
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_something_else_has_another_name(fake_mesh, what):
     mesh = fake_mesh(4)
@@ -402,6 +409,7 @@ STATES = {
 }
 
 
+@pytest.mark.slow(quick=["deterministic", "precision", "a pass"])
 @pytest.mark.parametrize("what", STATES)
 def test_another_state_of_torch_has_another_name(fake_mesh, what):
     torch.set_float32_matmul_precision("highest")  # which is not quite what it is before
@@ -500,6 +508,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", UNKNOWN)
 def test_what_no_key_tells_is_not_kept(fake_mesh, what):
     mesh = fake_mesh(4)
@@ -509,6 +518,7 @@ def test_what_no_key_tells_is_not_kept(fake_mesh, what):
     assert_equal(*found)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_kept(fake_mesh):
     mesh = fake_mesh(4)
 
@@ -536,6 +546,7 @@ def test_settings_that_no_key_tells(fake_mesh, patch):
         assert named(fake_mesh(4)) is None
 
 
+@pytest.mark.slow
 def test_open_sizes_and_breaks_are_not_kept(fake_mesh):
     mesh = fake_mesh(4)
 
@@ -593,6 +604,7 @@ def alone_later(folder: str, options: dict[str, object]) -> list[bool]:
     return used
 
 
+@pytest.mark.slow
 def test_a_rank_that_compiles_alone_later_waits_for_nobody(own_ranks, tmp_path):
     options = {**AUTO, "executor": "regions"}
     for rank, used in enumerate(own_ranks.run(alone_later, str(tmp_path), options)):
@@ -607,6 +619,7 @@ def change_plan(file: Path) -> None:
     file.write_bytes(pickle.dumps((observed, code)))
 
 
+@pytest.mark.slow
 def test_all_ranks_use_their_files_or_none(own_ranks, tmp_path):
     answers = own_ranks.run(on_ranks, str(tmp_path), AUTO, "first same lost same changed same")
     for answer in answers:
@@ -651,6 +664,7 @@ def steps(artifacts: str = "", load: str = "", ranks: Sequence[int] = (0,)) -> N
         Path(artifacts).write_bytes(torch.compiler.save_cache_artifacts()[0])
 
 
+@pytest.mark.slow
 def test_another_process_uses_it_and_artifacts_hold_it(tmp_path):
     """Not a process that traces, which is to see each graph."""
     cache, other, file = tmp_path / "one", tmp_path / "two", str(tmp_path / "artifacts")

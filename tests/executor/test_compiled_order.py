@@ -235,6 +235,7 @@ def most_in_flight(events: Sequence[Event], kind: str) -> int:
     return most
 
 
+@pytest.mark.slow(quick=["inductor"])
 def test_a_launch_per_bucket(compiled, executor):
     forward, backward = order_of(compiled, executor)
     assert starts(forward) == FORWARD
@@ -273,6 +274,7 @@ def test_the_automatic_plan_is_in_the_code(fake_mesh):
         assert code == graph, "something is launched or waited for elsewhere than planned"
 
 
+@pytest.mark.slow
 def test_a_fused_loop_runs_where_its_first_part_was_planned(fake_mesh):
     """The sum of a norm's weight gradient shares a kernel with its cast, which stands far behind at
     the launch: there it would keep three activations through the attention's backward."""
@@ -283,6 +285,7 @@ def test_a_fused_loop_runs_where_its_first_part_was_planned(fake_mesh):
     assert executed == in_graph
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="torch moves nothing by default")
 def test_without_passes_nothing_is_moved_either(fake_mesh):
     """``bucketing="none"``: torch's own pass, the last of all, is off whatever the default."""
@@ -300,6 +303,7 @@ def test_without_passes_nothing_is_moved_either(fake_mesh):
     assert found[1] == found[0]
 
 
+@pytest.mark.slow(quick=["aot_eager"])
 def test_each_gather_starts_before_the_one_before_it_is_waited_for(compiled, executor):
     for events in order_of(compiled, executor):
         labels = [label for _, label in starts(events, "gather")]

@@ -97,6 +97,7 @@ def of_gathers(sequence: list[str]) -> int:
     return sum(int(event.split()[-1]) for event in launches(sequence) if "gather" in event)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "hybrid", "uneven"])
 def test_what_was_planned_is_what_runs(name, compiled):
     for planned, code in parts(compiled(name)):
@@ -122,6 +123,7 @@ def test_what_a_collective_sends_is_known_or_refused():
         padded(f"{code}\nbuf5 = {launch}([buf4], 2, '0')")
 
 
+@pytest.mark.slow
 def test_tensor_parallel(compiled):
     for planned, code in parts(compiled("tensor_parallel")):
         assert any("all_reduce of 1" in event for event in planned)
@@ -129,6 +131,7 @@ def test_tensor_parallel(compiled):
         assert padded(code) == []
 
 
+@pytest.mark.slow
 def test_manual(compiled):
     """Its windows are relative to what is computed, which Inductor orders."""
     for planned, code in parts(compiled("manual")):
@@ -141,6 +144,7 @@ def test_manual(compiled):
         assert padded(code) == []
 
 
+@pytest.mark.slow
 def test_without_passes_nothing_is_moved(compiled):
     for planned, code in parts(compiled("none")):
         assert of_gathers(planned) >= PARAMETERS - 1 and len(launches(planned)) >= PARAMETERS - 1
@@ -148,6 +152,7 @@ def test_without_passes_nothing_is_moved(compiled):
         assert padded(code) == []
 
 
+@pytest.mark.slow
 def test_kernels(compiled):
     """One casts the shards of a bucket, none the gradients of matrices; all else is fused."""
     cast = re.compile(r"triton_poi_fused__to_copy(_view|_all_gather_into_tensor)*_\d+$")
@@ -178,12 +183,14 @@ LAUNCHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_as_few_kernels_are_launched_as_before(name, compiled):
     found = tuple(len(kernels(code)) for _, code in parts(compiled(name)))
     assert all(n <= most + LAYERS for n, most in zip(found, LAUNCHED[name], strict=True)), found
 
 
+@pytest.mark.slow
 def test_each_graph_is_captured_whole(compiled):
     """In one CUDA graph; what is copied to it is the batch and the gradient of the loss."""
     found = compiled("cudagraphs")
@@ -194,6 +201,7 @@ def test_each_graph_is_captured_whole(compiled):
     assert found["copied"] in ([1, 1], [1, 2])
 
 
+@pytest.mark.slow
 def test_regions_launch_nearly_as_few_kernels(compiled):
     """Those of regions that are alike counted once: 42 where the graph is compiled whole."""
     of_regions = [len(kernels(code)) for code in compiled("regions")["codes"]]
@@ -201,6 +209,7 @@ def test_regions_launch_nearly_as_few_kernels(compiled):
     assert 10 < len(of_regions) <= 20 + LAYERS and sum(of_regions) <= 50 + LAYERS, of_regions
 
 
+@pytest.mark.slow
 def test_regions_hold_no_collective(compiled):
     found = compiled("regions")
     assert len(found["codes"]) > 2 and not any(

@@ -105,6 +105,7 @@ def compiled_of(mesh, monkeypatch, layers: int, dropout: float = 0.0, **options:
     return ran
 
 
+@pytest.mark.slow
 def test_many_layers_that_are_alike_are_compiled_so_by_default(fake_mesh, monkeypatch):
     """And few are not."""
     mesh = fake_mesh(4)
@@ -119,6 +120,7 @@ def test_many_layers_that_are_alike_are_compiled_so_by_default(fake_mesh, monkey
     assert not made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bucketing", "dropout"), [("manual", 0.5), ("auto", 0.0)])
 def test_what_is_compiled_does_not_grow_with_depth(fake_mesh, monkeypatch, bucketing, dropout):
     mesh = fake_mesh(4)
@@ -202,6 +204,7 @@ def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found | {fqn: b.clone() for fqn, b in model.named_buffers()}
 
 
+@pytest.mark.slow
 def test_it_computes_what_the_whole_graph_does(solo_mesh, monkeypatch):
     """Dropout, too, which draws from the same seeds, and what is written in place."""
     torch.manual_seed(0)
@@ -239,6 +242,7 @@ def test_dropout_differs_between_layers(solo_mesh):
     assert all(not torch.equal(made[0], other) for other in made[1:])
 
 
+@pytest.mark.slow
 def test_another_batch_is_compiled_whole(solo_mesh, monkeypatch):
     model = simple_fsdp(Model(2), solo_mesh)
     options = {"executor": "regions", "bucketing": "manual"}
@@ -266,6 +270,7 @@ class Chooses(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's partitioner refuses it")
 def test_sizes_that_depend_on_data(solo_mesh):
     """What is dropped in backward is what was dropped in forward, so these are one function."""
@@ -321,6 +326,7 @@ class Scaled(Gated):
         return x
 
 
+@pytest.mark.slow(quick=["Gated-manual"])
 @pytest.mark.parametrize("bucketing", ["manual", "auto"])
 @pytest.mark.parametrize("model_class", [Several, Gated, Scaled])
 def test_operators_with_several_results(solo_mesh, model_class, bucketing):

@@ -68,6 +68,13 @@ def train_beside(mode, executor, bucketing, precision="fp32", build=Zoo, toleran
         assert [bool(reduces(graph)) for graph in graphs.backward] == [False, True]
 
 
+@pytest.mark.slow(
+    quick=[
+        "fully_shard-eager-none-fp32-Zoo",
+        "replicate-eager-none-fp32-Zoo",
+        "replicate-aot_eager-manual-fp32-Small",
+    ]
+)
 @pytest.mark.parametrize(
     ("mode", "executor", "bucketing", "precision", "build"),
     [
@@ -83,11 +90,13 @@ def test_gradients_are_those_of_one_process(pools, mode, executor, bucketing, pr
     pools(2).run(train_beside, mode, executor, bucketing, precision, build, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["inductor", "regions"])
 def test_compiled_by_inductor(pools, executor):
     pools(2).run(train_beside, "fully_shard", executor, "auto", "fp32", Small)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_hybrid_mesh(pools):
     pools(4).run(train_beside, "hybrid_shard", "aot_eager", "manual", "fp32", Small)
 
@@ -97,6 +106,7 @@ def checkpointed():
     train_beside("fully_shard", "eager", "none", recompute=True)
 
 
+@pytest.mark.slow
 def test_checkpointed_regions(pools):
     pools(2).run(checkpointed)
 
@@ -185,6 +195,7 @@ def both_deferred(executor):
         check_grads(plain, model)  # which add up over both steps
 
 
+@pytest.mark.slow(quick=["eager"])
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
 def test_what_is_deferred_is_taken_as_far_as_the_next_backward_goes(pools, executor):
     pools(4).run(both_deferred, executor)

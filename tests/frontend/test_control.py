@@ -68,6 +68,7 @@ def kept(executor, how):
     assert found == [True, False, False, True, True]
 
 
+@pytest.mark.slow(quick=["eager-how0", "aot_eager-how2"])
 @pytest.mark.parametrize(
     ("executor", "how"),
     [("eager", {}), ("aot_eager", {"fused": True}), ("aot_eager", {"foreach": True})],

@@ -85,6 +85,7 @@ def test_eager_equals_one_process(pools, ranks, mode, precision):
     pools(ranks).run(compare_with_one_process, mode, precision, True, "eager")
 
 
+@pytest.mark.slow(quick=["2-fully_shard-bf16", "2-replicate-fp32"])
 @pytest.mark.parametrize(("ranks", "mode", "precision"), RANKS_MODE_PRECISION)
 def test_compiled_graphs_equal_one_process(pools, ranks, mode, precision):
     pools(ranks).run(compare_with_one_process, mode, precision, True, "aot_eager")
@@ -96,6 +97,9 @@ def test_kept_from_forward_to_backward_equals_one_process(pools, ranks):
     pools(ranks).run(compare_with_one_process, "fully_shard", "bf16", False, "aot_eager")
 
 
+@pytest.mark.slow(
+    quick=["2-fully_shard-fp32-False-Zoo-inductor", "2-fully_shard-fp32-True-Zoo-regions"]
+)
 @pytest.mark.parametrize(
     ("ranks", "mode", "precision", "reshard", "build", "executor"),
     [
@@ -130,6 +134,7 @@ def compare_variant(executor, kind):
     compare_with_one_process("fully_shard", "fp32", True, executor, **kind)
 
 
+@pytest.mark.slow(quick=["2-mixed_dtypes"])
 @pytest.mark.parametrize(
     "kind", [{"mixed": True}, {"recompute": True}], ids=["mixed_dtypes", "checkpointed"]
 )

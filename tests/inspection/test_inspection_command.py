@@ -242,6 +242,7 @@ def test_the_machine_averages_or_not(tmp_path):
     assert reduces == {"cpu-gloo": {"sum"}, "h100": {"avg"}}
 
 
+@pytest.mark.slow
 def test_every_example_of_the_help_runs(capsys):
     """In their order: --trace reads what --perfetto wrote. That of --fit: test_sweep_command.py."""
     examples = re.findall(r"^  simplefsdp inspect (.*)$", options.DESCRIPTION, re.MULTILINE)

@@ -46,6 +46,7 @@ print(json.dumps({**found.to_json(), "sent": told}))
 """
 
 
+@pytest.mark.slow
 def test_transfers_of_the_wire_are_measured(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(BENCHMARKS)],

@@ -68,6 +68,7 @@ def as_lightning_finds_ranks() -> int:
     return dist.get_rank()
 
 
+@pytest.mark.slow(quick=["meta-{}"])
 @pytest.mark.parametrize("settings", [{}, {"save_distributed_checkpoint": False}], ids=str)
 @pytest.mark.parametrize("meta", [False, True], ids=["materialised", "meta"])
 def test_fabric_trains_as_one_process_and_resumes_bit_for_bit(own_ranks, tmp_path, meta, settings):
@@ -126,6 +127,7 @@ def _fabric(path: Path, meta: bool, settings: dict[str, Any]) -> None:
     check_equal(full_of(model.module), end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"save_distributed_checkpoint": False}], ids=str)
 def test_trainer_trains_as_one_process_and_resumes_bit_for_bit(own_ranks, tmp_path, settings):
     own_ranks.run(_trainer, tmp_path, settings)

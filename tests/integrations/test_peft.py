@@ -42,6 +42,7 @@ def _by_hand(folder, changes, options):
     return frozen, values_of(model), sent.get_total_counts()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "options"),
     [({}, EAGER), ({"use_dora": True, "modules_to_save": ["lm_head"]}, None)],
@@ -88,6 +89,7 @@ def _trainer(folder):
     ], values
 
 
+@pytest.mark.slow
 def test_the_trainer_saves_adapters_only_and_goes_on_bit_for_bit(pools, tmp_path):
     from torch.distributed.checkpoint import FileSystemReader
 

@@ -81,6 +81,7 @@ def train(own_ranks: RankPool, assets: Path, tmp_path: Path) -> Callable[..., li
     return trained
 
 
+@pytest.mark.slow
 def test_trains_and_resumes_as_fsdp2_does(train):
     ours = train(OURS, "ours")
     check_alike(train(THEIRS, "theirs", after="ours"), ours)
@@ -89,12 +90,14 @@ def test_trains_and_resumes_as_fsdp2_does(train):
     assert [rank.digest for rank in again] == [rank.digest for rank in ours]
 
 
+@pytest.mark.slow
 def test_goes_on_where_fsdp2_stopped_not_compiled(train):
     theirs = train(THEIRS, "theirs")
     arguments = ["--compile.no-enable", "--parallelism.data_parallel_replicate_degree", "2"]
     check_alike(train(OURS, "ours", *arguments, after="theirs"), theirs)
 
 
+@pytest.mark.slow
 def test_shards_what_tensor_parallelism_split(train):
     arguments = ["--parallelism.tensor_parallel_degree", "2"]
     theirs = train(THEIRS, "theirs", *arguments)

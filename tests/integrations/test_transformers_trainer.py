@@ -63,6 +63,7 @@ def _train(folder):
     return first, logged(trainer, "loss", "grad_norm", "eval_loss"), values_of(trainer.model)
 
 
+@pytest.mark.slow
 def test_trains_as_one_process_does(pools, tmp_path):
     """Where ranks count other numbers of tokens, gradients accumulate, and are clipped."""
     fresh_state()
@@ -148,6 +149,7 @@ def _resume(folder):
     return kept, losses, chosen, at_last, predicted
 
 
+@pytest.mark.slow
 def test_resume_goes_on_bit_for_bit_and_the_best_model_is_loaded_and_saved(pools, tmp_path):
     """In the middle of an epoch, with dropout."""
     for kept, losses, chosen, at_last, predicted in pools(RANKS).run(_resume, tmp_path):
@@ -178,6 +180,7 @@ def _with_arguments(folder):
     return values_of(trainer.model), logged(cast, "loss")
 
 
+@pytest.mark.slow
 def test_arguments(pools, tmp_path):
     """Checkpoints that are for use only; less memory for activations; autocast."""
     fresh_state()

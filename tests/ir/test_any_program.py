@@ -25,7 +25,7 @@ from inductor_passes.planner.plan import BudgetError
 from inductor_passes.transform.merge import merge
 from inductor_passes.transform.order import OverlapPolicy, overlap, starts_in
 
-NUMBER = 300
+NUMBER = 150
 FEW = 2_000  # ops that a search simulates
 LIMITS = (1, 2, 3, 100)
 

@@ -185,6 +185,7 @@ def test_help_teaches_with_examples_that_parse(capsys: pytest.CaptureFixture[str
         command._read(command._complete_resume(args), TrainConfig())
 
 
+@pytest.mark.slow(quick=["--model debug --world-size 64 --mode replicate-64-1-1"])
 @pytest.mark.parametrize(
     ("args", "replicate", "shard", "tp"),
     [
@@ -292,6 +293,7 @@ def test_a_file_is_there_when_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
+@pytest.mark.slow(quick=["cpu-args1-2"])
 @pytest.mark.parametrize(
     ("on", "args", "code"),
     [("cpu", ["--version"], 0), ("cpu", ["nothing"], 2), ("cuda", ["nothing"], 2)],

@@ -44,6 +44,7 @@ def llava(generator):
     return transformers.LlavaForConditionalGeneration(config), inputs
 
 
+@pytest.mark.slow(quick=["auto"])
 @pytest.mark.parametrize("bucketing", ["auto", "manual"])
 def test_a_model_that_makes_a_cache(fake_mesh, bucketing):
     """``use_cache=True``: the constants of the cache are inputs that move with the order."""
@@ -86,6 +87,7 @@ def train_and_compare(build, options):
     return [[b.fqns for b in graph.buckets] for graph in report.graphs.values()]
 
 
+@pytest.mark.slow
 def test_a_model_that_dynamo_breaks(pools):
     """Others are in the matrix: GPT-2, wav2vec 2.0."""
     options = {"executor": "aot_eager", "bucketing": "manual"}

@@ -47,6 +47,7 @@ def compare(name: str, bucketing: str) -> dict:
         return models_rank.compare(name, bucketing, "aot_eager")
 
 
+@pytest.mark.slow(quick=["lstm"])
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_one_process_does(pools, name):
     library = LIBRARIES.get(name, "transformers")

@@ -24,7 +24,8 @@ from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.planner.plan import BudgetError, Plan, evaluate, scheduled
 
 ROOM = 10**9
-FEW = 4_000  # ops that a search simulates
+# Ops that a search simulates: what holds of its plans does, however long it was.
+FEW, SOME = 4_000, 10_000
 # Programs against all their plans: 3 layers, or 2 where both sides have windows for each bucket.
 EXHAUSTED = {"forward": 60, "backward": 24, "hybrid": 10, "replicate": 30, "mixed": 8}
 EXHAUSTED["tensor_parallel"] = 8
@@ -34,6 +35,7 @@ def text_of(plan: Plan) -> str:
     return "; ".join(f"{' '.join(b.starts)} ({b.window})" for b in plan.buckets)
 
 
+@pytest.mark.slow(quick=["forward", "hybrid", "mixed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_plan_is_better(kind):
     for seed in range(EXHAUSTED[kind]):
@@ -59,6 +61,7 @@ def test_no_plan_is_better(kind):
                 plan_auto(program, cost, fqns, budget_nbytes=too_little)
 
 
+@pytest.mark.slow(quick=["forward", "hybrid"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_budget_that_an_error_names_is_met(kind):
     for seed in range(6):
@@ -81,12 +84,13 @@ def test_a_program_without_ops():
         plan_auto(parse("input x: 8\noutput x"), ROUND_COST, [], budget_nbytes=1)
 
 
+@pytest.mark.slow(quick=["hybrid"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_planned_memory_is_that_of_even_shards(kind):
     """Gradients' shards count from their reduce to the end, parameters' do not."""
     for seed in range(8):
         program, cost, fqns = layered(seed, 4, kind)
-        plan = plan_auto(program, cost, fqns)
+        plan = plan_auto(program, cost, fqns, work=SOME)
         found = memory(scheduled(program, plan.buckets))
         assert plan.peak_nbytes == found.peak_nbytes - found.resident_nbytes, seed
 
@@ -102,7 +106,7 @@ def small(seed: int) -> tuple[Program, LinearCost, list[str]]:
 
 def test_random_programs_stay_within_the_budget():
     errors = 0
-    for seed in range(1000):
+    for seed in range(200):
         program, cost, fqns = small(seed)
         budget = random.Random(seed).randint(50, 1200)
         try:
@@ -117,7 +121,7 @@ def test_random_programs_stay_within_the_budget():
         assert plan.lower_bound_us <= plan.step_us * (1 + 1e-9), seed
         starts = [op.name for _, op in program.starts() if op.collective.kind != "other"]
         assert sorted(name for b in plan.buckets for name in b.starts) == sorted(starts), seed
-    assert 100 < errors < 900
+    assert 20 < errors < 180
 
 
 def test_never_slower_than_by_module_in_its_memory():
@@ -144,19 +148,22 @@ def anonymous(plan: Plan) -> Plan:
     return replace(plan, buckets=tuple(replace(b, starts=()) for b in plan.buckets))
 
 
+@pytest.mark.slow(quick=["backward", "random"])
 @pytest.mark.parametrize("kind", [*KINDS, "random"])
 def test_names_do_not_matter(kind):
     for seed in range(8):
         program, cost, fqns = small(seed) if kind == "random" else layered(seed, 4, kind)
         new = shuffled(program, seed)
         us = {new[name]: us for name, us in cost.op_us.items()}
-        plan = plan_auto(program, cost, fqns)
-        other = plan_auto(renamed(program, new.__getitem__), replace(cost, op_us=us), fqns)
+        plan = plan_auto(program, cost, fqns, work=SOME)
+        program, cost = renamed(program, new.__getitem__), replace(cost, op_us=us)
+        other = plan_auto(program, cost, fqns, work=SOME)
         assert anonymous(plan) == anonymous(other)
         starts = [tuple(new[name] for name in b.starts) for b in plan.buckets]
         assert [b.starts for b in other.buckets] == starts
 
 
+@pytest.mark.slow(quick=["forward", "backward"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "replicate"])
 def test_sizes_of_shards_do_not_matter(kind):
     """Nor do the times of what is done to them."""
@@ -169,7 +176,8 @@ def test_sizes_of_shards_do_not_matter(kind):
             for name, b in program.buffers.items()
         }
         uneven = replace(program, buffers=buffers).verify()
-        assert plan_auto(uneven, replace(cost, op_us=us), fqns) == plan_auto(program, cost, fqns)
+        plan = plan_auto(program, cost, fqns, work=SOME)
+        assert plan_auto(uneven, replace(cost, op_us=us), fqns, work=SOME) == plan
 
 
 PADDED = """
@@ -264,12 +272,13 @@ def test_small_changes_of_cost_change_nothing(part, latency_us, most):
     assert len(plans) <= most
 
 
+@pytest.mark.slow
 def test_an_old_plan_stays_good_when_costs_change_a_little():
     for seed in range(10):
         program, cost, fqns = layered(seed, 5, "backward")
-        plan = plan_auto(program, cost, fqns)
+        plan = plan_auto(program, cost, fqns, work=SOME)
         changed = replace(cost, link_gb_s=cost.link_gb_s * 1.01)
-        again = plan_auto(program, changed, fqns)
+        again = plan_auto(program, changed, fqns, work=SOME)
         kept = evaluate(*rank_invariant(program, changed), plan.buckets, 0.0)
         assert kept.step_us <= again.step_us * 1.02, seed
 
@@ -323,13 +332,14 @@ def test_nothing_to_plan():
     assert (plan.buckets, plan.step_us, plan.peak_nbytes) == ((), 10, 16)
 
 
+@pytest.mark.slow(quick=["forward", "hybrid"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bucket_has_too_many_members(kind, monkeypatch):
     """Whatever the plan is: by module, joined, in parts or searched for."""
     monkeypatch.setattr(module, "MOST_MEMBERS", 2)
     for seed in range(10):
         program, cost, fqns = layered(seed, 6, kind)
-        found = plan_auto(program, cost, fqns)
+        found = plan_auto(program, cost, fqns, work=SOME)
         assert all(len(bucket.starts) <= 2 for bucket in found.buckets)
         assert sorted(name for bucket in found.buckets for name in bucket.starts) == sorted(
             op.name for _, op in program.starts() if op.collective.fqns
@@ -343,8 +353,8 @@ def test_memory_that_buys_no_time_is_given_back():
         program, cost, fqns = layered(seed, 6, "backward")
         rank_invariants = rank_invariant(program, cost)
         manual = evaluate(*rank_invariants, plan_buckets(program, assign_by_module(fqns)), 0.0)
-        fast = plan_auto(program, cost, fqns, budget_nbytes=manual.peak_nbytes, work=10 * FEW)
-        lean = plan_auto(program, cost, fqns, work=10 * FEW)
+        fast = plan_auto(program, cost, fqns, budget_nbytes=manual.peak_nbytes, work=4 * SOME)
+        lean = plan_auto(program, cost, fqns, work=4 * SOME)
         assert lean.budget_nbytes == manual.peak_nbytes, seed
         assert lean.peak_nbytes <= fast.peak_nbytes, seed
         assert lean.step_us <= auto.NEAR * fast.step_us, seed

@@ -125,6 +125,7 @@ def to_and_fro(folder: Path) -> None:
         save_pretrained(model, folder / mode / "single")
 
 
+@pytest.mark.slow(quick=["3-2"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_it_goes_in_and_comes_out_bit_for_bit(pools, tmp_path, ranks, parts):

@@ -134,6 +134,7 @@ def _storages(gm) -> list[int | None]:
     return [first.setdefault(storage, len(first)) for storage in found]
 
 
+@pytest.mark.slow
 def test_it_is_the_step_that_is_traced(fake_mesh):
     mesh = fake_mesh(4, 2, names=("dp", "tp"))
     _compare(lambda depth: _transformer(mesh, depth), SHALLOW + 1)
@@ -218,6 +219,7 @@ def test_hybrid_and_checkpointed(fake_mesh):
     _compare(lambda depth: _stack(mesh, [16] * depth, recompute=True), SHALLOW + 1)
 
 
+@pytest.mark.slow
 def test_kept_from_forward_to_backward(fake_mesh):
     mesh = fake_mesh(8)
     _compare(lambda depth: _stack(mesh, [16] * depth, reshard=False))
@@ -249,6 +251,7 @@ def test_layers_in_another_order(fake_mesh, order, message):
             deepen(step, "layers", DEPTH)
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_alike_are_traced(fake_mesh, caplog):
     mesh, widths = fake_mesh(8), [16, 16, 16, 16, 16, 24, 16, 8]
     with caplog.at_level("WARNING", "simplefsdp"):

@@ -65,6 +65,7 @@ def test_room_beside_shards(fake_mesh):
         assert room == int(0.9 * h100.memory_gb * 1e9) - 12 * elements
 
 
+@pytest.mark.slow
 def test_many_models_are_traced_in_one_process(fake_mesh):
     mesh = fake_mesh(4)
     assert len({predicted(mesh, "fully_shard").step_us for _ in range(10)}) == 1
@@ -89,6 +90,7 @@ class Uneven(nn.Module):
         return self.narrow(x)
 
 
+@pytest.mark.slow(quick=["dtypes0"])
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, None)]
 )

@@ -66,6 +66,7 @@ def seen():
         yield found
 
 
+@pytest.mark.slow(quick=["SGD-options0", "RMSprop-options2", "Rprop-options8"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -487,6 +488,7 @@ def test_a_rate_that_groups_share_is_each_ones_own(solo_mesh):
     check(plain, model)
 
 
+@pytest.mark.slow
 def test_hyperparameters_that_never_stay_are_told_by_name(solo_mesh):
     _, model, _, others = pair(solo_mesh)
     step = compile_step(loss_with(model), others, options=OPTIONS)

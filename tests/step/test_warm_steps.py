@@ -45,6 +45,7 @@ def steps(mesh, *, kind=torch.optim.AdamW, max_norm=1.0, options=None, **hyperpa
     return [*values, *(p.to_local().detach().clone() for p in model.parameters())]
 
 
+@pytest.mark.slow(quick=["step0-options0"])
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     ("step", "options"),
@@ -63,6 +64,7 @@ def test_a_step_of_an_earlier_run(fake_mesh, caplog, step, options):
     torch.testing.assert_close(warm, cold, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_each_step_is_that_of_its_hyperparameters(solo_mesh, caplog):
     """Numbers that are computed outside of the code need no other one, and constants in it do."""

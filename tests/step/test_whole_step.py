@@ -90,11 +90,13 @@ MODES = [
 ]
 
 
+@pytest.mark.slow(quick=["2-fully_shard-fp32-aot_eager"])
 @pytest.mark.parametrize(("ranks", "mode", "precision", "executor"), MODES)
 def test_trains_as_one_process(pools, ranks, mode, precision, executor):
     pools(ranks).run(train_beside, mode, precision, executor)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize(("ranks", "executor"), [(2, "inductor"), (2, "regions")])
 def test_generated_code_trains_as_one_process(pools, ranks, executor):
@@ -109,6 +111,7 @@ def checkpointed():
     train_beside("fully_shard", "fp32", "aot_eager", recompute=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2])
 def test_checkpointed_layers_are_computed_again(pools, ranks):
     pools(ranks).run(checkpointed)

@@ -96,12 +96,14 @@ def compare(sweep: CellSweep, base: Cell, *cells: Cell) -> OpenStep:
     return step
 
 
+@pytest.mark.slow(quick=["selective"])
 @pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
 def test_llama(recomputed):
     step = compare(llama(recomputed), Cell(3, 56, 4), Cell(1, 64, 2), Cell(4, 100, 8))
     assert step.parameters_nbytes.formula.free_symbols == {*step.symbols.by_name["ranks"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "cell"), [(Cell(3, 56, 3), Cell(2, 100, 6)), (Cell(3, 56, 96), Cell(1, 48, 192))]
 )
@@ -109,22 +111,27 @@ def test_rows_that_do_not_divide(base, cell):
     compare(llama(), base, cell)
 
 
+@pytest.mark.slow
 def test_copies_of_shards():
     compare(llama(mode="hybrid_shard", shard_size=2), Cell(3, 56, 4), Cell(2, 64, 8))
 
 
+@pytest.mark.slow
 def test_no_shards():
     compare(llama(mode="replicate"), Cell(3, 56, 4), Cell(2, 64, 8))
 
 
+@pytest.mark.slow
 def test_tensor_parallel():
     compare(llama(tp=2), Cell(3, 56, 8), Cell(5, 64, 16))
 
 
+@pytest.mark.slow
 def test_parameters_that_are_kept():
     compare(llama(reshard_after_forward=False), Cell(3, 56, 4), Cell(2, 64, 2))
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_traced():
     compare(llama(layers=9), Cell(3, 56, 4), Cell(2, 64, 2))
 
@@ -155,6 +162,7 @@ def test_convolutions():
     compare(sweep, Cell(3, 30, 2), Cell(4, 32, 2), Cell(2, 18, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.__version__ < "2.15",
     reason="one op's result is counted where sizes are open, and not else",
@@ -183,6 +191,7 @@ def test_experts_of_transformers():
     compare(sweep, Cell(3, 20, 2), Cell(2, 24, 4), Cell(3, 16, 4))
 
 
+@pytest.mark.slow
 def test_time_and_memory_are_those_of_each_plan_by_itself():
     sweep = llama("selective")
     cells = [Cell(1, 64, 2), Cell(16, 2048, 64)]
@@ -209,6 +218,7 @@ def test_time_and_memory_are_those_of_each_plan_by_itself():
         assert found.peak_nbytes == peak + 3 * shards
 
 
+@pytest.mark.slow
 def test_the_plan_by_module_is_that_of_the_planner():
     sweep = llama()
     sweep.steps([Cell(2, 64, 4)])
@@ -221,6 +231,7 @@ def test_the_plan_by_module_is_that_of_the_planner():
         assert plans_of(step, graph, "none")[0].program.ops == graph.program.ops
 
 
+@pytest.mark.slow
 def test_a_trace_answers_for_all_cells_that_it_holds_for():
     sweep = llama()
     sweep.steps([Cell(b, s, r) for b in (1, 2, 8) for s in (64, 128) for r in (2, 4, 8, 64)])
@@ -229,6 +240,7 @@ def test_a_trace_answers_for_all_cells_that_it_holds_for():
     assert len(sweep.traced) == 2
 
 
+@pytest.mark.slow
 def test_more_memory_is_taken_by_a_larger_batch_and_less_by_more_ranks():
     sweep = llama()
     cells = [Cell(1, 64, 2), Cell(2, 64, 2), Cell(1, 64, 4)]
@@ -312,6 +324,7 @@ class _Mean(nn.Module):
         return self.model(x).mean()
 
 
+@pytest.mark.slow
 def test_one_rank_does_not_answer_for_several():
     """It sends nothing; so in whichever order they are asked for, they are traced apart."""
     alone, several = Cell(4, 1, 1), Cell(4, 1, 8)

@@ -101,6 +101,7 @@ def test_the_front_is_of_what_fits_by_sequence():
     assert sorted(pareto(rows)) == [0, 1, 4]
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_be_laid_out_are_left_out(tmp_path, capsys):
     """And spoil no other cell."""
     written = tmp_path / "cells.json"
@@ -174,6 +175,7 @@ def run(*arguments: str) -> None:
     assert stopped.value.code == 0
 
 
+@pytest.mark.slow
 def test_the_largest_batch(capsys, tmp_path: Path, monkeypatch):
     """As the help shows it."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -207,6 +209,7 @@ def test_a_sweep(capsys, tmp_path: Path):
         assert cell["reason"]
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers(capsys, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -253,6 +256,7 @@ def test_sizes_just_below_a_unit_have_no_exponent():
     assert (nbytes_text(999_400_000), time_text(2.5e9)) == ("999 MB", "2,500 s")
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users(capsys, tmp_path: Path):
     """Its function decides what is recomputed and kept: nobody here knows."""
     path = tmp_path / "fit.json"

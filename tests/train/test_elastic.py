@@ -223,6 +223,7 @@ def agents(folder: Path) -> Iterator[Callable[[str], Agent]]:
             agent.kill()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_anew_and_nothing_else_changes(
     folder: Path, agents: Callable[[str], Agent], undisturbed: dict[int, float]
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_killed_rank_is_started_anew_and_nothing_else_changes(
     assert 0 <= lost_steps(said, resumed) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads pending signals from /proc")
 def test_a_machine_that_comes_and_one_that_is_lost(
     folder: Path, agents: Callable[[str], Agent], undisturbed: dict[int, float]

@@ -68,6 +68,7 @@ def read_until(process: subprocess.Popen[str], step: int) -> str:
     return printed
 
 
+@pytest.mark.slow
 def test_a_killed_rank_resume_and_ctrl_c(tmp_path: Path) -> None:
     """A killed rank ends the run with one clear line. What a whole run prints: test_elastic.py."""
     (tmp_path / "text").write_bytes(Path(__file__).read_bytes() * 3)

@@ -135,6 +135,7 @@ def test_a_prediction_that_ends_without_an_answer(monkeypatch) -> None:
         plan_run(config_of(), RANKS, RANKS)
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     """As where ranks run: this one may be one of them."""
     save(tmp_path / "cluster.json", replace(preset("cpu-gloo"), memory_gb=0.03))
