@@ -300,7 +300,11 @@ def _wait(
                     f"rank {dist.get_rank()} is about to do. {remedy}"
                 ) from error
             if missing:
-                log.warning("%s: waiting for %s", what, _few(missing))
+                log.warning(
+                    "%s: rank %d is waiting for %s, for up to %.0f s more; do all ranks call the "
+                    "same models equally often?",
+                    *(what, dist.get_rank(), _few(missing), left),
+                )
 
 
 def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
