@@ -126,6 +126,7 @@ def test_aligned_members_are_moved_16_bytes_at_a_time(capability: str, compiled:
     assert loads.isdisjoint(kernel["instructions"])  # an address that is none would fault
 
 
+@pytest.mark.slow
 def test_buckets_of_many_sizes_share_a_variant(compiled: dict[str, Any]):
     of_both_ways = compiled["variants"]
     assert set(of_both_ways) == {"aligned", "unaligned", "of two dtypes", "more members"}

@@ -67,6 +67,7 @@ def test_no_variant_of_the_same_graph_beats_the_bound(row):
         assert row["variants"][name]["to_bound"] > 1 - 1e-9
 
 
+@pytest.mark.slow
 def test_the_passes_merged(row):
     launches = {name: v["collectives"] for name, v in priced(row).items()}
     n = 9 * LAYERS + 3

@@ -330,6 +330,7 @@ def on_ranks() -> list[str]:
     return differing(init_device_mesh("cpu", (2,)), "aot_eager")
 
 
+@pytest.mark.slow
 def test_on_ranks_that_hold_different_shards(pools):
     """Of 9 rows the first has 5, the second 4; and so of the 3 of the head."""
     assert pools(2).run(on_ranks) == [[]] * 2

@@ -78,6 +78,7 @@ def compare_with_unpacked(build, executors):
         assert all(map(torch.equal, got_gradients, gradients)), executor
 
 
+@pytest.mark.slow
 def test_every_kind_of_parameter(pools):
     pools(2).run(compare_with_unpacked, Zoo, ["aot_eager"])
 

@@ -147,6 +147,7 @@ def test_residual_matrices_start_smaller_with_depth():
         assert matrix.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
 
 
+@pytest.mark.slow(quick=["False"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_activation_checkpointing_changes_neither_names_nor_numbers(compiled):
     results = {}
