@@ -309,9 +309,9 @@ def test_what_depends_on_the_blocks_is_built_again(module):
 def test_the_tests_on_a_device_need_no_numpy(tmp_path):
     """The suite of part b, on a machine that has pytest and no more."""
     (tmp_path / "sitecustomize.py").write_text(_HIDDEN.replace('"pytest", ', ""))
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "tests/test_on_device.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "--slow", "-o", "addopts="]
     said = subprocess.run(
-        [*command, "-k", "uneven or packs"],
+        [*command, "tests/test_on_device.py", "-k", "uneven or packs"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
         capture_output=True,
