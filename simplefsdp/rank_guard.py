@@ -300,10 +300,10 @@ def _wait(
                     f"rank {dist.get_rank()} is about to do. {remedy}"
                 ) from error
             if missing:
+                still_s = max(0.0, deadline - time.monotonic())
                 log.warning(
-                    "%s: rank %d is waiting for %s, for up to %.0f s more; do all ranks call the "
-                    "same models equally often?",
-                    *(what, dist.get_rank(), _few(missing), left),
+                    f"{what}: rank {dist.get_rank()} is waiting for {_few(missing)}, for up to "
+                    f"{still_s:.0f} s more; do all ranks call the same models equally often?"
                 )
 
 

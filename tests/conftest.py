@@ -160,7 +160,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = _slow(items)
         if slow and not config.getoption("--slow"):
             config.hook.pytest_deselected(items=slow)
-            items[:] = [item for item in items if item not in slow]
+            left_out = set(slow)
+            items[:] = [item for item in items if item not in left_out]
     for item in items:
         if _RANKS & set(getattr(item, "fixturenames", ())) or item.path.stem in _COMMANDS:
             item.add_marker(pytest.mark.ranks)

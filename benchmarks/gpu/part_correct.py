@@ -105,8 +105,8 @@ def packing(device: torch.device) -> dict[str, Any]:
 
 def suite(device: str) -> dict[str, Any]:
     """The tests that can run on a device: one rank, or none."""
-    command = [sys.executable, "-m", "pytest", "-q", "--slow", "-o", "addopts="]
-    command.append("tests/test_on_device.py")
+    tests = ["--slow", "tests/test_on_device.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", *tests]
     environment = {**os.environ, "SIMPLEFSDP_TEST_DEVICE": device}
     done = subprocess.run(
         command,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from inductor_passes.ir.json_file import MIB, read_json, typed
 
 NAME = "checksums.json"
+NO_SUMS = "as dcp.save or an older program wrote it"
 _FORMAT = "simplefsdp checksums"
 _VERSION = 1
 _MAX_NBYTES = 256 * MIB  # of a million files
@@ -67,7 +68,7 @@ def add(folder: Path, *names: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Checksum] | None:
-    """The checksums in ``folder``, by file; None if it has none, as those of older programs."""
+    """The checksums in ``folder``, by file; None if it has none, as those of ``dcp.save`` alone."""
     path = folder / NAME
     try:
         return _read(read_json(path, _MAX_NBYTES))

@@ -34,7 +34,7 @@ class CheckpointFiles:
 
     path: Path
     metadata: Metadata  # what torch's reader goes by; it was checked, and is not read again
-    checksums: Mapping[str, Checksum] | None  # by file; None if an older program wrote it
+    checksums: Mapping[str, Checksum] | None  # by file; None if it has none
 
 
 def open_files(path: Path) -> CheckpointFiles:
@@ -84,7 +84,7 @@ def verify(files: CheckpointFiles, tell: Tell | None = None, *, alone: bool = Fa
     """
     sums, needed = files.checksums, files_of(files.metadata)
     if sums is None:
-        return f"{files.path} has no checksums, as dcp.save alone wrote it: it is not verified"
+        return f"{files.path} has no checksums, {checksums.NO_SUMS}: it is not verified"
     if faults := all_faults(files.path, sums, needed, tell, alone=alone):
         more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
         raise ValueError(f"checkpoint {files.path} is damaged: {faults[0]}{more}; {REMEDY}")

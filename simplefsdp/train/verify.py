@@ -58,9 +58,8 @@ def verify(path: Path) -> int:
             print(f"{folder}: whether its other files are as they were written cannot be told")
             return EXIT_FAILED
         raise UserError(
-            f"{folder} has no {checksums.NAME}, which the trainer writes and dcp.save alone does "
-            "not: its files are there and long enough; whether they are as they were written "
-            "cannot be told"
+            f"{folder} has no {checksums.NAME}, {checksums.NO_SUMS}: its files are there and "
+            "long enough; whether they are as they were written cannot be told"
         )
     faults = faults_in(folder, sums, sorted(sums), _say_progress)
     needed = _needed(folder, faults)

@@ -147,7 +147,7 @@ def test_an_older_checkpoint_resumes_with_a_line_that_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_older(checkpoint)
-    line = "has no checksums, as dcp.save alone wrote it"
+    line = "has no checksums, as dcp.save or an older program wrote it"
     assert line in str(load_plain(checkpoint, Llama(CONFIGS["micro"])))
     with pytest.raises(SystemExit):
         main(["export", "--checkpoint", "r", "--out", "exported"])
@@ -250,7 +250,9 @@ def test_verify_says_what_it_cannot_compare(
 ) -> None:
     make_older(checkpoint)
     assert verify("r") == 2
-    assert "has no checksums.json, which the trainer writes" in capsys.readouterr().err
+    assert (
+        "has no checksums.json, as dcp.save or an older program wrote it" in capsys.readouterr().err
+    )
     assert verify("nowhere") == 2
     assert "nowhere does not exist" in capsys.readouterr().err
     assert verify("--help") == 0

@@ -57,7 +57,7 @@ def test_memory_closes_a_bucket():
 @pytest.mark.slow(quick=["backward", "replicate"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_auto_is_no_slower(kind):
-    for seed in range(6):
+    for seed in range(10):
         program, cost, fqns = layered(seed, 5, kind)
         greedy = plan_greedy(program, cost, fqns, budget_nbytes=ROOM)
         auto = plan_auto(program, cost, fqns, budget_nbytes=ROOM, work=40_000)
