@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,18 @@ from variants import BUILDERS, LlamaLoss, Variant, Workload
 
 Say = Callable[[str], None]
 Builders = Mapping[str, Callable[[Workload], Variant]]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Where several benchmarks share a device: each builds within ``shared``, and what is timed is
+    within ``alone``. By default there is only one."""
+
+    shared: Callable[[], AbstractContextManager[None]] = nullcontext
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+ALWAYS = Turns()
 
 
 @dataclass(frozen=True)
@@ -107,8 +120,10 @@ def on_the_wire(row: Row) -> Workload:
 class Runner:
     """Builds the variants and steps them; a variant that fails is out, the others go on."""
 
-    def __init__(self, load: Workload, say: Say, builders: Builders = BUILDERS) -> None:
-        self.load, self._say, self._builders = load, say, builders
+    def __init__(
+        self, load: Workload, say: Say, builders: Builders = BUILDERS, turns: Turns = ALWAYS
+    ) -> None:
+        self.load, self._say, self._builders, self._turns = load, say, builders, turns
         self.variants: dict[str, Variant] = {}
         self.results: dict[str, Result] = {}
 
@@ -117,7 +132,8 @@ class Runner:
         for name in names:
             if name not in self.results:
                 self.results[name] = Result()
-                self._guard(name, self._build)
+                with self._turns.shared():
+                    self._guard(name, self._build)
 
     def _build(self, name: str) -> None:
         start = time.perf_counter()
@@ -171,6 +187,10 @@ class Runner:
 
     def rounds(self, warmup: int, rounds: int) -> None:
         """Step all variants in turn; each round begins with another one."""
+        with self._turns.alone():
+            self._rounds(warmup, rounds)
+
+    def _rounds(self, warmup: int, rounds: int) -> None:
         gc.collect()
         gc.disable()
         for index in range(-warmup, rounds):

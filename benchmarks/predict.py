@@ -24,7 +24,7 @@ import torch.distributed as dist
 import transfers
 import wire
 from cluster_here import cluster_here
-from measure import Result, Runner, calibrate, choose_link, workload
+from measure import ALWAYS, Result, Runner, Turns, calibrate, choose_link, workload
 from report import environment
 from rows import ROWS, Row
 from variants import LlamaLoss, Workload
@@ -113,12 +113,17 @@ def compared(predicted: StepPrediction, result: Result, cluster: Cluster, row: R
 
 
 def run(
-    row_name: str, row: Row, names: list[PlanName], rounds: int, device: torch.device
+    row_name: str,
+    row: Row,
+    names: list[PlanName],
+    rounds: int,
+    device: torch.device,
+    turns: Turns = ALWAYS,
 ) -> dict[str, Any]:
     """Calibrate, predict, measure one row."""
     wire.connect(row.world_size)
     load = workload(row, device)
-    runner = Runner(load, say=lambda line: print(line, flush=True))
+    runner = Runner(load, say=lambda line: print(line, flush=True), turns=turns)
     choose_link(row, *calibrate(runner))
     cluster = cluster_here(row, device)
     print("calibrated; tracing and predicting", flush=True)

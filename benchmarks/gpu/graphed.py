@@ -14,7 +14,7 @@ from torch import Tensor
 from transfers import link
 from variants import BUILDERS, Variant, Workload
 
-CAPTURED = ("fsdp2_eager", "fsdp2_compiled", "manual", "auto")
+CAPTURED = ("fsdp2_compiled", "auto")
 _WARM_UP = 3
 
 

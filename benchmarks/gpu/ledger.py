@@ -1,19 +1,27 @@
-"""The results of one part of the kit: a file of cells, written after each of them."""
+"""The results of one part of the kit: a file of cells, written after each of them.
+
+Processes that run side by side add to one file, and take turns on the device.
+"""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import functools
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from measure import Turns
 from report import environment, git_commit
 
 from simplefsdp.launcher.follow import follow
@@ -21,6 +29,15 @@ from simplefsdp.launcher.follow import follow
 NOTED = ("took_s", "git_commit")  # of every cell, beside what it found
 
 Cell = Callable[[], dict[str, Any]]
+T = TypeVar("T")
+
+
+@contextmanager
+def locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold a file's lock; it goes with the process, however that ends."""
+    with path.open("a") as file:
+        fcntl.flock(file, kind)
+        yield
 
 
 @dataclass
@@ -31,6 +48,8 @@ class Part:
         out: the file of its results.
         device: that it measures.
         smallest: tiny shapes, to see that all of it works.
+        side_by_side: a process for each row; the other parts run at the same time.
+        row: the one row of this process; None for all.
         cells: results by name: what was found, ``{"failure": ...}`` or ``{"needs": ...}``. Each
             says by which commit it was found: a later run may add to them by another.
     """
@@ -38,7 +57,37 @@ class Part:
     out: Path
     device: torch.device
     smallest: bool
+    side_by_side: bool = False
+    row: str | None = None
     cells: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def turns(self) -> Turns:
+        """On the device, among the processes that write into this folder."""
+        of = functools.partial(locked, self.out.with_name("device.lock"))
+        return Turns(shared=functools.partial(of, fcntl.LOCK_SH), alone=of)
+
+    def alone(self, find: Cell) -> Cell:
+        """The same, with nothing else on the device."""
+
+        def found() -> dict[str, Any]:
+            with self.turns.alone():
+                return find()
+
+        return found
+
+    def each(self, rows: Mapping[str, T]) -> Iterator[tuple[str, T]]:
+        """Rows to measure here. Side by side there are none: each has a process of its own, and
+        what those wrote is read when all have ended."""
+        if not self.side_by_side or self.row is not None:
+            yield from ((name, row) for name, row in rows.items() if self.row in (None, name))
+            return
+        command = [sys.executable, *sys.argv]
+        children = [subprocess.Popen([*command, "--row", name]) for name in rows]
+        for name, child in zip(rows, children, strict=True):
+            if child.wait():
+                print(f"{name}: FAILED with exit code {child.returncode}", flush=True)
+        self.cells = {**self.cells, **_cells_of(self.out)}
 
     def has(self, name: str) -> bool:
         """Whether this cell was found before; one that failed, or could not be had, was not."""
@@ -60,8 +109,10 @@ class Part:
 
     def put(self, name: str, found: dict[str, Any]) -> None:
         """Write a result down."""
-        self.cells[name] = {**found, "git_commit": git_commit()}
-        self.write(finished=False)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.out.with_suffix(".lock")):
+            self.cells = {**_cells_of(self.out), name: {**found, "git_commit": git_commit()}}
+            self.write(finished=False)
         how = found.get("failure") or found.get("needs") or "found"
         print(f"{name}: {how}", flush=True)
 
@@ -107,6 +158,8 @@ class Part:
 
     def finish(self, line: str) -> None:
         """The end of the part: its one line."""
+        if self.row is not None:
+            return  # the part has others
         failed = self._failed()
         line += f"; FAILED: {', '.join(failed)}" if failed else ""
         self.write(finished=True, line=line)
@@ -119,6 +172,8 @@ def part(description: str | None) -> Part:
     parser.add_argument("--out", type=Path, required=True, help="file of the results")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--smallest", action="store_true", help="tiny shapes")
+    parser.add_argument("--side-by-side", action="store_true", help="a process for each row")
+    parser.add_argument("--row", help="this one alone")
     options = parser.parse_args()
     follow(os.getppid())  # or it would go on beside the next run
     torch._dynamo.config.recompile_limit = 64  # the variants share the code of the model
@@ -126,8 +181,12 @@ def part(description: str | None) -> Part:
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    cells = json.loads(options.out.read_text())["cells"] if options.out.exists() else {}
-    return Part(options.out, device, options.smallest, cells)
+    how = (options.smallest, options.side_by_side, options.row)
+    return Part(options.out, device, *how, _cells_of(options.out))
+
+
+def _cells_of(path: Path) -> dict[str, dict[str, Any]]:
+    return json.loads(path.read_text())["cells"] if path.exists() else {}
 
 
 def seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:

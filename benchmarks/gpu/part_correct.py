@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +130,18 @@ def measure(run: Part) -> None:
     asked = tuple(CASES) if device == "cuda" else ON_CPU
     left = [case for case in asked if not run.has(case)]
     # On CPU all at once: starting two processes takes longer than the cases.
-    for cases in [[case] for case in left] if device == "cuda" else [left] if left else []:
-        for case, found in parity(cases, device).items():
-            run.put(case, found)
-    run.cell("packing", lambda: packing(run.device))
-    if run.smallest:
-        run.put("suite", {"told": "left out by --smallest"})
-    elif importlib.util.find_spec("pytest") is None:
-        run.put("suite", {"needs": "needs pytest: see benchmarks/gpu/README.md"})
-    else:
-        run.cell("suite", lambda: suite(device))
+    batches = [[case] for case in left] if device == "cuda" else [left] if left else []
+    with run.turns.shared(), ThreadPoolExecutor(3 if run.side_by_side else 1) as workers:
+        for future in as_completed([workers.submit(parity, cases, device) for cases in batches]):
+            for case, found in future.result().items():
+                run.put(case, found)
+        run.cell("packing", lambda: packing(run.device))
+        if run.smallest:
+            run.put("suite", {"told": "left out by --smallest"})
+        elif importlib.util.find_spec("pytest") is None:
+            run.put("suite", {"needs": "needs pytest: see benchmarks/gpu/README.md"})
+        else:
+            run.cell("suite", lambda: suite(device))
     fine = sum("failure" not in run.cells[case] for case in asked)
     told = run.cells["suite"]
     run.finish(

@@ -42,22 +42,26 @@ def host_s(run: Part, variant: str) -> dict[str, Any]:
     row = next(iter(rows(run).values()))
     pretend(row.world_size)
     wire.set_link(row.latency_us / 1e6, GB_S * 1e9)
-    load = measuring.workload(row, run.device)
-    built = (BUILDERS | GRAPHED)[variant](load)
-    times: dict[str, list[float]] = {"forward": [], "backward": []}
-    for turn in range(2 if run.smallest else 13):
-        built.optimizer.zero_grad(set_to_none=True)
-        _synchronize(run)
-        begin = time.perf_counter()
-        loss = built.step(load.tokens, load.targets)
-        between = time.perf_counter()
-        loss.backward()
-        end = time.perf_counter()
-        _synchronize(run)
-        if turn > (0 if run.smallest else 2):
-            times["forward"].append(between - begin)
-            times["backward"].append(end - between)
-    found = {f"{what}_host_s": statistics.median(took) for what, took in times.items()}
+    with run.turns.shared():
+        load = measuring.workload(row, run.device)
+        built = (BUILDERS | GRAPHED)[variant](load)
+
+        def launched() -> tuple[float, float]:
+            built.optimizer.zero_grad(set_to_none=True)
+            _synchronize(run)
+            begin = time.perf_counter()
+            loss = built.step(load.tokens, load.targets)
+            between = time.perf_counter()
+            loss.backward()
+            end = time.perf_counter()
+            _synchronize(run)
+            return between - begin, end - between
+
+        launched()  # compiles
+    with run.turns.alone():
+        steps = [launched() for _ in range(1 if run.smallest else 12)][-10:]
+    forward, backward = map(statistics.median, zip(*steps, strict=True))
+    found = {"forward_host_s": forward, "backward_host_s": backward}
     return {"process_group": dist.get_backend(), **found}
 
 
@@ -147,9 +151,9 @@ def apart(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def measure(run: Part) -> None:
     """The part."""
     use_calibration(run)
-    run.cell("optimizer and clip", lambda: apart(partial(optimizers, run)))
+    run.cell("optimizer and clip", run.alone(lambda: apart(partial(optimizers, run))))
     if not run.needs_cuda("mm.dtype", "weight gradients of 8B's layers in fp32 at once"):
-        run.cell("mm.dtype", lambda: mm_dtype(run))
+        run.cell("mm.dtype", run.alone(lambda: mm_dtype(run)))
     for variant in SMALLEST if run.smallest else VARIANTS:
         run.cell(f"host, {variant}", lambda v=variant: apart(partial(host_s, run, v)))
     for variant in CAPTURED:

@@ -118,8 +118,8 @@ def calibration(device: torch.device, *, smallest: bool) -> dict[str, Any]:
 def measure(run: Part) -> None:
     """The part."""
     run.cell("versions", lambda: versions(run.device))
-    run.cell("attention", lambda: attention(run.device, smallest=run.smallest))
-    run.cell("calibration", lambda: calibration(run.device, smallest=run.smallest))
+    run.cell("attention", run.alone(lambda: attention(run.device, smallest=run.smallest)))
+    run.cell("calibration", run.alone(lambda: calibration(run.device, smallest=run.smallest)))
     found = run.cells["calibration"]
     bf16 = found.get("peaks", {}).get("bfloat16", {}).get("tflops", float("nan"))
     taken = run.cells["attention"].get("tflops", {}).get("default", float("nan"))

@@ -17,7 +17,7 @@ def steps(run: Part, name: str, row: Row) -> dict[str, Any]:
     """As ``predict.py`` compares them."""
     names = ["manual"] if run.smallest else ["none", "manual", "auto"]
     try:
-        found = predict.run(name, row, names, 2 if run.smallest else 7, run.device)
+        found = predict.run(name, row, names, 2 if run.smallest else 7, run.device, run.turns)
         del found["environment"]  # it is the file's
         return found
     finally:
@@ -27,11 +27,13 @@ def steps(run: Part, name: str, row: Row) -> dict[str, Any]:
 def buckets(run: Part, variant: str, row: Row) -> dict[str, Any]:
     """Of one variant, as ``measured.py`` compares them."""
     try:
-        load, cluster = on_wire(row, run.device)
-        with simplefsdp.inspect(cluster) as report:
-            step = step_of(load, variant)
-            step()
-        return report.measure(step, 1 if run.smallest else 5).to_json()
+        with run.turns.shared():
+            load, cluster = on_wire(row, run.device)
+            with simplefsdp.inspect(cluster) as report:
+                step = step_of(load, variant)
+                step()
+        with run.turns.alone():
+            return report.measure(step, 1 if run.smallest else 5).to_json()
     finally:
         disconnect()
 
@@ -48,13 +50,16 @@ def told(found: dict[str, Any]) -> str:
 def measure(run: Part) -> None:
     """The part."""
     use_calibration(run)
-    lines = []
-    for name, row in rows(run).items():
+    for name, row in run.each(rows(run)):
         run.cell(f"{name}, steps", lambda n=name, r=row: steps(run, n, r))
-        lines.append(f"{name}: {told(run.cells[f'{name}, steps'])}")
         for variant in ("manual",) if run.smallest else ("manual", "auto"):
             what = f"{name}, buckets of {variant}"
             run.cell(what, lambda v=variant, r=row: buckets(run, v, r))
+    lines = [
+        f"{name.removesuffix(', steps')}: {told(found)}"
+        for name, found in run.cells.items()
+        if name.endswith(", steps")
+    ]
     run.finish("predicted against measured, " + "; ".join(lines))
 
 

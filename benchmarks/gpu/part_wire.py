@@ -29,8 +29,6 @@ VARIANTS = (
     "auto_graphs",
     "auto_cudagraphs",
     "auto_regions",
-    "fsdp2_eager_graphs",
-    "manual_graphs",
     "torch_manual",
     "torch_auto",
 )
@@ -58,9 +56,10 @@ class Steps:
             link.blocks = 1
             wire.connect(self._row.world_size)
             load = measuring.workload(self._row, self._run.device)
-            self._runner = measuring.Runner(load, say, BUILDERS | GRAPHED)
+            self._runner = measuring.Runner(load, say, BUILDERS | GRAPHED, self._run.turns)
             steps = 2 if self._run.smallest else 12
-            measuring.choose_link(self._row, *measuring.calibrate(self._runner, steps))
+            with self._run.turns.shared():
+                measuring.choose_link(self._row, *measuring.calibrate(self._runner, steps))
             link.blocks = blocks
             self._runner.build(ON_CPU if self._run.device.type == "cpu" else VARIANTS)
         return self._runner
@@ -131,7 +130,7 @@ def told(cells: dict[str, Any]) -> str:
 def measure(run: Part) -> None:
     """The part."""
     use_calibration(run)
-    for name, row in rows(run).items():
+    for name, row in run.each(rows(run)):
         steps = Steps(run, name, row)
         for blocks in BLOCKS[:1] if run.device.type == "cpu" else BLOCKS:
             run.cell(f"{name}, {blocks} blocks", lambda s=steps, b=blocks: s.found(b))

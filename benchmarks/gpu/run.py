@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/run.py                   # all parts, half an hour
     python benchmarks/gpu/run.py --parts a b       # some of them, by letter or by name
+    python benchmarks/gpu/run.py --side-by-side    # ten minutes, with 140 GB and 16 cores
     python benchmarks/gpu/run.py --smallest        # tiny shapes: a minute or two, on CPU, too
 
 A part that is done in this environment is left out; one that was cut short goes on where it was,
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +39,8 @@ class Part:
     limit_s: float
 
 
+# What is timed is timed alone, also of these.
+STAGES = (("machine",), ("correct", "wire"), ("predicted", "host"))
 PARTS = (
     Part("a", "machine", 150),
     Part("b", "correct", 440),
@@ -57,6 +61,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=names, default=letters, metavar="PART", help=", ".join(names))
     add("--again", action="store_true", help="throw away what was found before, by other code, say")
     add("--smallest", action="store_true", help="tiny shapes, to see that it works")
+    add("--side-by-side", action="store_true", help="build at the same time; time in turns")
     add("--device", choices=("cpu", "cuda"), help="default: CUDA if there is one")
     add("--out", type=_folder, default=RESULTS, help="folder of the results")
     add("--part-limit-s", type=float, help="seconds of each part, instead of its own")
@@ -96,13 +101,18 @@ def main() -> int:
     except OSError as error:
         sys.exit(f"--out {options.out}: {error.strerror}: {error.filename}; give another folder")
     how = ["--device", device, *(["--smallest"] if options.smallest else [])]
+    stages: list[list[Part]] = [[part] for part in parts]
+    if options.side_by_side:
+        how += ["--side-by-side"]
+        stages = [[part for part in parts if part.name in names] for names in STAGES]
     end = time.monotonic() + options.limit_s
     all_done = True
-    for part in parts:
-        left = min(options.part_limit_s or part.limit_s, end - time.monotonic())
-        done, line = run_part(part, folder, how, left)
-        print(f"{part.letter} {part.name}: {line}", flush=True)
-        all_done &= done
+    for stage in stages:
+        left = end - time.monotonic()
+        limits = {part: min(options.part_limit_s or part.limit_s, left) for part in stage}
+        for part, done, line in run_stage(limits, folder, how):
+            print(f"{part.letter} {part.name}: {line}", flush=True)
+            all_done &= done
     print(f"results: {os.path.relpath(folder)}")
     return 0 if all_done else 1
 
@@ -115,46 +125,76 @@ def _make_ready(folder: Path, again: Sequence[Part]) -> None:
         (folder / f"{part.name}.json").unlink(missing_ok=True)
 
 
-def run_part(part: Part, folder: Path, how: list[str], limit_s: float) -> tuple[bool, str]:
-    """Run a part in a process of its own; whether it is done and nothing failed; its one line."""
-    out = folder / f"{part.name}.json"
-    if (known := _read(out)).get("finished"):
-        return not known.get("failed"), f"is there, {known['line']}"
-    if limit_s <= 0:
-        return False, "not begun: no time was left"
-    command = [sys.executable, str(HERE / f"part_{part.name}.py"), "--out", str(out), *how]
+def run_stage(
+    limits_s: Mapping[Part, float], folder: Path, how: list[str]
+) -> Iterator[tuple[Part, bool, str]]:
+    """Run parts at the same time, each in a process of its own and at most so long.
+
+    Yields:
+        Of each part, whether it is done and nothing failed, and its one line.
+    """
     begin = time.monotonic()
+    known = {part: _read(folder / f"{part.name}.json") for part in limits_s}
+    with ExitStack() as stack:
+        running = {
+            part: stack.enter_context(_started(part, folder, how))
+            for part, limit_s in limits_s.items()
+            if not known[part].get("finished") and limit_s > 0
+        }
+        for part, limit_s in limits_s.items():
+            if part in running:
+                code = _ended(running[part], begin + limit_s - time.monotonic())
+                took_s = time.monotonic() - begin
+                yield part, *_told(_read(folder / f"{part.name}.json"), code, took_s)
+            elif known[part].get("finished"):
+                yield part, not known[part].get("failed"), f"is there, {known[part]['line']}"
+            else:
+                yield part, False, "not begun: no time was left"
+
+
+@contextmanager
+def _started(part: Part, folder: Path, how: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a part; stopped at the end, with all that it started."""
+    script, out = HERE / f"part_{part.name}.py", folder / f"{part.name}.json"
     with (folder / "log.txt").open("a") as log:
         print(f"\n--- {part.letter} {part.name} ---", file=log, flush=True)
-        code = run_limited(command, limit_s, log)
-    took = f"{time.monotonic() - begin:.0f} s"
-    found = _read(out)
+        process = subprocess.Popen(
+            [sys.executable, str(script), "--out", str(out), *how],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            _stop(process)
+
+
+def _ended(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """The exit code; None if it was stopped."""
+    try:
+        return process.wait(max(limit_s, 0))
+    except subprocess.TimeoutExpired:
+        _stop(process)
+        return None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _told(found: dict, code: int | None, took_s: float) -> tuple[bool, str]:
+    """Whether a part is done, and its line."""
+    took = f"{took_s:.0f} s"
     if (code == 0 and found.get("line")) or found.get("finished"):  # it came to its end
         return not found.get("failed"), f"{found['line']} ({took})"
-    known_cells = len(found.get("cells", {}))
     ended = f"STOPPED at its limit, {took}"
     if code is not None:
         ended = f"FAILED with exit code {code} (log.txt says why)"
-    return False, f"{ended}; {known_cells} cells are written; run again to go on"
-
-
-def run_limited(command: list[str], limit_s: float, log: object) -> int | None:
-    """The exit code of a command; None if it was stopped, with all that it started."""
-    process = subprocess.Popen(
-        command,
-        stdout=log,  # type: ignore[call-overload]
-        stderr=subprocess.STDOUT,
-        env=_environment(),
-        start_new_session=True,
-    )
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    return False, f"{ended}; {len(found.get('cells', {}))} cells are written; run again to go on"
 
 
 def _environment() -> dict[str, str]:
