@@ -104,9 +104,11 @@ def packing(device: torch.device) -> dict[str, Any]:
     return {"cases": found, **failure}
 
 
-def suite(device: str) -> dict[str, Any]:
+def suite(device: str, workers: int) -> dict[str, Any]:
     """The tests that can run on a device: one rank, or none."""
     tests = ["--slow", "tests/test_on_device.py"]
+    if workers > 1 and importlib.util.find_spec("xdist") is not None:
+        tests += ["-n", str(workers)]
     command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", *tests]
     environment = {**os.environ, "SIMPLEFSDP_TEST_DEVICE": device}
     done = subprocess.run(
@@ -141,7 +143,7 @@ def measure(run: Part) -> None:
         elif importlib.util.find_spec("pytest") is None:
             run.put("suite", {"needs": "needs pytest: see benchmarks/gpu/README.md"})
         else:
-            run.cell("suite", lambda: suite(device))
+            run.cell("suite", lambda: suite(device, 6 if run.side_by_side else 1))
     fine = sum("failure" not in run.cells[case] for case in asked)
     told = run.cells["suite"]
     run.finish(
