@@ -31,6 +31,7 @@ from simplefsdp import (
     simple_fsdp,
     unsharded,
 )
+from simplefsdp.compiler import backend
 from simplefsdp.models import LlamaConfig
 from simplefsdp.models.llama3 import Llama
 
@@ -77,7 +78,7 @@ def compiled(model, mesh, policy=None, **options):
     options = {"executor": EXECUTOR, "bucketing": "auto", **options}
     if options["bucketing"] == "auto":
         options |= planned_for(torch.device(DEVICE))
-    model.compile(backend="simplefsdp", options=options)
+    model.compile(backend=backend.simplefsdp, options=options)  # its name needs an installed package
     return model
 
 

@@ -43,6 +43,12 @@ class Without:
 
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
+_NOT_INSTALLED = """
+import importlib.metadata
+
+of = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **how: of(**{**how, "name": "nothing"})
+"""
 CELLS = {
     "machine": {"versions", "attention", "calibration"},
     "correct": {"eager", "hybrid auto", "checkpointed in full", "every other member packed"}
@@ -306,9 +312,10 @@ def test_what_depends_on_the_blocks_is_built_again(module):
 
 
 @pytest.mark.slow
-def test_the_tests_on_a_device_need_no_numpy(tmp_path):
-    """The suite of part b, on a machine that has pytest and no more."""
-    (tmp_path / "sitecustomize.py").write_text(_HIDDEN.replace('"pytest", ', ""))
+def test_the_tests_on_a_device_need_pytest_alone(tmp_path):
+    """The suite of part b, where this package is not installed either: no backend has its name."""
+    hidden = _HIDDEN.replace('"pytest", ', "") + _NOT_INSTALLED
+    (tmp_path / "sitecustomize.py").write_text(hidden)
     command = [sys.executable, "-m", "pytest", "-q", "--slow", "-o", "addopts="]
     said = subprocess.run(
         [*command, "tests/test_on_device.py", "-k", "uneven or packs"],
