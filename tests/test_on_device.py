@@ -78,7 +78,8 @@ def compiled(model, mesh, policy=None, **options):
     options = {"executor": EXECUTOR, "bucketing": "auto", **options}
     if options["bucketing"] == "auto":
         options |= planned_for(torch.device(DEVICE))
-    model.compile(backend=backend.simplefsdp, options=options)  # its name needs an installed package
+    # By itself, not by its name, which only an installed package has.
+    model.compile(backend=backend.simplefsdp, options=options)
     return model
 
 
