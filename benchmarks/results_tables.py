@@ -183,7 +183,7 @@ def on_a_gpu() -> str:
     """Part c of the kit in ``gpu/``: steps on the modelled wire, a line per variant and cell."""
     found = json.loads((GPU / "wire.json").read_text())
     rows = []
-    for cell, of in found["cells"].items():
+    for cell, of in sorted(found["cells"].items()):
         for name, v in of.get("variants", {}).items():
             figures = [f"{1e3 * v['step_s']:.1f}", f"{v['to_limit']:.2f}"]
             figures += [
