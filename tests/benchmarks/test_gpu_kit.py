@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
@@ -208,6 +209,41 @@ def test_a_variant_that_failed_is_told_and_its_cell_stays(module, monkeypatch, t
     data = json.loads(part.out.read_text())
     assert data["finished"] and part.has("row")
     assert data["failed"] == ["row: auto"] and data["line"] == "well; FAILED: row: auto"
+
+
+_ROWS = f"""
+import sys
+sys.path[:0] = [{str(KIT)!r}, {str(KIT.parent)!r}]
+from ledger import part
+run = part("")
+for name, row in run.each({{"one": 1, "two": 2}}):
+    run.cell(name, run.alone(lambda row=row: {{"n": row // (2 - row)}}))
+run.finish("well")
+"""
+
+
+@pytest.mark.slow
+def test_rows_side_by_side_write_into_one_file(module, kit_of, monkeypatch, tmp_path):
+    run = module("run")
+    kit_of(rows=(_ROWS, 120.0), quick=(_QUICK, 60.0))
+    monkeypatch.setattr(run, "STAGES", [("rows", "quick")])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--side-by-side"])
+    assert run.main() == 1
+    (path,) = tmp_path.glob("out/*/rows.json")
+    data = json.loads(path.read_text())
+    assert data["cells"]["one"]["n"] == 1 and data["failed"] == ["two"]
+    assert data["line"] == "well; FAILED: two"
+
+
+def test_what_is_timed_is_alone(module, tmp_path):
+    ledger = module("ledger")
+    parts = [ledger.Part(tmp_path / f"{n}.json", ledger.torch.device("cpu"), True) for n in "ab"]
+    one, other = (part.turns for part in parts)
+    with (tmp_path / "device.lock").open("a") as third:
+        with one.shared(), other.shared(), pytest.raises(BlockingIOError):
+            fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with one.alone(), pytest.raises(BlockingIOError):
+            fcntl.flock(third, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 _FAILS_ONCE = """
