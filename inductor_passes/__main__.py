@@ -24,7 +24,7 @@ from inductor_passes.machine.presets import PRESETS
 from inductor_passes.machine.simulate import memory, simulate
 from inductor_passes.planner.auto import plan_auto
 from inductor_passes.transform.merge import merge
-from inductor_passes.transform.order import OverlapPolicy, overlap
+from inductor_passes.transform.order import OverlapPolicy, overlapped
 
 Pass = Callable[[Program, CostModel], Program]
 
@@ -41,7 +41,7 @@ def planned(program: Program, cost: CostModel) -> Program:
 
 def ordered(program: Program, cost: CostModel) -> Program:
     """Move starts and waits to where compute hides what is sent."""
-    return program.reorder(overlap(program, OverlapPolicy()))
+    return overlapped(program, OverlapPolicy())
 
 
 def simulated(program: Program, cost: CostModel) -> Program:

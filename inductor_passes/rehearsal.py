@@ -26,7 +26,7 @@ from inductor_passes.planner.greedy import plan_greedy
 from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.planner.plan import Plan, evaluate
 from inductor_passes.transform.merge import in_one_piece, merge
-from inductor_passes.transform.order import OverlapPolicy, overlap
+from inductor_passes.transform.order import OverlapPolicy, overlapped
 from inductor_passes.transform.portable import PortableBucket, in_names, in_program
 
 USABLE = 0.9
@@ -184,7 +184,7 @@ def arranged(program: Program, buckets: Sequence[Bucket], settings: Settings | N
         return merged
     if settings.layout == "flat":
         merged = in_one_piece(merged)
-    return merged.reorder(overlap(merged, settings.policy)) if settings.reorder else merged
+    return overlapped(merged, settings.policy) if settings.reorder else merged
 
 
 def as_planned(

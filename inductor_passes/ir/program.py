@@ -14,6 +14,8 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import Literal
 
+from inductor_passes.ir.positions import moved, places
+
 Kind = Literal["compute", "view", "start", "wait"]
 CollectiveKind = Literal["gather", "reduce", "all_reduce", "other"]
 KINDS: tuple[Kind, ...] = ("compute", "view", "start", "wait")
@@ -149,14 +151,11 @@ class Program:
     @cached_property
     def writer(self) -> dict[str, int]:
         """Position of the op that first writes each buffer; inputs have none."""
-        writers: dict[str, int] = {}
-        known = set(self.inputs)
+        writers = dict.fromkeys(self.inputs, -1)
         for i, op in enumerate(self.ops):
             for name in op.writes:
-                if name not in known:
-                    known.add(name)
-                    writers[name] = i
-        return writers
+                writers.setdefault(name, i)
+        return {name: i for name, i in writers.items() if i >= 0}
 
     @cached_property
     def start_of(self) -> dict[int, tuple[int, ...]]:
@@ -201,8 +200,7 @@ class Program:
     @cached_property
     def storage_nbytes(self) -> dict[str, int]:
         """Bytes of each storage; a view that repeats elements may have more."""
-        own = {buffer.storage: None for buffer in self.buffers.values()}
-        return {storage: self.buffers[storage].nbytes for storage in own}
+        return {b.storage: self.buffers[b.storage].nbytes for b in self.buffers.values()}
 
     @cached_property
     def _overwritten(self) -> list[list[str]]:
@@ -240,8 +238,7 @@ class Program:
             if op.kind == "wait":
                 arrival.update(dict.fromkeys(op.reads, i))
             before[i].pop(i, None)
-        others = [i for i, op in self.starts() if op.sends == "other"]
-        for j, i in pairwise(others):
+        for j, i in pairwise(i for i, op in self.starts() if op.sends == "other"):
             before[i][j] = None
         return tuple(map(tuple, before))
 
@@ -273,17 +270,20 @@ class Program:
         """
         if len(order) != len(self.ops) or set(order) != set(self.index):
             counts = Counter(order)
-            odd = [n for n in self.index if counts[n] != 1] or [n for n in order if counts[n] != 1]
+            odd = [n for n in (*self.index, *order) if counts[n] != 1]
             raise ProgramError(f"the new order must name every op once; it does not for {odd[:5]}")
         after = [self.index[name] for name in order]
-        place = dict(zip(after, range(len(after)), strict=True))
+        place = places(after)
         for i, before in enumerate(self.predecessors):
             for j in (j for j in before if place[j] > place[i]):
                 one, other = self.ops[i].name, self.ops[j].name
                 raise ProgramError(f"{one} is placed before {other}, which it needs")
-        program = self.with_ops(self.ops[i] for i in after)
-        known = ((place[i], tuple(place[j] for j in found)) for i, found in self.start_of.items())
-        program.__dict__["start_of"] = dict(sorted(known))
+        return self.permuted(after)
+
+    def permuted(self, after: Sequence[int]) -> Program:
+        """The same program with its ops in an order of positions that is known to be legal."""
+        program = self.with_ops(map(self.ops.__getitem__, after))
+        program.__dict__["start_of"] = moved(self.start_of, places(after))
         return program
 
     def with_ops(self, ops: Iterable[Op]) -> Program:

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain, islice, product
 from math import ceil, inf
 
-from inductor_passes.ir.program import Bucket, Collective, Program, ProgramError
+from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
 from inductor_passes.machine.cost import CostModel
 from inductor_passes.machine.simulate import Memory, memory, simulate
 from inductor_passes.planner.compact import compact
@@ -94,6 +94,7 @@ class LocalSearch:
         most_launches: that a plan should make.
         most: that it may make at this moment.
         peaks: most live bytes of each state that was tried, and whose memory was looked at.
+        known: merged starts of buckets that were tried.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class LocalSearch:
         self.budget_nbytes = self.whole_nbytes = budget_nbytes
         self.less_nbytes = 0
         self.peaks: dict[State, int] = {}
+        self.known: dict[Bucket, Op] = {}
 
     def starts(self) -> list[Tried]:
         """Regular plans, the most promising first."""
@@ -167,7 +169,7 @@ class LocalSearch:
         if len(buckets) > self.most:
             return None
         try:
-            after = scheduled(self.program, buckets)
+            after = scheduled(self.program, buckets, self.known)
         except ProgramError:
             return None
         timeline = simulate(after, self.cost)

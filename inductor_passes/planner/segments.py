@@ -23,7 +23,7 @@ from inductor_passes.ir.buckets import new_label
 from inductor_passes.ir.lineage import dependent, following, origins
 from inductor_passes.ir.program import Bucket, Collective, Program
 from inductor_passes.transform.merge import bucket_class
-from inductor_passes.transform.order import OverlapPolicy, overlap
+from inductor_passes.transform.order import OverlapPolicy, overlapped
 
 Kind = Literal["gather", "reduce", "all_reduce"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -93,7 +93,7 @@ class Lines:
 
 def bare(program: Program) -> Program:
     """``program`` with each gather as late, and each wait for a reduce as early, as can be."""
-    return program.reorder(overlap(program, OverlapPolicy(1, 1)))
+    return overlapped(program, OverlapPolicy(1, 1))
 
 
 def lines_of(program: Program) -> Lines:
@@ -225,9 +225,8 @@ def state_of(buckets: Iterable[Bucket], lines: Lines, first_of: Mapping[str, str
 
 
 def plain_buckets(state: State, lines: Lines) -> list[Bucket]:
-    """The buckets that ``state`` is, under numbers."""
-    found = enumerate(buckets_of(state, lines))
-    return [Bucket(str(i), names, window) for i, (_, names, window) in found]
+    """The buckets that ``state`` is, under the names of their first starts."""
+    return [Bucket(names[0], names, window) for _, names, window in buckets_of(state, lines)]
 
 
 def named_buckets(

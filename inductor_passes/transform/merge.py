@@ -6,23 +6,34 @@ import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from inductor_passes.ir.positions import moved, places
 from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
 
 
-def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
+def merge(
+    program: Program, buckets: Sequence[Bucket], known: dict[Bucket, Op] | None = None
+) -> Program:
     """Launch the collectives of each bucket as one, under the first member's name.
 
     The merged start reads and writes what its members did; each wait stays and waits for its own
     buffer. Ops keep their order, as far as the merged starts allow.
 
+    Args:
+        program: with nothing merged.
+        buckets: that share no member.
+        known: merged starts of the same program, to which those of ``buckets`` are added.
+
     Raises:
         ProgramError: a bucket's members differ in what must agree, or depend on each other.
     """
+    known = {} if known is None else known
     merged: dict[int, Op] = {}
     first_of: dict[int, int] = {}
     for bucket in buckets:
         members = _members(program, bucket)
-        merged[members[0]] = merge_starts(bucket, [program.ops[i] for i in members])
+        if bucket not in known:
+            known[bucket] = merge_starts(bucket, [program.ops[i] for i in members])
+        merged[members[0]] = known[bucket]
         for i in members:
             if i in first_of:
                 name = program.ops[i].name
@@ -123,11 +134,14 @@ def _topological(
             "be launched together; put them into different buckets"
         )
     after = before.with_ops(ops[at] for at in order)
-    sent = before.storages(n for i in merged for n in (*before.ops[i].reads, *before.ops[i].writes))
-    if sent.isdisjoint(before.in_place):  # else a wait touches what all of its bucket do
-        # They are known, and dear to find again in a large program.
-        now = {at: i for i, at in enumerate(order)}.__getitem__
-        after.__dict__["predecessors"] = tuple(tuple(map(now, needs[at])) for at in order)
+    # These are known, and dear to find again in a large program.
+    now = places(order)
+    after.__dict__["start_of"] = moved(before.start_of, [now[at] for at in at_of])
+    sent = (name for i in merged for name in (*before.ops[i].reads, *before.ops[i].writes))
+    # Else a wait touches what all of its bucket do.
+    if not before.in_place or before.in_place.isdisjoint(before.storages(sent)):
+        needed = (map(now.__getitem__, needs[at]) for at in order)
+        after.__dict__["predecessors"] = tuple(map(tuple, needed))
     return after
 
 
@@ -151,11 +165,16 @@ def _nearest_order(needs: Sequence[set[int]], place: Sequence[int]) -> list[int]
     done = [False] * len(needs)
     order: list[int] = []
     for turn in sorted(range(len(needs)), key=place.__getitem__):
-        ahead = [j for j in needs[turn] if not done[j]]
-        left[turn] = len(ahead)
-        for j in ahead:
-            waiting.setdefault(j, []).append(turn)
-        ready = [] if ahead else [(place[turn], turn)]
+        if ahead := [j for j in needs[turn] if not done[j]]:
+            left[turn] = len(ahead)
+            for j in ahead:
+                waiting.setdefault(j, []).append(turn)
+            continue
+        if turn not in waiting:
+            order.append(turn)
+            done[turn] = True
+            continue
+        ready = [(place[turn], turn)]
         while ready:
             _, at = heapq.heappop(ready)
             order.append(at)

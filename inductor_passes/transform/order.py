@@ -52,6 +52,15 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
         keep_starts: leave the sequence of the starts as it is. All ranks must launch in the same
             sequence, so it may be chosen where they all see the same program only.
     """
+    return [program.ops[i].name for i in _order(program, policy, keep_starts=keep_starts)]
+
+
+def overlapped(program: Program, policy: OverlapPolicy) -> Program:
+    """``program`` in the order of :func:`overlap`, which is legal because of how it is made."""
+    return program.permuted(_order(program, policy, keep_starts=False))
+
+
+def _order(program: Program, policy: OverlapPolicy, *, keep_starts: bool) -> list[int]:
     keys: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
     followers = _followers(program)
     begin, end = _unit_ends(program)
@@ -66,8 +75,7 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
         _keep_starts(program, keys, first_use)
     _float_views(program, keys, followers, late)
     _pull_predecessors(program, keys, keep_starts=keep_starts)
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    return [program.ops[i].name for i in order]
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def in_sequence(program: Program, place: Sequence[int]) -> list[str]:
@@ -106,9 +114,12 @@ def _followers(program: Program) -> list[list[int]]:
 
 
 def _first_uses(program: Program, followers: list[list[int]]) -> list[float]:
-    """Position of the first compute that needs each op's result, seen through views and waits."""
+    """Position of the first compute that needs the result of each op that is none itself, seen
+    through views and waits."""
     found = [inf] * len(program.ops)
     for i in range(len(program.ops) - 1, -1, -1):
+        if program.ops[i].kind == "compute":
+            continue
         for j in followers[i]:
             passes_on = program.ops[j].kind in ("view", "wait")
             found[i] = min(found[i], found[j] if passes_on else j)

@@ -261,7 +261,6 @@ def compile_modules_of_torch_too(backend: str, function: str = "") -> None:
             return given == backend
         names = (getattr(given, part, "") for part in ("__module__", "__qualname__"))
         return bool(function) and ".".join(map(str, names)) == function
-        return bool(function) and ".".join(map(str, names)) == function
 
     def in_front(module: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

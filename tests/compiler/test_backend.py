@@ -149,7 +149,9 @@ assert optimize is torch._dynamo.optimize and "_dynamo" in optimize.__module__
 def test_the_very_first_compile_imports_this_package():
     command = [sys.executable, "-c", FIRST_CONTACT]
     run = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert run.stdout.count("parameter 0.weight of module 0 (Linear) is not sharded") == 2
+    # Before 2.14 a module of torch's own is compiled by this package alone, so the first is not.
+    expected = 2 if torch.__version__ >= "2.14" else 1
+    assert run.stdout.count("parameter 0.weight of module 0 (Linear) is not sharded") == expected
 
 
 def test_other_backends_compile_as_ever(fake_mesh):
