@@ -221,6 +221,15 @@ def no_autocast() -> AbstractContextManager[Any]:
     return torch._C._DisableAutocast()
 
 
+def below_autograd() -> AbstractContextManager[Any]:
+    """Operators inside go past autograd, whose part of a compiled graph is done outside.
+
+    Without it each collective, and each wait, goes through the Python of its autograd formula
+    (``torch/_library/autograd.py``), only to find that nothing is wanted of it.
+    """
+    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
+
+
 def report_output_strides(values: Sequence[Any]) -> None:
     """Tell AOTAutograd that the outputs of the graph that is compiled lie as they were traced."""
     context = torch._guards.TracingContext.try_get()

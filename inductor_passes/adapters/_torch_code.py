@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
+from inductor_passes.adapters._torch import below_autograd
+
 
 def is_kept_code(value: Any) -> bool:
     """Whether a value is a graph that Inductor compiled."""
@@ -50,3 +52,16 @@ def revive(code: Any, *, is_backward: bool) -> None:
             constants,
             {"cudagraphs": BoxedBool(False), "is_backward": is_backward},
         )
+
+
+def run_below_autograd(code: Any) -> None:
+    """Have a graph that Inductor compiled run its operators as :func:`below_autograd` says."""
+    if not is_kept_code(code):
+        return
+    run = code.current_callable
+
+    def call(inputs: Any) -> Any:
+        with below_autograd():
+            return run(inputs)
+
+    code.current_callable = call

@@ -53,7 +53,7 @@ class StraightLine:
 
     def __call__(self, args: list[Any]) -> Any:
         # Of the dtypes that regions were compiled for; AOTAutograd leaves backward's autocast on.
-        with _torch.no_autocast():
+        with _torch.no_autocast(), _torch.below_autograd():
             return self._ordered(args)
 
     def __reduce__(self) -> tuple[Any, ...]:

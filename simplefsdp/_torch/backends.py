@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
+from inductor_passes.adapters._torch_code import run_below_autograd
 from inductor_passes.adapters._torch_lowering import reuse_at_once
 from inductor_passes.adapters.strides import take_strides_of_inputs
 from simplefsdp._torch.cache_files import broken_files_removed
@@ -102,6 +103,7 @@ def compile_with_inductor(
                 kwargs["static_input_idxs"] = _static_inputs(graph, kwargs, static)
                 with _stable_mesh_hashes(inputs), reuse_at_once(), lowering():
                     code = compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
+                run_below_autograd(code)
         results.code(is_backward, code)
         return code
 

@@ -25,7 +25,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
-from inductor_passes.adapters._torch_code import codes_in, is_kept_code, revive, without_callables
+from inductor_passes.adapters._torch_code import (
+    codes_in,
+    is_kept_code,
+    revive,
+    run_below_autograd,
+    without_callables,
+)
 from simplefsdp._torch.cpp_kernels import kernels_together
 
 log = logging.getLogger("simplefsdp")
@@ -178,6 +184,7 @@ class _Forward:
         with kernels_together():
             for code in codes_in(self.code):
                 revive(code, is_backward=self.is_backward)
+        run_below_autograd(self.code)
         return self.code
 
     def post_compile(self, result: Any, fx_config: Mapping[str, Any]) -> Any:
