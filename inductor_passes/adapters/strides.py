@@ -34,12 +34,17 @@ def take_strides_of_inputs(graph: Graph, inputs: Sequence[Any]) -> None:
 def correct_strides(graph: Graph) -> None:
     """Let ``graph``, which is right about its inputs, say how its values lie."""
     changed: set[Node] = set()
+    right: set[str] = set()  # calls that make what is said: layers repeat them
     for node in graph.nodes:
         if _torch.is_op(node) and (not changed.isdisjoint(node.all_input_nodes) or _is_odd(node)):
+            if (call := _call(node)) in right:
+                continue
             made = _made_by(node)
             if made is not None and _differ(node.meta["val"], made):
                 node.meta["val"] = made
                 changed.add(node)
+            else:
+                right.add(call)
 
 
 def _is_odd(node: Node) -> bool:
@@ -48,6 +53,18 @@ def _is_odd(node: Node) -> bool:
         return False
     of_input = any(n.op == "placeholder" for n in node.all_input_nodes)
     return of_input or node.meta.get("original_aten") is not node.target
+
+
+def _call(node: Node) -> str:
+    """An operator, what it is given, and what is said of its result."""
+    told = map_arg((node, node.args, node.kwargs), lambda n: _lies(n.meta.get("val")))
+    return f"{node.target} {told}"
+
+
+def _lies(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device)
 
 
 def _made_by(node: Node) -> FakeTensor | None:
