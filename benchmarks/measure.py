@@ -213,8 +213,9 @@ class Runner:
 
     def memory(self) -> None:
         """Watch the allocations of one more step of each variant."""
-        for name in list(self.variants):
-            self._guard(name, self._memory)
+        with self._turns.alone():
+            for name in list(self.variants):
+                self._guard(name, self._memory)
 
     def _memory(self, name: str) -> None:
         variant = self.variants[name]

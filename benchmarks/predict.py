@@ -122,12 +122,13 @@ def run(
 ) -> dict[str, Any]:
     """Calibrate, predict, measure one row."""
     wire.connect(row.world_size)
-    load = workload(row, device)
-    runner = Runner(load, say=lambda line: print(line, flush=True), turns=turns)
-    choose_link(row, *calibrate(runner))
-    cluster = cluster_here(row, device)
-    print("calibrated; tracing and predicting", flush=True)
-    expected = predictions(load, cluster, names)
+    with turns.shared():
+        load = workload(row, device)
+        runner = Runner(load, say=lambda line: print(line, flush=True), turns=turns)
+        choose_link(row, *calibrate(runner))
+        cluster = cluster_here(row, device)
+        print("calibrated; tracing and predicting", flush=True)
+        expected = predictions(load, cluster, names)
     runner.build(names)
     runner.rounds(2, rounds)
     runner.memory()

@@ -35,9 +35,12 @@ T = TypeVar("T")
 @contextmanager
 def locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Hold a file's lock; it goes with the process, however that ends."""
-    with path.open("a") as file:
+    with path.open("a+") as file:
         fcntl.flock(file, kind)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # also of what was forked meanwhile
 
 
 @dataclass
@@ -78,15 +81,18 @@ class Part:
 
     def each(self, rows: Mapping[str, T]) -> Iterator[tuple[str, T]]:
         """Rows to measure here. Side by side there are none: each has a process of its own, and
-        what those wrote is read when all have ended."""
+        what those wrote is read when all have ended. If one was killed, so does this one end: the
+        part is not done."""
+        if self.row not in (None, *rows):
+            raise ValueError(f"--row: expected one of {', '.join(rows)}, got {self.row}")
         if not self.side_by_side or self.row is not None:
             yield from ((name, row) for name, row in rows.items() if self.row in (None, name))
             return
         command = [sys.executable, *sys.argv]
         children = [subprocess.Popen([*command, "--row", name]) for name in rows]
-        for name, child in zip(rows, children, strict=True):
-            if child.wait():
-                print(f"{name}: FAILED with exit code {child.returncode}", flush=True)
+        codes = dict(zip(rows, [child.wait() for child in children], strict=True))
+        if failed := {name: code for name, code in codes.items() if code}:
+            sys.exit(f"rows that ended with an exit code: {failed}")
         self.cells = {**self.cells, **_cells_of(self.out)}
 
     def has(self, name: str) -> bool:
@@ -154,6 +160,7 @@ class Part:
         """Without the paths of this machine."""
         command = [f"benchmarks/gpu/{Path(sys.argv[0]).name}", "--device", self.device.type]
         command += ["--smallest"] if self.smallest else []
+        command += ["--side-by-side"] if self.side_by_side else []
         return environment(self.device) | {"command": " ".join(["python", *command])}
 
     def finish(self, line: str) -> None:

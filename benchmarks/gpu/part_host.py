@@ -151,14 +151,14 @@ def apart(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def measure(run: Part) -> None:
     """The part."""
     use_calibration(run)
-    run.cell("optimizer and clip", run.alone(lambda: apart(partial(optimizers, run))))
-    if not run.needs_cuda("mm.dtype", "weight gradients of 8B's layers in fp32 at once"):
-        run.cell("mm.dtype", run.alone(lambda: mm_dtype(run)))
     for variant in SMALLEST if run.smallest else VARIANTS:
         run.cell(f"host, {variant}", lambda v=variant: apart(partial(host_s, run, v)))
     for variant in CAPTURED:
         if not run.needs_cuda(f"host, {variant}", "the host's time where a step is a CUDA graph"):
             run.cell(f"host, {variant}", lambda v=variant: apart(partial(host_s, run, v)))
+    run.cell("optimizer and clip", run.alone(lambda: apart(partial(optimizers, run))))
+    if not run.needs_cuda("mm.dtype", "weight gradients of 8B's layers in fp32 at once"):
+        run.cell("mm.dtype", run.alone(lambda: mm_dtype(run)))
     hosts = {
         name.removeprefix("host, "): found["forward_host_s"] + found["backward_host_s"]
         for name, found in run.cells.items()

@@ -55,10 +55,10 @@ class Steps:
         if self._runner is None:
             link.blocks = 1
             wire.connect(self._row.world_size)
-            load = measuring.workload(self._row, self._run.device)
-            self._runner = measuring.Runner(load, say, BUILDERS | GRAPHED, self._run.turns)
             steps = 2 if self._run.smallest else 12
             with self._run.turns.shared():
+                load = measuring.workload(self._row, self._run.device)
+                self._runner = measuring.Runner(load, say, BUILDERS | GRAPHED, self._run.turns)
                 measuring.choose_link(self._row, *measuring.calibrate(self._runner, steps))
             link.blocks = blocks
             self._runner.build(ON_CPU if self._run.device.type == "cpu" else VARIANTS)

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+_LOOK_S = 0.2  # between looks at what has ended
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -32,21 +33,21 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 
 @dataclass(frozen=True)
 class Part:
-    """A part: its letter, its name (of ``part_<name>.py`` and the results), its limit."""
+    """A part: its letter, its name (of ``part_<name>.py`` and the results), its limit; and, side by
+    side, in which turn it runs, with all others of that turn."""
 
     letter: str
     name: str
     limit_s: float
+    turn: int = 0
 
 
-# What is timed is timed alone, also of these.
-STAGES = (("machine",), ("correct", "wire"), ("predicted", "host"))
 PARTS = (
     Part("a", "machine", 150),
-    Part("b", "correct", 440),
-    Part("c", "wire", 560),
-    Part("d", "predicted", 300),
-    Part("e", "host", 240),
+    Part("b", "correct", 440, turn=1),
+    Part("c", "wire", 560, turn=1),
+    Part("d", "predicted", 300, turn=2),
+    Part("e", "host", 240, turn=2),
 )
 
 
@@ -85,7 +86,8 @@ def environment_name(device: str, *, smallest: bool) -> str:
 
 
 def main() -> int:
-    """Run the parts one after another; 1 if any did not come to its end, or has a failure."""
+    """Run the parts, one after another or side by side; 1 if any did not come to its end, or has a
+    failure."""
     import torch
 
     options = arguments()
@@ -104,7 +106,9 @@ def main() -> int:
     stages: list[list[Part]] = [[part] for part in parts]
     if options.side_by_side:
         how += ["--side-by-side"]
-        stages = [[part for part in parts if part.name in names] for names in STAGES]
+        if not (folder / "machine.json").exists():  # which is not calibrated beside others
+            parts = [part for part in PARTS if part.name == "machine" or part in parts]
+        stages = [[part for part in parts if part.turn == turn] for turn in range(3)]
     end = time.monotonic() + options.limit_s
     all_done = True
     for stage in stages:
@@ -141,15 +145,19 @@ def run_stage(
             for part, limit_s in limits_s.items()
             if not known[part].get("finished") and limit_s > 0
         }
-        for part, limit_s in limits_s.items():
-            if part in running:
-                code = _ended(running[part], begin + limit_s - time.monotonic())
-                took_s = time.monotonic() - begin
-                yield part, *_told(_read(folder / f"{part.name}.json"), code, took_s)
-            elif known[part].get("finished"):
+        for part in (part for part in limits_s if part not in running):
+            if known[part].get("finished"):
                 yield part, not known[part].get("failed"), f"is there, {known[part]['line']}"
             else:
                 yield part, False, "not begun: no time was left"
+        while running:
+            took_s = time.monotonic() - begin
+            for part, process in list(running.items()):
+                if process.poll() is not None or took_s > limits_s[part]:
+                    code = process.poll()
+                    _stop(running.pop(part))
+                    yield part, *_told(_read(folder / f"{part.name}.json"), code, took_s)
+            time.sleep(_LOOK_S)
 
 
 @contextmanager
@@ -169,15 +177,6 @@ def _started(part: Part, folder: Path, how: list[str]) -> Iterator[subprocess.Po
             yield process
         finally:
             _stop(process)
-
-
-def _ended(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """The exit code; None if it was stopped."""
-    try:
-        return process.wait(max(limit_s, 0))
-    except subprocess.TimeoutExpired:
-        _stop(process)
-        return None
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

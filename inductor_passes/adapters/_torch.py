@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from inductor_passes.adapters._torch_calls import (
@@ -28,6 +28,9 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 _wait_for_several = getattr(torch.ops._c10d_functional, "wait_tensors", None)  # since 2.15
 _WAITS = {WAIT} | ({_wait_for_several.default} if _wait_for_several is not None else set())
 _COLLECTIVE_NAMESPACES = {"_c10d_functional", "_dtensor"}
+_OF_TORCH_OR_OURS = _COLLECTIVE_NAMESPACES | {
+    *("aten", "inductor", "inductor_passes", "prim", "prims"),
+}
 _ARGUMENTS = re.compile(r"primals_|tangents_|arg\d+_|fwd_rng_|bwd_rng_|_")  # by AOTAutograd
 _OF_NUMBERS = {getattr(torch, name) for name in dir(torch) if name.startswith("sym_")}
 
@@ -222,12 +225,21 @@ def no_autocast() -> AbstractContextManager[Any]:
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """Operators inside go past autograd, whose part of a compiled graph is done outside.
+    """Operators go past autograd from this call on, until the context that it gives is left.
 
-    Without it each collective, and each wait, goes through the Python of its autograd formula
-    (``torch/_library/autograd.py``), only to find that nothing is wanted of it.
+    A compiled graph's part in autograd is done outside of it. Without this each collective, and
+    each wait, goes through the Python of its autograd formula (``torch/_library/autograd.py``),
+    only to find that nothing is wanted of it. Only for graphs that :func:`can_go_below_autograd`.
     """
     return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
+
+
+def can_go_below_autograd(gm: GraphModule) -> bool:
+    """Whether all operators of a graph are torch's or ours. The kernel of another may itself ask
+    autograd for something, as forces are gradients of an energy, and would get zeros."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
+    operators = (node.target for graph in graphs for node in graph.nodes if is_op(node))
+    return all(op.namespace in _OF_TORCH_OR_OURS for op in operators)  # type: ignore[union-attr]
 
 
 def report_output_strides(values: Sequence[Any]) -> None:

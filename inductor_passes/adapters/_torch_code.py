@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
-from inductor_passes.adapters._torch import below_autograd
+from torch.fx import GraphModule
+
+from inductor_passes.adapters._torch import below_autograd, can_go_below_autograd
 
 
 def is_kept_code(value: Any) -> bool:
@@ -54,9 +56,18 @@ def revive(code: Any, *, is_backward: bool) -> None:
         )
 
 
-def run_below_autograd(code: Any) -> None:
-    """Have a graph that Inductor compiled run its operators as :func:`below_autograd` says."""
+def run_below_autograd(code: Any, gm: GraphModule | None = None) -> None:
+    """Have a graph that Inductor compiled run as :func:`below_autograd` says, if it can.
+
+    Args:
+        code: the compiled graph. That it can is kept with it.
+        gm: what it was made of; None of code that was kept.
+    """
     if not is_kept_code(code):
+        return
+    if gm is not None:
+        code.can_go_below_autograd = can_go_below_autograd(gm)
+    if not code.can_go_below_autograd:
         return
     run = code.current_callable
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -30,7 +31,8 @@ def straight_line(
         code_of: compiles a region.
     """
     writer = _Writer(gm, pieces)
-    return StraightLine(writer.source(code_of), writer.scope)
+    plain = _torch.can_go_below_autograd(gm)
+    return StraightLine(writer.source(code_of), writer.scope, plain)
 
 
 class StraightLine:
@@ -39,10 +41,11 @@ class StraightLine:
     Attributes:
         source: what it runs, as Python.
         scope: the functions and constants that it names.
+        plain: whether it :func:`can_go_below_autograd`.
     """
 
-    def __init__(self, source: str, scope: Mapping[str, Any]) -> None:
-        self.source, self.scope = source, scope
+    def __init__(self, source: str, scope: Mapping[str, Any], plain: bool) -> None:
+        self.source, self.scope, self.plain = source, scope, plain
         made = dict(scope)
         exec(compile(source, "<simplefsdp regions>", "exec"), made)
         self._ordered = made["run"]
@@ -53,11 +56,11 @@ class StraightLine:
 
     def __call__(self, args: list[Any]) -> Any:
         # Of the dtypes that regions were compiled for; AOTAutograd leaves backward's autocast on.
-        with _torch.no_autocast(), _torch.below_autograd():
+        with _torch.no_autocast(), _torch.below_autograd() if self.plain else nullcontext():
             return self._ordered(args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StraightLine, (self.source, self.scope)
+        return StraightLine, (self.source, self.scope, self.plain)
 
     def codes(self) -> list[Any]:
         """The code of the regions, each once."""

@@ -11,6 +11,7 @@ def places(order: Sequence[int]) -> list[int]:
 
 
 def moved(found: Mapping[int, Iterable[int]], to: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """What is known of positions, each now where ``to`` says; several may be at one place."""
+    """What is known of positions, each now where ``to`` says. Several of those that are told of may
+    be at one place now, of the keys none."""
     known = ((to[i], tuple(dict.fromkeys(map(to.__getitem__, of)))) for i, of in found.items())
     return dict(sorted(known))

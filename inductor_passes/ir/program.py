@@ -269,8 +269,8 @@ class Program:
             ProgramError: not a permutation, or an op comes before what it needs.
         """
         if len(order) != len(self.ops) or set(order) != set(self.index):
-            counts = Counter(order)
-            odd = [n for n in (*self.index, *order) if counts[n] != 1]
+            counts = Counter((*self.index, *order))
+            odd = [n for n in counts if (counts[n], n in self.index) != (2, True)]
             raise ProgramError(f"the new order must name every op once; it does not for {odd[:5]}")
         after = [self.index[name] for name in order]
         place = places(after)

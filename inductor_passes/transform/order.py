@@ -114,8 +114,8 @@ def _followers(program: Program) -> list[list[int]]:
 
 
 def _first_uses(program: Program, followers: list[list[int]]) -> list[float]:
-    """Position of the first compute that needs the result of each op that is none itself, seen
-    through views and waits."""
+    """Position of the first compute that needs each op's result, seen through views and waits; of
+    computes themselves nobody asks."""
     found = [inf] * len(program.ops)
     for i in range(len(program.ops) - 1, -1, -1):
         if program.ops[i].kind == "compute":

@@ -103,7 +103,7 @@ def compile_with_inductor(
                 kwargs["static_input_idxs"] = _static_inputs(graph, kwargs, static)
                 with _stable_mesh_hashes(inputs), reuse_at_once(), lowering():
                     code = compile_fx_inner(graph, inputs, **kwargs)  # type: ignore[arg-type]
-                run_below_autograd(code)
+                run_below_autograd(code, graph)
         results.code(is_backward, code)
         return code
 

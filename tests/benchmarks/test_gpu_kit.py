@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import importlib
 import json
 import os
 import re
@@ -20,9 +18,9 @@ from pack_checks import cases
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from faults_run import until
+from kit_parts import KIT, QUICK, SLOW
 
 ROOT = Path(__file__).parents[2]
-KIT = ROOT / "benchmarks" / "gpu"
 pytestmark = pytest.mark.timeout(600)  # the whole kit, on a machine that may be busy
 # What a machine with a GPU may lack.
 _HIDDEN = """
@@ -116,51 +114,8 @@ def test_what_is_done_is_left_out(found):
     assert files == {file: file.stat().st_mtime_ns for file in path.glob("out/*/*.json")}
 
 
-_SLOW = """
-import json, subprocess, sys, time
-from pathlib import Path
-out = Path(sys.argv[2])
-out.write_text(json.dumps({"finished": False, "cells": {"first": {}}}))
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-out.with_name("child").write_text(str(child.pid))
-time.sleep(60)
-"""
-_QUICK = """
-import json, sys
-from pathlib import Path
-Path(sys.argv[2]).write_text(json.dumps({"finished": True, "line": "well", "cells": {}}))
-"""
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """``module("run")`` of the kit's folder."""
-    for folder in (KIT.parent, KIT):
-        monkeypatch.syspath_prepend(str(folder))
-    yield importlib.import_module
-    for name in ("run", "ledger"):
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def kit_of(module, monkeypatch, tmp_path):
-    """``kit_of(name=(script, limit_s))``: ``run.py`` has these parts, and runs all of them."""
-    run = module("run")
-    out = str(tmp_path / "out")
-    monkeypatch.setattr(run, "HERE", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--smallest", "--device", "cpu", "--out", out])
-
-    def make(**parts):
-        for name, (script, _) in parts.items():
-            (tmp_path / f"part_{name}.py").write_text(script)
-        known = [run.Part(name[0], name, limit_s) for name, (_, limit_s) in parts.items()]
-        monkeypatch.setattr(run, "PARTS", known)
-
-    return make
-
-
 def test_a_part_out_of_time_is_told_and_the_others_go_on(module, kit_of, tmp_path, capsys):
-    kit_of(slow=(_SLOW, 3.0), broken=("raise SystemExit(3)", 60.0), quick=(_QUICK, 60.0))
+    kit_of(slow=(SLOW, 3.0), broken=("raise SystemExit(3)", 60.0), quick=(QUICK, 60.0))
     assert module("run").main() == 1
     slow, broken, quick, _ = capsys.readouterr().out.splitlines()
     assert slow.startswith("s slow: STOPPED at its limit") and "1 cells are written" in slow
@@ -211,41 +166,6 @@ def test_a_variant_that_failed_is_told_and_its_cell_stays(module, monkeypatch, t
     assert data["failed"] == ["row: auto"] and data["line"] == "well; FAILED: row: auto"
 
 
-_ROWS = f"""
-import sys
-sys.path[:0] = [{str(KIT)!r}, {str(KIT.parent)!r}]
-from ledger import part
-run = part("")
-for name, row in run.each({{"one": 1, "two": 2}}):
-    run.cell(name, run.alone(lambda row=row: {{"n": row // (2 - row)}}))
-run.finish("well")
-"""
-
-
-@pytest.mark.slow
-def test_rows_side_by_side_write_into_one_file(module, kit_of, monkeypatch, tmp_path):
-    run = module("run")
-    kit_of(rows=(_ROWS, 120.0), quick=(_QUICK, 60.0))
-    monkeypatch.setattr(run, "STAGES", [("rows", "quick")])
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--side-by-side"])
-    assert run.main() == 1
-    (path,) = tmp_path.glob("out/*/rows.json")
-    data = json.loads(path.read_text())
-    assert data["cells"]["one"]["n"] == 1 and data["failed"] == ["two"]
-    assert data["line"] == "well; FAILED: two"
-
-
-def test_what_is_timed_is_alone(module, tmp_path):
-    ledger = module("ledger")
-    parts = [ledger.Part(tmp_path / f"{n}.json", ledger.torch.device("cpu"), True) for n in "ab"]
-    one, other = (part.turns for part in parts)
-    with (tmp_path / "device.lock").open("a") as third:
-        with one.shared(), other.shared(), pytest.raises(BlockingIOError):
-            fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with one.alone(), pytest.raises(BlockingIOError):
-            fcntl.flock(third, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
 _FAILS_ONCE = """
 import json, sys
 from pathlib import Path
@@ -264,7 +184,7 @@ def test_a_failure_is_told_by_the_exit_code_until_it_is_mended(module, kit_of):
 def test_a_part_that_has_said_its_line_is_done_however_long_it_takes_to_leave(
     module, kit_of, capsys
 ):
-    kit_of(late=(f"{_QUICK}\nimport time\ntime.sleep(60)", 3.0))
+    kit_of(late=(f"{QUICK}\nimport time\ntime.sleep(60)", 3.0))
     assert module("run").main() == 0
     assert capsys.readouterr().out.startswith("l late: well")
 
@@ -299,7 +219,7 @@ def test_a_run_that_ends_takes_its_part_along(tmp_path, ending):
         folder.mkdir()
         (folder / "run.py").write_bytes((KIT / "run.py").read_bytes())
         (folder / "torch.py").write_text(_TORCH)
-        (folder / "part_machine.py").write_text(_SLOW)
+        (folder / "part_machine.py").write_text(SLOW)
     command = [sys.executable, str(folder / "run.py"), "--smallest", "--device", "cpu"]
     run = subprocess.Popen(
         [*command, "--parts", "a", "--out", str(tmp_path)],

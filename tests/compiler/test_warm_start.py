@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from formulas import formulas_asked
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -77,9 +78,11 @@ def trained(
     make: Callable[[], nn.Module] = Model,
     rows: int = 4,
     change: Callable[[nn.Module], object] = lambda model: None,
+    then: Callable[[Callable[..., torch.Tensor]], object] = lambda run: None,
     **wrap: object,
 ) -> list[torch.Tensor]:
-    """The output and the gradients of a first step, as a new process would make them."""
+    """The output and the gradients of a first step, as a new process would make them; ``then`` is
+    given what ran it."""
     torch._dynamo.reset()
     decisions().clear()
     torch.manual_seed(0)
@@ -90,7 +93,8 @@ def trained(
     out = run(batch(rows))
     if out.requires_grad:
         out.square().mean().backward()
-    grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+    grads = [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+    then(run)
     return [out.detach(), *grads]
 
 
@@ -182,12 +186,21 @@ CASES = [
 def test_code_is_used_again_and_gives_the_same(fake_mesh, options, depth, grad):
     """Of nine layers a few are traced; without gradients that is tried, and given up."""
     mesh = fake_mesh(4)
-    found, used = [], []
+    found, used, asked = [], [], []
+
+    def count(run: Callable[..., torch.Tensor]) -> None:
+        with formulas_asked() as formulas:
+            out = run(batch())
+            if grad:
+                out.sum().backward()
+        asked.append(len(formulas))
+
     for _ in range(2):
         with watching() as log, torch.set_grad_enabled(grad):
-            found.append(trained(mesh, options, make=lambda: Model(depth)))
+            found.append(trained(mesh, options, make=lambda: Model(depth), then=count))
         used.append(USED in log)
     assert used == [False, True] and len(files()) == 1
+    assert asked == [0, 0]  # what is used again runs below autograd, too
     assert_equal(*found)
     assert len(found[0]) == (1 + 6 * depth if grad else 1)
 

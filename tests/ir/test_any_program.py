@@ -24,7 +24,7 @@ from inductor_passes.machine.simulate import memory, simulate
 from inductor_passes.planner.auto import plan_auto
 from inductor_passes.planner.plan import BudgetError
 from inductor_passes.transform.merge import merge
-from inductor_passes.transform.order import OverlapPolicy, overlap, starts_in
+from inductor_passes.transform.order import OverlapPolicy, overlap, overlapped, starts_in
 
 NUMBER = 150
 FEW = 2_000  # ops that a search simulates
@@ -78,6 +78,7 @@ def try_program(seed: int) -> bool:
     policy = OverlapPolicy(rng.choice(LIMITS), rng.choice(LIMITS))
     order = overlap(merged, policy)
     after = merged.reorder(order).verify()
+    assert overlapped(merged, policy) == after
     verify_unchanged(program, after)
     for made in (merged, after):  # what is passed on as known is what is found
         found = replace(made)
