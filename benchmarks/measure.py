@@ -35,7 +35,7 @@ class Turns:
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-ALWAYS = Turns()
+ONLY_ONE = Turns()
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Runner:
     """Builds the variants and steps them; a variant that fails is out, the others go on."""
 
     def __init__(
-        self, load: Workload, say: Say, builders: Builders = BUILDERS, turns: Turns = ALWAYS
+        self, load: Workload, say: Say, builders: Builders = BUILDERS, turns: Turns = ONLY_ONE
     ) -> None:
         self.load, self._say, self._builders, self._turns = load, say, builders, turns
         self.variants: dict[str, Variant] = {}

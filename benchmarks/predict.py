@@ -24,7 +24,7 @@ import torch.distributed as dist
 import transfers
 import wire
 from cluster_here import cluster_here
-from measure import ALWAYS, Result, Runner, Turns, calibrate, choose_link, workload
+from measure import ONLY_ONE, Result, Runner, Turns, calibrate, choose_link, workload
 from report import environment
 from rows import ROWS, Row
 from variants import LlamaLoss, Workload
@@ -118,7 +118,7 @@ def run(
     names: list[PlanName],
     rounds: int,
     device: torch.device,
-    turns: Turns = ALWAYS,
+    turns: Turns = ONLY_ONE,
 ) -> dict[str, Any]:
     """Calibrate, predict, measure one row."""
     wire.connect(row.world_size)

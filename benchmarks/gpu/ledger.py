@@ -93,7 +93,7 @@ class Part:
         codes = dict(zip(rows, [child.wait() for child in children], strict=True))
         if failed := {name: code for name, code in codes.items() if code}:
             sys.exit(f"rows that ended with an exit code: {failed}")
-        self.cells = {**self.cells, **_cells_of(self.out)}
+        self.cells = _cells_of(self.out)
 
     def has(self, name: str) -> bool:
         """Whether this cell was found before; one that failed, or could not be had, was not."""

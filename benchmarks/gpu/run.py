@@ -153,8 +153,8 @@ def run_stage(
         while running:
             took_s = time.monotonic() - begin
             for part, process in list(running.items()):
-                if process.poll() is not None or took_s > limits_s[part]:
-                    code = process.poll()
+                code = process.poll()
+                if code is not None or took_s > limits_s[part]:
                     _stop(running.pop(part))
                     yield part, *_told(_read(folder / f"{part.name}.json"), code, took_s)
             time.sleep(_LOOK_S)

@@ -28,9 +28,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 _wait_for_several = getattr(torch.ops._c10d_functional, "wait_tensors", None)  # since 2.15
 _WAITS = {WAIT} | ({_wait_for_several.default} if _wait_for_several is not None else set())
 _COLLECTIVE_NAMESPACES = {"_c10d_functional", "_dtensor"}
-_OF_TORCH_OR_OURS = _COLLECTIVE_NAMESPACES | {
-    *("aten", "inductor", "inductor_passes", "prim", "prims"),
-}
+_OF_TORCH = {"aten", "inductor", "prim", "prims"} | _COLLECTIVE_NAMESPACES
 _ARGUMENTS = re.compile(r"primals_|tangents_|arg\d+_|fwd_rng_|bwd_rng_|_")  # by AOTAutograd
 _OF_NUMBERS = {getattr(torch, name) for name in dir(torch) if name.startswith("sym_")}
 
@@ -239,7 +237,8 @@ def can_go_below_autograd(gm: GraphModule) -> bool:
     autograd for something, as forces are gradients of an energy, and would get zeros."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
     operators = (node.target for graph in graphs for node in graph.nodes if is_op(node))
-    return all(op.namespace in _OF_TORCH_OR_OURS for op in operators)  # type: ignore[union-attr]
+    known = {*_OF_TORCH, "inductor_passes"}
+    return all(op.namespace in known for op in operators)  # type: ignore[union-attr]
 
 
 def report_output_strides(values: Sequence[Any]) -> None:

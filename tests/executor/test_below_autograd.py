@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from formulas import formulas_asked
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from simplefsdp import simple_fsdp
 
@@ -50,20 +46,11 @@ def forces(places: Tensor) -> Tensor:
     return found
 
 
-@pytest.fixture
-def one_rank() -> Iterator[DeviceMesh]:
-    """Over gloo: torch 2.11's fake group leaves memory as it is."""
-    torch._dynamo.reset()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("executor", ["inductor", "regions"])
-def test_an_operator_of_the_users_may_ask_autograd(one_rank, executor):
-    mesh, x = one_rank, torch.arange(16.0).view(2, 8)
+def test_an_operator_of_the_users_may_ask_autograd(solo_mesh, executor):
+    x = torch.arange(16.0).view(2, 8)
     torch.manual_seed(0)
-    model = simple_fsdp(Forces(), mesh)
+    model = simple_fsdp(Forces(), solo_mesh)
     with torch.library._scoped_library("simplefsdp_tests", "DEF") as library:
         library.define("forces(Tensor places) -> Tensor")
         library.impl("forces", forces, "CPU")
