@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
-from inductor_passes.ir.buckets import assign_by_module, of_few_members, plan_buckets
+from inductor_passes.ir.buckets import of_few_members
 from inductor_passes.ir.program import Bucket, Program, ProgramError
 from inductor_passes.machine.bound import lower_bound_us
 from inductor_passes.machine.cost import CostModel
@@ -15,7 +15,15 @@ from inductor_passes.planner.halves import by_halves
 from inductor_passes.planner.invariant import common_ops, rank_invariant
 from inductor_passes.planner.local_search import LocalSearch
 from inductor_passes.planner.parts import in_parts
-from inductor_passes.planner.plan import BudgetError, Plan, budget_error, default_budget, evaluate
+from inductor_passes.planner.plan import (
+    PENDING,
+    BudgetError,
+    Plan,
+    budget_error,
+    by_module,
+    default_budget,
+    evaluate,
+)
 from inductor_passes.planner.regular import least
 from inductor_passes.planner.segments import State, bare, lines_of, named_buckets
 from inductor_passes.planner.tried import launches_price
@@ -62,18 +70,18 @@ def plan_auto(
     that by module fits, no plan makes more launches than it: hosts, networks and kernels beside
     them pay for a launch in ways that no model of its time knows.
 
-    Without a budget, memory that buys little is given back: a plan that takes half of what that by
-    module takes beyond the least, and makes at most twice the launches, is taken if it is at most
-    1 % slower, and what it saves is worth its time and its launches.
+    Without a budget a plan may take what that by module takes with two buckets of gradients
+    pending, and memory that buys little is given back: a plan that takes half of that beyond the
+    least, and makes at most twice the launches, is taken if it is at most 1 % slower, and what it
+    saves is worth its time and its launches.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
         cost: the same on all ranks.
         fqns: of the parameters, in an order that all ranks share.
         budget_nbytes: of live bytes, those of parameters' shards not counted (see
-            :func:`~inductor_passes.planner.invariant.rank_invariant`); default: at most what the
-            buckets by module take, or ``device_nbytes``, if that is less and single collectives
-            meet it.
+            :func:`~inductor_passes.planner.invariant.rank_invariant`); default: at most what
+            that plan takes, or ``device_nbytes``, if that is less and single collectives meet it.
         device_nbytes: that a device has for them.
         work: ops that the search simulates in all.
 
@@ -104,8 +112,7 @@ class _Planner:
         self.program, self.cost, self.fqns, self.work = program, cost, fqns, work
         self.bound_us = lower_bound_us(program, cost)
         self.late = bare(program)
-        by_module = self.evaluated(plan_buckets(program, assign_by_module(fqns)))
-        self.manual = by_module or self.least
+        self.manual = by_module(program, cost, fqns, self.bound_us) or self.least
 
     def evaluated(self, buckets: Sequence[Bucket]) -> Plan | None:
         """See :func:`~inductor_passes.planner.plan.evaluate`."""
@@ -120,9 +127,15 @@ class _Planner:
             raise ProgramError("the program's collectives cannot be launched one by one")
         return low
 
+    @cached_property
+    def roomy(self) -> Plan:
+        """The plan by module with ``PENDING`` buckets of gradients, if that takes more."""
+        roomy = by_module(self.program, self.cost, self.fqns, self.bound_us, PENDING)
+        return max((roomy or self.manual, self.manual), key=lambda plan: plan.peak_nbytes)
+
     def by_default(self, device_nbytes: int | None) -> Plan:
-        """A plan that takes no more than that by module, and less where that costs little time."""
-        most_nbytes = default_budget(self.manual, self.least, device_nbytes)
+        """A plan that takes no more than :attr:`roomy`, and less where that costs little time."""
+        most_nbytes = default_budget(self.roomy, self.least, device_nbytes)
         more_nbytes = most_nbytes - self.least.peak_nbytes
         if more_nbytes <= LITTLE * most_nbytes:
             return self.fastest(most_nbytes)

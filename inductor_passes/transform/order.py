@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from inductor_passes.ir.program import CollectiveKind, Program
@@ -31,11 +31,21 @@ class OverlapPolicy:
         max_inflight_gathers: buckets that are being gathered while one is waited for, itself
             included: 1 starts a gather when it is needed, 2 one bucket ahead.
         max_pending_reduces: buckets of full gradients that are alive because nobody has waited
-            for their reduce.
+            for their reduce: 1 waits for one before the next is launched, as FSDP2 does. On one
+            wire the next could not begin before anyway.
+        max_pending_all_reduces: likewise. What they send stays alive or is a shard, so memory
+            asks for no less.
     """
 
     max_inflight_gathers: int = 2
-    max_pending_reduces: int = 2
+    max_pending_reduces: int = 1
+    max_pending_all_reduces: int = 2
+
+    def window(self, kind: str) -> int:
+        """Of buckets of a kind that have none of their own."""
+        if kind == "gather":
+            return self.max_inflight_gathers
+        return self.max_pending_reduces if kind == "reduce" else self.max_pending_all_reduces
 
 
 def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = False) -> list[str]:
@@ -69,7 +79,8 @@ def _order(program: Program, policy: OverlapPolicy, *, keep_starts: bool) -> lis
     late: set[int] = set()
     for kind in ("reduce", "all_reduce"):
         if buckets := _buckets(program, kind):
-            _place_reduces(program, buckets, policy, keys, late, uses, end)
+            ready = _ready(program, buckets, keys, end, keep_starts=keep_starts)
+            _place_reduces(program, ready, policy, keys, late, uses)
             _push_followers(program, keys, late)
     if keep_starts:
         _keep_starts(program, keys, first_use)
@@ -159,7 +170,7 @@ def _place_gathers(
     ahead = len(used)
     for k, (use, starts) in reversed(list(enumerate(used))):
         # Never behind a bucket that is used later.
-        ahead = min(ahead, k + 1 - _window(program, starts, policy.max_inflight_gathers))
+        ahead = min(ahead, k + 1 - _window(program, starts, policy))
         # The bucket's turn is just before the wait of the one that it goes ahead of, and after
         # those of earlier buckets that go ahead of the same one.
         turn = ahead + k / (2 * len(used))
@@ -171,29 +182,42 @@ def _place_gathers(
     return [use for use, _ in used]
 
 
-def _window(program: Program, starts: Iterable[int], default: int) -> int:
+def _window(program: Program, starts: Sequence[int], policy: OverlapPolicy) -> int:
     collectives = (program.ops[i].collective for i in starts)
-    return max((c.window for c in collectives if c is not None), default=0) or default
+    own = max((c.window for c in collectives if c is not None), default=0)
+    return own or policy.window(program.ops[starts[0]].sends)
+
+
+def _ready(
+    program: Program,
+    buckets: list[list[int]],
+    keys: list[Key],
+    unit_end: Mapping[float, int],
+    *,
+    keep_starts: bool,
+) -> list[tuple[Key, list[int]]]:
+    """Where each of the buckets, which stand as they are launched, is ready; in that order, or in
+    their own: then one that is ready before its turn is ready at it."""
+    made, found = _made_at(program, keys), list[Key]()
+    for starts in buckets:
+        at = max((made[j] for i in starts for j in program.predecessors[i]), default=(-1, 0, 0))
+        found.append((unit_end.get(at[0], at[0]), _REDUCE, at[2]))
+    if keep_starts:
+        return list(zip(accumulate(found, max), buckets, strict=True))
+    return sorted(zip(found, buckets, strict=True))
 
 
 def _place_reduces(
     program: Program,
-    buckets: list[list[int]],
+    ready: list[tuple[Key, list[int]]],
     policy: OverlapPolicy,
     keys: list[Key],
     late: set[int],
     uses: list[float],
-    unit_end: Mapping[float, int],
 ) -> None:
     end = float(len(program.ops))
-    ready: list[tuple[Key, list[int]]] = []
-    made = _made_at(program, keys)
-    for starts in buckets:
-        at = max((made[j] for i in starts for j in program.predecessors[i]), default=(-1, 0, 0))
-        ready.append(((unit_end.get(at[0], at[0]), _REDUCE, at[2]), starts))
-    ready.sort()
     for k, (where, starts) in enumerate(ready):
-        window = _window(program, starts, policy.max_pending_reduces)
+        window = _window(program, starts, policy)
         if window > 0:
             # One reduce more would be one too many: wait for the oldest just before it starts.
             due = k + window

@@ -117,9 +117,9 @@ class Options:
         memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters, and gradients,
             full and reduced, in forward and in backward. Parameter shards, optimizer state, and
             gradients of earlier batches that are accumulated come on top. None: at most what
-            ``"manual"`` takes, or nine tenths of the device less the first two (fp32, AdamW), if
-            that is less; and less than that where it costs at most 1 % of the time. A number: all
-            of it may be taken for speed.
+            ``"manual"`` takes with a second bucket of gradients in flight, or nine tenths of the
+            device less the first two (fp32, AdamW), if that is less; and less than that where it
+            costs at most 1 % of the time. A number: all of it may be taken for speed.
         reorder: move collectives to where compute hides them, which ``"auto"`` always does. None:
             unless bucketing is "none".
             With ``bucketing="none"`` the collectives of a bucket move together, unmerged.

@@ -83,8 +83,9 @@ class CompileOptions:
     the device."""
     memory_budget_gb: float | None = None
     """With --bucketing auto: 1e9 bytes for activations, full parameters and gradients. Default:
-    at most what manual takes, or, if that is less, nine tenths of the device beside parameter
-    shards and AdamW's state; and less where that costs at most 1 % of the time."""
+    at most what manual takes with a second bucket of gradients in flight, or, if that is less, nine
+    tenths of the device beside parameter shards and AdamW's state; and less where that costs at
+    most 1 % of the time."""
     whole_step: bool = False
     """Compile forward, backward, clipping and update as one program. What the forward ends with
     hides what the backward begins with; it takes longer to compile."""

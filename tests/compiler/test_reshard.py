@@ -38,8 +38,8 @@ def test_memory_decides(fake_mesh, caplog):
         assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=1.0)) == set(FQNS)
     # The first layer's input needs no gradient, so backward has no use for its weight.
     assert f"kept from forward to backward: {', '.join(FQNS[1:])}" in caplog.text
-    # With all of them backward takes 68,864 bytes at the peak, 256 less with one.
-    assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=68.7e-6)) == {FQNS[0], FQNS[3]}
+    # Of which backward takes 52,500 bytes with one that is kept, and more with all.
+    assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=53.2e-6)) == {FQNS[0], FQNS[3]}
     assert kept_by(graphs_of(mesh, True, memory_budget_gb=1.0)) == {FQNS[0]}
 
 
@@ -49,7 +49,7 @@ def test_another_batch_keeps_what_the_first_one_kept(fake_mesh):
     for rows in ((2, 3), (3,)):  # 3 rows take more, and alone there would be no room
         torch._dynamo.reset()
         model = simple_fsdp(Layers(), mesh, reshard_after_forward="auto")
-        options = {**OPTIONS, "memory_budget_gb": 68.7e-6}
+        options = {**OPTIONS, "memory_budget_gb": 53.2e-6}
         run = torch.compile(model, backend="simplefsdp", dynamic=False, options=options)
         with capture() as captured:
             for n in rows:
