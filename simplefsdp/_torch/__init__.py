@@ -23,6 +23,7 @@ from simplefsdp._torch.dynamo import (
     CodePlace,
     GraphBreak,
     assigns_data,
+    backend_traced_for,
     breaks_the_graph,
     compile_modules_of_torch_too,
     graph_break_of,

@@ -145,6 +145,17 @@ def assigns_data(cut: GraphBreak) -> bool:
     return cut.reason.startswith("Failed to mutate tensor data attribute")
 
 
+def backend_traced_for() -> str | None:
+    """The name of the backend that Dynamo traces a graph for now; None if it traces none."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return None
+    return str(getattr(backend, "__name__", ""))
+
+
 class CodePlace(NamedTuple):
     """What a function is known by, whatever Dynamo made of its code."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 from typing import Any, Literal, NamedTuple, cast
 
@@ -26,10 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
 from simplefsdp import provenance
-from simplefsdp._torch import local_of
+from simplefsdp._torch import backend_traced_for, has_no_data, local_of, local_tensor
 from simplefsdp.frontend.placement import off_the_wire, on_the_wire
 
 _collectives = torch.ops._c10d_functional
+log = logging.getLogger("simplefsdp")
 
 
 class GatherSpec(NamedTuple):
@@ -250,6 +252,14 @@ class _NotTwice(torch.autograd.Function):
         )
 
 
+@functools.cache
+def _warn_of_torchs_backend() -> None:
+    log.warning(
+        "a wrapped model is compiled by torch's backend: each parameter is gathered and reduced "
+        'alone, and nothing is hidden; call model.compile(backend="simplefsdp")'
+    )
+
+
 @torch.compiler.allow_in_graph
 def gather(
     param: DTensor, fqn: str, fields: str, *, kept: Tensor | None = None, **deferral: Any
@@ -282,6 +292,8 @@ def gather(
             f"{fqn or 'a parameter'}: is on the meta device, without values; call "
             "simplefsdp.init_weights(model) after simple_fsdp, or load a checkpoint"
         )
+    if has_no_data(local_tensor(param)) and backend_traced_for() == "inductor":
+        _warn_of_torchs_backend()
     with provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward):
         try:
             return _Gather.apply(local_of(param), spec, Deferral(**deferral), kept)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from zoo import Zoo, batch, loss_of
 
 from simplefsdp import init_weights, simple_fsdp
-from simplefsdp.frontend import after_wrap
+from simplefsdp.frontend import after_wrap, gather
 from simplefsdp.frontend.wrapped import LAYOUTS
 from simplefsdp.rank_guard import RankMismatchError
 
@@ -340,6 +340,19 @@ def test_who_asks_for_eager_code_is_not_warned(fake_mesh, caplog):
             assert compiles(model, torch.ones(2, 4)) == 0
         model.forward(torch.ones(2, 4))
     assert "runs eagerly" not in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_who_forgets_the_backend_is_told(fake_mesh, caplog, backend):
+    """`model.compile()`, out of habit, trains as ever, and nothing is bucketed."""
+    torch._dynamo.reset()
+    gather._warn_of_torchs_backend.cache_clear()
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    model.compile(backend=backend)
+    with caplog.at_level("WARNING", logger="simplefsdp"):
+        assert compiles(model, torch.ones(2, 4)) == 1
+    told = 'call model.compile(backend="simplefsdp")' in caplog.text
+    assert told == (backend == "inductor")
 
 
 def test_hooks_and_gradients_are_refused_rather_than_lost(fake_mesh):
