@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from simplefsdp import _torch
 from simplefsdp.frontend.initialize import RANDOM_FILLS, fill_global
@@ -116,13 +116,23 @@ def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     sizes = zip(target.placements, target.device_mesh.shape, strict=True)
-    if any(p.is_partial() and ranks > 1 for p, ranks in sizes) and _pointer(target) is not None:
+    left = [p for p, ranks in sizes if isinstance(p, Partial) and ranks > 1]
+    if left and _pointer(target) is not None:
+        if target.dtype == torch.bool:
+            return _of_all(target, all_true=left[0].reduce_op == "product")
         raise ValueError(
             "item(), float() or bool() of a DTensor that is not reduced over ranks, such as the "
             "norm of a parameter or of its gradient, is this rank's part; call "
             "full_tensor().item(), on all ranks"
         )
     return _torch.default_dtensor_op(op, args, kwargs)
+
+
+def _of_all(flag: DTensor, *, all_true: bool) -> bool:
+    """``any()`` or ``all()`` over all ranks; before 2.15 torch leaves each rank its own part."""
+    here = bool(_torch.local_tensor(flag))
+    (found,) = highest_of_ranks([here != all_true], flag.device_mesh)
+    return found != all_true
 
 
 def _is_any_true(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

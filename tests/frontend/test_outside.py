@@ -69,6 +69,23 @@ def test_a_number_that_is_of_one_rank_is_refused(pools):
     pools(2).run(number_of_a_rank)
 
 
+def truth_of_all_ranks() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = simple_fsdp(nn.Linear(3, 8, bias=False), mesh)
+    whole = torch.zeros(8, 3)
+    whole[7, 2] = 1.0  # of the last rank
+    model.load_state_dict({"weight": whole})
+    weight = model.weight.detach()
+    assert (weight > 0).any().item() and not (weight > 0).all()
+    assert (weight < 1).any() and not (weight < 1).all().item()
+    assert (weight <= 1).all() and not (weight > 1).any()
+
+
+def test_whether_any_or_all_are_is_asked_of_all_ranks(pools):
+    """Before 2.15 torch gives each rank the answer for its own part."""
+    pools(2).run(truth_of_all_ranks)
+
+
 def test_a_generator_of_the_users_is_drawn_from(fake_mesh):
     def weight(seed: int) -> torch.Tensor:
         own = torch.Generator().manual_seed(seed)
