@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch_passes import auto_backend, manual_backend
 
 from inductor_passes.rehearsal import Settings
-from inductor_passes.transform.order import OverlapPolicy
 from simplefsdp import simple_fsdp
 from simplefsdp.compiler.backend import simplefsdp
 from simplefsdp.models.llama3 import Llama
@@ -211,11 +210,6 @@ def _greedily(settings: Settings) -> Settings:
     return replace(settings, auto=replace(settings.auto, planner="greedy"))
 
 
-def _two_pending(settings: Settings) -> Settings:
-    """Two buckets of gradients in flight: one more than by default."""
-    return replace(settings, policy=OverlapPolicy(max_pending_reduces=2))
-
-
 def _torch_manual(load: Workload) -> Variant:
     """PyTorch's manual pass on the wrapped model, buckets as for FSDP2."""
     model = _wrapped(load)
@@ -254,7 +248,6 @@ BUILDERS: dict[str, Callable[[Workload], Variant]] = {
         buckets=["layers.0.self_attn", "layers.0", "layers.*"],
     ),
     # Not in the default list: for choosing the defaults.
-    "manual_two_pending": _options("manual_two_pending", _two_pending, bucketing="manual"),
     "manual_regions": _options("manual_regions", bucketing="manual", executor="regions"),
     "auto_regions": functools.partial(_auto, name="auto_regions", executor="regions"),
     "auto_keeps": functools.partial(_auto, name="auto_keeps", reshard="auto"),

@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.buckets import assign_by_module
 from inductor_passes.ir.program import Program
 from inductor_passes.ir.text import parse, to_text
 from inductor_passes.machine.bound import lower_bound_us
@@ -25,13 +25,14 @@ from inductor_passes.machine.simulate import memory, simulate
 from inductor_passes.planner.auto import plan_auto
 from inductor_passes.transform.merge import merge
 from inductor_passes.transform.order import OverlapPolicy, overlapped
+from inductor_passes.transform.windows import buckets_by_module
 
 Pass = Callable[[Program, CostModel], Program]
 
 
 def by_module(program: Program, cost: CostModel) -> Program:
     """Merge the collectives of each module, as ``bucketing="manual"`` does."""
-    return merge(program, plan_buckets(program, assign_by_module(_fqns(program))))
+    return merge(program, buckets_by_module(program, assign_by_module(_fqns(program))))
 
 
 def planned(program: Program, cost: CostModel) -> Program:

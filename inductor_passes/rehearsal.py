@@ -28,6 +28,7 @@ from inductor_passes.planner.plan import Plan, evaluate
 from inductor_passes.transform.merge import in_one_piece, merge
 from inductor_passes.transform.order import OverlapPolicy, overlapped
 from inductor_passes.transform.portable import PortableBucket, in_names, in_program
+from inductor_passes.transform.windows import buckets_by_module
 
 USABLE = 0.9
 """Share of a device's memory that is not left for its context, communication's own buffers and
@@ -110,7 +111,9 @@ def choose(
     """
     if settings.auto is not None:
         return _planned(reading, settings, settings.auto, recall)
-    buckets = plan_buckets(reading.program, settings.assignment)
+    # Limits that somebody has set hold as they are.
+    by_module = buckets_by_module if settings.policy == OverlapPolicy() else plan_buckets
+    buckets = by_module(reading.program, settings.assignment)
     if not settings.merge:
         return tuple(Bucket(b.label, (start,)) for b in buckets for start in b.starts)
     return buckets

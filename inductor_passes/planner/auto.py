@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
-from inductor_passes.ir.buckets import of_few_members
+from inductor_passes.ir.buckets import assign_by_module, of_few_members, plan_buckets
 from inductor_passes.ir.program import Bucket, Program, ProgramError
 from inductor_passes.machine.bound import lower_bound_us
 from inductor_passes.machine.cost import CostModel
@@ -15,18 +15,11 @@ from inductor_passes.planner.halves import by_halves
 from inductor_passes.planner.invariant import common_ops, rank_invariant
 from inductor_passes.planner.local_search import LocalSearch
 from inductor_passes.planner.parts import in_parts
-from inductor_passes.planner.plan import (
-    PENDING,
-    BudgetError,
-    Plan,
-    budget_error,
-    by_module,
-    default_budget,
-    evaluate,
-)
+from inductor_passes.planner.plan import BudgetError, Plan, budget_error, default_budget, evaluate
 from inductor_passes.planner.regular import least
 from inductor_passes.planner.segments import State, bare, lines_of, named_buckets
 from inductor_passes.planner.tried import launches_price
+from inductor_passes.transform.windows import buckets_by_module
 
 CLOSE, NEAR = 1.005, 1.01
 # Nor is a plan searched for beyond this, if compute hardly ever stands still. What is left is then
@@ -70,7 +63,7 @@ def plan_auto(
     that by module fits, no plan makes more launches than it: hosts, networks and kernels beside
     them pay for a launch in ways that no model of its time knows.
 
-    Without a budget a plan may take what that by module takes with two buckets of gradients
+    Without a budget a plan may take what that by module takes with another bucket of gradients
     pending, and memory that buys little is given back: a plan that takes half of that beyond the
     least, and makes at most twice the launches, is taken if it is at most 1 % slower, and what it
     saves is worth its time and its launches.
@@ -112,7 +105,9 @@ class _Planner:
         self.program, self.cost, self.fqns, self.work = program, cost, fqns, work
         self.bound_us = lower_bound_us(program, cost)
         self.late = bare(program)
-        self.manual = by_module(program, cost, fqns, self.bound_us) or self.least
+        self.assignment = assign_by_module(fqns)
+        by_module = self.evaluated(buckets_by_module(program, self.assignment))
+        self.manual = by_module or self.least
 
     def evaluated(self, buckets: Sequence[Bucket]) -> Plan | None:
         """See :func:`~inductor_passes.planner.plan.evaluate`."""
@@ -129,9 +124,9 @@ class _Planner:
 
     @cached_property
     def roomy(self) -> Plan:
-        """The plan by module with ``PENDING`` buckets of gradients, if that takes more."""
-        roomy = by_module(self.program, self.cost, self.fqns, self.bound_us, PENDING)
-        return max((roomy or self.manual, self.manual), key=lambda plan: plan.peak_nbytes)
+        """The plan by module with another bucket of gradients pending, if that takes more."""
+        more = self.evaluated(plan_buckets(self.program, self.assignment)) or self.manual
+        return max((more, self.manual), key=lambda plan: plan.peak_nbytes)
 
     def by_default(self, device_nbytes: int | None) -> Plan:
         """A plan that takes no more than :attr:`roomy`, and less where that costs little time."""
@@ -199,7 +194,7 @@ class _Planner:
         def found(state: State) -> Plan | None:
             return self.evaluated(search.buckets_of(state))
 
-        plans = [manual, self.least, *smaller, *_climbed(search, manual, halves, found)]
+        plans = [manual, self.roomy, self.least, *smaller, *_climbed(search, manual, halves, found)]
         fitting = _fitting(plans, budget_nbytes, most_launches)
         more = (found(state) for state in search.smallest())
         fitting = fitting or _fitting(more, budget_nbytes, most_launches)

@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from inductor_passes.ir.buckets import assign_by_module, plan_buckets
 from inductor_passes.ir.program import Collective, Program, ProgramError
 from inductor_passes.machine.bound import lower_bound_us
 from inductor_passes.machine.cost import CostModel
 from inductor_passes.planner.glue import room_of
 from inductor_passes.planner.invariant import rank_invariant
-from inductor_passes.planner.plan import (
-    PENDING,
-    Plan,
-    budget_error,
-    by_module,
-    default_budget,
-    evaluate,
-)
+from inductor_passes.planner.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.planner.regular import least
 from inductor_passes.planner.segments import (
     Kind,
@@ -67,7 +61,8 @@ def plan_greedy(
     if low is None:
         raise ProgramError("the program's collectives cannot be launched one by one")
     if budget_nbytes is None:
-        manual = by_module(program, cost, fqns, bound, PENDING) or low
+        by_module = plan_buckets(program, assign_by_module(fqns))
+        manual = evaluate(program, cost, by_module, bound) or low
         budget_nbytes = default_budget(manual, low, device_nbytes)
     if low.peak_nbytes > budget_nbytes:
         raise budget_error(program, low, budget_nbytes)

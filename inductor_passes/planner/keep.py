@@ -7,14 +7,15 @@ kept in that order, as many as pay and as the budget holds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from inductor_passes.ir.buckets import Assignment, plan_buckets
-from inductor_passes.ir.program import Op, Program
+from inductor_passes.ir.program import Bucket, Op, Program
 from inductor_passes.machine.cost import CostModel
 from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.planner.plan import evaluate
+from inductor_passes.transform.windows import buckets_by_module
 
 CLOSE = 1.002
 
@@ -60,11 +61,13 @@ def choose_kept(
     def kept(n: int) -> frozenset[str]:
         return frozenset(fqn for module in modules[:n] for fqn in module)
 
-    def worth(n: int) -> tuple[float, int] | None:
+    def worth(
+        n: int, buckets_of: Callable[[Program, Assignment], Sequence[Bucket]] = buckets_by_module
+    ) -> tuple[float, int] | None:
         """Time and peak memory with the first ``n`` modules kept."""
         programs = keeping(graphs[0].program, graphs[1].program, kept(n))
         plans = [
-            evaluate(program, graph.cost, plan_buckets(program, assignment), 0.0)
+            evaluate(program, graph.cost, buckets_of(program, assignment), 0.0)
             for program, graph in zip(programs, graphs, strict=True)
         ]
         if None in plans:
@@ -75,8 +78,11 @@ def choose_kept(
     none = worth(0)
     if none is None:
         return frozenset()
-    budget = none[1] if device_nbytes is None else min(none[1], device_nbytes)
-    budget = budget if budget_nbytes is None else budget_nbytes
+    budget = budget_nbytes
+    if budget is None:
+        more = worth(0, plan_buckets)  # with another bucket of gradients pending, as plan_auto has
+        budget = max(none[1], more[1] if more else 0)
+        budget = budget if device_nbytes is None else min(budget, device_nbytes)
     fitting = {0: none[0]}
     for n in _growing(len(modules)):
         found = worth(n)

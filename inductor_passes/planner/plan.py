@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from inductor_passes.ir.buckets import assign_by_module, of_few_members, plan_buckets
 from inductor_passes.ir.program import Bucket, Op, Program, ProgramError
 from inductor_passes.machine.cost import CostModel
 from inductor_passes.machine.simulate import live_by_use, memory, simulate
 from inductor_passes.transform.merge import merge
 from inductor_passes.transform.order import OverlapPolicy, overlapped
-
-# Buckets of gradients that are pending in the plan by module whose memory may be taken by default.
-PENDING = 2
 
 
 @dataclass(frozen=True)
@@ -73,31 +69,6 @@ def evaluate(
         return None
     timeline, peak = simulate(after, cost), memory(after).peak_nbytes
     return Plan(tuple(buckets), timeline.total_us, lower_bound_us, timeline.stalled_us, peak)
-
-
-def by_module(
-    program: Program,
-    cost: CostModel,
-    fqns: Sequence[str],
-    lower_bound_us: float,
-    pending_reduces: int = 0,
-) -> Plan | None:
-    """The plan of a bucket for each module; None if it cannot be made.
-
-    Args:
-        program: with nothing merged.
-        cost: of it.
-        fqns: of the parameters, in an order that all ranks share.
-        lower_bound_us: of the program.
-        pending_reduces: buckets of gradients that are alive; default: as
-            :class:`~inductor_passes.transform.order.OverlapPolicy` has it.
-    """
-    reduces = {op.name for _, op in program.starts() if op.sends == "reduce"}
-    buckets = [
-        replace(bucket, window=pending_reduces if bucket.starts[0] in reduces else 0)
-        for bucket in plan_buckets(program, assign_by_module(fqns))
-    ]
-    return evaluate(program, cost, of_few_members(buckets), lower_bound_us)
 
 
 def default_budget(manual: Plan, least: Plan, device_nbytes: int | None) -> int:

@@ -93,7 +93,7 @@ class Lines:
 
 def bare(program: Program) -> Program:
     """``program`` with each gather as late, and each wait for a reduce as early, as can be."""
-    return overlapped(program, OverlapPolicy(1, 1, 1))
+    return overlapped(program, OverlapPolicy(1, 1))
 
 
 def lines_of(program: Program) -> Lines:
@@ -198,7 +198,8 @@ def state_of(buckets: Iterable[Bucket], lines: Lines, first_of: Mapping[str, str
     """The state that ``buckets`` are.
 
     Args:
-        buckets: of all collectives.
+        buckets: of all collectives; windows of 0 are 2, as for
+            :mod:`inductor_passes.transform.order`.
         lines: of a program in which some travel together.
         first_of: under whose name each of them does; where a bucket cuts these, the one that has
             most of them gets all.
@@ -206,7 +207,7 @@ def state_of(buckets: Iterable[Bucket], lines: Lines, first_of: Mapping[str, str
     owner: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     windows = []
     for b, bucket in enumerate(buckets):
-        windows.append(bucket.window)
+        windows.append(bucket.window or 2)
         for name in bucket.starts:
             owner[first_of[name]][b] += 1
     runs: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)
@@ -217,8 +218,7 @@ def state_of(buckets: Iterable[Bucket], lines: Lines, first_of: Mapping[str, str
             runs[kind, bucket_number].append(lines.place[name])
     state: State = ()
     for kind in KINDS:
-        default = OverlapPolicy().window(kind)
-        of = {tuple(sorted(m)): windows[b] or default for (k, b), m in runs.items() if k == kind}
+        of = {tuple(sorted(m)): windows[b] for (k, b), m in runs.items() if k == kind}
         mine = in_turn(kind, of)
         state += with_window(kind, mine, [of[run] for run in mine])
     return state

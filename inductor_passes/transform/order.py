@@ -31,21 +31,11 @@ class OverlapPolicy:
         max_inflight_gathers: buckets that are being gathered while one is waited for, itself
             included: 1 starts a gather when it is needed, 2 one bucket ahead.
         max_pending_reduces: buckets of full gradients that are alive because nobody has waited
-            for their reduce: 1 waits for one before the next is launched, as FSDP2 does. On one
-            wire the next could not begin before anyway.
-        max_pending_all_reduces: likewise. What they send stays alive or is a shard, so memory
-            asks for no less.
+            for their reduce.
     """
 
     max_inflight_gathers: int = 2
-    max_pending_reduces: int = 1
-    max_pending_all_reduces: int = 2
-
-    def window(self, kind: str) -> int:
-        """Of buckets of a kind that have none of their own."""
-        if kind == "gather":
-            return self.max_inflight_gathers
-        return self.max_pending_reduces if kind == "reduce" else self.max_pending_all_reduces
+    max_pending_reduces: int = 2
 
 
 def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = False) -> list[str]:
@@ -72,9 +62,9 @@ def overlapped(program: Program, policy: OverlapPolicy) -> Program:
 
 def _order(program: Program, policy: OverlapPolicy, *, keep_starts: bool) -> list[int]:
     keys: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
-    followers = _followers(program)
+    followers = followers_of(program)
     begin, end = _unit_ends(program)
-    first_use = [begin.get(i, i) for i in _first_uses(program, followers)]
+    first_use = [begin.get(i, i) for i in first_uses(program, followers)]
     uses = _place_gathers(program, policy, keys, first_use)
     late: set[int] = set()
     for kind in ("reduce", "all_reduce"):
@@ -116,7 +106,8 @@ def in_sequence(program: Program, place: Sequence[int]) -> list[str]:
     return order
 
 
-def _followers(program: Program) -> list[list[int]]:
+def followers_of(program: Program) -> list[list[int]]:
+    """Positions of the ops that need each op."""
     followers: list[list[int]] = [[] for _ in program.ops]
     for i, before in enumerate(program.predecessors):
         for j in before:
@@ -124,7 +115,7 @@ def _followers(program: Program) -> list[list[int]]:
     return followers
 
 
-def _first_uses(program: Program, followers: list[list[int]]) -> list[float]:
+def first_uses(program: Program, followers: list[list[int]]) -> list[float]:
     """Position of the first compute that needs each op's result, seen through views and waits; of
     computes themselves nobody asks."""
     found = [inf] * len(program.ops)
@@ -170,7 +161,7 @@ def _place_gathers(
     ahead = len(used)
     for k, (use, starts) in reversed(list(enumerate(used))):
         # Never behind a bucket that is used later.
-        ahead = min(ahead, k + 1 - _window(program, starts, policy))
+        ahead = min(ahead, k + 1 - _window(program, starts, policy.max_inflight_gathers))
         # The bucket's turn is just before the wait of the one that it goes ahead of, and after
         # those of earlier buckets that go ahead of the same one.
         turn = ahead + k / (2 * len(used))
@@ -182,10 +173,9 @@ def _place_gathers(
     return [use for use, _ in used]
 
 
-def _window(program: Program, starts: Sequence[int], policy: OverlapPolicy) -> int:
+def _window(program: Program, starts: Iterable[int], default: int) -> int:
     collectives = (program.ops[i].collective for i in starts)
-    own = max((c.window for c in collectives if c is not None), default=0)
-    return own or policy.window(program.ops[starts[0]].sends)
+    return max((c.window for c in collectives if c is not None), default=0) or default
 
 
 def _ready(
@@ -217,7 +207,7 @@ def _place_reduces(
 ) -> None:
     end = float(len(program.ops))
     for k, (where, starts) in enumerate(ready):
-        window = _window(program, starts, policy)
+        window = _window(program, starts, policy.max_pending_reduces)
         if window > 0:
             # One reduce more would be one too many: wait for the oldest just before it starts.
             due = k + window

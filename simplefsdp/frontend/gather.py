@@ -256,7 +256,7 @@ class _NotTwice(torch.autograd.Function):
 def _warn_of_torchs_backend() -> None:
     log.warning(
         "a wrapped model is compiled by torch's backend: each parameter is gathered and reduced "
-        'alone, and nothing is hidden; call model.compile(backend="simplefsdp")'
+        'alone, and simplefsdp hides nothing; call model.compile(backend="simplefsdp")'
     )
 
 

@@ -164,7 +164,8 @@ class _Run:
             mover = f"{self.limits.placed_by} left it here" if self.limits.placed_by else ""
             place = f"it {'starts' if gathers else 'is waited for'} in place"
             return mover or f"nothing moves it: {place}"
-        window = c.window or policy.window(c.kind)
+        default = policy.max_inflight_gathers if gathers else policy.max_pending_reduces
+        window = c.window or default
         if window < 0:
             return f"window {window}: waited for before use {-window} of a gather behind it"
         return f"window {window}: at most {plural(window, 'bucket')} " + (

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from inductor_passes.ir.buckets import assign_by_module, plan_buckets
+from inductor_passes.ir.buckets import assign_by_module
 from inductor_passes.ir.program import Bucket, Program, ProgramError
 from inductor_passes.machine.grid import OpenProgram
 from inductor_passes.planner.plan import scheduled
 from inductor_passes.planner.regular import few_shapes, regular
 from inductor_passes.planner.segments import bare, lines_of, named_buckets
+from inductor_passes.transform.windows import buckets_by_module
 from simplefsdp.sweep.traced import OpenGraph, OpenStep
 
 SweepPlan = Literal["auto", "manual", "none"]
@@ -29,7 +30,7 @@ def plans_of(step: OpenStep, graph: OpenGraph, bucketing: SweepPlan) -> list[Ope
     program = graph.program
     if bucketing == "none":
         return [OpenProgram(program, graph.work, step.symbols)]
-    by_module = plan_buckets(program, assign_by_module(list(step.fqns)))
+    by_module = buckets_by_module(program, assign_by_module(list(step.fqns)))
     shapes: list[Sequence[Bucket]] = [by_module]
     if bucketing == "auto":
         lines = lines_of(bare(program))
