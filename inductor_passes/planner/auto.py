@@ -125,7 +125,10 @@ class _Planner:
     @cached_property
     def roomy(self) -> Plan:
         """The plan by module with another bucket of gradients pending, if that takes more."""
-        more = self.evaluated(plan_buckets(self.program, self.assignment)) or self.manual
+        buckets = plan_buckets(self.program, self.assignment)
+        if buckets == self.manual.buckets:  # of a forward, say
+            return self.manual
+        more = self.evaluated(buckets) or self.manual
         return max((more, self.manual), key=lambda plan: plan.peak_nbytes)
 
     def by_default(self, device_nbytes: int | None) -> Plan:

@@ -24,14 +24,10 @@ from inductor_passes.transform.order import first_uses, followers_of
 
 
 def buckets_by_module(program: Program, assignment: Assignment) -> tuple[Bucket, ...]:
-    """What ``bucketing="manual"`` is: :func:`~inductor_passes.ir.buckets.plan_buckets`, and the
-    windows of :func:`with_brief_reduces`."""
-    return with_brief_reduces(program, plan_buckets(program, assignment))
-
-
-def with_brief_reduces(program: Program, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """``buckets`` of a program in which nothing is merged, in the order of the model; a window of 1
-    for those of reduces that cost no time with it."""
+    """What ``bucketing="manual"`` is: :func:`~inductor_passes.ir.buckets.plan_buckets` of a program
+    in which nothing is merged, in the order of the model; with a window of 1 for those of reduces
+    that cost no time with it."""
+    buckets = plan_buckets(program, assignment)
     used = first_uses(program, followers_of(program))
     uses: list[tuple[float, str]] = []  # of buckets of gathers
     ready: list[tuple[int, str, int]] = []  # of buckets of reduces, with the bucket's place
@@ -39,7 +35,8 @@ def with_brief_reduces(program: Program, buckets: Sequence[Bucket]) -> tuple[Buc
         starts = [program.index[name] for name in bucket.starts]
         collective = program.ops[starts[0]].collective
         if collective is not None and collective.kind == "gather":
-            uses.append((min(used[i] for i in starts), collective.group))
+            use = min(used[i] for i in starts)
+            uses += [(use, collective.group)] if use < inf else []
         elif collective is not None and collective.kind == "reduce":
             ready.append((max(starts), collective.group, place))
     uses.sort()
@@ -63,6 +60,6 @@ def _is_waited_behind(
     at, group, _ = ready[k]
     until = ready[k + 2][0] if k + 2 < len(ready) else inf
     return any(
-        launched > at and ready[k + 1][0] < use <= until and use < inf and its == group
+        launched > at and ready[k + 1][0] < use <= until and its == group
         for (launched, _), (use, its) in pairwise(uses)
     )

@@ -147,13 +147,18 @@ def assigns_data(cut: GraphBreak) -> bool:
 
 def backend_traced_for() -> str | None:
     """The name of the backend that Dynamo traces a graph for now; None if it traces none."""
+    tracer = _tracer()
+    return None if tracer is None else str(getattr(tracer.output.compiler_fn, "__name__", ""))
+
+
+def _tracer() -> Any:
+    """What Dynamo traces with now; None if it traces nothing."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        backend = InstructionTranslator.current_tx().output.compiler_fn
+        return InstructionTranslator.current_tx()
     except AttributeError:
         return None
-    return str(getattr(backend, "__name__", ""))
 
 
 class CodePlace(NamedTuple):
@@ -170,12 +175,8 @@ def _place_of(code: CodeType) -> CodePlace:
 
 def place_being_compiled() -> CodePlace | None:
     """The function whose graph Dynamo hands to a backend now; None if it does not."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        return _place_of(InstructionTranslator.current_tx().f_code)
-    except AttributeError:
-        return None
+    tracer = _tracer()
+    return None if tracer is None else _place_of(tracer.f_code)
 
 
 def place_called() -> CodePlace | None:

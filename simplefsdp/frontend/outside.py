@@ -9,7 +9,8 @@ notice, and one is missing. torch lets a DTensor's operator be handled otherwise
 - *slices along a sharded dimension* (``module.weight.data[0].zero_()``): they are copies, gathered
   from all ranks, so that a write is lost. Here they raise, where a write is possible;
 - *the number of a sum over ranks* (``param.grad.norm().item()``): it is this rank's part. Here it
-  raises, for what would add the parts up would wait for ranks that do not ask;
+  raises, for what would add the parts up would wait for ranks that do not ask. But a truth
+  (``(param > 0).any()``, before 2.15) is that of all ranks, who ask alike, as since then;
 - *whether any element is true*, which ``torch.autograd.detect_anomaly`` asks of every gradient.
 """
 
@@ -38,6 +39,8 @@ _SLICES: dict[Any, int] = {
     _aten.split.Tensor: 2,
     _aten.split_with_sizes.default: 2,
 }
+# How torch would add up what ranks have of a truth, and whether it must be true on all of them.
+_TRUTHS = {"sum": False, "max": False, "product": True, "min": True}
 
 
 @functools.cache
@@ -118,8 +121,8 @@ def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     sizes = zip(target.placements, target.device_mesh.shape, strict=True)
     left = [p for p, ranks in sizes if isinstance(p, Partial) and ranks > 1]
     if left and _pointer(target) is not None:
-        if target.dtype == torch.bool:
-            return _of_all(target, all_true=left[0].reduce_op == "product")
+        if target.dtype == torch.bool and left[0].reduce_op in _TRUTHS:
+            return _of_all_ranks(target, all_true=_TRUTHS[left[0].reduce_op])
         raise ValueError(
             "item(), float() or bool() of a DTensor that is not reduced over ranks, such as the "
             "norm of a parameter or of its gradient, is this rank's part; call "
@@ -128,8 +131,8 @@ def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return _torch.default_dtensor_op(op, args, kwargs)
 
 
-def _of_all(flag: DTensor, *, all_true: bool) -> bool:
-    """``any()`` or ``all()`` over all ranks; before 2.15 torch leaves each rank its own part."""
+def _of_all_ranks(flag: DTensor, *, all_true: bool) -> bool:
+    """Whether ``flag`` is true on any rank, or on all."""
     here = bool(_torch.local_tensor(flag))
     (found,) = highest_of_ranks([here != all_true], flag.device_mesh)
     return found != all_true

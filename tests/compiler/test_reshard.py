@@ -38,7 +38,7 @@ def test_memory_decides(fake_mesh, caplog):
         assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=1.0)) == set(FQNS)
     # The first layer's input needs no gradient, so backward has no use for its weight.
     assert f"kept from forward to backward: {', '.join(FQNS[1:])}" in caplog.text
-    # Of which backward takes 52,500 bytes with one that is kept, and more with all.
+    # With one of them backward takes 52,500 bytes at the peak, and more with all.
     assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=53.2e-6)) == {FQNS[0], FQNS[3]}
     assert kept_by(graphs_of(mesh, True, memory_budget_gb=1.0)) == {FQNS[0]}
 

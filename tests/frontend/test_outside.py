@@ -79,6 +79,7 @@ def truth_of_all_ranks() -> None:
     assert (weight > 0).any().item() and not (weight > 0).all()
     assert (weight < 1).any() and not (weight < 1).all().item()
     assert (weight <= 1).all() and not (weight > 1).any()
+    assert (weight > 0).amax().item() and not (weight < 1).amin().item()
 
 
 def test_whether_any_or_all_are_is_asked_of_all_ranks(pools):
