@@ -55,12 +55,14 @@ class Link:
         latency_s: of a transfer.
         bandwidth: bytes per second.
         blocks: of the GPU, that a transfer holds, as NCCL's channels do.
+        sends: if not, a transfer is done as it is issued: outputs stay as they are.
         transfers: since they were last taken.
     """
 
     latency_s: float = 0.0
     bandwidth: float = float("inf")
     blocks: int = 1
+    sends: bool = True
     transfers: list[Transfer] = field(default_factory=list)
 
     def seconds(self, kind: str, nbytes: int) -> float:
@@ -107,6 +109,19 @@ def exposed_s(transfers: Sequence[Transfer]) -> float:
     if futures:
         slept += max(0.0, max(t.done_s for t in futures) - max(t.issued_s for t in futures))
     return slept
+
+
+class Unsent(dist.Work):
+    """The handle of a transfer on a link that does not send: it is done."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
 
 
 class WireWork(dist.Work):

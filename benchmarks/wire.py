@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transfers import Transfer, WireWork, link, told_to_profiler
+from transfers import Transfer, Unsent, WireWork, link, told_to_profiler
 from wire_copies import gather, reduce_scatter
 from wire_lane import Lane
 
@@ -183,6 +183,8 @@ class WireGroup(dist.ProcessGroup):
         outputs: object,
     ) -> dist.Work:
         """Put a transfer of the tensors ``full`` on the lane; ``copy`` makes its outputs."""
+        if not link.sends:
+            return Unsent()
         nbytes = sum(t.numel() * t.element_size() for t in full)
         now = time.perf_counter()
         free = max(now, self._free_s)

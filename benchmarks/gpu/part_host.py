@@ -1,9 +1,9 @@
 """Part e: what a step takes of the host; the optimizer and clipping at the shapes of 8B on 8 ranks;
 a matrix product that writes fp32 against one that is cast.
 
-The ranks are those of torch's ``fake`` group: on the modelled wire the host would launch two
-kernels and record events for each collective, in Python, as no user's does. What NCCL's own
-launches take is not in it.
+The wire sends nothing here: else the host would launch two kernels and record events for each
+collective, in Python, as no user's does. (Torch's ``fake`` group would launch a copy for each rank
+and gathered tensor.) What NCCL's own launches take is not in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import measure as measuring
 import torch
-import torch.distributed as dist
 import wire
 from graphed import GRAPHED
 from ledger import Part, part, seconds
@@ -40,8 +39,9 @@ def host_s(run: Part, variant: str) -> dict[str, Any]:
     """Seconds until forward and backward are launched; the device is idle before, and not waited
     for."""
     row = next(iter(rows(run).values()))
-    pretend(row.world_size)
+    wire.connect(row.world_size)
     wire.set_link(row.latency_us / 1e6, GB_S * 1e9)
+    wire.link.sends = False
     with run.turns.shared():
         load = measuring.workload(row, run.device)
         built = (BUILDERS | GRAPHED)[variant](load)
@@ -62,7 +62,7 @@ def host_s(run: Part, variant: str) -> dict[str, Any]:
         steps = [launched() for _ in range(1 if run.smallest else 12)][-10:]
     forward, backward = map(statistics.median, zip(*steps, strict=True))
     found = {"forward_host_s": forward, "backward_host_s": backward}
-    return {"process_group": dist.get_backend(), **found}
+    return {"sends": wire.link.sends, **found}
 
 
 def _synchronize(run: Part) -> None:
@@ -145,6 +145,7 @@ def apart(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return find()
     finally:
+        wire.link.sends = True
         disconnect()
 
 

@@ -99,8 +99,8 @@ def test_each_part_writes_what_it_found(found):
     assert all(len(called) == 3 and min(called.values()) > 0 for called in packs)
     assert correct["packing"]["cases"].keys() == cases().keys()
     host = json.loads((folder / "host.json").read_text())["cells"]
-    groups = [cell["process_group"] for name, cell in host.items() if "forward_host_s" in cell]
-    assert groups == ["fake"] * 2  # not the modelled wire, whose own Python would count
+    sends = [cell["sends"] for name, cell in host.items() if "forward_host_s" in cell]
+    assert sends == [False] * 2  # the copies and the clock of the modelled wire would count
     wire = json.loads((folder / "wire.json").read_text())["cells"]["smallest, 1 blocks"]["variants"]
     assert all("step_s" in wire[name] for name in ("floor", "none", "fsdp2_eager", "manual"))
 
