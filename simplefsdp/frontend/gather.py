@@ -32,6 +32,10 @@ from simplefsdp.frontend.placement import off_the_wire, on_the_wire
 
 _collectives = torch.ops._c10d_functional
 log = logging.getLogger("simplefsdp")
+ON_META = (
+    "is on the meta device, without values; call simplefsdp.init_weights(model) after simple_fsdp, "
+    "or load a checkpoint"
+)
 
 
 class GatherSpec(NamedTuple):
@@ -288,10 +292,7 @@ def gather(
     if param.is_meta:
         # Here, not where the parameter is read: Dynamo would take the code that it traces to be
         # uncompilable, for ever.
-        raise ValueError(
-            f"{fqn or 'a parameter'}: is on the meta device, without values; call "
-            "simplefsdp.init_weights(model) after simple_fsdp, or load a checkpoint"
-        )
+        raise ValueError(f"{fqn or 'a parameter'}: {ON_META}")
     if has_no_data(local_tensor(param)) and backend_traced_for() == "inductor":
         _warn_of_torchs_backend()
     with provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward):

@@ -29,7 +29,7 @@ from simplefsdp.frontend.accumulation import (
 )
 from simplefsdp.frontend.after_wrap import check_before_eager_forward, note_replaced
 from simplefsdp.frontend.eager_guard import eager_forward, note_gather
-from simplefsdp.frontend.gather import gather
+from simplefsdp.frontend.gather import ON_META, gather
 from simplefsdp.frontend.reading import OWN, in_forward, marked, marked_own, plain, read_only
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
@@ -207,6 +207,8 @@ class _Gathering:
             return self
         compiling = torch.compiler.is_compiling()
         param = module._parameters.get(self.name)
+        if compiling and param is not None and param.is_meta:
+            _break_the_graph()
         if compiling:
             # The short way, which most take: Dynamo follows each step of it at each read.
             fields = getattr(module, GATHERS).get(self.name)
@@ -229,6 +231,13 @@ class _Gathering:
 run_as_it_is(_Gathering.__get__)
 
 
+@torch.compiler.disable(reason=f"a parameter {ON_META}")
+def _break_the_graph() -> None:
+    """Called where a parameter without values is traced: it is read again as it is, whose error is
+    short. One from inside a trace ends in hundreds of lines of Dynamo's, which then never compiles
+    that code again."""
+
+
 def _now(module: nn.Module, name: str) -> dict[str, Any]:
     """What the gather of a parameter is told of this moment, beside its spec."""
     full = kept.kept_of(module, name)
@@ -240,6 +249,8 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
         return init_flow.full_parameter(param)
     if not in_forward():
         return param
+    if param.is_meta:
+        torch.compiler.reset()  # what was compiled breaks here, and would go on to; gather raises
     fqn, now = layout.spec.fqn, _now(module, name)
     if isinstance(param, DTensor):
         if "kept" in now:
