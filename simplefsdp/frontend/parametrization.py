@@ -207,7 +207,8 @@ class _Gathering:
             return self
         compiling = torch.compiler.is_compiling()
         param = module._parameters.get(self.name)
-        if compiling and param is not None and param.is_meta:
+        # `is_meta` would be a node of the graph.
+        if compiling and param is not None and param.device.type == "meta":
             _break_the_graph()
         if compiling:
             # The short way, which most take: Dynamo follows each step of it at each read.
