@@ -110,6 +110,7 @@ def test_what_is_computed_again_gives_the_same(mesh, checkpointing):
     check_gradients(model, plain, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_reduce_on_a_group_of_its_own(mesh):
     plain, model = llama(), llama()
     loss_of(plain).backward()

@@ -90,12 +90,14 @@ def test_what_they_cost_is_what_they_move():
     assert [w.kernels for w in work.values()] == [1, 1]
 
 
+@pytest.mark.slow
 def test_the_kernel_gives_the_bits_of_its_twin(interpreted: dict[str, Any]):
     assert len(interpreted) == 14
     for case, found in interpreted.items():
         assert (found["packed"], found["unpacked"]) == (True, True), case
 
 
+@pytest.mark.slow
 def test_the_kernel_moves_each_byte_once(interpreted: dict[str, Any]):
     for case, found in interpreted.items():
         out = found["least"]["written"]

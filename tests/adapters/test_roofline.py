@@ -181,6 +181,7 @@ def device_values(traced: torch.fx.GraphModule) -> list[Tensor]:
     return [node.meta["val"] for node in traced.graph.nodes if "val" in node.meta]
 
 
+@pytest.mark.slow
 def test_a_llama_step_has_the_operations_of_the_formula(fake_mesh: Callable) -> None:
     config = LlamaConfig(
         vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, max_seq_len=16

@@ -114,6 +114,7 @@ def test_what_is_done_is_left_out(found):
     assert files == {file: file.stat().st_mtime_ns for file in path.glob("out/*/*.json")}
 
 
+@pytest.mark.slow
 def test_a_part_out_of_time_is_told_and_the_others_go_on(module, kit_of, tmp_path, capsys):
     kit_of(slow=(SLOW, 3.0), broken=("raise SystemExit(3)", 60.0), quick=(QUICK, 60.0))
     assert module("run").main() == 1

@@ -42,6 +42,7 @@ def test_rows_side_by_side_write_into_one_file(module, kit_of, monkeypatch, tmp_
     assert data["failed"] == ["two"] and data["line"] == "well; FAILED: two"
 
 
+@pytest.mark.slow
 def test_parts_side_by_side_have_limits_of_their_own(module, kit_of, monkeypatch, capsys):
     kit_of(long=("import time\ntime.sleep(4)", 60.0), over=(SLOW, 2.0), quick=(QUICK, 60.0))
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--side-by-side"])

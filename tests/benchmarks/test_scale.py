@@ -77,6 +77,7 @@ def test_the_passes_merged(row):
     assert all(launches[name]["gather"] < n for name in {"auto", "torch_auto"} & set(launches))
 
 
+@pytest.mark.slow
 def test_what_is_written_and_printed(row, capsys):
     assert json.loads(json.dumps(row)) == row
     assert {"model", "ranks", "batch", "layout", "cluster", "timing", "lower_bound_ms"} <= set(row)
@@ -87,6 +88,7 @@ def test_what_is_written_and_printed(row, capsys):
     assert "debug on 16 h100 (shard), batch 1, 2 layers only" in printed
 
 
+@pytest.mark.slow
 def test_a_cell_is_priced_once(row):
     assert is_priced(CELL, ["h100"], VARIANTS, [row])
     assert not is_priced(CELL, ["h100", "b200"], VARIANTS, [row])
@@ -94,6 +96,7 @@ def test_a_cell_is_priced_once(row):
     assert not is_priced(CELL, ["h100"], (*VARIANTS, "another"), [row])
 
 
+@pytest.mark.slow
 def test_missed_targets_are_told(row):
     auto = {"to_bound": 1.2, "exposed_ms": 5.0, "step_ms": 9.0, "plan_s": 11.0}
     theirs = {"exposed_ms": 4.0, "step_ms": 8.0}
@@ -108,6 +111,7 @@ def test_missed_targets_are_told(row):
     assert "auto was not priced" in next(misses([{**row, "variants": failed}]))
 
 
+@pytest.mark.slow
 def test_published_figures(row):
     assert compared([row]) == []  # a cell that nobody has published
     whole = {**row, "model": "8b", "ranks": 8, "layers": None}

@@ -186,6 +186,7 @@ def calibrate(*args: str, cwd: Path, **more: object) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_write_a_cluster(tmp_path: Path) -> None:
     done = calibrate("--quick", "--nbytes-max", "65536", "--out", "two.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

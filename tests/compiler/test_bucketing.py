@@ -94,15 +94,19 @@ FLAT = {**MANUAL, "adjust": flat}
 AUTO = {"bucketing": "auto", "memory_budget_gb": 1.0}
 VARIANTS = [
     MANUAL,
-    {"bucketing": "auto", "adjust": flat, "cluster": "h100"},
-    {**MANUAL, "reorder": False, "separate_reduce_group": True},
     {**MANUAL, "adjust": one_at_a_time, "buckets": ["blocks.1", ["embed", "frozen"]]},
     {"bucketing": "none", "reorder": True, "adjust": five_at_a_time},
 ]
+MORE = [
+    {"bucketing": "auto", "adjust": flat, "cluster": "h100"},
+    {**MANUAL, "reorder": False, "separate_reduce_group": True},
+]
 
 
-def test_every_option_gives_the_same_numbers(pools):
-    pools(2).run(compare_with_none, "fully_shard", "fp32", VARIANTS, Zoo)
+@pytest.mark.slow(quick=["some"])
+@pytest.mark.parametrize("variants", [VARIANTS, MORE], ids=["some", "more"])
+def test_every_option_gives_the_same_numbers(pools, variants):
+    pools(2).run(compare_with_none, "fully_shard", "fp32", variants, Zoo)
 
 
 @pytest.mark.slow

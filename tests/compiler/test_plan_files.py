@@ -93,6 +93,7 @@ def plans_of(mesh, **options: object) -> list[Plan]:
     return [graph.rehearsal.plan for graph in seen]
 
 
+@pytest.mark.slow
 def test_the_next_process_does_not_plan(fake_mesh, monkeypatch):
     mesh, made = fake_mesh(4), []
     plan_auto = rehearsal.plan_auto

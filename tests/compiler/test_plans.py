@@ -129,6 +129,7 @@ def changed_batches(resets):
     return found
 
 
+@pytest.mark.slow
 def test_after_a_reset_a_changed_batch_makes_a_new_plan(pools):
     resets = (torch._dynamo.reset_code_caches, torch.compiler.reset)
     one, other = pools(2).run(changed_batches, resets)

@@ -230,7 +230,7 @@ def dynamo_graph(model: nn.Module, x: torch.Tensor) -> list[object]:
     return found
 
 
-@pytest.mark.slow(quick=["dropout", "tied", "one differs"])
+@pytest.mark.slow(quick=["dropout", "one differs"])
 @pytest.mark.parametrize("case", [*OF_OTHERS, *MORE])
 def test_the_graph_is_that_of_all_layers(solo_mesh, caplog, case):
     make, expected = MORE[case] if case in MORE else (CASES[case][0], OF_OTHERS[case])
@@ -482,6 +482,7 @@ def test_other_backends_see_no_calls(solo_mesh):
     assert torch.ops.higher_order.invoke_subgraph not in targets and len(targets) > 10 * DEPTH
 
 
+@pytest.mark.slow
 def test_sizes_are_left_open(solo_mesh, caplog):
     plain = Model()
     model = simple_fsdp(copy.deepcopy(plain), solo_mesh)

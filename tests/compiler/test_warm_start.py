@@ -260,6 +260,7 @@ def test_the_log_says_the_same(fake_mesh):
         assert len(log.lines) == lines
 
 
+@pytest.mark.slow
 def test_who_observes_sees_each_graph(fake_mesh):
     mesh = fake_mesh(4)
     trained(mesh)
@@ -302,6 +303,7 @@ def test_a_folder_that_cannot_be_written_costs_time_only(fake_mesh):
     assert_equal(trained(mesh), trained(mesh))
 
 
+@pytest.mark.slow
 def test_a_backward_that_is_retained(fake_mesh):
     """By regions, that is; whole graphs of Inductor's write over what the forward has left."""
     mesh = fake_mesh(4)
@@ -442,6 +444,7 @@ def test_other_passes_of_the_users(fake_mesh):
     assert names[0] == names[2] != names[1]
 
 
+@pytest.mark.slow
 def test_other_instructions(fake_mesh, monkeypatch):
     """Of a machine that shares the folder of caches, or is given them."""
     mesh = fake_mesh(4)

@@ -254,6 +254,7 @@ def test_the_code_launches_in_the_sequence_of_the_graph(fake_mesh):
         assert sorted(code) == sorted(graph)  # and waits for the same, as often
 
 
+@pytest.mark.slow
 def test_the_automatic_plan_is_in_the_code(fake_mesh):
     found = compile_step(fake_mesh(4), bucketing="auto", executor="inductor")
     assert len(found.planned) == len(found.generated) == 2

@@ -13,7 +13,7 @@ from faults_run import End, EndedEarly
 QUICK = [name for name, this in FAULTS.items() if this.quick]
 
 
-@pytest.mark.slow(quick=["no_room_for_a_checkpoint", "cluster_nested_deeply"])
+@pytest.mark.slow(quick=["no_room_for_a_checkpoint"])
 @pytest.mark.faults
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", QUICK)

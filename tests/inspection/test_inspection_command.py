@@ -232,6 +232,7 @@ def test_a_budget_that_nothing_fits(capsys):
     assert "memory budget: no schedule fits 1,000,000 bytes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_machine_averages_or_not(tmp_path):
     """On a GPU NCCL does; on a CPU gradients are summed, and divided by kernels of their own."""
     reduces = {}

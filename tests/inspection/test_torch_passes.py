@@ -30,6 +30,7 @@ def launches(program: Program, kind: str) -> int:
     return sum(op.sends == kind for _, op in program.starts())
 
 
+@pytest.mark.slow
 def test_every_parameter_is_still_reduced_and_all_reduced(fake_mesh):
     """Since 2.14 torch buckets the all-reduces of hybrid sharding, too."""
     mesh = fake_mesh(2, 2, names=("replicate", "shard"))

@@ -36,7 +36,7 @@ def text_of(plan: Plan) -> str:
     return "; ".join(f"{' '.join(b.starts)} ({b.window})" for b in plan.buckets)
 
 
-@pytest.mark.slow(quick=["forward", "hybrid", "mixed"])
+@pytest.mark.slow(quick=["forward", "mixed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_plan_is_better(kind):
     for seed in range(EXHAUSTED[kind]):
@@ -167,7 +167,7 @@ def test_names_do_not_matter(kind):
         assert [b.starts for b in other.buckets] == starts
 
 
-@pytest.mark.slow(quick=["forward", "backward"])
+@pytest.mark.slow(quick=["forward"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "replicate"])
 def test_sizes_of_shards_do_not_matter(kind):
     """Nor do the times of what is done to them."""
@@ -336,7 +336,7 @@ def test_nothing_to_plan():
     assert (plan.buckets, plan.step_us, plan.peak_nbytes) == ((), 10, 16)
 
 
-@pytest.mark.slow(quick=["forward", "hybrid"])
+@pytest.mark.slow(quick=["forward"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bucket_has_too_many_members(kind, monkeypatch):
     """Whatever the plan is: by module, joined, in parts or searched for."""

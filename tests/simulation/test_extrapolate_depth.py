@@ -214,6 +214,7 @@ def _stack(mesh, widths: Sequence[int], **how) -> tuple[TracedStep, nn.Module]:
         return trace(model, torch.ones(2, 8)), model
 
 
+@pytest.mark.slow
 def test_hybrid_and_checkpointed(fake_mesh):
     mesh = fake_mesh(4, 2, names=("replicate", "shard"))
     _compare(lambda depth: _stack(mesh, [16] * depth, recompute=True), SHALLOW + 1)

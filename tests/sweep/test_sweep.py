@@ -96,7 +96,7 @@ def compare(sweep: CellSweep, base: Cell, *cells: Cell) -> OpenStep:
     return step
 
 
-@pytest.mark.slow(quick=["selective"])
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
 def test_llama(recomputed):
     step = compare(llama(recomputed), Cell(3, 56, 4), Cell(1, 64, 2), Cell(4, 100, 8))
