@@ -28,6 +28,7 @@ from simplefsdp._torch.dynamo import (
     compile_modules_of_torch_too,
     graph_break_of,
     has_policy,
+    inlines,
     input_name,
     is_allowed_in_graph,
     is_checkpoint_region,

@@ -151,6 +151,17 @@ def backend_traced_for() -> str | None:
     return None if tracer is None else str(getattr(tracer.output.compiler_fn, "__name__", ""))
 
 
+def inlines(name: str, file: str) -> bool:
+    """Whether Dynamo traces now inside a call of a function ``name`` of ``file``."""
+    tracer = _tracer()
+    tracer = tracer and tracer.output.current_tx
+    while tracer is not None:
+        if tracer.f_code.co_name == name and tracer.f_code.co_filename == file:
+            return True
+        tracer = getattr(tracer, "parent", None)
+    return False
+
+
 def _tracer() -> Any:
     """What Dynamo traces with now; None if it traces nothing."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

@@ -30,10 +30,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from simplefsdp._torch.changed_state import State, bases, changes, held_by, hold_alike
 from simplefsdp._torch.dynamo import has_policy, source_name, with_own_code
 from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
+from simplefsdp.exact import exactly, is_plain
 
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 _TAGS = invoke_subgraph.InputTag
 _OWN = (_TAGS.OBJECT, _TAGS.CONSTANT)  # of arguments that are no tensors
+_EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")  # guards that ask what a constant is
 log = logging.getLogger("simplefsdp")
 
 _MOST_KINDS = 4
@@ -80,7 +82,7 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
                 state_is_alike = changed == traced.state.changed and hold_alike(traced.state, held)
                 if state_is_alike and _is_like(tx, traced, found, layer.value):
                     result = invoke_subgraph.stamp_out_subgraph(tx, found, traced.entry)
-                    _guard_as(traced, found.arg_sources)
+                    _guard_as(tx, traced, found.arg_sources)
                     _note_layer(tx, layer)
                     return result
             function = UserFunctionVariable(_caller(kind))
@@ -129,6 +131,25 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return *own, tensor.device_mesh, tensor.placements, _layout(tensor._local_tensor)
 
 
+class _Asked(NamedTuple):
+    """A guard that is to be asked of other layers."""
+
+    source: Any
+    guard: Any
+    check: Any  # torch's, of a value and what it noted of the first layer's
+    noted: Any
+    exact: Any  # the first layer's value, if it is a constant: torch takes 1 for True
+
+    def holds(self, value: Any) -> bool:
+        """Whether it holds of the value that another layer has there."""
+        return self.exact == _exact(self.guard, value) and self.check.eval_fn(value, self.noted)
+
+
+def _exact(guard: Any, value: Any) -> Any:
+    known = is_plain(value) or guard.create_fn_name() in _EQUAL
+    return exactly(value) if known else type(value)
+
+
 class _Traced(NamedTuple):
     """A layer that Dynamo has followed."""
 
@@ -137,7 +158,7 @@ class _Traced(NamedTuple):
     sharing: tuple[int, ...]  # see :func:`_sharing`
     described: list[object]  # see :func:`_described`
     # Of the layer's own sources: each with its source, how to ask it, and what it said.
-    guards: tuple[tuple[Any, Any, Any, Any], ...]
+    guards: tuple[_Asked, ...]
     # Pairs of sources that are one object; torch does not ask that of another call.
     same: tuple[tuple[Any, Any], ...]
     state: State  # see :class:`State`
@@ -203,7 +224,8 @@ def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
         if name == "TENSOR_MATCH" and not captured.concerns(source):
             raise LookupError("of a tensor only its layout is read")  # and nobody would guard it
         value = tx.output.resolve_source_value(source)
-        guards.append((source, asked, asked.get_metadata_fn(guard, value), guard))
+        noted = asked.get_metadata_fn(guard, value)
+        guards.append(_Asked(source, guard, asked, noted, _exact(guard, value)))
     return tuple(guards), tuple(same)
 
 
@@ -269,19 +291,21 @@ def _is_like(tx: Any, traced: _Traced, found: Any, layer: nn.Module) -> bool:
         return moved(source).get_value(scope, {}, known)
 
     try:
-        alike = all(asked.eval_fn(value(at), was) for at, asked, was, _ in traced.guards)
+        alike = all(asked.holds(value(asked.source)) for asked in traced.guards)
         return alike and all(value(one) is value(other) for one, other in traced.same)
     except (AttributeError, LookupError):  # it is not there
         return False
 
 
-def _guard_as(traced: _Traced, sources: Sequence[Any]) -> None:
+def _guard_as(tx: Any, traced: _Traced, sources: Sequence[Any]) -> None:
     """Guard of a layer what is guarded of the one that it is like; torch compares it once."""
-    moved = _moving(traced, sources)
-    for source, _, _, guard in traced.guards:
+    moved, ordered = _moving(traced, sources), tx.output.guard_on_key_order
+    for asked in traced.guards:
+        # Whose keys are found by their places.
+        ordered.update({moved(base) for base in bases(asked.source) if base in ordered})
         # A tensor's guard holds the tensor; those of the layer's tensors are there already.
-        if guard.create_fn_name() != "TENSOR_MATCH":
-            install_guard(moved(source).make_guard(guard.create_fn))
+        if asked.guard.create_fn_name() != "TENSOR_MATCH":
+            install_guard(moved(asked.source).make_guard(asked.guard.create_fn))
     for one, other in traced.same:
         same = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=moved(other))
         install_guard(moved(one).make_guard(same))

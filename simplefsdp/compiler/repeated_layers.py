@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
 from inductor_passes.adapters._torch import is_view
 from simplefsdp import provenance
+from simplefsdp.exact import exactly
 
 
 class Place(NamedTuple):
@@ -221,7 +222,9 @@ def _described(
 ) -> object:
     """What matters of a node, the same in layers that are alike."""
 
-    def refer(argument: Node) -> Any:
+    def refer(argument: Any) -> Any:
+        if not isinstance(argument, Node):
+            return exactly(argument)
         if not references or argument not in layout.place:
             return argument if references else None
         other, member = layout.place[argument]
@@ -231,5 +234,5 @@ def _described(
         return numbering.moved(fqn, -layout.numbers[layer])
 
     marks = provenance.renamed(node.meta.get("custom") or {}, moved)
-    arguments = map_arg((node.args, node.kwargs), refer)
+    arguments = map_aggregate((node.args, node.kwargs), refer)
     return node.op, node.target, arguments, _values(node), marks

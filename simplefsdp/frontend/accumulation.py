@@ -48,8 +48,10 @@ class Sync(NamedTuple):
 
 
 def deferral_of(module: nn.Module, name: str) -> dict[str, Any]:
-    """How the gather of a parameter that is read now defers its gradient; empty if it does not."""
-    if not torch.is_grad_enabled():
+    """How the gather of a parameter that is read now defers its gradient; empty if it does not, or
+    if the parameter is frozen by now."""
+    param = module._parameters.get(name)
+    if not torch.is_grad_enabled() or param is None or not param.requires_grad:
         return {}
     deferral: dict[str, Any] = module.__dict__.get(DEFERRALS, {}).get(name, {})
     return deferral
@@ -75,7 +77,8 @@ def _deferrals(module: nn.Module, sync: Sync) -> dict[str, dict[str, Any]]:
     deferrals: dict[str, dict[str, Any]] = {}
     for name, layout in module.__dict__.get(LAYOUTS, {}).items():
         param = module._parameters.get(name)
-        if isinstance(param, DTensor) and param.requires_grad:
+        # One that is frozen now, but was not before, may be trained again before the next call.
+        if isinstance(param, DTensor) and (param.requires_grad or SUMS in param.__dict__):
             deferral = _deferral(param, layout, sync)
             if deferral != Deferral():
                 deferrals[name] = {k: v for k, v in deferral._asdict().items() if v is not None}

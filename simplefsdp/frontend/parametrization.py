@@ -30,7 +30,15 @@ from simplefsdp.frontend.accumulation import (
 from simplefsdp.frontend.after_wrap import check_before_eager_forward, note_replaced
 from simplefsdp.frontend.eager_guard import eager_forward, note_gather
 from simplefsdp.frontend.gather import ON_META, gather
-from simplefsdp.frontend.reading import OWN, in_forward, marked, marked_own, plain, read_only
+from simplefsdp.frontend.reading import (
+    OWN,
+    in_forward,
+    in_traced_forward,
+    marked,
+    marked_own,
+    plain,
+    read_only,
+)
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
     GATHERS,
@@ -205,12 +213,13 @@ class _Gathering:
     def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
         if module is None:
             return self
-        compiling = torch.compiler.is_compiling()
         param = module._parameters.get(self.name)
-        # `is_meta` would be a node of the graph.
-        if compiling and param is not None and param.device.type == "meta":
-            _break_the_graph()
-        if compiling:
+        if torch.compiler.is_compiling():
+            if not in_traced_forward():
+                return _plain_attribute(module, self.name)
+            # `is_meta` would be a node of the graph.
+            if param is not None and param.device.type == "meta":
+                _break_the_graph()
             # The short way, which most take: Dynamo follows each step of it at each read.
             fields = getattr(module, GATHERS).get(self.name)
             if (
@@ -220,16 +229,25 @@ class _Gathering:
                 and isinstance(param, DTensor)
             ):
                 return gather(param, "", fields)
-        layout = getattr(module, LAYOUTS).get(self.name)
-        if layout is None or param is None:
-            return _plain_attribute(module, self.name)
-        if compiling:
-            # Without the parameter's FQN, too.
-            return _gathered(param, layout, _now(module, self.name), fqn="")
-        return _read_eagerly(module, self.name, param, layout)
+        return _read(module, self.name, param)
 
 
 run_as_it_is(_Gathering.__get__)
+
+
+def _read(module: nn.Module, name: str, param: Tensor | None) -> Any:
+    layout = getattr(module, LAYOUTS).get(name)
+    if layout is None or param is None:
+        return _plain_attribute(module, name)
+    if not isinstance(param, (DTensor, nn.Parameter)):
+        return param  # that torch.func.functional_call has put there for a while
+    if torch.compiler.is_compiling():
+        # Without the parameter's FQN, too.
+        return _gathered(param, layout, _now(module, name), fqn="")
+    return _read_eagerly(module, name, param, layout)
+
+
+run_as_it_is(_read)
 
 
 @torch.compiler.disable(reason=f"a parameter {ON_META}")

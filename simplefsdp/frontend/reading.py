@@ -78,6 +78,12 @@ def in_forward() -> bool:
     return False
 
 
+@torch.compiler.assume_constant_result
+def in_traced_forward() -> bool:
+    """As :func:`in_forward`, of what Dynamo traces, when it traces it."""
+    return _torch.inlines("forward_of_wrapped", __file__) or in_forward()
+
+
 class ReadOnlyParameter(Tensor):
     """A gathered parameter in an eager forward, and views of it: what is written to it would be
     lost, so it raises. Compiled code never sees this class."""

@@ -754,3 +754,22 @@ def test_plain_tensors_and_those_that_hold_others(solo_mesh):
     tensor = torch.ones(2)
     assert _torch.is_plain_tensor(tensor) and not _torch.is_plain_tensor(3)
     assert not _torch.is_plain_tensor(distribute_tensor(tensor, solo_mesh, [Shard(0)]))
+
+
+def test_which_functions_dynamo_is_in_is_known_as_it_traces():
+    found = []
+
+    @torch.compiler.assume_constant_result
+    def asked():
+        found.append([_torch.inlines(name, __file__) for name in ("inner", "outer", "nobody")])
+        return True
+
+    def inner(x):
+        return x + 1 if asked() else x
+
+    def outer(x):
+        return inner(x)
+
+    torch._dynamo.reset()
+    torch.compile(outer, backend="eager", fullgraph=True)(torch.ones(2))
+    assert found == [[True, True, False]] and not _torch.inlines("outer", __file__)

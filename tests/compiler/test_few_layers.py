@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from simplefsdp import simple_fsdp
 from simplefsdp.compiler import lengthen, shorten
 from simplefsdp.compiler.observers import observing
+from simplefsdp.exact import exactly
 
 DIM, DEPTH = 9, 8
 LEFT_OUT = DEPTH - shorten.HEAD - 1 - shorten.TAIL
@@ -395,3 +396,10 @@ def config_pass() -> type:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     return CustomGraphPass
+
+
+def test_constants_that_are_equal_and_not_the_same():
+    same = [(1, "a", None), [0.5, (2,)], torch.float32]
+    assert exactly(same) == exactly(copy.deepcopy(same))
+    for one, other in ((1, True), (1, 1.0), (0.0, -0.0), ((1,), [1]), ([0], [False])):
+        assert exactly(one) != exactly(other)

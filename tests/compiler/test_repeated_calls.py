@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +125,14 @@ class Tied(Layer):
 
     def forward(self, x, mask):
         return super().forward(x, mask) * self.one + self.two
+
+
+class Asks(Layer):
+    setting: object = 1
+
+    def forward(self, x, mask):
+        x = super().forward(x, mask)
+        return x * 2 if self.setting is True else x
 
 
 def some_tied(model: Model, numbers: list[int]) -> Model:
@@ -371,7 +381,30 @@ def first_half_frozen() -> Model:
     return model
 
 
+def hooked(inner: bool) -> Model:
+    """Each layer has a hook that holds a number."""
+    model = Model()
+    for i, layer in enumerate(model.layers):
+        factor = 0.25 if i == 5 else 0.5
+        module = layer.up if inner else layer
+        module.register_forward_hook(lambda _, args, out, factor=factor: out * factor)
+        module.register_forward_hook(functools.partial(times, factor))
+        module.register_forward_pre_hook(holding(factor))
+    return model
+
+
+def times(factor: float, _: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * factor
+
+
+def holding(factor: float) -> Any:
+    return lambda _, args: (args[0] * factor, *args[1:])
+
+
 TRAPS = {
+    "one and true": lambda: of_fifth(lambda layer: setattr(layer, "setting", True), Asks),
+    "hooks that hold": lambda: hooked(inner=False),
+    "inner hooks that hold": lambda: hooked(inner=True),
     "the same twice": WithFirst,
     "read in a region": lambda: of_fifth(lambda layer: setattr(layer, "factor", 2.0), Inside),
     "hook": lambda: of_fifth(lambda m: m.register_forward_hook(lambda _, args, out: 2 * out)),
@@ -382,7 +415,7 @@ TRAPS = {
 }
 
 
-@pytest.mark.slow(quick=["hook", "frozen"])
+@pytest.mark.slow(quick=["hook", "frozen", "one and true", "hooks that hold"])
 @pytest.mark.parametrize("trap", TRAPS)
 def test_what_tells_layers_apart_that_no_guard_of_torchs_would(solo_mesh, trap):
     """Each of these gave the first layer's graph for all."""

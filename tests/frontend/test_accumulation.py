@@ -181,6 +181,43 @@ def test_a_hybrid_mesh_may_defer_the_all_reduce_alone(pools):
     assert pools(4).run(sent_per_microbatch, "hybrid_shard", "none")[0] == [[0, 0], [0, 0], [8, 8]]
 
 
+class Rivals(nn.Module):
+    """Of which one is trained while the other is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes, self.judges = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+
+    def forward(self, x):
+        return self.judges(torch.tanh(self.makes(x)))
+
+
+def in_turns(executor):
+    """Each is frozen when the other's micro-batch ends."""
+    torch.manual_seed(0)
+    plain = Rivals()
+    model = simple_fsdp(copy.deepcopy(plain))
+    run = run_of(model, executor)
+    for step in range(2):
+        for number in range(MICRO):
+            x = numbers(4, DIM, seed=step * MICRO + number)
+            for name, other, sign in (("makes", "judges", 1), ("judges", "makes", -1)):
+                for m in (plain, model):
+                    m.get_submodule(name).requires_grad_(True)
+                    m.get_submodule(other).requires_grad_(False)
+                (sign * plain(x).square().mean()).backward()
+                with microbatch(model, is_last=number == MICRO - 1):
+                    (sign * run(mine(x)).square().mean()).backward()
+        check_grads(plain, model)
+        for m in (plain, model):
+            m.zero_grad()
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_what_is_frozen_in_turns(pools, executor):
+    pools(2).run(in_turns, executor)
+
+
 def both_deferred(executor):
     """Neither is sent in the first, only the all-reduce is missing in the second."""
     plain = nn.Sequential(Mlp(), Mlp())

@@ -53,6 +53,74 @@ def test_outside_forward_it_is_the_parameter_that_is_trained(solo_mesh, no_colle
     assert torch.equal(param.to_local(), before - param.grad.to_local())
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "simplefsdp"])
+def test_also_in_what_is_compiled_outside_forward(fake_mesh, no_collectives, backend):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2))
+    weight = model.get_parameter("0.weight")
+    nn.init.uniform_(weight, 0.2, 1.0)
+    weight.grad = torch.ones_like(weight)
+    no_collectives()
+
+    def clamp(model: nn.Module) -> None:
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.1, 0.1)
+            model[0].weight.grad.mul_(0.5)
+
+    torch.compile(clamp, backend=backend, fullgraph=True)(model)
+    assert torch.equal(weight.to_local(), torch.full((2, 4), 0.1))
+    assert torch.equal(weight.grad.to_local(), torch.full((2, 4), 0.5))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "simplefsdp"])
+def test_a_penalty_in_the_loss(solo_mesh, backend):
+    plain, x = nn.Sequential(nn.Linear(4, 4)), torch.rand(2, 4)
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+
+    def loss_of(x):
+        return model(x).square().mean() + model[0].weight.square().sum().full_tensor()
+
+    loss = (torch.compile(loss_of, backend=backend) if backend else loss_of)(x)
+    wanted = plain(x).square().mean() + plain[0].weight.square().sum()
+    for one in (loss, wanted):
+        one.backward()
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_a_forward_calls_is_inside_it(solo_mesh, backend):
+    """Compiled by itself, too."""
+    call = torch.compile(lambda self, x: x @ self.weight.T, backend=backend, fullgraph=True)
+    model = simple_fsdp(Probe(call), solo_mesh)
+    output = model(torch.ones(2, 4))
+    assert type(output) is torch.Tensor and torch.equal(output, torch.full((2, 4), 4.0))
+
+
+class Scaled(nn.Module):
+    """Computes with weights that it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x):
+        weights = {"weight": self.inner.weight * self.gain, "bias": self.inner.bias}
+        return torch.func.functional_call(self.inner, weights, (x,))
+
+
+@pytest.mark.parametrize("executor", [None, "aot_eager"])
+def test_weights_that_a_forward_computes(solo_mesh, executor):
+    plain, x = Scaled(), torch.rand(2, 4)
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    if executor:
+        model.compile(backend="simplefsdp", fullgraph=True, options={"executor": executor})
+    for m in (plain, model):
+        m(x).square().sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.full_tensor(), one.grad)
+
+
 def test_what_is_written_to_it_stays(fake_mesh, no_collectives):
     layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
     no_collectives()
