@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from simplefsdp._torch.changed_state import State, bases, changes, held_by, hold_alike
 from simplefsdp._torch.dynamo import has_policy, source_name, with_own_code
+from simplefsdp._torch.exact import exactly, is_plain
 from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
-from simplefsdp.exact import exactly, is_plain
 
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 _TAGS = invoke_subgraph.InputTag

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from inductor_passes.adapters._torch import is_view
 from simplefsdp import provenance
-from simplefsdp.exact import exactly
+from simplefsdp._torch.exact import exactly
 
 
 class Place(NamedTuple):

@@ -17,9 +17,9 @@ from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from simplefsdp import simple_fsdp
+from simplefsdp._torch.exact import exactly
 from simplefsdp.compiler import lengthen, shorten
 from simplefsdp.compiler.observers import observing
-from simplefsdp.exact import exactly
 
 DIM, DEPTH = 9, 8
 LEFT_OUT = DEPTH - shorten.HEAD - 1 - shorten.TAIL
