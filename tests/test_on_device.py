@@ -128,6 +128,7 @@ def test_micro_batches_add_up(mesh):
     check_gradients(model, plain, 1e-4)
 
 
+@pytest.mark.slow
 def test_clipping_and_a_step(mesh):
     plain, model = llama(), compiled(llama(), mesh)
     for m in (plain, model):

@@ -212,14 +212,21 @@ def _warn_of_late_sync() -> None:
 
 
 def _refuse_other_inputs(params: Sequence[tuple[Tensor, str]], *_: Any) -> None:
-    """A backward writes to the sums whatever gradients were asked for, if it was compiled."""
-    if not any(accumulates(param) for param, _ in params if param.requires_grad):
+    """A backward writes to the sums whatever gradients were asked for, if it was compiled; which
+    loses nothing if it would send them and there are none."""
+    may_lose = any(until != "all" or _waits(param) for param, until in params)
+    if may_lose and not any(accumulates(param) for param, _ in params if param.requires_grad):
         raise ValueError(
             "torch.autograd.grad, or backward(inputs=...): not while gradients are accumulated "
             "without communication: that backward would add to them. Compute gradients of "
             "inputs on the model before it is compiled, and those of parameters by backward(). If "
             "this is a plain backward(): parameters were moved (model.to()) since its forward"
         )
+
+
+def _waits(param: Tensor) -> bool:
+    sums = param.__dict__.get(SUMS)
+    return sums is not None and sums.waiting
 
 
 def drop_deferred(model: nn.Module) -> None:

@@ -135,6 +135,7 @@ def test_buckets_of_many_sizes_share_a_variant(compiled: dict[str, Any]):
     assert all(found == [1, 1] for found in of_both_ways.values()), of_both_ways
 
 
+@pytest.mark.slow
 def test_triton_is_not_needed_where_there_is_no_gpu():
     script = """
 import sys

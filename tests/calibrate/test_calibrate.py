@@ -211,6 +211,7 @@ def test_two_ranks_write_a_cluster(tmp_path: Path) -> None:
     json.loads((tmp_path / "two.json").read_text())
 
 
+@pytest.mark.slow
 def test_one_rank_under_a_launcher_takes_its_links_from_a_preset(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -270,7 +270,7 @@ def test_reads_with_and_without_gradients_share_one_gather(fake_mesh, recompute)
     assert sorted(reduces(captured.backward[0])) == wanted
 
 
-@pytest.mark.slow(quick=["aot_eager-Zoo"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("executor", "build"), [("aot_eager", Zoo), ("inductor", Small)])
 def test_ranks_agree_on_the_order_of_collectives(fake_mesh, executor, build):
     orders = set()

@@ -297,6 +297,7 @@ def test_a_user_without_caches_has_none(fake_mesh, name):
     assert files() == []
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_costs_time_only(fake_mesh):
     Path(cache_dir(), warm_start.FOLDER).touch()
     mesh = fake_mesh(4)

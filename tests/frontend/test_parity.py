@@ -125,6 +125,7 @@ def compare_resharding_by_plan():
     assert gathers(captured.forward[0]) and not gathers(captured.backward[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2])
 def test_resharding_by_plan(pools, ranks):
     pools(ranks).run(compare_resharding_by_plan)

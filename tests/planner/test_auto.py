@@ -350,6 +350,7 @@ def test_no_bucket_has_too_many_members(kind, monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_memory_that_buys_no_time_is_given_back():
     """Without a budget; within one, all of it may be taken."""
     less = {}

@@ -54,7 +54,7 @@ def test_memory_closes_a_bucket():
         plan_greedy(program, cost, FQNS, budget_nbytes=64)
 
 
-@pytest.mark.slow(quick=["backward", "replicate"])
+@pytest.mark.slow(quick=["replicate"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_auto_is_no_slower(kind):
     for seed in range(10):
