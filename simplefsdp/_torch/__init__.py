@@ -27,6 +27,7 @@ from simplefsdp._torch.dynamo import (
     breaks_the_graph,
     compile_modules_of_torch_too,
     graph_break_of,
+    guarded,
     has_policy,
     inlines,
     input_name,

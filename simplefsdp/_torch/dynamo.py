@@ -162,6 +162,22 @@ def inlines(name: str, file: str) -> bool:
     return False
 
 
+def guarded(question: Callable[[], bool]) -> bool:
+    """The answer to a question; what Dynamo traces now runs only where it is the same."""
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.source import GlobalStateSource
+
+    answer = question()
+
+    def create(builder: Any, _: Any) -> None:
+        text = f"{question.__name__}() is {answer}"
+        root = builder.guard_manager.root
+        root.add_lambda_guard(lambda _: question() is answer, [text], None)
+
+    install_guard(GlobalStateSource().make_guard(create))
+    return answer
+
+
 def _tracer() -> Any:
     """What Dynamo traces with now; None if it traces nothing."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

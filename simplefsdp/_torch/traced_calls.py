@@ -146,7 +146,8 @@ class _Asked(NamedTuple):
 
 
 def _exact(guard: Any, value: Any) -> Any:
-    known = is_plain(value) or guard.create_fn_name() in _EQUAL
+    name = guard.create_fn_name()
+    known = name in _EQUAL or (is_plain(value) and name != "TYPE_MATCH")
     return exactly(value) if known else type(value)
 
 

@@ -80,8 +80,9 @@ def in_forward() -> bool:
 
 @torch.compiler.assume_constant_result
 def in_traced_forward() -> bool:
-    """As :func:`in_forward`, of what Dynamo traces, when it traces it."""
-    return _torch.inlines("forward_of_wrapped", __file__) or in_forward()
+    """As :func:`in_forward`, of what Dynamo traces, when it traces it; called elsewhere, a function
+    that is compiled by itself is traced anew."""
+    return _torch.inlines("forward_of_wrapped", __file__) or _torch.guarded(in_forward)
 
 
 class ReadOnlyParameter(Tensor):

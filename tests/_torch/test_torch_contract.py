@@ -773,3 +773,23 @@ def test_which_functions_dynamo_is_in_is_known_as_it_traces():
     torch._dynamo.reset()
     torch.compile(outer, backend="eager", fullgraph=True)(torch.ones(2))
     assert found == [[True, True, False]] and not _torch.inlines("outer", __file__)
+
+
+def test_a_function_is_traced_anew_where_a_question_has_another_answer():
+    answers = {"now": True}
+
+    def asked():
+        return answers["now"]
+
+    @torch.compiler.assume_constant_result
+    def question():
+        return _torch.guarded(asked)
+
+    def function(x):
+        return x + 1 if question() else x - 1
+
+    torch._dynamo.reset()
+    compiled, x = torch.compile(function, backend="eager", fullgraph=True), torch.zeros(())
+    for answer in (True, False, True):
+        answers["now"] = answer
+        assert compiled(x).item() == (1 if answer else -1)

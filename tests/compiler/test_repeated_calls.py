@@ -127,6 +127,26 @@ class Tied(Layer):
         return super().forward(x, mask) * self.one + self.two
 
 
+class Named(Layer):
+    """Of which only the type of its name matters, and that it has a number."""
+
+    name: object = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: dict[str, int] = {}
+
+    def forward(self, x, mask):
+        x = super().forward(x, mask)
+        return x * 2 if isinstance(self.name, str) and "number" in self.config else x
+
+
+def named(model: Model) -> Model:
+    for i, layer in enumerate(model.layers):
+        layer.name, layer.config["number"] = f"layer {i}", i
+    return model
+
+
 class Asks(Layer):
     setting: object = 1
 
@@ -165,6 +185,7 @@ MORE = {
     "side effect": (lambda: Model(layer=Counts), 0),
     "dicts": (lambda: TakesDicts(layer=GivesDict), 0),
     "all differ": (lambda: different(Model(layer=Scaled)), 0),
+    "only names differ": (lambda: named(Model(layer=Named)), ALL),
     "one differs": (lambda: one_scaled(Model(layer=Scaled)), DEPTH - 2),
 }
 OF_OTHERS = {
@@ -240,7 +261,7 @@ def dynamo_graph(model: nn.Module, x: torch.Tensor) -> list[object]:
     return found
 
 
-@pytest.mark.slow(quick=["dropout", "one differs"])
+@pytest.mark.slow(quick=["dropout", "only names differ"])
 @pytest.mark.parametrize("case", [*OF_OTHERS, *MORE])
 def test_the_graph_is_that_of_all_layers(solo_mesh, caplog, case):
     make, expected = MORE[case] if case in MORE else (CASES[case][0], OF_OTHERS[case])

@@ -96,6 +96,27 @@ def test_what_a_forward_calls_is_inside_it(solo_mesh, backend):
     assert type(output) is torch.Tensor and torch.equal(output, torch.full((2, 4), 4.0))
 
 
+@pytest.mark.parametrize("outside_first", [True, False])
+def test_a_function_that_is_called_inside_and_outside(solo_mesh, outside_first):
+    kinds = []
+
+    @torch.compile(backend="eager")
+    def twice(self):
+        return self.weight * 2
+
+    def forward(self, x):
+        kinds.append(type(twice(self)))
+        return x @ self.weight
+
+    model = simple_fsdp(Probe(forward), solo_mesh)
+    for _ in range(2):
+        if outside_first:
+            assert type(twice(model)) is DTensor
+        model(torch.ones(2, 4))
+        assert type(twice(model)) is DTensor
+    assert kinds == [torch.Tensor, torch.Tensor]
+
+
 class Scaled(nn.Module):
     """Computes with weights that it computes."""
 
