@@ -168,6 +168,8 @@ def guarded(question: Callable[[], bool]) -> bool:
     from torch._dynamo.source import GlobalStateSource
 
     answer = question()
+    if _tracer() is None:  # Dynamo itself looks at an attribute, after it has traced
+        return answer
 
     def create(builder: Any, _: Any) -> None:
         text = f"{question.__name__}() is {answer}"
