@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp._torch import accumulates, backward_nodes, local_tensor, reached
 from simplefsdp.frontend.gather import Deferral, GatherSpec, padded_rows, reduce_deferred
 from simplefsdp.frontend.placement import dtensor_like
-from simplefsdp.frontend.waiting import SUMS, Sums, watch_optimizers
+from simplefsdp.frontend.waiting import SUMS, Sums, waiting_sums, watch_optimizers
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
     LAYOUTS,
@@ -214,7 +214,7 @@ def _warn_of_late_sync() -> None:
 def _refuse_other_inputs(params: Sequence[tuple[Tensor, str]], *_: Any) -> None:
     """A backward writes to the sums whatever gradients were asked for, if it was compiled; which
     loses nothing if it would send them and there are none."""
-    may_lose = any(until != "all" or _waits(param) for param, until in params)
+    may_lose = any(until != "all" or waiting_sums(param) for param, until in params)
     if may_lose and not any(accumulates(param) for param, _ in params if param.requires_grad):
         raise ValueError(
             "torch.autograd.grad, or backward(inputs=...): not while gradients are accumulated "
@@ -222,11 +222,6 @@ def _refuse_other_inputs(params: Sequence[tuple[Tensor, str]], *_: Any) -> None:
             "inputs on the model before it is compiled, and those of parameters by backward(). If "
             "this is a plain backward(): parameters were moved (model.to()) since its forward"
         )
-
-
-def _waits(param: Tensor) -> bool:
-    sums = param.__dict__.get(SUMS)
-    return sums is not None and sums.waiting
 
 
 def drop_deferred(model: nn.Module) -> None:
@@ -255,8 +250,8 @@ def reduce_now(model: nn.Module) -> None:
     for module in model.modules():
         layouts = module.__dict__.get(LAYOUTS, {})
         for name, shard in shards_of(module) if is_wrapped(module) else ():
-            sums = shard.__dict__.get(SUMS)
-            if name in layouts and sums is not None and sums.waiting:
+            sums = waiting_sums(shard)
+            if name in layouts and sums is not None:
                 found[id(shard)] = (shard, layouts[name], sums)
     fqns = [layout.spec.fqn for _, layout, _ in found.values()]
     what = "the gradients that finalize_backward reduces"

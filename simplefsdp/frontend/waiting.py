@@ -29,11 +29,17 @@ class Sums:
         return Sums()  # a copied parameter has no gradient of the original's
 
 
+def waiting_sums(param: Tensor) -> Sums | None:
+    """What of a parameter's gradients waits to be reduced; None if nothing does."""
+    sums: Sums | None = param.__dict__.get(SUMS)
+    return sums if sums is not None and sums.waiting else None
+
+
 def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
     """Refuse to use gradients of which a part is not reduced."""
     for param in params:
-        sums = param.__dict__.get(SUMS)
-        if sums is None or not sums.waiting:
+        sums = waiting_sums(param)
+        if sums is None:
             continue
         there = (tensor for tensor in (sums.unreduced, sums.partial) if tensor is not None)
         if any(bool(tensor.any()) for tensor in there):  # not of a parameter that is only read
