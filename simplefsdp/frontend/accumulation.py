@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import accumulates, backward_nodes, local_tensor, reached
-from simplefsdp.frontend.gather import Deferral, GatherSpec, padded_rows, reduce_deferred
+from simplefsdp.frontend.gather import (
+    ON_META,
+    Deferral,
+    GatherSpec,
+    padded_rows,
+    reduce_deferred,
+)
 from simplefsdp.frontend.placement import dtensor_like
 from simplefsdp.frontend.waiting import SUMS, Sums, waiting_sums, watch_optimizers
 from simplefsdp.frontend.wrapped import (
@@ -131,10 +137,7 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
 
     def zeros(rows: int) -> Tensor:
         if local.is_meta:
-            raise ValueError(
-                f"{spec.fqn}: is on the meta device; call simplefsdp.init_weights(model), or load "
-                "a checkpoint, before gradients are accumulated"
-            )
+            raise ValueError(f"{spec.fqn}: {ON_META}")
         shape = (rows, *local.shape[1:]) if spec.rows else local.shape
         with torch.inference_mode(False):
             return local.new_zeros(shape, dtype=_sum_dtype(param, spec), requires_grad=False)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from simplefsdp import rank_guard
 from simplefsdp._torch import local_tensor
 from simplefsdp.frontend import living
-from simplefsdp.frontend.gather import GatherSpec, gather_shard
+from simplefsdp.frontend.gather import ON_META, GatherSpec, gather_shard
 from simplefsdp.frontend.wrapped import KEPT, LAYOUTS, is_wrapped, mark_stays, shards_of
 
 _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
@@ -52,11 +52,7 @@ def keep(modules: Iterable[nn.Module]) -> None:
             if not isinstance(param, DTensor) or name in module.__dict__.get(KEPT, {}):
                 continue
             if param.is_meta:
-                raise ValueError(
-                    f"{layout.spec.fqn}: is on the meta device; call "
-                    "simplefsdp.init_weights(model), or load a checkpoint, before full parameters "
-                    "are kept (unshard, set_reshard_after_backward(False))"
-                )
+                raise ValueError(f"{layout.spec.fqn}: {ON_META}")
             if param.__dict__.get(_OF_SHARD) is None:
                 full = _gather(param, layout.spec)
                 param.__dict__[_OF_SHARD] = _Kept(full, layout.spec, _version(param))
