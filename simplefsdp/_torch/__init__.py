@@ -76,6 +76,7 @@ from simplefsdp._torch.tensors import (
     handle_dtensor_op,
     has_hooks,
     has_no_data,
+    hooks_of,
     is_plain_tensor,
     is_split,
     is_to_empty,

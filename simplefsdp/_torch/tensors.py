@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.fx import Node
 
+Hook = Callable[[torch.Tensor], Any]
+
 
 def tree_map_only(kind: type[Any], function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with ``function`` of each leaf of that kind, in any nesting of containers."""
@@ -47,8 +49,14 @@ def annotate_backward(marks: dict[str, object]) -> Iterator[None]:
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether a hook waits for the gradient of ``tensor``, or for its accumulation."""
-    hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return bool(hooks)
+    return any(hooks_of(tensor))
+
+
+def hooks_of(tensor: torch.Tensor) -> tuple[dict[int, Hook], dict[int, Hook]]:
+    """The hooks of the gradient of ``tensor``, and those of its accumulation, which are given the
+    tensor: what is written there is called instead."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return tensor._backward_hooks or {}, after or {}
 
 
 def is_plain_tensor(value: object) -> bool:
@@ -259,6 +267,8 @@ def reached(node: BackwardNode, gradients: Iterable[Any]) -> Iterator[torch.Tens
 def accumulates(param: torch.Tensor) -> bool:
     """Whether the backward that is running adds to the gradient of ``param``, a leaf: not
     ``torch.autograd.grad``, and ``backward(inputs=...)`` only if it is one of the inputs."""
+    if not param.numel():  # a DTensor without rows has no view, by which its edge is found
+        return True
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
     except RuntimeError:  # of a leaf, where autograd.grad was called

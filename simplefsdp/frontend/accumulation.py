@@ -30,7 +30,13 @@ from simplefsdp.frontend.gather import (
     reduce_deferred,
 )
 from simplefsdp.frontend.placement import dtensor_like
-from simplefsdp.frontend.waiting import SUMS, Sums, waiting_sums, watch_optimizers
+from simplefsdp.frontend.waiting import (
+    SUMS,
+    Sums,
+    call_hooks_when_reduced,
+    waiting_sums,
+    watch_optimizers,
+)
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
     LAYOUTS,
@@ -85,6 +91,7 @@ def _deferrals(module: nn.Module, sync: Sync) -> dict[str, dict[str, Any]]:
         param = module._parameters.get(name)
         # One that is frozen now, but was not before, may be trained again before the next call.
         if isinstance(param, DTensor) and (param.requires_grad or SUMS in param.__dict__):
+            call_hooks_when_reduced(param)
             deferral = _deferral(param, layout, sync)
             if deferral != Deferral():
                 deferrals[name] = {k: v for k, v in deferral._asdict().items() if v is not None}

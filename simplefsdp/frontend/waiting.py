@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from simplefsdp._torch import hooks_of
 from simplefsdp.frontend.living import living_shards
 
 SUMS = "_simple_fsdp_sums"  # on a shard: what was not reduced
@@ -33,6 +34,31 @@ def waiting_sums(param: Tensor) -> Sums | None:
     """What of a parameter's gradients waits to be reduced; None if nothing does."""
     sums: Sums | None = param.__dict__.get(SUMS)
     return sums if sums is not None and sums.waiting else None
+
+
+class _IfReduced(NamedTuple):
+    """A hook, and what says of that which it is given whether to call it."""
+
+    hook: Callable[[Any], Any]
+    is_reduced: Callable[[Any], bool]
+
+    def __call__(self, value: Any) -> Any:
+        return self.hook(value) if self.is_reduced(value) else None
+
+
+def call_hooks_when_reduced(param: Tensor) -> None:
+    """Have the hooks that a parameter has by now run where its gradient is reduced only.
+
+    Autograd runs them in any backward, with no gradient; FSDP2 only where there is one.
+    """
+    of_gradient, after = hooks_of(param)
+    for hooks, is_reduced in (
+        (of_gradient, lambda gradient: gradient is not None),
+        (after, lambda param: waiting_sums(param) is None),
+    ):
+        for key, hook in hooks.items():
+            if not isinstance(hook, _IfReduced):
+                hooks[key] = _IfReduced(hook, is_reduced)
 
 
 def refuse_waiting(params: Iterable[Tensor], what: str) -> None:

@@ -434,6 +434,42 @@ def test_who_says_so_after_forward_is_told(solo_mesh, caplog, executor):
 
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_hooks_run_where_gradients_are_reduced(solo_mesh, executor):
+    """As under FSDP2: a hook that logs the norm of `.grad`, or steps, is not called without one."""
+    model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
+    run = run_of(model, executor)
+    param, seen = model[0].row, []
+    handle = param.register_hook(lambda grad: seen.append(grad.norm().full_tensor()))
+    param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm().full_tensor()))
+    for last in (False, False, True):
+        model.set_requires_gradient_sync(last)
+        mean(run(numbers(2, DIM))).backward()
+        assert len(seen) == (2 if last else 0)
+    assert torch.equal(*seen) and seen[0] > 0
+    handle.remove()
+    mean(run(numbers(2, DIM))).backward()
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_a_parameter_without_rows_accumulates(solo_mesh, executor):
+    class Empty(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none = nn.Parameter(torch.zeros(0, DIM))
+
+        def forward(self, x):
+            return super().forward(x) + self.none.sum()
+
+    model = simple_fsdp(nn.Sequential(Empty()), solo_mesh)
+    run = run_of(model, executor)
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        mean(run(numbers(2, DIM))).backward()
+    assert model[0].none.grad.shape == (0, DIM) and model[0].row.grad is not None
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
 def test_a_move_between_forward_and_backward_is_named(solo_mesh, executor):
     model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
     run = run_of(model, executor)
