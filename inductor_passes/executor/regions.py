@@ -8,7 +8,7 @@ computes between two of them are a region. Layers that compute the same are one 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,8 @@ from torch.fx.node import map_arg
 
 from inductor_passes.adapters import _torch
 from inductor_passes.adapters.fx import piece_of, place_of
+from inductor_passes.executor.rematerialize import live, made_again, repeatable
 from inductor_passes.planner.units import Piece
-
-_aten = torch.ops.aten
-_CONSTANTS = {_aten.full.default, torch.ops.prims.iota.default}
 
 
 class Region(NamedTuple):
@@ -40,10 +38,10 @@ class Region(NamedTuple):
 
 def cut(graph: Graph) -> list[Node | Region]:
     """What runs one after the other: nodes that are called as they are, and regions."""
-    pieces: list[Node | Region] = []
+    pieces: list[Node | list[Node]] = []
     for run in _runs(graph):
         pieces += [run] if isinstance(run, Node) else _without_views_of_others(run)
-    return _without_unused(graph, pieces)
+    return _needed(graph, pieces)
 
 
 def _runs(graph: Graph) -> list[Node | list[Node]]:
@@ -129,8 +127,8 @@ def _is_free(node: Node) -> bool:
     return _torch.is_view(node) or _torch.is_pure_python(node) or _torch.is_lookup_of_seed(node)
 
 
-def _without_views_of_others(run: Sequence[Node]) -> list[Node | Region]:
-    """A run as a region, behind those views of other runs' values that others need, too.
+def _without_views_of_others(run: Sequence[Node]) -> list[Node | list[Node]]:
+    """A run that is a region, behind those views of other runs' values that others need, too.
 
     If there is nothing to fuse in it, its nodes one by one: then kernels are as good as code.
     """
@@ -147,10 +145,8 @@ def _without_views_of_others(run: Sequence[Node]) -> list[Node | Region]:
         if only_here and not _torch.is_lookup_of_seed(node):
             before -= own
     rest = [node for node in run if node not in before]
-    first: list[Node | Region] = [node for node in run if node in before]
-    if not _is_worth_compiling(rest):
-        return [*first, *rest]
-    return [*first, _region(rest)]
+    first: list[Node | list[Node]] = [node for node in run if node in before]
+    return [*first, rest] if _is_worth_compiling(rest) else [*first, *rest]
 
 
 def _is_worth_compiling(nodes: Sequence[Node]) -> bool:
@@ -169,24 +165,42 @@ def _is_worth_compiling(nodes: Sequence[Node]) -> bool:
     return False
 
 
-def _region(nodes: Sequence[Node]) -> Region:
-    if all(place_of(node) is not None for node in nodes):
-        nodes = sorted(nodes, key=place_of)  # type: ignore[arg-type,type-var]
-    here, outside = set(nodes), _inputs(nodes)
-    made_anew = [n for n in outside if _is_constant(n)]
-    inputs = [n for n in outside if n not in made_anew and not _is_submodule(n)]
-    outputs = [node for node in nodes if any(user not in here for user in node.users)]
-    return Region((*made_anew, *nodes), tuple(inputs), tuple(outputs))
+def _needed(graph: Graph, pieces: Sequence[Node | list[Node]]) -> list[Node | Region]:
+    """The pieces, runs as regions, without what every user makes again."""
+    cheap = repeatable(graph)
+    needed: set[Node] = set(next(iter(reversed(graph.nodes))).all_input_nodes)
+    found: list[Node | Region] = []
+    for piece in reversed(pieces):
+        if isinstance(piece, Node):
+            if piece in needed or piece not in cheap:
+                needed.update(piece.all_input_nodes)
+                found.append(piece)
+        elif nodes := live(piece, needed):
+            region = _region(nodes, needed, cheap)
+            needed.update(region.inputs)
+            found.append(region)
+    return found[::-1]
+
+
+def _region(nodes: Sequence[Node], needed: Set[Node], cheap: Set[Node]) -> Region:
+    own = _in_place(nodes)
+    again = _in_place(made_again(nodes, cheap))
+    inputs = [node for node in _inputs([*again, *own]) if not _is_submodule(node)]
+    outputs = [node for node in own if node in needed]
+    return Region((*again, *own), tuple(inputs), tuple(outputs))
+
+
+def _in_place(nodes: Sequence[Node]) -> Sequence[Node]:
+    """In an order that does not depend on the plan, if there is one."""
+    if any(place_of(node) is None for node in nodes):
+        return nodes
+    return sorted(nodes, key=place_of)  # type: ignore[arg-type,type-var]
 
 
 def _inputs(nodes: Sequence[Node]) -> list[Node]:
     """What ``nodes`` read that none of them makes, in the order of first use."""
     here = set(nodes)
     return list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in here))
-
-
-def _is_constant(node: Node) -> bool:
-    return node.target in _CONSTANTS and not node.all_input_nodes
 
 
 def _is_submodule(node: Node) -> bool:
@@ -196,21 +210,6 @@ def _is_submodule(node: Node) -> bool:
 def _attribute(node: Node) -> Any:
     module = node.graph.owning_module
     return operator.attrgetter(str(node.target))(module)
-
-
-def _without_unused(graph: Graph, pieces: list[Node | Region]) -> list[Node | Region]:
-    """Leave out constants that every user makes anew."""
-    needed: set[Node] = set(next(iter(reversed(graph.nodes))).all_input_nodes)
-    for piece in pieces:
-        needed.update(piece.all_input_nodes if isinstance(piece, Node) else piece.inputs)
-    found: list[Node | Region] = []
-    for piece in pieces:
-        if isinstance(piece, Region):
-            outputs = tuple(node for node in piece.outputs if node in needed)
-            found.append(piece._replace(outputs=outputs))
-        elif piece in needed or not _is_constant(piece):
-            found.append(piece)
-    return found
 
 
 def structure_of(region: Region) -> str:

@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.fx import Node
 
-Hook = Callable[[torch.Tensor], Any]
-
 
 def tree_map_only(kind: type[Any], function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with ``function`` of each leaf of that kind, in any nesting of containers."""
@@ -52,7 +50,7 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return any(hooks_of(tensor))
 
 
-def hooks_of(tensor: torch.Tensor) -> tuple[dict[int, Hook], dict[int, Hook]]:
+def hooks_of(tensor: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     """The hooks of the gradient of ``tensor``, and those of its accumulation, which are given the
     tensor: what is written there is called instead."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)

@@ -142,6 +142,7 @@ def test_layers_are_cut_where_something_stands_in_any_of_them():
     """Of two layers of three pieces, a gather is awaited inside the first one."""
     graph = Graph()
     x, shard = graph.placeholder("x"), graph.placeholder("shard")
+    x.meta = {"val": torch.ones(2)}
     wait = torch.ops._c10d_functional.wait_tensor.default
     place, value = 0, x
 
@@ -470,6 +471,56 @@ def test_what_only_regions_use_and_make_anew_is_no_output():
     regions = [piece for piece in cut(gm.graph) if isinstance(piece, Region)]
     assert [len(region.outputs) for region in regions] == [1, 1]
     assert all(any("full" in n.name for n in region.nodes) for region in regions)
+
+
+def handed_on(function, *args) -> list[str]:
+    """Operators whose values the second of two regions is given; both compute what they did."""
+    gm = traced(function, *args)
+    first, second = (piece for piece in cut(gm.graph) if isinstance(piece, Region))
+    run = straight_line.straight_line(gm, cut(gm.graph), interpreted)
+    wanted = gm(*(arg.clone() for arg in args))
+    for one, other in zip(run([arg.clone() for arg in args]), wanted, strict=True):
+        assert torch.equal(one, other)
+    assert all(node in first.outputs for node in second.inputs if node.op != "placeholder")
+    return [re.sub("_1$", "", str(node.target)) for node in second.inputs]
+
+
+def double(x):
+    return torch.ops.prims.convert_element_type.default(x, torch.double)
+
+
+@pytest.mark.parametrize(
+    ("loop", "is_repeated"),
+    [
+        (double, True),
+        (lambda x: (double(x) + 1).view(16), True),
+        (lambda x: x + 1, False),  # as large as what it is made of
+        (lambda x: double(x).sum(0) + 1, False),  # a sum is a kernel's work
+        (lambda x: double(x).exp(), False),  # takes long, on a CPU
+    ],
+)
+@pytest.mark.parametrize("written", ["other", "x"])
+def test_what_is_larger_than_what_it_is_made_of_is_repeated(loop, is_repeated, written):
+    def function(x, other):
+        wide = loop(x)
+        first = (wide * 2).relu()
+        torch.ops.aten.add_.Tensor({"x": x, "other": other}[written], 1)
+        return first, (wide * 3).relu()
+
+    given = handed_on(function, torch.rand(4, 4), torch.rand(3))
+    is_repeated &= written == "other"
+    assert (given == ["x"]) == is_repeated and len(given) == 1
+
+
+def test_what_is_given_anyway_is_made_of_nothing_more():
+    def function(x, y, other):
+        made = (x + y).relu()
+        first = (made * 2).sum()
+        torch.ops.aten.add_.Tensor(other, 1)
+        return first, (made * x).sum(), (made * y).relu()
+
+    given = handed_on(function, torch.rand(4), torch.rand(4), torch.rand(4))
+    assert given == ["x", "y"]
 
 
 def no_region_takes_or_gives_a_tuple(gm) -> bool:
