@@ -58,9 +58,12 @@ class Case:
     cudagraphs: bool = False
     vocab: int = 4096
     ffn: int = 1536
+    layers: int = 2
+    width: int = 512
+    tokens: int = 1024
 
 
-RANKS, LAYERS, WIDTH, HEAD, TOKENS = 8, 2, 512, 128, 1024
+RANKS, HEAD = 8, 128
 CASES = {
     "auto": Case(),
     "manual": Case(bucketing="manual", checkpointing="selective", attention="cudnn"),
@@ -103,15 +106,15 @@ def _mesh(case: Case) -> Any:
 
 
 def _wrapped(case: Case) -> Llama:
-    heads = WIDTH // HEAD
+    heads = case.width // HEAD
     config = LlamaConfig(
         vocab_size=case.vocab,
-        dim=WIDTH,
-        n_layers=LAYERS,
+        dim=case.width,
+        n_layers=case.layers,
         n_heads=heads,
         n_kv_heads=heads // 2,
         ffn_dim=case.ffn,
-        max_seq_len=TOKENS,
+        max_seq_len=case.tokens,
         rope_scaling=None,
     )
     with torch.device("meta"):
@@ -180,7 +183,7 @@ def compiled(case: Case) -> dict[str, Any]:
         model = _wrapped(case)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cuda")
-            tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="cuda")
+            tokens = torch.zeros(1, case.tokens, dtype=torch.long, device="cuda")
 
             def step(tokens: Tensor) -> Tensor:
                 return cross_entropy(model(tokens), tokens)
