@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from inductor_passes.adapters import _torch
 from inductor_passes.adapters.fx import piece_of, place_of
-from inductor_passes.executor.rematerialize import live, made_again, repeatable
+from inductor_passes.executor.rematerialize import live, made_again, moved_up, repeatable
 from inductor_passes.planner.units import Piece
 
 
@@ -41,7 +41,7 @@ def cut(graph: Graph) -> list[Node | Region]:
     pieces: list[Node | list[Node]] = []
     for run in _runs(graph):
         pieces += [run] if isinstance(run, Node) else _without_views_of_others(run)
-    return _needed(graph, pieces)
+    return _needed(graph, moved_up(graph, pieces))
 
 
 def _runs(graph: Graph) -> list[Node | list[Node]]:
@@ -128,10 +128,7 @@ def _is_free(node: Node) -> bool:
 
 
 def _without_views_of_others(run: Sequence[Node]) -> list[Node | list[Node]]:
-    """A run that is a region, behind those views of other runs' values that others need, too.
-
-    If there is nothing to fuse in it, its nodes one by one: then kernels are as good as code.
-    """
+    """A run, behind those views of other runs' values that others need, too."""
     here = set(run)
     before: set[Node] = set()
     for node in run:
@@ -145,8 +142,7 @@ def _without_views_of_others(run: Sequence[Node]) -> list[Node | list[Node]]:
         if only_here and not _torch.is_lookup_of_seed(node):
             before -= own
     rest = [node for node in run if node not in before]
-    first: list[Node | list[Node]] = [node for node in run if node in before]
-    return [*first, rest] if _is_worth_compiling(rest) else [*first, *rest]
+    return [*(node for node in run if node in before), rest]
 
 
 def _is_worth_compiling(nodes: Sequence[Node]) -> bool:
@@ -166,19 +162,25 @@ def _is_worth_compiling(nodes: Sequence[Node]) -> bool:
 
 
 def _needed(graph: Graph, pieces: Sequence[Node | list[Node]]) -> list[Node | Region]:
-    """The pieces, runs as regions, without what every user makes again."""
+    """The pieces, runs as regions, without what every user makes again.
+
+    Of a run in which there is nothing to fuse, its nodes one by one: kernels are as good as code.
+    """
     cheap = repeatable(graph)
     needed: set[Node] = set(next(iter(reversed(graph.nodes))).all_input_nodes)
     found: list[Node | Region] = []
     for piece in reversed(pieces):
         if isinstance(piece, Node):
-            if piece in needed or piece not in cheap:
-                needed.update(piece.all_input_nodes)
-                found.append(piece)
-        elif nodes := live(piece, needed):
+            nodes = [piece] if piece in needed or piece not in cheap else []
+        else:
+            nodes = live(piece, needed)
+        if isinstance(piece, list) and _is_worth_compiling(nodes):
             region = _region(nodes, needed, cheap)
             needed.update(region.inputs)
             found.append(region)
+        else:
+            needed.update(n for node in nodes for n in node.all_input_nodes)
+            found += reversed(nodes)
     return found[::-1]
 
 

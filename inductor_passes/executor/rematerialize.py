@@ -11,8 +11,8 @@ are handed to it anyway::
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.fx import Graph, Node
@@ -44,16 +44,21 @@ class _Made(NamedTuple):
 def repeatable(graph: Graph) -> set[Node]:
     """What may be repeated: constants, views, and loops that make each element of a few of those in
     its place, by few instructions; of nothing that is written to in place."""
-    written = {
+    written = written_in(graph)
+    return {
+        node
+        for node in graph.nodes
+        if _is_cheap(node) and written.isdisjoint(map(_root, node.all_input_nodes))
+    }
+
+
+def written_in(graph: Graph) -> set[Node]:
+    """Values that are written to in place, or of which something is a view that is."""
+    return {
         _root(argument)
         for node in graph.nodes
         if node.op == "call_function"
         for argument in _torch.mutated_arguments(node)
-    }
-    return {
-        node
-        for node in graph.nodes
-        if _is_cheap(node) and not any(_root(n) in written for n in node.all_input_nodes)
     }
 
 
@@ -62,6 +67,65 @@ def _is_cheap(node: Node) -> bool:
         return True
     loop = loop_of(node)
     return _torch.is_view(node) or (loop is not None and loop.elementwise and not loop.heavy)
+
+
+def moved_up(graph: Graph, pieces: Sequence[Node | list[Node]]) -> list[Node | list[Node]]:
+    """``pieces`` with loops moved into the run before that makes what they read, where what they
+    make takes no more bytes than what is not to be handed on then::
+
+        grad --> a |cut| a --> b --> product            grad --> a --> b |cut| b --> product
+    """
+    found = [piece if isinstance(piece, Node) else list(piece) for piece in pieces]
+    at = {n: i for i, p in enumerate(pieces) for n in ([p] if isinstance(p, Node) else p)}
+    written = written_in(graph)
+    for i, piece in enumerate(pieces):
+        # Without a kernel that stays there, all that hides a collective might go.
+        for group in _groups(piece) if _has_kernel(piece) else ():
+            target = _where(group, at, written)
+            own, run = found[i], found[target]
+            if target < i and isinstance(own, list) and isinstance(run, list):
+                run += group
+                found[i] = [node for node in own if node not in group]
+                at |= dict.fromkeys(group, target)
+    return found
+
+
+def _has_kernel(piece: Node | list[Node]) -> TypeGuard[list[Node]]:
+    """Whether a piece is a run with an op that is no loop, such as a matrix product."""
+    return isinstance(piece, list) and any(_is_kernel(node) for node in piece)
+
+
+def _is_kernel(node: Node) -> bool:
+    return _torch.is_op(node) and loop_of(node) is None and not _torch.is_view(node)
+
+
+def _groups(run: Sequence[Node]) -> list[list[Node]]:
+    """The loops of a run that read one another, with the views between and behind them."""
+    group_of: dict[Node, list[Node]] = {}
+    for node in run:
+        if loop_of(node) is None and not _torch.is_view(node):
+            continue
+        own = [node]
+        for other in {id(g): g for n in node.all_input_nodes if (g := group_of.get(n))}.values():
+            own = [*other, *own]
+        group_of |= dict.fromkeys(own, own)
+    groups = {id(group): group for group in group_of.values()}.values()
+    return [g for g in groups if not any(map(_torch.draws_from_seed, g))]
+
+
+def _where(group: Sequence[Node], at: Mapping[Node, int], written: Set[Node]) -> int:
+    """The piece that a group is best in: its own, or the one that makes what it reads."""
+    own, members = at[group[0]], set(group)
+    inputs = {n for node in group for n in node.all_input_nodes} - members
+    target = max((at.get(n, -1) for n in inputs), default=own)
+    made_there = [n for n in inputs if at.get(n) == target]
+    if not written.isdisjoint(map(_root, inputs)):
+        return own
+    if target < 0 or any(loop_of(_root(n)) is None for n in made_there):
+        return own
+    made = [node for node in group if not members.issuperset(node.users)]
+    ends = [n for n in inputs if all(at.get(u, own) <= target or u in members for u in n.users)]
+    return target if sum(map(_nbytes, made)) <= sum(map(_nbytes, ends)) else own
 
 
 def made_again(nodes: Sequence[Node], cheap: Set[Node]) -> list[Node]:

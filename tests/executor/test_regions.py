@@ -512,6 +512,36 @@ def test_what_is_larger_than_what_it_is_made_of_is_repeated(loop, is_repeated, w
     assert (given == ["x"]) == is_repeated and len(given) == 1
 
 
+@pytest.mark.parametrize("written", ["other", "gate"])
+def test_a_loop_goes_to_the_one_it_reads(written):
+    """Of a gated product's backward: what is written, kept and read is one value, not two."""
+
+    def function(grad, weight, gate, other):
+        wide = (grad @ weight).relu()
+        torch.ops.aten.add_.Tensor({"gate": gate, "other": other}[written], 1)
+        return (wide * gate + 1) @ weight
+
+    args = [torch.rand(4, 4) for _ in range(4)]
+    pieces = pieces_of(gm := traced(function, *args))
+    run = straight_line.straight_line(gm, cut(gm.graph), interpreted)
+    wanted = gm(*(arg.clone() for arg in args))
+    assert torch.equal(run([arg.clone() for arg in args]), wanted)
+    moved = ["region", "aten.add_.Tensor", "aten.mm.default"]
+    assert pieces == (moved if written == "other" else [*moved[:2], "region"])
+
+
+def test_a_loop_stays_with_the_product_that_it_waits_for():
+    def function(a, b, other):
+        made = (a + 1).relu()
+        product = made @ b
+        torch.ops.aten.add_.Tensor(other, 1)
+        return product, ((product + made).relu() * 2) @ b
+
+    gm = traced(function, *(torch.rand(4, 4) for _ in range(3)))
+    first, second = (piece for piece in cut(gm.graph) if isinstance(piece, Region))
+    assert len(first.outputs) == 2 and len(second.nodes) == 4
+
+
 def test_what_is_given_anyway_is_made_of_nothing_more():
     def function(x, y, other):
         made = (x + y).relu()
