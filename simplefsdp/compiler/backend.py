@@ -248,9 +248,12 @@ def _refuse_cudagraphs(options: Options, device: torch.device) -> None:
 def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     placeholders = gm.graph.find_nodes(op="placeholder")
     ignored = living.ignored()
+    is_wrapped = any(isinstance(value, DTensor) for value in example_inputs)
     for node, value in zip(placeholders, example_inputs, strict=True):
-        # Inside ``unsharded`` it is the plain model that is compiled.
-        known = stands_for_shard(value) or id(value) in ignored
+        # Inside ``unsharded`` it is the plain model that is compiled. And a wrapped model may hold
+        # a frozen one that it does not register, as a loss its teacher.
+        frozen = is_wrapped and not getattr(value, "requires_grad", True)
+        known = stands_for_shard(value) or id(value) in ignored or frozen
         seen = node.meta.get("example_value")
         is_plain = isinstance(seen, nn.Parameter) and not isinstance(seen, DTensor)
         if is_plain and not known:

@@ -108,7 +108,8 @@ def _refuse_offloading(policy: object) -> None:
 
 
 def ignored_among(model: nn.Module, params: Collection[nn.Parameter] | None) -> set[int]:
-    """The identities of the parameters of ``model`` that are to be left alone."""
+    """The identities of the parameters of ``model`` that are to be left alone; as with FSDP2, other
+    models' may be among ``params``: one set is given to each block and to the root."""
     if params is None:
         return set()
     is_set = isinstance(params, Collection) and not isinstance(params, Tensor)
@@ -117,11 +118,7 @@ def ignored_among(model: nn.Module, params: Collection[nn.Parameter] | None) -> 
             "ignored_params: expected a set of torch.nn.Parameter, got "
             f"{type(params).__name__}; of a module, pass set(module.parameters())"
         )
-    known = set(map(id, model.parameters()))
-    foreign = sum(id(param) not in known for param in params)
-    if foreign:
-        raise ValueError(f"ignored_params: {foreign} of {len(params)} are no parameters of model")
-    return set(map(id, params))
+    return set(map(id, model.parameters())) & set(map(id, params))
 
 
 def check_placements(

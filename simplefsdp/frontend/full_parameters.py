@@ -6,10 +6,11 @@ parallelism is undone, too. What is written to it on rank 0 goes to the shards o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +18,7 @@ from simplefsdp import rank_guard
 from simplefsdp._torch import has_no_data
 from simplefsdp.frontend import uninitialised
 from simplefsdp.frontend.after_wrap import mark_full
+from simplefsdp.frontend.buffers import buffers_of, from_first_rank, send_written
 from simplefsdp.frontend.placement import (
     distribute,
     dtensor_like,
@@ -72,7 +74,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         RankMismatchError: at the end, another rank failed, or did something else.
     """
     wrapped = wrapped_in("module", module)
-    slots = slots_of(module)
+    slots, buffers = slots_of(module), buffers_of(module)
     fulls = _fulls_of(slots)
     with plain_classes(wrapped):
         for slot in slots:
@@ -85,16 +87,17 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             if writeback:
                 # What the others raise; this rank has an error of its own.
                 with suppress(rank_guard.RankMismatchError):
-                    agree_to_leave(slots, [], error)
+                    agree_to_leave(slots, [], [], error)
             raise
         finally:
             restore(slots)
     if writeback:
-        agree_to_leave(slots, ends, None)
+        agree_to_leave(slots, ends, buffers, None)
     carry_over(ends)
     if writeback:
         for end in ends:
-            write_back(end.slot.param, end.full)
+            write_back(end.slot.param, end.full, end.slot.groups_of_copies())
+        send_written(buffers, slots)
 
 
 def _fulls_of(slots: list[Slot]) -> dict[int, nn.Parameter]:
@@ -119,9 +122,13 @@ def full_of(param: DTensor) -> Tensor:
 
 
 @torch.no_grad()
-def write_back(param: DTensor, full: Tensor) -> None:
-    """Give every rank its shard of rank 0's ``full``; collective over the parameter's mesh."""
+def write_back(
+    param: DTensor, full: Tensor, groups_of_copies: Iterable[dist.ProcessGroup] = ()
+) -> None:
+    """Give every rank its shard of rank 0's ``full``; collective over the parameter's mesh, and the
+    groups of ranks that have copies of it beside."""
     if has_no_data(full):
         return
     full = full.detach().to(param.device).contiguous()
+    from_first_rank(on_the_wire(full), groups_of_copies)
     param.to_local().copy_(distribute(full, param.device_mesh, param.placements).to_local())

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import rank_guard
 from simplefsdp._torch import has_hooks
-from simplefsdp.frontend.wrapped import LAYOUTS, is_wrapped, set_layouts, shards_of
+from simplefsdp.frontend.wrapped import LAYOUTS, SPLIT_BESIDE, is_wrapped, set_layouts, shards_of
 
 
 class Slot(NamedTuple):
@@ -24,6 +25,15 @@ class Slot(NamedTuple):
     param: DTensor
     fqn: str  # the same for all places of a tied one
     path: str  # from the module that was made whole
+
+    def groups_of_copies(self) -> list[dist.ProcessGroup]:
+        """Groups over which ranks have copies that are not of the parameter's mesh: those of tensor
+        parallelism that has split others."""
+        split = self.owner.__dict__.get(SPLIT_BESIDE)
+        layout = self.owner.__dict__.get(LAYOUTS, {}).get(self.name)
+        if split is None or layout is None or layout.tensor_parallel is not None:
+            return []
+        return list(split.mesh.get_all_groups())
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -117,10 +127,14 @@ def _marks(param: Tensor) -> dict[str, Any]:
     return {k: v for k, v in named if k not in own and not k.startswith("_simple_fsdp_")}
 
 
-def agree_to_leave(slots: list[Slot], ends: list[End], error: BaseException | None) -> None:
+def agree_to_leave(
+    slots: list[Slot], ends: list[End], buffers: Iterable[object], error: BaseException | None
+) -> None:
     """Return if no rank failed, as this one did if there is an ``error``, and all are about to
-    write the same back; else a RankMismatchError on the ranks that did not fail."""
+    write the same back, with ``buffers`` of the same texts; else a RankMismatchError on the ranks
+    that did not fail."""
     ranks = rank_guard.ranks_of([slot.param.device_mesh for slot in slots])
     lines = ["came to its end" if error is None else f"failed: {type(error).__name__}"]
     lines += [f"{end.slot.fqn} requires_grad={end.full.requires_grad}" for end in ends]
+    lines += map(str, buffers)
     rank_guard.agree("what was done inside unsharded", lines, ranks, remember=False)

@@ -48,6 +48,7 @@ from simplefsdp.frontend.wrapped import (
     IGNORED,
     KEPT,
     LAYOUTS,
+    SPLIT_BESIDE,
     ParameterLayout,
     is_wrapped,
     set_layouts,
@@ -141,6 +142,7 @@ def simple_fsdp(
         _move_buffers(module, mesh.device_type)
     for fqn, param in originals.values():
         mark_original(param, fqn)
+    _mark_tensor_parallel(model)
     _mark_repeated(model)
     model.__dict__[IGNORED] = tuple(
         fqn for fqn, p in model.named_parameters(remove_duplicate=False) if id(p) in ignored
@@ -255,6 +257,15 @@ def _install(
         use_subclass(module, own)
     for name, key in own.items():
         module._parameters[name] = shards[key]
+
+
+def _mark_tensor_parallel(model: nn.Module) -> None:
+    """Tell every module which ranks tensor parallelism of the model is over, if it is one group."""
+    wrapped = [module for module in model.modules() if is_wrapped(module)]
+    layouts = (layout for module in wrapped for layout in module.__dict__[LAYOUTS].values())
+    split = {tp.mesh: tp for layout in layouts if (tp := layout.tensor_parallel) is not None}
+    for module in wrapped:
+        module.__dict__[SPLIT_BESIDE] = next(iter(split.values())) if len(split) == 1 else None
 
 
 def _move_buffers(module: nn.Module, device_type: str) -> None:

@@ -24,6 +24,9 @@ POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and o
 # always there: what a module's __dict__ lacks, Dynamo does not look for again.
 DEFERRALS = "_simple_fsdp_deferrals"  # see accumulation.py
 KEPT = "_simple_fsdp_kept"  # see kept.py
+# On every wrapped module: the layout of a parameter of its model that tensor parallelism has split,
+# or None; the others have a copy on each of those ranks.
+SPLIT_BESIDE = "_simple_fsdp_split_beside"
 IGNORED = "_simple_fsdp_ignored"  # on a wrapped root: FQNs of parameters to be left alone
 PLAIN_CLASS = "_simple_fsdp_plain_class"  # on every subclass: the class it was made from
 

@@ -120,13 +120,15 @@ class _Step:
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         self._check()
         try:
-            return self._of_now().call(*args, **kwargs)
+            result = self._of_now().call(*args, **kwargs)
         except CountsDiffer:
             self.compiled.remove(self._of_now())
             self.last = None
-            return self._of_now().call(*args, **kwargs)
+            result = self._of_now().call(*args, **kwargs)
         except updates.MakesState:
             return self._uncompiled(*args, **kwargs)
+        self.makes_state = False  # it may again, of a parameter that it is given later
+        return result
 
     def _of_now(self) -> _Compiled:
         """The step for what the optimizer is now, but for the values of its tensors."""

@@ -171,6 +171,25 @@ def test_other_backends_compile_as_ever(fake_mesh):
         assert graphs == []  # Dynamo starts at no function of torch's own
 
 
+def test_a_frozen_module_in_a_list_is_whole(solo_mesh):
+    """A teacher, say, that is not to be in the model's state dict."""
+
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.teacher = nn.Linear(4, 4), [nn.Linear(4, 4).requires_grad_(False)]
+
+        def forward(self, x):
+            return (self.own(x) - self.teacher[0](x)).square().mean()
+
+    model = simple_fsdp(Student(), solo_mesh)
+    x = torch.ones(2, 4)
+    wanted = model(x)
+    found = torch.compile(model, backend="simplefsdp", options=EAGER)(x)
+    found.backward()
+    assert torch.equal(found, wanted) and model.own.weight.grad is not None
+
+
 def test_parameter_registered_after_the_wrap_is_named(fake_mesh):
     model = simple_fsdp(Broken(), fake_mesh(2))
     model.late = nn.Parameter(torch.ones(4))

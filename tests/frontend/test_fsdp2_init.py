@@ -232,8 +232,6 @@ def test_other_arguments_of_fsdp2(fake_mesh):
     model = Mlp()
     with pytest.raises(TypeError, match=r"ignored_params: expected a set .* got Linear"):
         simple_fsdp(model, mesh, ignored_params=model.up)
-    with pytest.raises(ValueError, match="ignored_params: 1 of 2 are no parameters of model"):
-        simple_fsdp(model, mesh, ignored_params={model.row, Mlp().row})
     assert not any(isinstance(p, DTensor) for p in model.parameters())  # nothing was changed
     simple_fsdp(model, mesh, offload_policy=OffloadPolicy(), shard_placement_fn=lambda _: Shard(0))
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -260,6 +258,15 @@ def ignored():
             check_close(param.grad, wanted[fqn], 1e-5, fqn)
         optimizer.step()
         mean(call_of(copy.deepcopy(model), executor)(mine(x))).backward()
+
+
+def test_one_set_of_ignored_parameters_for_blocks_and_root(fake_mesh):
+    model = nn.Sequential(Mlp(), Mlp())
+    ignored, mesh = {model[0].row, model[1].row}, fake_mesh(2)
+    for part in (*model, model):
+        simple_fsdp(part, mesh, ignored_params=ignored)
+    sharded = {fqn for fqn, param in model.named_parameters() if isinstance(param, DTensor)}
+    assert {fqn for fqn, _ in model.named_parameters()} - sharded == {"0.row", "1.row"}
 
 
 def test_ignored_parameters_are_left_alone(pools):

@@ -71,6 +71,49 @@ def test_tensor_parallelism_is_undone_too(pools):
     pools(4).run(tensor_parallel)
 
 
+def beside_tensor_parallelism() -> None:
+    """Also where a part of the model is wrapped first, and a part alone is made whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.BatchNorm1d(10))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    simple_fsdp(model[1], mesh["dp"])
+    simple_fsdp(model, mesh["dp"])
+    for number, part in enumerate((model, model[1:]), 2):
+        with unsharded(part), torch.no_grad():
+            if torch.distributed.get_rank() == 0:
+                for tensor in (*part.parameters(), *part.buffers()):
+                    tensor.fill_(number)
+        found = {**values(part), **dict(part.named_buffers())}
+        assert len(found) == (9 if number == 2 else 7)
+        assert all((value == number).all() for value in found.values()), found
+
+
+def test_what_tensor_parallelism_left_alone_is_written_on_all_its_ranks(pools):
+    pools(4).run(beside_tensor_parallelism)
+
+
+def buffers_too() -> None:
+    rank = torch.distributed.get_rank()
+    model = simple_fsdp(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), init_device_mesh("cpu", (2,))
+    )
+    norm = model[1]
+    norm.running_var.fill_(rank + 1)  # each rank's own, as after training
+    with unsharded(model), torch.no_grad():
+        if rank == 0:
+            norm.running_mean.add_(3)
+            norm.num_batches_tracked = torch.tensor(7)
+    assert (norm.running_mean == 3).all() and norm.num_batches_tracked == 7
+    assert (norm.running_var == rank + 1).all()  # nobody has written to it
+    with unsharded(model, writeback=False), torch.no_grad():
+        norm.running_mean.fill_(rank)
+    assert (norm.running_mean == rank).all()
+
+
+def test_buffers_that_are_written_go_to_all_ranks(pools):
+    pools(2).run(buffers_too)
+
+
 def test_nothing_is_written_back_when_it_is_not_wanted_or_fails(solo_mesh):
     layer = simple_fsdp(nn.Linear(4, 4), solo_mesh)
     before = layer.weight.to_local().clone()

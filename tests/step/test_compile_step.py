@@ -208,6 +208,28 @@ def test_loaded_state_counts(solo_mesh, seen):
     assert len(seen) == 2
 
 
+def test_state_is_made_again_of_parameters_that_come_later(solo_mesh):
+    """As in progressive unfreezing; and of all, where it was dropped."""
+    plain, model, *_ = pair(solo_mesh)
+    optimizers = []
+    for net in (plain, model):
+        net.first.requires_grad_(False)
+        optimizers.append(torch.optim.SGD(net.second.parameters(), lr=1e-2, momentum=0.9))
+    own, others = optimizers
+    step = compile_step(loss_with(model), others, options=OPTIONS)
+    for at in range(6):
+        for net, optimizer in ((plain, own), (model, others)):
+            if at == 2:
+                net.first.requires_grad_(True)
+                optimizer.add_param_group({"params": list(net.first.parameters())})
+            if at == 4:
+                optimizer.state.clear()
+        x = torch.randn(4, WIDTH)
+        plain_step(plain, own, x)
+        step(x)
+        check(plain, model)
+
+
 def test_gradients_of_micro_batches_are_taken_along(solo_mesh):
     plain, model, own, others = pair(solo_mesh)
     third = 1 / 3
