@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from inductor_passes.adapters import _torch
 from inductor_passes.adapters.fx import piece_of, place_of
-from inductor_passes.executor.rematerialize import live, made_again, moved_up, repeatable
+from inductor_passes.executor.rematerialize import Facts, live, made_again, moved_up
 from inductor_passes.planner.units import Piece
 
 
@@ -41,7 +41,8 @@ def cut(graph: Graph) -> list[Node | Region]:
     pieces: list[Node | list[Node]] = []
     for run in _runs(graph):
         pieces += [run] if isinstance(run, Node) else _without_views_of_others(run)
-    return _needed(graph, moved_up(graph, pieces))
+    facts = Facts(graph)
+    return _needed(graph, moved_up(pieces, facts), facts)
 
 
 def _runs(graph: Graph) -> list[Node | list[Node]]:
@@ -161,21 +162,20 @@ def _is_worth_compiling(nodes: Sequence[Node]) -> bool:
     return False
 
 
-def _needed(graph: Graph, pieces: Sequence[Node | list[Node]]) -> list[Node | Region]:
+def _needed(graph: Graph, pieces: Sequence[Node | list[Node]], facts: Facts) -> list[Node | Region]:
     """The pieces, runs as regions, without what every user makes again.
 
     Of a run in which there is nothing to fuse, its nodes one by one: kernels are as good as code.
     """
-    cheap = repeatable(graph)
     needed: set[Node] = set(next(iter(reversed(graph.nodes))).all_input_nodes)
     found: list[Node | Region] = []
     for piece in reversed(pieces):
         if isinstance(piece, Node):
-            nodes = [piece] if piece in needed or piece not in cheap else []
+            nodes = [piece] if piece in needed or piece not in facts.cheap else []
         else:
             nodes = live(piece, needed)
         if isinstance(piece, list) and _is_worth_compiling(nodes):
-            region = _region(nodes, needed, cheap)
+            region = _region(nodes, needed, facts)
             needed.update(region.inputs)
             found.append(region)
         else:
@@ -184,9 +184,9 @@ def _needed(graph: Graph, pieces: Sequence[Node | list[Node]]) -> list[Node | Re
     return found[::-1]
 
 
-def _region(nodes: Sequence[Node], needed: Set[Node], cheap: Set[Node]) -> Region:
+def _region(nodes: Sequence[Node], needed: Set[Node], facts: Facts) -> Region:
     own = _in_place(nodes)
-    again = _in_place(made_again(nodes, cheap))
+    again = _in_place(made_again(nodes, facts.cheap))
     inputs = [node for node in _inputs([*again, *own]) if not _is_submodule(node)]
     outputs = [node for node in own if node in needed]
     return Region((*again, *own), tuple(inputs), tuple(outputs))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -41,35 +41,39 @@ class _Made(NamedTuple):
         return sum(map(_nbytes, self.given))
 
 
-def repeatable(graph: Graph) -> set[Node]:
-    """What may be repeated: constants, views, and loops that make each element of a few of those in
-    its place, by few instructions; of nothing that is written to in place."""
-    written = written_in(graph)
-    return {
-        node
-        for node in graph.nodes
-        if _is_cheap(node) and written.isdisjoint(map(_root, node.all_input_nodes))
-    }
+class Facts:
+    """What is to be known of the nodes of a graph.
+
+    Attributes:
+        loops: those that Inductor can fuse.
+        written: values that are written to in place, or of which something is a view that is.
+        cheap: what may be repeated: constants, views, and loops that make each element of a few of
+            those in its place, by few instructions; of nothing that is written to in place.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        self.loops = {node: loop for node in calls if (loop := loop_of(node)) is not None}
+        self.written = {_root(n) for node in calls for n in _torch.mutated_arguments(node)}
+        self.cheap = {n for n in calls if self._is_cheap(n) and not self.is_written(n)}
+
+    def _is_cheap(self, node: Node) -> bool:
+        loop = self.loops.get(node)
+        if loop is not None and loop.elementwise and not loop.heavy:
+            return True
+        is_constant = node.target in _CONSTANTS and not node.all_input_nodes
+        return is_constant or _torch.is_view(node)
+
+    def is_written(self, *nodes: Node) -> bool:
+        """Whether one of ``nodes`` reads what is written to in place."""
+        return any(_root(n) in self.written for node in nodes for n in node.all_input_nodes)
+
+    def is_kernel(self, node: Node) -> bool:
+        """Whether a node is an op by itself, such as a matrix product."""
+        return node not in self.loops and _torch.is_op(node) and not _torch.is_view(node)
 
 
-def written_in(graph: Graph) -> set[Node]:
-    """Values that are written to in place, or of which something is a view that is."""
-    return {
-        _root(argument)
-        for node in graph.nodes
-        if node.op == "call_function"
-        for argument in _torch.mutated_arguments(node)
-    }
-
-
-def _is_cheap(node: Node) -> bool:
-    if node.target in _CONSTANTS and not node.all_input_nodes:
-        return True
-    loop = loop_of(node)
-    return _torch.is_view(node) or (loop is not None and loop.elementwise and not loop.heavy)
-
-
-def moved_up(graph: Graph, pieces: Sequence[Node | list[Node]]) -> list[Node | list[Node]]:
+def moved_up(pieces: Sequence[Node | list[Node]], facts: Facts) -> list[Node | list[Node]]:
     """``pieces`` with loops moved into the run before that makes what they read, where what they
     make takes no more bytes than what is not to be handed on then::
 
@@ -77,11 +81,12 @@ def moved_up(graph: Graph, pieces: Sequence[Node | list[Node]]) -> list[Node | l
     """
     found = [piece if isinstance(piece, Node) else list(piece) for piece in pieces]
     at = {n: i for i, p in enumerate(pieces) for n in ([p] if isinstance(p, Node) else p)}
-    written = written_in(graph)
     for i, piece in enumerate(pieces):
         # Without a kernel that stays there, all that hides a collective might go.
-        for group in _groups(piece) if _has_kernel(piece) else ():
-            target = _where(group, at, written)
+        if isinstance(piece, Node) or not any(map(facts.is_kernel, piece)):
+            continue
+        for group in _groups(piece, facts):
+            target = _where(group, at, facts)
             own, run = found[i], found[target]
             if target < i and isinstance(own, list) and isinstance(run, list):
                 run += group
@@ -90,20 +95,11 @@ def moved_up(graph: Graph, pieces: Sequence[Node | list[Node]]) -> list[Node | l
     return found
 
 
-def _has_kernel(piece: Node | list[Node]) -> TypeGuard[list[Node]]:
-    """Whether a piece is a run with an op that is no loop, such as a matrix product."""
-    return isinstance(piece, list) and any(_is_kernel(node) for node in piece)
-
-
-def _is_kernel(node: Node) -> bool:
-    return _torch.is_op(node) and loop_of(node) is None and not _torch.is_view(node)
-
-
-def _groups(run: Sequence[Node]) -> list[list[Node]]:
+def _groups(run: Iterable[Node], facts: Facts) -> list[list[Node]]:
     """The loops of a run that read one another, with the views between and behind them."""
     group_of: dict[Node, list[Node]] = {}
     for node in run:
-        if loop_of(node) is None and not _torch.is_view(node):
+        if node not in facts.loops and not _torch.is_view(node):
             continue
         own = [node]
         for other in {id(g): g for n in node.all_input_nodes if (g := group_of.get(n))}.values():
@@ -113,15 +109,15 @@ def _groups(run: Sequence[Node]) -> list[list[Node]]:
     return [g for g in groups if not any(map(_torch.draws_from_seed, g))]
 
 
-def _where(group: Sequence[Node], at: Mapping[Node, int], written: Set[Node]) -> int:
+def _where(group: Sequence[Node], at: Mapping[Node, int], facts: Facts) -> int:
     """The piece that a group is best in: its own, or the one that makes what it reads."""
     own, members = at[group[0]], set(group)
     inputs = {n for node in group for n in node.all_input_nodes} - members
     target = max((at.get(n, -1) for n in inputs), default=own)
     made_there = [n for n in inputs if at.get(n) == target]
-    if not written.isdisjoint(map(_root, inputs)):
+    if target < 0 or facts.is_written(*group):
         return own
-    if target < 0 or any(loop_of(_root(n)) is None for n in made_there):
+    if any(_root(n) not in facts.loops for n in made_there):
         return own
     made = [node for node in group if not members.issuperset(node.users)]
     ends = [n for n in inputs if all(at.get(u, own) <= target or u in members for u in n.users)]
