@@ -171,6 +171,28 @@ def test_other_backends_compile_as_ever(fake_mesh):
         assert graphs == []  # Dynamo starts at no function of torch's own
 
 
+def test_values_that_lie_otherwise_than_torch_has_foretold(solo_mesh):
+    """Of what `softplus_backward` makes, torch's own `aot_eager` takes a view that there is not."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 6)
+
+        def forward(self, x):
+            steps = nn.functional.softplus(self.inner(x).transpose(1, 2))
+            return steps.cumsum(-1).square().mean()
+
+    model = simple_fsdp(Steps(), solo_mesh)
+    x = torch.rand(2, 3, 4)
+    model(x).backward()
+    wanted = [param.grad.full_tensor() for param in model.parameters()]
+    model.zero_grad()
+    torch.compile(model, backend="simplefsdp", options=EAGER)(x).backward()
+    for param, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), grad)
+
+
 def test_a_frozen_module_in_a_list_is_whole(solo_mesh):
     """A teacher, say, that is not to be in the model's state dict."""
 
