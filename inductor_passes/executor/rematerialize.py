@@ -45,7 +45,8 @@ class Facts:
     """What is to be known of the nodes of a graph.
 
     Attributes:
-        loops: those that Inductor can fuse.
+        loops: those of one result that Inductor can fuse.
+        views: those of one result.
         written: values that are written to in place, or of which something is a view that is.
         cheap: what may be repeated: constants, views, and loops that make each element of a few of
             those in its place, by few instructions; of nothing that is written to in place.
@@ -53,24 +54,28 @@ class Facts:
 
     def __init__(self, graph: Graph) -> None:
         calls = [node for node in graph.nodes if node.op == "call_function"]
-        self.loops = {node: loop for node in calls if (loop := loop_of(node)) is not None}
+        single = [node for node in calls if isinstance(node.meta.get("val"), torch.Tensor)]
+        self.loops = {node: loop for node in single if (loop := loop_of(node)) is not None}
+        self.views = {node for node in single if _torch.is_view(node)}
         self.written = {_root(n) for node in calls for n in _torch.mutated_arguments(node)}
-        self.cheap = {n for n in calls if self._is_cheap(n) and not self.is_written(n)}
+        self.cheap = {n for n in single if self._is_cheap(n) and not self.is_written(n)}
 
     def _is_cheap(self, node: Node) -> bool:
         loop = self.loops.get(node)
         if loop is not None and loop.elementwise and not loop.heavy:
             return True
         is_constant = node.target in _CONSTANTS and not node.all_input_nodes
-        return is_constant or _torch.is_view(node)
+        return is_constant or node in self.views
 
     def is_written(self, *nodes: Node) -> bool:
-        """Whether one of ``nodes`` reads what is written to in place."""
-        return any(_root(n) in self.written for node in nodes for n in node.all_input_nodes)
+        """Whether one of ``nodes`` is, or reads, what is written to in place."""
+        return any(
+            _root(n) in self.written for node in nodes for n in (node, *node.all_input_nodes)
+        )
 
     def is_kernel(self, node: Node) -> bool:
         """Whether a node is an op by itself, such as a matrix product."""
-        return node not in self.loops and _torch.is_op(node) and not _torch.is_view(node)
+        return node not in self.loops and _torch.is_op(node) and node not in self.views
 
 
 def moved_up(pieces: Sequence[Node | list[Node]], facts: Facts) -> list[Node | list[Node]]:
@@ -99,7 +104,7 @@ def _groups(run: Iterable[Node], facts: Facts) -> list[list[Node]]:
     """The loops of a run that read one another, with the views between and behind them."""
     group_of: dict[Node, list[Node]] = {}
     for node in run:
-        if node not in facts.loops and not _torch.is_view(node):
+        if node not in facts.loops and node not in facts.views:
             continue
         own = [node]
         for other in {id(g): g for n in node.all_input_nodes if (g := group_of.get(n))}.values():
@@ -121,11 +126,14 @@ def _where(group: Sequence[Node], at: Mapping[Node, int], facts: Facts) -> int:
         return own
     made = [node for node in group if not members.issuperset(node.users)]
     ends = [n for n in inputs if all(at.get(u, own) <= target or u in members for u in n.users)]
-    return target if sum(map(_nbytes, made)) <= sum(map(_nbytes, ends)) else own
+    # What the graph was given may be kept by who gave it.
+    freed = sum(min(_nbytes(n), _nbytes(_root(n))) for n in ends if n.op == "call_function")
+    return target if sum(map(_nbytes, made)) <= freed else own
 
 
-def made_again(nodes: Sequence[Node], cheap: Set[Node]) -> list[Node]:
-    """What the region of ``nodes`` repeats of others, as they stand in the graph; of ``cheap``."""
+def made_again(nodes: Sequence[Node], needed: Set[Node], cheap: Set[Node]) -> list[Node]:
+    """What the region of ``nodes`` repeats of others, as they stand in the graph; of ``cheap``.
+    What is ``needed`` behind it is live anyway: it is repeated of what is handed on anyway."""
     own = set(nodes)
     inputs = {n for node in nodes for n in node.all_input_nodes if n not in own}
     there = set(inputs)  # what is handed to it, or repeated
@@ -135,6 +143,8 @@ def made_again(nodes: Sequence[Node], cheap: Set[Node]) -> list[Node]:
         known = len(again)
         for node in sorted((inputs & cheap) - again):
             made = _made(node, there - {node}, cheap, {}, MOST)
+            if node in needed and made.given:
+                continue
             again |= made.again
             there |= made.again | made.given
     return sorted(again)
@@ -162,17 +172,22 @@ def _nbytes(node: Node) -> int:
 
 
 def _root(node: Node) -> Node:
-    while _torch.is_view(node) or node.target is operator.getitem:
-        node = node.all_input_nodes[0]
+    """What has the memory of a view, of a part, of what was waited for, of what was written to."""
+    while node.op == "call_function":
+        same = _torch.is_view(node) or _torch.is_wait(node) or node.target is operator.getitem
+        before = node.all_input_nodes if same else list(_torch.mutated_arguments(node))
+        if not before:
+            break
+        node = before[0]
     return node
 
 
-def live(nodes: Iterable[Node], needed: Set[Node]) -> list[Node]:
-    """Those of ``nodes`` that lead to what is needed."""
+def live(nodes: Iterable[Node], needed: Set[Node], facts: Facts) -> list[Node]:
+    """Those of ``nodes`` that lead to what is needed, and what does more than to make a value."""
     found: list[Node] = []
     wanted = set(needed)
     for node in reversed(list(nodes)):
-        if node in wanted:
+        if node in wanted or (node not in facts.loops and node not in facts.views):
             found.append(node)
             wanted.update(node.all_input_nodes)
     return found[::-1]

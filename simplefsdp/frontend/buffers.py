@@ -8,33 +8,38 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import has_no_data
-from simplefsdp.frontend.slots import Slot
 
 
 class BufferSlot(NamedTuple):
-    """A plain buffer as it was when parameters were made whole."""
+    """A plain buffer as it was when parameters were made whole.
+
+    Attributes:
+        owner: of it.
+        name: there.
+        path: from the module that was made whole.
+        before: a copy of its value.
+    """
 
     owner: nn.Module
     name: str
     path: str
-    tensor: Tensor
-    version: int
+    before: Tensor
 
     @property
     def now(self) -> Tensor | None:
         """What stands in its place."""
         return self.owner._buffers.get(self.name)
 
-    def __str__(self) -> str:
-        now = self.now
-        return f"{self.path}: {None if now is None else (tuple(now.shape), now.dtype)}"
-
     def is_written(self) -> bool:
-        """Whether it is another tensor, or was written to in place."""
-        return self.now is not self.tensor or _version(self.tensor) != self.version
+        """Whether its value is another one, bit for bit."""
+        now = self.now
+        if now is None or now.shape != self.before.shape or now.dtype != self.before.dtype:
+            return now is not None
+        return not torch.equal(_bytes(now), _bytes(self.before.to(now.device)))
 
 
 def buffers_of(module: nn.Module) -> list[BufferSlot]:
@@ -45,30 +50,49 @@ def buffers_of(module: nn.Module) -> list[BufferSlot]:
             if tensor is None or isinstance(tensor, DTensor) or has_no_data(tensor):
                 continue
             path = f"{prefix}.{name}" if prefix else name
-            found.setdefault(id(tensor), BufferSlot(owner, name, path, tensor, _version(tensor)))
+            if id(tensor) not in found:
+                found[id(tensor)] = BufferSlot(owner, name, path, tensor.detach().clone())
     return list(found.values())
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 @torch.no_grad()
-def send_written(buffers: Sequence[BufferSlot], slots: Sequence[Slot]) -> None:
-    """Give every rank the buffers that rank 0 has written to; collective over the ranks of the
-    parameters in ``slots``. All ranks have buffers of the same shapes and dtypes."""
-    if not buffers or not slots:
+def send_written(buffers: Sequence[BufferSlot], mesh: DeviceMesh) -> None:
+    """Give every rank of ``mesh`` the buffers that its first rank has written to; collective.
+
+    Raises:
+        ValueError: such a buffer has another size on this rank.
+    """
+    if not buffers:
         return
-    widest = max(slots, key=lambda slot: slot.param.device_mesh.size())
-    groups = [*widest.groups_of_copies(), *widest.param.device_mesh.get_all_groups()]
-    flags = [buffer.is_written() for buffer in buffers]
-    written = torch.tensor(flags, dtype=torch.uint8, device=widest.param.device)
-    from_first_rank(written, groups)
-    for buffer, is_written in zip(buffers, written.tolist(), strict=True):
-        if is_written and (now := buffer.now) is not None:
-            sent = now.detach().to(widest.param.device).reshape(-1).clone()
-            from_first_rank(sent.view(torch.uint8), groups)
-            now.copy_(sent.view_as(now))
+    groups = mesh.get_all_groups()
+    # Of what was written to, how many bytes; of the rest, -1.
+    sizes = [_bytes(now).numel() if b.is_written() and (now := b.now) is not None else -1
+             for b in buffers]  # fmt: skip
+    told = torch.tensor(sizes, dtype=torch.int64, device=mesh.device_type)
+    from_first_rank(told, groups)
+    other: list[str] = []
+    for buffer, nbytes in zip(buffers, told.tolist(), strict=True):
+        if nbytes < 0:
+            continue
+        now = buffer.now
+        own = torch.empty(0) if now is None else _bytes(now)
+        fits = own.numel() == nbytes
+        # A rank where it does not fit takes part, for the others wait for it.
+        sent = own.to(mesh.device_type, copy=True) if fits else told.new_empty(nbytes).byte()
+        from_first_rank(sent, groups)
+        if now is None or not fits:
+            other.append(buffer.path)
+        else:
+            now.copy_(sent.to(now.device).view(now.dtype).view(now.shape))
+    if other:
+        raise ValueError(
+            f"unsharded: rank 0 has written to the buffer {other[0]}, which has another size on "
+            "this rank; write to it on every rank"
+        )
 
 
 def from_first_rank(tensor: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:

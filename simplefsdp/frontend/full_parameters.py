@@ -27,7 +27,15 @@ from simplefsdp.frontend.placement import (
     share_memory,
 )
 from simplefsdp.frontend.recurrent import second_lists
-from simplefsdp.frontend.slots import Slot, agree_to_leave, carry_over, ends_of, restore, slots_of
+from simplefsdp.frontend.slots import (
+    Slot,
+    agree_to_leave,
+    carry_over,
+    ends_of,
+    mesh_of,
+    restore,
+    slots_of,
+)
 from simplefsdp.frontend.wrapped import plain_classes, wrapped_in
 
 
@@ -74,7 +82,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         RankMismatchError: at the end, another rank failed, or did something else.
     """
     wrapped = wrapped_in("module", module)
-    slots, buffers = slots_of(module), buffers_of(module)
+    slots, buffers = slots_of(module), buffers_of(module) if writeback else []
     fulls = _fulls_of(slots)
     with plain_classes(wrapped):
         for slot in slots:
@@ -92,12 +100,13 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         finally:
             restore(slots)
     if writeback:
-        agree_to_leave(slots, ends, buffers, None)
+        agree_to_leave(slots, ends, [buffer.path for buffer in buffers], None)
     carry_over(ends)
     if writeback:
         for end in ends:
             write_back(end.slot.param, end.full, end.slot.groups_of_copies())
-        send_written(buffers, slots)
+        if slots:
+            send_written(buffers, mesh_of(slots))
 
 
 def _fulls_of(slots: list[Slot]) -> dict[int, nn.Parameter]:

@@ -161,7 +161,7 @@ def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
         sharded = distribute(local, dp.mesh, placements)
     if tp is None:
         return sharded
-    mesh = _join(tp.mesh, dp.mesh)
+    mesh = joined(tp.mesh, dp.mesh)
     return dtensor_of(sharded.to_local(), mesh, (*tp.placements, *placements), tp.shape, tp.stride)
 
 
@@ -236,7 +236,7 @@ def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     return dtensor_of(part, mesh, placements, local.shape, local.stride())
 
 
-def _join(tp: DeviceMesh, dp: DeviceMesh) -> DeviceMesh:
+def joined(tp: DeviceMesh, dp: DeviceMesh) -> DeviceMesh:
     """The mesh whose dimensions are those of ``tp`` followed by those of ``dp``.
 
     It reuses their process groups. Both must be slices of one regular mesh, as

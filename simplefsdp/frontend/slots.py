@@ -5,15 +5,17 @@ Whatever code did to a full parameter is done to its shard, or refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import rank_guard
 from simplefsdp._torch import has_hooks
+from simplefsdp.frontend.placement import joined
 from simplefsdp.frontend.wrapped import LAYOUTS, SPLIT_BESIDE, is_wrapped, set_layouts, shards_of
 
 
@@ -48,6 +50,16 @@ def slots_of(module: nn.Module) -> list[Slot]:
             path = f"{prefix}.{name}" if prefix else name
             found.append(Slot(owner, name, param, fqn, path))
     return found
+
+
+def mesh_of(slots: Sequence[Slot]) -> DeviceMesh:
+    """The mesh of all ranks that have a part or a copy of the parameters in ``slots``."""
+    meshes = [slot.param.device_mesh for slot in slots]
+    beside = next((slot for slot in slots if slot.groups_of_copies()), None)
+    if beside is not None:
+        split = beside.owner.__dict__[SPLIT_BESIDE]
+        meshes.append(joined(split.mesh, beside.param.device_mesh))
+    return max(meshes, key=DeviceMesh.size)
 
 
 def restore(slots: Iterable[Slot]) -> None:
@@ -128,13 +140,13 @@ def _marks(param: Tensor) -> dict[str, Any]:
 
 
 def agree_to_leave(
-    slots: list[Slot], ends: list[End], buffers: Iterable[object], error: BaseException | None
+    slots: list[Slot], ends: list[End], buffers: Iterable[str], error: BaseException | None
 ) -> None:
     """Return if no rank failed, as this one did if there is an ``error``, and all are about to
-    write the same back, with ``buffers`` of the same texts; else a RankMismatchError on the ranks
-    that did not fail."""
-    ranks = rank_guard.ranks_of([slot.param.device_mesh for slot in slots])
+    write the same back, and had the same ``buffers``; else a RankMismatchError on the ranks that
+    did not fail."""
+    ranks = rank_guard.ranks_of([mesh_of(slots)] if slots else [])
     lines = ["came to its end" if error is None else f"failed: {type(error).__name__}"]
     lines += [f"{end.slot.fqn} requires_grad={end.full.requires_grad}" for end in ends]
-    lines += map(str, buffers)
+    lines += buffers
     rank_guard.agree("what was done inside unsharded", lines, ranks, remember=False)

@@ -530,6 +530,56 @@ def test_a_loop_goes_to_the_one_it_reads(written):
     assert pieces == (moved if written == "other" else [*moved[:2], "region"])
 
 
+def written_later(x, other):
+    """A view of what would be repeated is written to."""
+    wide = double(x) + 1
+    first = (wide * 2).relu()
+    torch.ops.aten.add_.Tensor(wide.view(16), 1)
+    return first, (wide * 3).relu()
+
+
+def made_of_what_was_written(x, other):
+    """By an op whose result is what it has written to."""
+    view = x.view(16)
+    wide = double(torch.ops.aten.add_.Tensor(x, 1))
+    first = (wide * 2).relu()
+    torch.ops.aten.add_.Tensor(view, 1)
+    return first, (wide * 3).relu()
+
+
+def of_several_results(x, other):
+    """A loop with several results, and what takes one of them, stay together."""
+    made = (x @ x).relu()
+    torch.ops.aten.add_.Tensor(other, 1)
+    var, mean = torch.ops.aten.var_mean.correction(made, [1])
+    first, last = made.split(2)
+    return (var + mean) @ x, (first + 1) @ x, (last * mean.sum()).relu() @ x
+
+
+@pytest.mark.parametrize("function", [written_later, made_of_what_was_written, of_several_results])
+def test_what_aliases_or_is_a_tuple_is_not_taken_apart(function):
+    args = torch.rand(4, 4), torch.rand(4)
+    gm = traced(function, *args)
+    wanted = gm(*(arg.clone() for arg in args))
+    run = straight_line.straight_line(gm, cut(gm.graph), interpreted)
+    for one, other in zip(run([arg.clone() for arg in args]), wanted, strict=True):
+        assert torch.equal(one, other)
+    assert no_region_takes_or_gives_a_tuple(gm)
+
+
+def test_an_assertion_runs():
+    def function(x):
+        made = (x + 1).relu()
+        torch.ops.aten._assert_async.msg((made > 0).all(), "boom")
+        return made @ x
+
+    gm = traced(function, torch.rand(4, 4))
+    assert any("_assert_async" in str(node.target) for node in gm.graph.nodes)
+    run = straight_line.straight_line(gm, cut(gm.graph), interpreted)
+    with pytest.raises(RuntimeError, match="boom"):
+        run([torch.full((4, 4), -2.0)])
+
+
 def test_a_loop_stays_with_the_product_that_it_waits_for():
     def function(a, b, other):
         made = (a + 1).relu()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -86,6 +87,10 @@ def beside_tensor_parallelism() -> None:
         found = {**values(part), **dict(part.named_buffers())}
         assert len(found) == (9 if number == 2 else 7)
         assert all((value == number).all() for value in found.values()), found
+    rank = torch.distributed.get_rank()  # of a part, too, all ranks learn that one has failed
+    error = KeyError if rank == 1 else RankMismatchError
+    with pytest.raises(error), unsharded(model[1:]):
+        {0: "well"}[int(rank == 1)]
 
 
 def test_what_tensor_parallelism_left_alone_is_written_on_all_its_ranks(pools):
@@ -101,13 +106,20 @@ def buffers_too() -> None:
     norm.running_var.fill_(rank + 1)  # each rank's own, as after training
     with unsharded(model), torch.no_grad():
         if rank == 0:
-            norm.running_mean.add_(3)
+            norm.running_mean.data.add_(3)  # which no version counts
             norm.num_batches_tracked = torch.tensor(7)
     assert (norm.running_mean == 3).all() and norm.num_batches_tracked == 7
     assert (norm.running_var == rank + 1).all()  # nobody has written to it
     with unsharded(model, writeback=False), torch.no_grad():
         norm.running_mean.fill_(rank)
     assert (norm.running_mean == rank).all()
+    model.register_buffer("cache", torch.zeros(rank + 1), persistent=False)
+    with unsharded(model):
+        pass
+    assert model.cache.shape == (rank + 1,)
+    refused = nullcontext() if rank == 0 else pytest.raises(ValueError, match="buffer cache, which")
+    with refused, unsharded(model):
+        model.cache.add_(1)
 
 
 def test_buffers_that_are_written_go_to_all_ranks(pools):
