@@ -93,17 +93,22 @@ def touches_of(node: Node) -> int | None:
         return None
     name = name_of(node)
     if name in _LOOKUPS:
-        return sum(map(_nbytes, tensors_of(node.meta.get("val"))))
+        return nbytes_of(node)
     if name in _FILLS_PART:
         parts: Any = node.args[0]
-        return sum(_nbytes(v) for n in parts for v in tensors_of(n.meta.get("val")))
+        return sum(map(nbytes_of, parts))
     if name not in _UPDATES or _is_one_hot(node):
         return None
     table = node.args[0]
     if not isinstance(table, Node) or table.op == "placeholder" or len(table.users) > 1:
         return None  # the old value is needed: the table is copied first
     given = [n for n in node.all_input_nodes if n is not table]
-    return max((sum(map(_nbytes, tensors_of(n.meta.get("val")))) for n in given), default=0)
+    return max(map(nbytes_of, given), default=0)
+
+
+def nbytes_of(node: Node) -> int:
+    """Of all tensors that a node makes."""
+    return sum(map(_nbytes, tensors_of(node.meta.get("val"))))
 
 
 def name_of(node: Node) -> str:

@@ -186,7 +186,7 @@ def _needed(graph: Graph, pieces: Sequence[Node | list[Node]], facts: Facts) -> 
 
 def _region(nodes: Sequence[Node], needed: Set[Node], facts: Facts) -> Region:
     own = _in_place(nodes)
-    again = _in_place(made_again(nodes, needed, facts.cheap))
+    again = _in_place(made_again(set(_inputs(own)), needed, facts.cheap))
     inputs = [node for node in _inputs([*again, *own]) if not _is_submodule(node)]
     outputs = [node for node in own if node in needed]
     return Region((*again, *own), tuple(inputs), tuple(outputs))

@@ -1,4 +1,4 @@
-"""What a region computes again, rather than being handed it by another one.
+"""What regions compute where it is read, rather than handing it on.
 
 Inductor fuses a loop with those that read its result, wherever they stand in a graph. A cut between
 them would have the result written, kept while collectives run, and read: of SwiGLU's backward,
@@ -6,6 +6,9 @@ them would have the result written, kept while collectives run, and read: of Swi
 are handed to it anyway::
 
     g --> silu --> h |cut| silu --> gradient        g --> silu --> h |cut| g --> silu --> gradient
+
+And before that, loops go up to the run that makes what they read, if that leaves no more to hand
+on: see :func:`moved_up`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.adapters import _torch
-from inductor_passes.adapters.loops import loop_of, tensors_of
+from inductor_passes.adapters.loops import loop_of, nbytes_of
 
 _aten = torch.ops.aten
 _CONSTANTS = {_aten.full.default, torch.ops.prims.iota.default}
@@ -38,7 +41,7 @@ class _Made(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(map(_nbytes, self.given))
+        return sum(map(nbytes_of, self.given))
 
 
 class Facts:
@@ -127,15 +130,14 @@ def _where(group: Sequence[Node], at: Mapping[Node, int], facts: Facts) -> int:
     made = [node for node in group if not members.issuperset(node.users)]
     ends = [n for n in inputs if all(at.get(u, own) <= target or u in members for u in n.users)]
     # What the graph was given may be kept by who gave it.
-    freed = sum(min(_nbytes(n), _nbytes(_root(n))) for n in ends if n.op == "call_function")
-    return target if sum(map(_nbytes, made)) <= freed else own
+    freed = sum(min(nbytes_of(n), nbytes_of(_root(n))) for n in ends if n.op == "call_function")
+    return target if sum(map(nbytes_of, made)) <= freed else own
 
 
-def made_again(nodes: Sequence[Node], needed: Set[Node], cheap: Set[Node]) -> list[Node]:
-    """What the region of ``nodes`` repeats of others, as they stand in the graph; of ``cheap``.
-    What is ``needed`` behind it is live anyway: it is repeated of what is handed on anyway."""
-    own = set(nodes)
-    inputs = {n for node in nodes for n in node.all_input_nodes if n not in own}
+def made_again(inputs: Set[Node], needed: Set[Node], cheap: Set[Node]) -> list[Node]:
+    """What a region that reads ``inputs`` repeats of others, as they stand in the graph; of
+    ``cheap``. What is ``needed`` behind it is live anyway: it is repeated of what is handed on
+    anyway."""
     there = set(inputs)  # what is handed to it, or repeated
     again: set[Node] = set()
     known = -1
@@ -165,10 +167,6 @@ def _made(
             if made.nbytes < handed.nbytes and len(again) <= MOST:
                 known[node] = made
     return known[node]
-
-
-def _nbytes(node: Node) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_of(node.meta.get("val")))
 
 
 def _root(node: Node) -> Node:

@@ -247,7 +247,7 @@ def compile_with_aot_eager(
     """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
 
     Arguments as for :func:`compile_with_inductor` and :class:`Passes`. With ``decompose`` the
-    graphs are made of the ops that Inductor would get.
+    graphs are made of the ops that Inductor would get, to be looked at: they are not to be run.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -261,9 +261,8 @@ def compile_with_aot_eager(
         def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> CompiledFunction:
             graph = tagged_as_if_cut(graph) if cut == AS_ONE else graph
             observe(graph, is_backward)
-            for own_pass in filter(None, (graph_pass, None if decompose else copy_what_is_no_view)):
-                own_pass(graph.graph)
-            graph.recompile()
+            if not decompose:
+                make_runnable(graph, graph_pass)
             compiled(is_backward)
             return make_boxed_func(graph.forward)  # type: ignore[no-any-return]
 
@@ -295,11 +294,14 @@ def compile_with_aot_eager(
         return backend(gm, example_inputs)  # type: ignore[no-any-return]
 
 
-def copy_what_is_no_view(graph: Graph) -> None:
-    """Let views in ``graph`` copy where they must: of what lies otherwise than torch has foretold,
-    as what ``softplus_backward`` makes (2.11 to 2.15), there is none."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+def make_runnable(graph: GraphModule, graph_pass: GraphPass | None) -> None:
+    """Apply a pass, and let views copy where they must: of what lies otherwise than torch has
+    foretold, as what ``softplus_backward`` makes (2.11 to 2.15), there is none."""
+    if graph_pass is not None:
+        graph_pass(graph.graph)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
+    graph.recompile()
 
 
 def graphs_of(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import has_no_data
+from simplefsdp.frontend.placement import from_first_rank
 
 
 class BufferSlot(NamedTuple):
@@ -93,10 +93,3 @@ def send_written(buffers: Sequence[BufferSlot], mesh: DeviceMesh) -> None:
             f"unsharded: rank 0 has written to the buffer {other[0]}, which has another size on "
             "this rank; write to it on every rank"
         )
-
-
-def from_first_rank(tensor: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Overwrite ``tensor`` by what the first rank of all these groups has; collective."""
-    for group in groups:
-        if group.size() > 1:
-            dist.broadcast(tensor, group=group, group_src=0)

@@ -18,10 +18,11 @@ from simplefsdp import rank_guard
 from simplefsdp._torch import has_no_data
 from simplefsdp.frontend import uninitialised
 from simplefsdp.frontend.after_wrap import mark_full
-from simplefsdp.frontend.buffers import buffers_of, from_first_rank, send_written
+from simplefsdp.frontend.buffers import buffers_of, send_written
 from simplefsdp.frontend.placement import (
     distribute,
     dtensor_like,
+    from_first_rank,
     off_the_wire,
     on_the_wire,
     share_memory,
@@ -63,7 +64,8 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 
     What code does that knows nothing of shards works inside: ``merge_and_unload``, an orthogonal
     initialisation, ``generate``, ``save_pretrained``, any method that computes. At the end the
-    values *of rank 0* go to everybody's shards. Collective at both ends: every rank must enter
+    values *of rank 0* go to everybody's shards, and what it has written to buffers to everybody's
+    buffers. Collective at both ends: every rank must enter
     and leave. If an exception passes on any rank, nothing is written back and every rank raises.
     A parameter that is set to None or deleted stays so; ``requires_grad`` and other attributes of
     parameters go to the shards.
@@ -78,12 +80,13 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     Raises:
         ValueError: nothing in ``module`` is wrapped; or, at the end, a parameter has another shape
             or dtype than before, got a gradient or a hook, which the shard would not have, or is
-            no longer tied to what it was tied to.
+            no longer tied to what it was tied to; or rank 0 has written to a buffer that has
+            another size on this rank.
         RankMismatchError: at the end, another rank failed, or did something else.
     """
     wrapped = wrapped_in("module", module)
     slots, buffers = slots_of(module), buffers_of(module) if writeback else []
-    fulls = _fulls_of(slots)
+    mesh, fulls = mesh_of(slots), _fulls_of(slots)
     with plain_classes(wrapped):
         for slot in slots:
             slot.owner._parameters[slot.name] = fulls[id(slot.param)]
@@ -95,18 +98,18 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             if writeback:
                 # What the others raise; this rank has an error of its own.
                 with suppress(rank_guard.RankMismatchError):
-                    agree_to_leave(slots, [], [], error)
+                    agree_to_leave(mesh, [], [], error)
             raise
         finally:
             restore(slots)
     if writeback:
-        agree_to_leave(slots, ends, [buffer.path for buffer in buffers], None)
+        agree_to_leave(mesh, ends, [buffer.path for buffer in buffers], None)
     carry_over(ends)
     if writeback:
         for end in ends:
             write_back(end.slot.param, end.full, end.slot.groups_of_copies())
-        if slots:
-            send_written(buffers, mesh_of(slots))
+        if mesh is not None:
+            send_written(buffers, mesh)
 
 
 def _fulls_of(slots: list[Slot]) -> dict[int, nn.Parameter]:
@@ -134,8 +137,8 @@ def full_of(param: DTensor) -> Tensor:
 def write_back(
     param: DTensor, full: Tensor, groups_of_copies: Iterable[dist.ProcessGroup] = ()
 ) -> None:
-    """Give every rank its shard of rank 0's ``full``; collective over the parameter's mesh, and the
-    groups of ranks that have copies of it beside."""
+    """Give every rank its shard of rank 0's ``full``; collective over the parameter's mesh and
+    ``groups_of_copies``, of ranks outside of it that have copies."""
     if has_no_data(full):
         return
     full = full.detach().to(param.device).contiguous()

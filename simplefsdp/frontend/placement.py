@@ -208,10 +208,15 @@ def distribute(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
 def rank_0s(number: int, mesh: DeviceMesh) -> int:
     """The first rank's ``number``, on every rank of ``mesh``; collective."""
     told = torch.tensor(number, dtype=torch.int64, device=mesh.device_type)
-    for group in mesh.get_all_groups():
-        if group.size() > 1:
-            dist.broadcast(told, group=group, group_src=0)
+    from_first_rank(told, mesh.get_all_groups())
     return int(told)
+
+
+def from_first_rank(tensor: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Overwrite ``tensor`` by what the first rank of all these groups has; collective."""
+    for group in groups:
+        if group.size() > 1:
+            dist.broadcast(tensor, group=group, group_src=0)
 
 
 def highest_of_ranks(flags: Sequence[bool], mesh: DeviceMesh) -> list[bool]:

@@ -52,14 +52,15 @@ def slots_of(module: nn.Module) -> list[Slot]:
     return found
 
 
-def mesh_of(slots: Sequence[Slot]) -> DeviceMesh:
-    """The mesh of all ranks that have a part or a copy of the parameters in ``slots``."""
+def mesh_of(slots: Sequence[Slot]) -> DeviceMesh | None:
+    """The mesh of all ranks that have a part or a copy of the parameters in ``slots``; None if
+    there are none."""
     meshes = [slot.param.device_mesh for slot in slots]
     beside = next((slot for slot in slots if slot.groups_of_copies()), None)
     if beside is not None:
         split = beside.owner.__dict__[SPLIT_BESIDE]
         meshes.append(joined(split.mesh, beside.param.device_mesh))
-    return max(meshes, key=DeviceMesh.size)
+    return max(meshes, key=DeviceMesh.size, default=None)
 
 
 def restore(slots: Iterable[Slot]) -> None:
@@ -140,12 +141,15 @@ def _marks(param: Tensor) -> dict[str, Any]:
 
 
 def agree_to_leave(
-    slots: list[Slot], ends: list[End], buffers: Iterable[str], error: BaseException | None
+    mesh: DeviceMesh | None,
+    ends: list[End],
+    buffers: Iterable[str],
+    error: BaseException | None,
 ) -> None:
     """Return if no rank failed, as this one did if there is an ``error``, and all are about to
     write the same back, and had the same ``buffers``; else a RankMismatchError on the ranks that
     did not fail."""
-    ranks = rank_guard.ranks_of([mesh_of(slots)] if slots else [])
+    ranks = rank_guard.ranks_of([] if mesh is None else [mesh])
     lines = ["came to its end" if error is None else f"failed: {type(error).__name__}"]
     lines += [f"{end.slot.fqn} requires_grad={end.full.requires_grad}" for end in ends]
     lines += buffers
