@@ -14,7 +14,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from rows import ROWS
 
 RESULTS = Path(__file__).parent / "results"
 MAX_NORM = 1.0  # of gradients
+LR = 1e-4
 VARIANTS = (
     "floor",
     "auto",
@@ -83,7 +84,9 @@ def _compiled_update(optimizer: Any) -> Callable[[], None]:
 
 
 def separate(name: str, load: Any) -> Training:
-    """Forward and backward of a variant of variants.py, then clipping, then the update."""
+    """Forward and backward of a variant of variants.py, then clipping, then the update: if it is
+    not compiled, on a GPU the fused one."""
+    import torch
     from torch.nn.utils import clip_grad_norm_ as clip_plain
     from variants import BUILDERS
 
@@ -91,9 +94,12 @@ def separate(name: str, load: Any) -> Training:
 
     variant = BUILDERS["auto" if name == "auto_update" else name](load)
     params = list(variant.params.values())
-    update = variant.optimizer.step
     if name in ("floor", "auto_update"):
         update = _compiled_update(variant.optimizer)
+    else:
+        fused = load.device.type == "cuda" or None
+        variant.optimizer = torch.optim.AdamW(params, lr=LR, fused=fused)
+        update = variant.optimizer.step
     clip = clip_grad_norm_ if variant.is_sharded else clip_plain
 
     def step() -> float:
@@ -116,7 +122,7 @@ def whole(bucketing: str, load: Any) -> Training:
     from simplefsdp import compile_step
 
     model = _wrapped(load)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     options: dict[str, Any] = {"bucketing": bucketing, "executor": "inductor"}
     if bucketing == "auto":
         options["cluster"] = cluster_here(load.row, load.device)
@@ -130,26 +136,49 @@ def build(name: str, load: Any) -> Training:
     return whole(bucketing, load) if kind == "step" else separate(name, load)
 
 
-def run(options: Options) -> dict[str, Any]:
-    """Measure all variants, in turns."""
-    import measure
+def measured(
+    load: Any, variants: Sequence[str], rounds: int, warmup: int, turns: Any
+) -> dict[str, Any]:
+    """All variants, each round in turns.
+
+    Args:
+        load: ``Workload`` of variants.py.
+        variants: names, see :class:`Options`.
+        rounds: timed ones.
+        warmup: rounds before those.
+        turns: ``Turns`` of measure.py, for what shares the device.
+
+    Returns:
+        Of each variant what :class:`Seen` has, as plain data.
+    """
     import torch
     from memory import allocated_peak
-    from transfers import exposed_s, link
 
-    load = measure.on_the_wire(ROWS[options.row])
     trained: dict[str, Training] = {}
     seen: dict[str, Seen] = {}
-    for name in options.variants:
+    for name in variants:
         torch.manual_seed(0)
         begin = time.perf_counter()
-        trained[name] = build(name, load)
-        seen[name] = Seen([], [], [trained[name].step()])
+        with turns.shared():
+            trained[name] = build(name, load)
+            seen[name] = Seen([], [], [trained[name].step()])
         seen[name].compile_s = time.perf_counter() - begin
         print(f"{name}: first step {seen[name].compile_s:.1f} s", flush=True)
+    with turns.alone():
+        _rounds(trained, seen, range(-warmup, rounds))
+        for name, variant in trained.items():
+            peak = allocated_peak(variant.step, load.device)
+            seen[name].peak_nbytes = peak + variant.held_nbytes
+    return {name: vars(found) for name, found in seen.items()}
+
+
+def _rounds(trained: dict[str, Training], seen: dict[str, Seen], indices: range) -> None:
+    """Step all variants in turn, each round beginning with another; what is below 0 warms up."""
+    from transfers import exposed_s, link
+
     gc.collect()
     gc.disable()
-    for index in range(-options.warmup, options.rounds):
+    for index in indices:
         names = list(trained)
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:
@@ -165,10 +194,6 @@ def run(options: Options) -> dict[str, Any]:
                 seen[name].launches = dict(Counter(t.kind for t in ours))
         gc.collect()
     gc.enable()
-    for name, variant in trained.items():
-        peak = allocated_peak(variant.step, torch.device("cpu"))
-        seen[name].peak_nbytes = peak + variant.held_nbytes
-    return {name: vars(found) for name, found in seen.items()}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -188,6 +213,7 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run, print, write."""
+    import measure
     import torch
     import tyro
     from report import environment
@@ -196,7 +222,8 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__, config=config)
     if options.row not in ROWS:
         raise SystemExit(f"--row: expected one of {', '.join(ROWS)}, got {options.row!r}")
-    found = run(options)
+    load = measure.on_the_wire(ROWS[options.row])
+    found = measured(load, options.variants, options.rounds, options.warmup, measure.ONLY_ONE)
     show(found)
     path = options.json
     if path is None and options.variants == VARIANTS:

@@ -48,6 +48,7 @@ PARTS = (
     Part("c", "wire", 560, turn=1),
     Part("d", "predicted", 300, turn=2),
     Part("e", "host", 240, turn=2),
+    Part("f", "step", 240, turn=2),
 )
 
 

@@ -55,6 +55,7 @@ CELLS = {
     "wire": {"smallest, 1 blocks", "24 blocks", "graphs"},
     "predicted": {"smallest, steps", "smallest, buckets of manual"},
     "host": {"optimizer and clip", "mm.dtype", "host, fsdp2_eager", "host, auto"},
+    "step": {"smallest"},
 }
 
 
@@ -85,7 +86,8 @@ def test_each_part_writes_what_it_found(found):
     said, path = found
     (folder,) = (path / "out").iterdir()
     assert said.returncode == 0, f"{said.stdout}{said.stderr}{(folder / 'log.txt').read_text()}"
-    assert [line[:2] for line in said.stdout.splitlines()] == ["a ", "b ", "c ", "d ", "e ", "re"]
+    heads = [line[:2] for line in said.stdout.splitlines()]
+    assert heads == ["a ", "b ", "c ", "d ", "e ", "f ", "re"]
     for name, cells in CELLS.items():
         text = (folder / f"{name}.json").read_text()
         data = json.loads(text)
@@ -103,6 +105,8 @@ def test_each_part_writes_what_it_found(found):
     assert sends == [False] * 2  # the copies and the clock of the modelled wire would count
     wire = json.loads((folder / "wire.json").read_text())["cells"]["smallest, 1 blocks"]["variants"]
     assert all("step_s" in wire[name] for name in ("floor", "none", "fsdp2_eager", "manual"))
+    step = json.loads((folder / "step.json").read_text())["cells"]["smallest"]["variants"]
+    assert step["step_manual"]["losses"] == pytest.approx(step["fsdp2_eager"]["losses"], abs=1e-3)
 
 
 @pytest.mark.slow
@@ -110,7 +114,7 @@ def test_what_is_done_is_left_out(found):
     _, path = found
     files = {file: file.stat().st_mtime_ns for file in path.glob("out/*/*.json")}
     said = kit("--out", str(path / "out"), path=path)
-    assert said.returncode == 0 and said.stdout.count("is there") == 5
+    assert said.returncode == 0 and said.stdout.count("is there") == 6
     assert files == {file: file.stat().st_mtime_ns for file in path.glob("out/*/*.json")}
 
 
