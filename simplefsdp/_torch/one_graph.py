@@ -22,7 +22,9 @@ from simplefsdp._torch.cut import graph_module
 AsOne = Literal["as one"]
 AS_ONE: Final = "as one"
 _COPY = torch.ops.aten.copy_.default
-_TANGENT = "tangents_1"  # by this name the partitioner knows where a backward begins
+# By this name the partitioner knows where a backward begins, and there it puts what is computed
+# again where it is used.
+_TANGENT = "tangents_1"
 
 
 def nothing_recomputed_yet() -> AbstractContextManager[None]:
@@ -47,14 +49,15 @@ def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:
     inputs = gm.graph.find_nodes(op="placeholder")
     copies = _take_copies(gm.graph)
     (output,) = gm.graph.find_nodes(op="output")
-    seed, results = inputs[-1], list(output.args[0])
+    name = inputs[-1].name
+    seed = inputs[-1] = _renamed(gm.graph, inputs[-1], _TANGENT)
+    results = list(output.args[0])
     backward = _downstream(seed)
     values = [r for r in [*results, *copies.values()] if isinstance(r, Node)]
     early = [value for value in values if value not in backward]
     late = [value for value in values if value in backward]
     output.args = ((*early, *late),)
     output.meta.pop("desc", None)
-    name, seed.target = seed.target, _TANGENT
     parts = min_cut_rematerialization_partition(
         gm, None, num_fwd_outputs=len(early), static_lifetime_input_indices=list(static)
     )
@@ -70,6 +73,16 @@ def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:
         copy.meta["val"] = target.meta["val"]
     graph.output(tuple(made[r] if isinstance(r, Node) else r for r in results))
     return graph_module(gm, graph)
+
+
+def _renamed(graph: Graph, old: Node, name: str) -> Node:
+    """An input of that name in the place of another."""
+    with graph.inserting_before(old):
+        new = graph.placeholder(name)
+    new.meta.update(old.meta)
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+    return new
 
 
 def _take_copies(graph: Graph) -> dict[Node, Node]:

@@ -53,6 +53,10 @@ def test_what_is_marked_is_computed_again_behind_the_forward():
     whole = as_if_cut(gm)
     again = whole.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
     assert len(again) == 3  # of the last one the gradient needs the cosine only
+    order = list(whole.graph.nodes)
+    seed = whole.graph.find_nodes(op="placeholder")[-1]
+    # Where it is used, not all at once in front of the backward.
+    assert order.index(again[-1]) > min(map(order.index, seed.users))
     weight = inputs[0].clone()
     (loss,) = whole(weight, *inputs[1:])
     torch.testing.assert_close(loss, wanted[0])
