@@ -137,12 +137,14 @@ class _Unfused:
     Attributes:
         limits: see :func:`_limits`.
         last: the place of the last node that reads each buffer; endless for what is returned.
-        kernels: the places of other libraries' kernels.
+        kernels: other libraries', launches and waits.
+        places: theirs.
     """
 
     def __init__(self, snodes: Sequence[Any], returned: Iterable[str]) -> None:
         self.limits = _limits(snodes)
-        self.kernels = [s.min_order for s in snodes if s.is_extern()]
+        self.kernels = [s for s in snodes if s.is_extern()]
+        self.places = [s.min_order for s in self.kernels]
         self.last: dict[str, float] = {
             str(dep.name): s.min_order for s in snodes for dep in s.read_writes.reads
         }
@@ -152,26 +154,46 @@ class _Unfused:
         """Whether what both make is there when it has to be, if they run as one."""
         made = (*first.get_buffer_names(), *second.get_buffer_names())
         limit = min(self.limits.get(str(name), inf) for name in made)
-        return bool(max(first.max_order, second.max_order) < limit)
+        late = second.max_order >= first.max_order and not self._can_come_first(first, second)
+        return bool((second.max_order if late else first.max_order) < limit)
 
     def holds_more(self, first: Any, second: Any) -> bool:
-        """Whether more is live if ``second``, which does not need ``first``, runs with it: what it
-        makes for later, less what it is the last to read."""
-        between = self.kernels[bisect_left(self.kernels, first.max_order) :][:1]
-        adjacent = not between or between[0] > second.min_order
+        """Whether more is live if they run as one where ``first`` is, and what ``second`` makes is
+        there early, and what it is the last to read is freed early; or else where ``second`` is,
+        the other way round. Not asked of what needs ``first``."""
+        adjacent = not self._between(first, second)
         if adjacent or second.ancestors & first.get_operation_names():
             return False
-        reads, writes = second.read_writes.reads, second.read_writes.writes
-        makes = {d.name: d for d in writes if self.last.get(d.name, 0) > second.max_order}
+        if self._can_come_first(first, second):
+            made, freed = self._makes_and_frees(second)
+            return made > freed
+        made, freed = self._makes_and_frees(first)
+        return freed > made
+
+    def _between(self, first: Any, second: Any) -> Sequence[Any]:
+        begin, end = (bisect_left(self.places, n) for n in (first.max_order, second.min_order))
+        return self.kernels[begin:end]
+
+    def _can_come_first(self, first: Any, second: Any) -> bool:
+        """Whether ``second`` needs no kernel, launch or wait that is behind ``first``."""
+        return not any(
+            second.ancestors & kernel.get_operation_names()
+            for kernel in self._between(first, second)
+        )
+
+    def _makes_and_frees(self, snode: Any) -> tuple[int, int]:
+        """Bytes that a loop makes for later, and that it is the last to read."""
+        reads, writes = snode.read_writes.reads, snode.read_writes.writes
         own = {dep.name for dep in writes}
+        makes = {d.name: d for d in writes if self.last.get(d.name, 0) > snode.max_order}
         frees = {
             dep.name: dep
             for dep in reads
             if dep.name not in own
-            and second.min_order <= self.last.get(dep.name, inf) <= second.max_order
+            and snode.min_order <= self.last.get(dep.name, inf) <= snode.max_order
         }
-        more, less = (sum(d.numbytes_hint() for d in deps.values()) for deps in (makes, frees))
-        return bool(more > less)
+        made, freed = (sum(d.numbytes_hint() for d in deps.values()) for deps in (makes, frees))
+        return made, freed
 
 
 def _limits(snodes: Sequence[Any]) -> dict[str, float]:

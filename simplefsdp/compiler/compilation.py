@@ -125,13 +125,15 @@ class _Compiler:
         )
 
     def _orders(self) -> tuple[ImposeOrder | None, Callable[[], AbstractContextManager[None]]]:
-        """The scheduler's pass, and a context of lowering; with a plan, compute, too, keeps the
-        order that it was made for."""
+        """The scheduler's pass, and a context of lowering. With a plan, compute, too, keeps the
+        order that it was made for. Where forward and backward are one graph, loops of the one are
+        not fused with loops of the other that only read the same, however the buckets are made."""
         if self.settings is None or not self.settings.reorder:
             return None, nullcontext
         as_planned = self.settings.auto is not None
         order = ImposeOrder(self.settings.policy, as_planned, self.compilation.identity)
-        return order, fusions_as_planned if as_planned else nullcontext
+        restricted = as_planned or self.compilation.whole_step
+        return order, fusions_as_planned if restricted else nullcontext
 
     def _uuid(self) -> str:
         known = f"{self.compilation.identity}{self.current.planned}"
