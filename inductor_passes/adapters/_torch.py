@@ -83,6 +83,11 @@ def multiplies_matrices(node: Node) -> bool:
     return packet in flop_registry or "attention" in str(packet)
 
 
+def store(node: Node) -> None:
+    """Have Inductor store what a node makes, which else each loop that reads it may make again."""
+    node.meta["inductor_realize_to_strides"] = True
+
+
 def is_lookup_of_seed(node: Node) -> bool:
     """Whether a node takes one of the seeds that Inductor draws for a graph at a time."""
     from torch._inductor import inductor_prims

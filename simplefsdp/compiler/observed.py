@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from inductor_passes.adapters import fx
 from inductor_passes.adapters.in_place import write_inputs_early
+from inductor_passes.adapters.lookups import look_up_once
 from inductor_passes.adapters.matmuls import add_matmuls_in_place
 from inductor_passes.adapters.unrounded import write_sums_unrounded
 from inductor_passes.ir.text import to_text
@@ -72,6 +73,7 @@ def observe(
     if part != "forward":
         add_matmuls_in_place(gm.graph)
     write_sums_unrounded(gm.graph)
+    look_up_once(gm.graph)
     found, choice = _planned(gm, part, compilation)
     seconds = time.perf_counter() - begin
     lines = launches(found) if isinstance(found, Rehearsal) else [_cannot(found)]

@@ -454,10 +454,11 @@ def test_shared_store(pools):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("apart", [False, True])
-def test_fusions_in_time(apart, scaled):
+@pytest.mark.parametrize("needs", [False, True])
+@pytest.mark.parametrize("asked", [False, True])
+def test_fusions_in_time(asked, needs, scaled):
     """Two sums over the same tensors; the first is sent, as it is or after another loop, before the
-    second is there."""
+    second is there, if that needs a product."""
     from contextlib import nullcontext
 
     from torch._inductor import config
@@ -476,7 +477,8 @@ def test_fusions_in_time(apart, scaled):
         first = first * product[0] if scaled else first
         sent = _ops.reduce_scatter_tensor(first, "sum", 4, group)
         product = torch.mm(product, w)
-        return _ops.wait_tensor(sent), product, (x * y * 2).sum(0)
+        second = (x * y * (product[0] if needs else 2)).sum(0)
+        return _ops.wait_tensor(sent), product, second
 
     patches = {
         "reorder_for_compute_comm_overlap": True,
@@ -485,15 +487,15 @@ def test_fusions_in_time(apart, scaled):
     }
     torch._dynamo.reset()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    lowering = _torch_lowering.fusions_as_planned() if apart else nullcontext()
+    lowering = _torch_lowering.fusions_as_planned() if asked else nullcontext()
     try:
         with config.patch(patches), lowering:
             torch.compile(function, fullgraph=True)(*torch.ones(3, 64, 64))
     finally:
         dist.destroy_process_group()
-    assert len(kernels) == (2 if apart else 1), (
-        "V.choices.can_fuse is no longer asked"
-        if apart
+    assert len(kernels) == (2 if asked and needs else 1), (
+        "V.choices.can_fuse is no longer asked, or ancestors have moved"
+        if asked
         else "Inductor no longer fuses such sums: fusions_as_planned has nothing to do"
     )
 
@@ -528,6 +530,58 @@ def test_fusions_that_hold_more(asked, frees):
         "V.choices.can_fuse is no longer asked, or read_writes have moved"
         if asked
         else "Inductor no longer fuses such loops: fusions_as_planned has less to do"
+    )
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_fusions_that_come_later(frees):
+    """Two loops read the same, the second a product, too: as one, what the first is the last to
+    read would live on."""
+    from torch._inductor import config
+
+    kernels: list[int] = []
+
+    def scheduler_pass(given: list[Any]) -> list[Any]:
+        kernels.extend(len(s.get_nodes()) for s in given if not s.is_extern())
+        return given
+
+    def function(x, y, z, w):
+        x, y, z = x @ w, y @ w, z @ w
+        ahead = x * y * z
+        behind = (x @ w) * x
+        return (ahead, behind) if frees else (ahead, behind, y @ z)
+
+    torch._dynamo.reset()
+    patches = {"_post_fusion_custom_pass": scheduler_pass, "fx_graph_cache": False}
+    with config.patch(patches), _torch_lowering.fusions_as_planned():
+        torch.compile(function, fullgraph=True)(*torch.ones(4, 64, 64))
+    assert kernels == ([1, 1] if frees else [2]), (
+        "V.choices.can_fuse is no longer asked, or read_writes have moved"
+    )
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_store(is_stored):
+    """Rows of a table that loops read before and behind products."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import run_and_get_code
+
+    def function(table, i, w):
+        rows = torch.ops.aten.embedding(table, i)
+        return (torch.mm(torch.mm(rows.sin(), w) * rows, w),)
+
+    inputs = torch.ones(9, 4), torch.zeros(3, dtype=torch.long), torch.ones(4, 4)
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    if is_stored:
+        (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+        _torch.store(node)
+    _, (code,) = run_and_get_code(lambda: compile_fx_inner(gm, list(inputs)))
+    body = code[code.rindex("def call(") :]
+    reads = [line for line in body.splitlines() if "cpp_fused" in line and "table" in line]
+    assert len(reads) == (1 if is_stored else 2), (
+        "Inductor no longer asks for inductor_realize_to_strides"
+        if is_stored
+        else "Inductor stores such rows by itself: store has nothing to do"
     )
 
 
