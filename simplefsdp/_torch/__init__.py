@@ -39,6 +39,7 @@ from simplefsdp._torch.dynamo import (
     left_alone_by_dynamo,
     line_of,
     module_path,
+    name_backend,
     place_being_compiled,
     place_called,
     reset_with_dynamo,
@@ -91,4 +92,5 @@ from simplefsdp._torch.tensors import (
 )
 from simplefsdp._torch.trace_once import trace_repeated_calls_once
 
+name_backend("simplefsdp", "simplefsdp.compiler.backend")
 compile_modules_of_torch_too("simplefsdp", "simplefsdp.compiler.backend.simplefsdp")

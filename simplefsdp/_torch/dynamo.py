@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -316,6 +317,15 @@ def compile_modules_of_torch_too(backend: str, function: str = "") -> None:
             self._compiled_call_impl = torch.compile(in_front(self), *args, **kwargs)
 
     nn.Module.compile = compile_module  # type: ignore[assignment,method-assign]
+
+
+def name_backend(name: str, module: str) -> None:
+    """Have ``torch.compile`` know a backend by name where its package is only on the path, and not
+    installed; its module is imported when it is asked for."""
+    from torch._dynamo.backends import registry
+
+    place = EntryPoint(name, f"{module}:{name}", "torch_dynamo_backends")
+    registry._BACKENDS.setdefault(name, place)
 
 
 def is_compiled(module: nn.Module) -> bool:

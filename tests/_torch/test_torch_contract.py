@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -435,6 +436,19 @@ def test_a_reset_of_torchs_reaches_a_backend(monkeypatch):
     _torch.reset_with_dynamo(simplefsdp)
     torch._dynamo.reset()
     assert called
+
+
+def test_a_backend_is_known_by_name_without_being_installed():
+    """In a process that finds no package's metadata, as from a checkout on the path."""
+    code = """
+import importlib.metadata
+importlib.metadata.entry_points = lambda **asked: importlib.metadata.EntryPoints()
+import simplefsdp, torch
+from simplefsdp import simple_fsdp
+torch.compile(torch.nn.Linear(2, 2), backend="simplefsdp", options={"executor": "aot_eager"})
+assert "simplefsdp" in torch.compiler.list_backends()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_operator_of_dtensors_can_be_handled(fake_mesh):
