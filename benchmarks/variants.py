@@ -21,6 +21,7 @@ from torch_passes import auto_backend, manual_backend
 from inductor_passes.rehearsal import Settings
 from simplefsdp import simple_fsdp
 from simplefsdp.compiler.backend import simplefsdp
+from simplefsdp.frontend.control import change_specs
 from simplefsdp.models.llama3 import Llama
 
 
@@ -167,13 +168,16 @@ def _fsdp2(load: Workload, *, compiled: bool) -> Variant:
 
 
 def _wrapped(load: Workload, reshard: bool | Literal["auto"] = True) -> nn.Module:
-    return simple_fsdp(
+    model = simple_fsdp(
         load.model(),
         load.mesh,
         mode="fully_shard" if load.mesh.ndim == 1 else "hybrid_shard",
         mp_policy=load.policy(),
         reshard_after_forward=reshard,
     )
+    if load.device.type == "cuda":  # the wire stands for NCCL, which averages; FSDP2 has it do so
+        change_specs(model.modules(), {"averages": True})
+    return model
 
 
 def _simplefsdp(
