@@ -241,11 +241,31 @@ def whole_step() -> str:
     return "".join(dict.fromkeys(where)) + _lines(heads, rows)
 
 
+def steps_on_a_gpu() -> str:
+    """Part f of the kit: whole training steps, with the update."""
+    found = json.loads((GPU / "step.json").read_text())
+    rows = []
+    for row, cell in found["cells"].items():
+        variants = cell["variants"]
+        steps = {name: statistics.median(v["step_s"]) for name, v in variants.items()}
+        for name, v in variants.items():
+            figures = [f"{1e3 * steps[name]:.1f}"]
+            figures += [
+                f"{steps[f'fsdp2_{how}'] / steps[name]:.2f}" for how in ("eager", "compiled")
+            ]
+            figures += [f"{1e3 * statistics.median(v['exposed_s']):.1f}"]
+            figures += [f"{v['peak_nbytes'] / MIB:.0f}", f"{v['losses'][-1]:.4f}"]
+            rows.append([row, name, *figures])
+    heads = ["row", "variant", "step ms", "FSDP2 eager / this", "FSDP2 compiled / this"]
+    return _lines([*heads, "exposed ms", "step's MiB", "last loss"], rows)
+
+
 OTHERS = {
     "--whole-step": whole_step,
     "--regions": regions,
     "--compiling": compiling,
     "--gpu": on_a_gpu,
+    "--gpu-steps": steps_on_a_gpu,
     "--gpu-compiling": lambda: compiling(GPU / "compile_time.json"),
     "--summary": summary,
     "--scale": scale,

@@ -49,6 +49,7 @@ PARTS = (
     Part("d", "predicted", 300, turn=2),
     Part("e", "host", 240, turn=2),
     Part("f", "step", 240, turn=2),
+    Part("g", "kernels", 150, turn=2),
 )
 
 

@@ -26,7 +26,7 @@ def executor_of(
 ) -> Executor:
     """The executor for a graph: what the user chose, or the one for as many layers as are alike.
 
-    On CPU only: on an H200 steps by regions took 2 to 8 % longer (benchmarks/RESULTS.md). Not for
+    On CPU only: on an H200 steps by regions took 2 to 11 % longer (benchmarks/RESULTS.md). Not for
     what regards a graph as a whole: the user's own passes and wrappers of Inductor, and
     ``bucketing="none"``, by which layers would be cut at each gather.
 

@@ -56,6 +56,7 @@ CELLS = {
     "predicted": {"smallest, steps", "smallest, buckets of manual"},
     "host": {"optimizer and clip", "mm.dtype", "host, fsdp2_eager", "host, auto"},
     "step": {"smallest"},
+    "kernels": {"kernels"},
 }
 
 
@@ -87,7 +88,7 @@ def test_each_part_writes_what_it_found(found):
     (folder,) = (path / "out").iterdir()
     assert said.returncode == 0, f"{said.stdout}{said.stderr}{(folder / 'log.txt').read_text()}"
     heads = [line[:2] for line in said.stdout.splitlines()]
-    assert heads == ["a ", "b ", "c ", "d ", "e ", "f ", "re"]
+    assert heads == ["a ", "b ", "c ", "d ", "e ", "f ", "g ", "re"]
     for name, cells in CELLS.items():
         text = (folder / f"{name}.json").read_text()
         data = json.loads(text)
@@ -114,7 +115,7 @@ def test_what_is_done_is_left_out(found):
     _, path = found
     files = {file: file.stat().st_mtime_ns for file in path.glob("out/*/*.json")}
     said = kit("--out", str(path / "out"), path=path)
-    assert said.returncode == 0 and said.stdout.count("is there") == 6
+    assert said.returncode == 0 and said.stdout.count("is there") == 7
     assert files == {file: file.stat().st_mtime_ns for file in path.glob("out/*/*.json")}
 
 
