@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from inductor_passes.adapters import _torch
 from inductor_passes.adapters.fx import piece_of, place_of
 from inductor_passes.executor.rematerialize import Facts, live, made_again, moved_up
+from inductor_passes.executor.updates import apart, is_write_to_input, moved_down
 from inductor_passes.planner.units import Piece
 
 
@@ -38,15 +39,18 @@ class Region(NamedTuple):
 
 def cut(graph: Graph) -> list[Node | Region]:
     """What runs one after the other: nodes that are called as they are, and regions."""
-    pieces: list[Node | list[Node]] = []
-    for run in _runs(graph):
-        pieces += [run] if isinstance(run, Node) else _without_views_of_others(run)
     facts = Facts(graph)
+    pieces: list[Node | list[Node]] = []
+    for run in moved_down(_runs(graph), facts):
+        parts = [run] if isinstance(run, Node) else apart(run, facts)
+        for part in parts:
+            pieces += [part] if isinstance(part, Node) else _without_views_of_others(part)
     return _needed(graph, moved_up(pieces, facts), facts)
 
 
 def _runs(graph: Graph) -> list[Node | list[Node]]:
-    """Launches, waits and writes in place by themselves; computes of one stretch between them."""
+    """Launches, waits and what writes in place by themselves; computes of one stretch, and copies
+    to inputs, between them."""
     items = list(_items_behind_their_sources(graph))
     stretches = _stretches(items)
     runs: list[Node | list[Node]] = []
@@ -57,7 +61,8 @@ def _runs(graph: Graph) -> list[Node | list[Node]]:
             runs.append(node)
             open_run = None
             continue
-        own = None if _is_free(node) else stretches.get(piece_of(node), "none")
+        is_free = _is_free(node) or is_write_to_input(node)
+        own = None if is_free else stretches.get(piece_of(node), "none")
         if open_run is None or (own is not None and stretch is not None and own != stretch):
             open_run, stretch = [], None
             runs.append(open_run)
@@ -120,6 +125,8 @@ def _is_alone(node: Node) -> bool:
         return _is_alone(node.args[0])  # type: ignore[arg-type]
     if _torch.is_collective_start(node) or _torch.is_wait(node):
         return True
+    if is_write_to_input(node):
+        return False
     return _torch.is_op(node) and any(True for _ in _torch.mutated_arguments(node))
 
 

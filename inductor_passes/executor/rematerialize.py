@@ -50,6 +50,7 @@ class Facts:
     Attributes:
         loops: those of one result that Inductor can fuse.
         views: those of one result.
+        writes: what writes in place.
         written: values that are written to in place, or of which something is a view that is.
         cheap: what may be repeated: constants, views, and loops that make each element of a few of
             those in its place, by few instructions; of nothing that is written to in place.
@@ -57,10 +58,15 @@ class Facts:
 
     def __init__(self, graph: Graph) -> None:
         calls = [node for node in graph.nodes if node.op == "call_function"]
-        single = [node for node in calls if isinstance(node.meta.get("val"), torch.Tensor)]
+        self.writes = {node for node in calls if any(True for _ in _torch.mutated_arguments(node))}
+        single = [
+            node
+            for node in calls
+            if isinstance(node.meta.get("val"), torch.Tensor) and node not in self.writes
+        ]
         self.loops = {node: loop for node in single if (loop := loop_of(node)) is not None}
         self.views = {node for node in single if _torch.is_view(node)}
-        self.written = {_root(n) for node in calls for n in _torch.mutated_arguments(node)}
+        self.written = {root_of(n) for w in self.writes for n in _torch.mutated_arguments(w)}
         self.cheap = {n for n in single if self._is_cheap(n) and not self.is_written(n)}
 
     def _is_cheap(self, node: Node) -> bool:
@@ -73,12 +79,13 @@ class Facts:
     def is_written(self, *nodes: Node) -> bool:
         """Whether one of ``nodes`` is, or reads, what is written to in place."""
         return any(
-            _root(n) in self.written for node in nodes for n in (node, *node.all_input_nodes)
+            root_of(n) in self.written for node in nodes for n in (node, *node.all_input_nodes)
         )
 
     def is_kernel(self, node: Node) -> bool:
         """Whether a node is an op by itself, such as a matrix product."""
-        return node not in self.loops and _torch.is_op(node) and node not in self.views
+        others = node in self.loops or node in self.views or node in self.writes
+        return _torch.is_op(node) and not others
 
 
 def moved_up(pieces: Sequence[Node | list[Node]], facts: Facts) -> list[Node | list[Node]]:
@@ -125,12 +132,12 @@ def _where(group: Sequence[Node], at: Mapping[Node, int], facts: Facts) -> int:
     made_there = [n for n in inputs if at.get(n) == target]
     if target < 0 or facts.is_written(*group):
         return own
-    if any(_root(n) not in facts.loops for n in made_there):
+    if any(root_of(n) not in facts.loops for n in made_there):
         return own
     made = [node for node in group if not members.issuperset(node.users)]
     ends = [n for n in inputs if all(at.get(u, own) <= target or u in members for u in n.users)]
     # What the graph was given may be kept by who gave it.
-    freed = sum(min(nbytes_of(n), nbytes_of(_root(n))) for n in ends if n.op == "call_function")
+    freed = sum(min(nbytes_of(n), nbytes_of(root_of(n))) for n in ends if n.op == "call_function")
     return target if sum(map(nbytes_of, made)) <= freed else own
 
 
@@ -169,7 +176,7 @@ def _made(
     return known[node]
 
 
-def _root(node: Node) -> Node:
+def root_of(node: Node) -> Node:
     """What has the memory of a view, of a part, of what was waited for, of what was written to."""
     while node.op == "call_function":
         same = _torch.is_view(node) or _torch.is_wait(node) or node.target is operator.getitem
