@@ -1,10 +1,10 @@
 """Whole training steps on a modelled wire: one program against a forward, a backward and an update.
 
-A step is forward, loss, backward, clipping (unless ``--max-norm 0``) and AdamW. Real compute and
+A step is forward, loss, backward, clipping and AdamW. Real compute and
 memory in one process that stands for all ranks, as in step.py; the variants take turns. Examples:
 
     python benchmarks/whole_step.py
-    python benchmarks/whole_step.py --row small --rounds 5 --max-norm 0
+    python benchmarks/whole_step.py --row small --rounds 5
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ VARIANTS = (
     "step_auto",
     "fsdp2_eager",
     "fsdp2_compiled",
+    "fsdp2_compiled_update",
 )
 
 
@@ -43,7 +44,7 @@ class Options:
     row: str = "default"
     """Row of step.py's grid: the model and the wire."""
     variants: tuple[str, ...] = VARIANTS
-    """floor: no communication. auto: as the README says, the update eager. auto_update: that
+    """floor: no communication. auto: as the README says, the update eager. *_update: that
     compiled by torch.compile(optimizer.step). step_*: simplefsdp.compile_step. fsdp2_*: of
     variants.py."""
     rounds: int = 7
@@ -92,9 +93,9 @@ def separate(name: str, load: Any) -> Training:
 
     from simplefsdp import clip_grad_norm_
 
-    variant = BUILDERS["auto" if name == "auto_update" else name](load)
+    variant = BUILDERS[name.removesuffix("_update")](load)
     params = list(variant.params.values())
-    if name in ("floor", "auto_update"):
+    if name == "floor" or name.endswith("_update"):
         update = _compiled_update(variant.optimizer)
     else:
         fused = load.device.type == "cuda" or None

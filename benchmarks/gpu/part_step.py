@@ -12,7 +12,8 @@ from transfers import link
 from whole_step import measured
 from workloads import disconnect, rows, use_calibration
 
-VARIANTS = ("fsdp2_eager", "fsdp2_compiled", "auto", "auto_update", "step_manual", "step_auto")
+VARIANTS = ("fsdp2_eager", "fsdp2_compiled", "fsdp2_compiled_update")
+VARIANTS += ("auto", "auto_update", "step_manual", "step_auto")
 SMALLEST = ("fsdp2_eager", "step_manual")
 
 

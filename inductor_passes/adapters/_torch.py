@@ -83,9 +83,18 @@ def multiplies_matrices(node: Node) -> bool:
     return packet in flop_registry or "attention" in str(packet)
 
 
+_STORED = "inductor_realize_to_strides"
+
+
 def store(node: Node) -> None:
-    """Have Inductor store what a node makes, which else each loop that reads it may make again."""
-    node.meta["inductor_realize_to_strides"] = True
+    """Have Inductor store what a node makes, which else each loop that reads it may make again. Its
+    cache does not tell such nodes apart."""
+    node.meta[_STORED] = True
+
+
+def is_stored(node: Node) -> bool:
+    """Whether Inductor was told to :func:`store` what a node makes."""
+    return bool(node.meta.get(_STORED))
 
 
 def is_lookup_of_seed(node: Node) -> bool:

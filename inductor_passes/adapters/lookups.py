@@ -13,27 +13,45 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from inductor_passes.adapters import _torch
-from inductor_passes.adapters.fx import KIND_OF
-from inductor_passes.adapters.loops import loop_of, nbytes_of
+from inductor_passes.adapters.fx import KIND_OF, FqnOf
+from inductor_passes.adapters.loops import is_lookup, loop_of, nbytes_of
 
 
-def look_up_once(graph: Graph) -> None:
-    """Have Inductor store what takes less memory than the full parameter that it is read from.
+def look_up_once(graph: Graph, fqn_of: FqnOf) -> None:
+    """Have Inductor store what becomes of rows of a full parameter where several loops read it, if
+    that takes less memory than the parameter.
 
     Args:
         graph: of aten operators, with the values of nodes in ``meta["val"]``; its nodes are marked.
+        fqn_of: of the parameter that a start gathers, or None.
     """
-    for start in list(graph.nodes):
-        if KIND_OF.get(start.target) == "gather":
-            for node in _readers(start):
-                if loop_of(node) and len(node.users) > 1 and nbytes_of(node) < nbytes_of(start):
-                    _torch.store(node)
+    for start in graph.nodes:
+        if KIND_OF.get(start.target) == "gather" and fqn_of(start) is not None:
+            for rows in filter(is_lookup, _readers(start)):
+                read = _where_several_read(rows)
+                if read is not None and nbytes_of(read) < nbytes_of(start):
+                    _torch.store(read)
 
 
 def _readers(value: Node) -> list[Node]:
     """What reads a gathered value, its waits, or views of them."""
     found: list[Node] = []
     for user in value.users:
-        is_same = _torch.is_view(user) or user.target is _torch.WAIT
+        is_same = _torch.is_view(user) or _torch.is_wait(user)
         found += _readers(user) if is_same else [user]
     return found
+
+
+def _where_several_read(rows: Node) -> Node | None:
+    """The loop, of those that one after the other read ``rows``, whose result several read, itself
+    or a view of it; None if there is none."""
+    loop = node = rows
+    while len(node.users) == 1:
+        (node,) = node.users
+        if _torch.is_view(node):
+            continue
+        behind = loop_of(node)
+        if behind is None or not behind.elementwise:
+            return None
+        loop = node
+    return loop if node.users else None

@@ -56,9 +56,15 @@ def loop_of(node: Node) -> Loop | None:
     if torch.Tag.pointwise in tags or name in _COPIES or name in _LOOKUPS or _is_one_hot(node):
         moves = name in _COPIES or name in _LOOKUPS or name == "aten::clone"
         on_cpu = _is_on_cpu(node)
-        heavy, stored = on_cpu and name in _HEAVY_ON_CPU, on_cpu and name == "aten::cat"
+        heavy = on_cpu and name in _HEAVY_ON_CPU
+        stored = (on_cpu and name == "aten::cat") or _torch.is_stored(node)
         return Loop(result, result, elementwise=not moves, heavy=heavy, stored=stored)
     return None
+
+
+def is_lookup(node: Node) -> bool:
+    """Whether a node reads as much of a table as it returns."""
+    return _torch.is_op(node) and name_of(node) in _LOOKUPS
 
 
 def _is_on_cpu(node: Node) -> bool:

@@ -230,7 +230,8 @@ def structure_of(region: Region) -> str:
 
     lines = [_torch.layout_text(node.meta["val"]) for node in region.inputs]
     lines += [
-        f"{node.target} {map_arg((node.args, node.kwargs), named)!r}" for node in region.nodes
+        f"{node.target} {map_arg((node.args, node.kwargs), named)!r} {_torch.is_stored(node)}"
+        for node in region.nodes
     ]
     return "\n".join([*lines, repr([number[node] for node in region.outputs])])
 

@@ -22,8 +22,9 @@ from simplefsdp._torch.cut import graph_module
 AsOne = Literal["as one"]
 AS_ONE: Final = "as one"
 _COPY = torch.ops.aten.copy_.default
-# By this name the partitioner knows where a backward begins, and there it puts what is computed
-# again where it is used.
+# By a name that has "tangents" in it the partitioner knows where a backward begins; and once more
+# in the backward that it has taken out, whose inputs are called as nodes here are, to put what is
+# computed again where it is used.
 _TANGENT = "tangents_1"
 
 

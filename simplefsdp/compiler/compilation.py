@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from inductor_passes.adapters import fx
-from inductor_passes.adapters._torch_lowering import fusions_as_planned
+from inductor_passes.adapters._torch_fusions import fusions_as_planned
 from inductor_passes.executor import regional
 from inductor_passes.passes import ImposeOrder, bucket_and_reorder
 from inductor_passes.rehearsal import Settings

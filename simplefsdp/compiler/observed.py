@@ -73,7 +73,7 @@ def observe(
     if part != "forward":
         add_matmuls_in_place(gm.graph)
     write_sums_unrounded(gm.graph)
-    look_up_once(gm.graph)
+    look_up_once(gm.graph, carried_fqn)
     found, choice = _planned(gm, part, compilation)
     seconds = time.perf_counter() - begin
     lines = launches(found) if isinstance(found, Rehearsal) else [_cannot(found)]

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_passes.adapters import _torch, _torch_lowering
 from inductor_passes.adapters._torch_calls import flops_formula, is_size
+from inductor_passes.adapters._torch_fusions import fusions_as_planned
 from inductor_passes.machine.stored import RepeatLimits
 from simplefsdp import _torch as simplefsdp_torch
 
@@ -487,7 +488,7 @@ def test_fusions_in_time(asked, needs, scaled):
     }
     torch._dynamo.reset()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    lowering = _torch_lowering.fusions_as_planned() if asked else nullcontext()
+    lowering = fusions_as_planned() if asked else nullcontext()
     try:
         with config.patch(patches), lowering:
             torch.compile(function, fullgraph=True)(*torch.ones(3, 64, 64))
@@ -498,6 +499,43 @@ def test_fusions_in_time(asked, needs, scaled):
         if asked
         else "Inductor no longer fuses such sums: fusions_as_planned has nothing to do"
     )
+
+
+def test_fusions_with_what_is_one_with_others_by_now():
+    """``third`` reads ``first``, which is one with ``second``, which needs a product: as one with
+    what is sent it would hold the launch back until the product is there."""
+    from torch._inductor import config
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    order: list[str] = []
+
+    def scheduler_pass(given: list[Any]) -> list[Any]:
+        for s in given:
+            kinds = {_torch.is_scheduled_start: "launch", _torch.is_scheduled_wait: "wait"}
+            kind = next((kind for test, kind in kinds.items() if test(s)), None)
+            order.append(kind or ("product" if s.is_extern() else "loop"))
+        return given
+
+    def function(x, y, w):
+        first, ours = (x * 2).sum(0), y * 2
+        sent = _ops.reduce_scatter_tensor(ours, "sum", 4, dist.group.WORLD.group_name)
+        product = torch.mm(w, w)
+        second, third = (x * product[0]).sum(0), y * first
+        return _ops.wait_tensor(sent), second, third
+
+    patches = {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": [scheduler_pass],
+        "fx_graph_cache": False,
+    }
+    torch._dynamo.reset()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        with config.patch(patches), fusions_as_planned():
+            torch.compile(function, fullgraph=True)(*torch.ones(3, 64, 64))
+    finally:
+        dist.destroy_process_group()
+    assert order.index("launch") < order.index("product")
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -523,7 +561,7 @@ def test_fusions_that_hold_more(asked, frees):
 
     patches = {"_post_fusion_custom_pass": scheduler_pass, "fx_graph_cache": False}
     torch._dynamo.reset()
-    lowering = _torch_lowering.fusions_as_planned() if asked else nullcontext()
+    lowering = fusions_as_planned() if asked else nullcontext()
     with config.patch(patches), lowering:
         torch.compile(function, fullgraph=True)(*torch.ones(3, 64, 64))
     assert kernels == ([1, 1] if asked and not frees else [2]), (
@@ -553,7 +591,7 @@ def test_fusions_that_come_later(frees):
 
     torch._dynamo.reset()
     patches = {"_post_fusion_custom_pass": scheduler_pass, "fx_graph_cache": False}
-    with config.patch(patches), _torch_lowering.fusions_as_planned():
+    with config.patch(patches), fusions_as_planned():
         torch.compile(function, fullgraph=True)(*torch.ones(4, 64, 64))
     assert kernels == ([1, 1] if frees else [2]), (
         "V.choices.can_fuse is no longer asked, or read_writes have moved"

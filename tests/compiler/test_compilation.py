@@ -10,11 +10,16 @@ from torch import nn
 
 from inductor_passes import rehearsal
 from inductor_passes.adapters import fx
+from inductor_passes.adapters._torch_fusions import fusions_as_planned
 from inductor_passes.ir.program import ProgramError
 from inductor_passes.passes import PassError
 from simplefsdp import simple_fsdp
 from simplefsdp.compiler import census, observed
+from simplefsdp.compiler.backend import pass_settings
+from simplefsdp.compiler.compilation import _Compiler
 from simplefsdp.compiler.observers import observing
+from simplefsdp.compiler.options import parse_options
+from simplefsdp.compiler.plans import Compilation
 
 
 @pytest.fixture
@@ -77,3 +82,15 @@ def test_what_nobody_reads_is_not_predicted(step, monkeypatch, caplog):
     assert len(buckets) == 2 and predictions == []
     step(bucketing="manual")
     assert len(predictions) == 2
+
+
+@pytest.mark.parametrize(
+    ("bucketing", "whole_step", "asked"),
+    [("auto", False, True), ("manual", False, False), ("manual", True, True)],
+)
+def test_fusions_are_asked_for_of_plans_and_of_whole_steps(bucketing, whole_step, asked):
+    options = parse_options({"bucketing": bucketing, "executor": "inductor"})
+    settings = pass_settings(options, ["weight"], torch.device("cpu"))
+    known = Compilation(options, settings, (), True, 0, None, whole_step)
+    _, lowering = _Compiler([], known, None)._orders()
+    assert (lowering is fusions_as_planned) is asked

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
-from inductor_passes.adapters import _torch_lowering, fx
+from inductor_passes.adapters import _torch, _torch_lowering, fx
 from inductor_passes.executor import regional, straight_line
 from inductor_passes.executor.regions import Region, cut, graph_of, structure_of
 from inductor_passes.planner.units import Piece
@@ -458,6 +458,28 @@ def test_structures_tell_regions_apart():
     ]
     assert all(len(found) == 1 and found != alike for found in others)
     assert len({found[0] for found in others}) == len(others)
+
+
+def test_what_is_to_be_stored_tells_regions_apart(monkeypatch):
+    """In the structure, and in Inductor's cache, as other sources do."""
+    from torch._inductor import config
+
+    gm = traced(lambda a, b: ((a * b).sin(), (a * b).cos()), torch.rand(3), torch.rand(3))
+    (region,) = cut(gm.graph)
+    before = structure_of(region)
+    told = []
+
+    def compiled(graph, inputs, **kwargs):
+        told.append(config.aot_inductor.metadata["simplefsdp"])
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", compiled)
+    _torch_lowering.compile_region(graph_of(region), [], is_backward=False)
+    _torch.store(region.nodes[0])
+    assert structure_of(region) != before
+    for sources in (_torch_lowering._sources(), "others"):
+        monkeypatch.setattr(_torch_lowering, "_sources", lambda sources=sources: sources)
+        _torch_lowering.compile_region(graph_of(region), [], is_backward=False)
+    assert len(set(told)) == 3
 
 
 def test_what_only_regions_use_and_make_anew_is_no_output():

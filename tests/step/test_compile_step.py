@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from inductor_passes.adapters._torch import is_stored
 from simplefsdp import compile_step, microbatch, simple_fsdp
 from simplefsdp._torch import updates
 from simplefsdp.compiler.observers import observing
@@ -355,6 +356,23 @@ def test_backward_gathers_and_computes_again_what_is_not_kept(fake_mesh, seen):
     program = graph.rehearsal.after
     merged = [op.collective.fqns for _, op in program.starts() if op.sends == "gather"]
     assert len(merged) == len({*merged}) == 3  # what is gathered again has a bucket of its own
+
+
+def test_rows_of_a_gathered_table_are_stored(fake_mesh, seen):
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.linear = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, places: torch.Tensor) -> torch.Tensor:
+            rows = self.embed(places)
+            return (rows.tanh() + self.linear(rows)).square().mean()
+
+    model = simple_fsdp(Rows(), fake_mesh(4))
+    step = compile_step(model, torch.optim.AdamW(model.parameters()), options=OPTIONS)
+    step(torch.zeros(3, dtype=torch.long))
+    nodes = [node for (node, *_) in seen[0].rehearsal.reading.nodes.values()]
+    assert [node.name for node in nodes if is_stored(node)] == ["embedding"]
 
 
 def test_state_of_the_optimizer_is_not_counted_as_memory_of_the_step(fake_mesh, seen):
