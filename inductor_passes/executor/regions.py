@@ -8,7 +8,7 @@ computes between two of them are a region. Layers that compute the same are one 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from inductor_passes.adapters import _torch
 from inductor_passes.adapters.fx import piece_of, place_of
 from inductor_passes.executor.rematerialize import Facts, live, made_again, moved_up
-from inductor_passes.executor.updates import apart, is_write_to_input, moved_down
+from inductor_passes.executor.updates import apart, is_write_to_input, moved_down, nodes_of_updates
 from inductor_passes.planner.units import Piece
 
 
@@ -41,18 +41,19 @@ def cut(graph: Graph) -> list[Node | Region]:
     """What runs one after the other: nodes that are called as they are, and regions."""
     facts = Facts(graph)
     pieces: list[Node | list[Node]] = []
-    for run in moved_down(_runs(graph), facts):
+    updates = nodes_of_updates(graph)
+    for run in moved_down(_runs(graph, updates), facts, updates):
         parts = [run] if isinstance(run, Node) else apart(run, facts)
         for part in parts:
             pieces += [part] if isinstance(part, Node) else _without_views_of_others(part)
     return _needed(graph, moved_up(pieces, facts), facts)
 
 
-def _runs(graph: Graph) -> list[Node | list[Node]]:
-    """Launches, waits and what writes in place by themselves; computes of one stretch, and copies
-    to inputs, between them."""
+def _runs(graph: Graph, updates: Set[Node]) -> list[Node | list[Node]]:
+    """Launches, waits and what writes in place by themselves; computes of one stretch, or of
+    updates, and copies to inputs, between them."""
     items = list(_items_behind_their_sources(graph))
-    stretches = _stretches(items)
+    stretches = _stretches(items, updates)
     runs: list[Node | list[Node]] = []
     open_run: list[Node] | None = None
     stretch: object = None
@@ -61,8 +62,7 @@ def _runs(graph: Graph) -> list[Node | list[Node]]:
             runs.append(node)
             open_run = None
             continue
-        is_free = _is_free(node) or is_write_to_input(node)
-        own = None if is_free else stretches.get(piece_of(node), "none")
+        own = _stretch_of(node, stretches, updates)
         if open_run is None or (own is not None and stretch is not None and own != stretch):
             open_run, stretch = [], None
             runs.append(open_run)
@@ -71,13 +71,23 @@ def _runs(graph: Graph) -> list[Node | list[Node]]:
     return runs
 
 
-def _stretches(items: Sequence[Node]) -> dict[Piece | None, tuple[int, int]]:
+def _stretch_of(node: Node, stretches: Mapping[Piece | None, object], updates: Set[Node]) -> object:
+    """What a node runs with; None: with anything."""
+    if _is_free(node):
+        return None
+    if node in updates:
+        return "updates"
+    return None if is_write_to_input(node) else stretches.get(piece_of(node), "none")
+
+
+def _stretches(items: Sequence[Node], updates: Set[Node]) -> dict[Piece | None, tuple[int, int]]:
     """The pieces of layers that run as one: those of a half of a layer between the places where,
     in any half of so many pieces, something else stands.
 
     So halves that are alike are cut alike, wherever the plan has put launches and waits.
     """
-    pieces = [None if _is_free(node) or _is_alone(node) else piece_of(node) for node in items]
+    others = [_is_free(n) or _is_alone(n) or n in updates or is_write_to_input(n) for n in items]
+    pieces = [None if other else piece_of(n) for n, other in zip(items, others, strict=True)]
     of_half: dict[int, list[int]] = {}
     for piece in dict.fromkeys(pieces):
         if piece is not None:

@@ -12,11 +12,11 @@ shape::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from math import inf
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from inductor_passes.adapters import _torch
 from inductor_passes.executor.rematerialize import Facts, root_of
@@ -25,33 +25,50 @@ Run = list[Node]
 
 
 def is_write_to_input(node: Node) -> bool:
-    """Whether a node only copies what the graph made to one of its inputs. Not if there are views
-    of that: a region that is given one, too, does not know that it is written to."""
+    """Whether a node only copies what the graph made to one of its inputs. Not if that has aliases:
+    a region that is given one, too, does not know that it is written to."""
     if node.target is not torch.ops.aten.copy_.default or node.users:
         return False
     target, value = node.args[:2]
     if not isinstance(value, Node) or not isinstance(target, Node) or target.op != "placeholder":
         return False
-    return not any(map(_torch.is_view, target.users))
+    return not any(_torch.is_view(user) or _torch.is_wait(user) for user in target.users)
 
 
-def moved_down(runs: Sequence[Node | Run], facts: Facts) -> list[Node | Run]:
+def nodes_of_updates(graph: Graph) -> set[Node]:
+    """What leads to writes to inputs only, and belongs to no module: not the statistics of a norm,
+    which are made where it is."""
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        leads = bool(node.users) and all(user in found for user in node.users)
+        is_call = node.op == "call_function" and _torch.module_path(node) is None
+        if is_call and (leads or is_write_to_input(node)):
+            found.add(node)
+    return found
+
+
+def moved_down(runs: Sequence[Node | Run], facts: Facts, updates: Set[Node]) -> list[Node | Run]:
     """``runs`` with that moved into an update which only it reads, and which takes nothing but
     inputs: a momentum times its factor, say, that a plan has put in front of a wait. It would be
-    stored till then, of all parameters."""
+    stored till then, of all parameters.
+
+    Args:
+        runs: of a graph.
+        facts: of that.
+        updates: its :func:`nodes_of_updates`.
+    """
     found = [run if isinstance(run, Node) else list(run) for run in runs]
     at = {n: i for i, run in enumerate(found) for n in ([run] if isinstance(run, Node) else run)}
-    updates = {at[n] for n in at if is_write_to_input(n) and isinstance(found[at[n]], list)}
     written: dict[Node, float] = {}  # the first place
     for node in facts.writes & at.keys():
         for target in map(root_of, _torch.mutated_arguments(node)):
             written[target] = min(at[node], written.get(target, inf))
-    sources = _sources(at, facts)
+    sources = _sources((node for node in at if node in updates), facts)
     for node in reversed(sources):
-        places = {at.get(user, -1) for user in node.users}
-        place = max(places, default=-1)
+        places = {at[user] for user in node.users}
+        place = max(places)
         in_time = all(place <= written.get(source, inf) for source in sources[node])
-        if len(places) == 1 and place in updates and place > at[node] and in_time:
+        if len(places) == 1 and isinstance(found[place], list) and place > at[node] and in_time:
             at[node] = place
     moved: dict[int, Run] = {}
     for i, run in enumerate(found):
@@ -67,37 +84,76 @@ def moved_down(runs: Sequence[Node | Run], facts: Facts) -> list[Node | Run]:
 
 
 def _sources(nodes: Iterable[Node], facts: Facts) -> dict[Node, set[Node]]:
-    """The loops and views that take nothing but inputs of the graph, with these inputs."""
+    """The elementwise loops and views that take nothing but inputs of the graph, with these."""
     found: dict[Node, set[Node]] = {}
     for node in nodes:
-        inputs = node.all_input_nodes
-        is_loop = node in facts.loops or node in facts.views
+        loop, inputs = facts.loops.get(node), node.all_input_nodes
+        is_cheap = node in facts.views or (loop is not None and loop.elementwise)
         is_given = all(n.op == "placeholder" or n in found for n in inputs)
-        if is_loop and is_given and not _torch.draws_from_seed(node):
+        if is_cheap and is_given and not _torch.is_random(node):
             found[node] = set().union(*(found.get(n, {n}) for n in inputs))
     return found
 
 
 def apart(run: Run, facts: Facts) -> list[Run]:
     """A run that updates inputs, cut into what has nothing to do with each other; constants, which
-    each can make for itself, first. What reads an input has to do with what writes there."""
-    if not any(map(is_write_to_input, run)):
+    each can make for itself, first. What reads an input has to do with what writes there. A run in
+    which something is random, or may do more than to make a value, is not cut."""
+    if not any(map(is_write_to_input, run)) or not all(_only_makes(n, facts) for n in run):
         return [run]
     constants = [node for node in run if node in facts.cheap and not node.all_input_nodes]
     others = [node for node in run if node.all_input_nodes or node not in facts.cheap]
+    shared = _shared(others)
+    front = [node for node in others if node in shared]
+    parts = _joined([node for node in others if node not in shared])
+    return [part for part in (constants, front, *parts) if part]
+
+
+def _only_makes(node: Node, facts: Facts) -> bool:
+    """Whether a node makes a value, the same each time, or copies one to an input."""
+    if _torch.is_random(node):
+        return False
+    known = node in facts.loops or node in facts.views or is_write_to_input(node)
+    return known or _torch.is_pure_python(node) or _torch.multiplies_matrices(node)
+
+
+def _shared(run: Run) -> set[Node]:
+    """Numbers that several parts of a run take, and what they are made of: a factor that clips all
+    gradients, say. None if that reads what the run writes to."""
+    numbers = {node for node in run if _is_number(node)}
+    parts = _joined([node for node in run if node not in numbers])
+    part_of = {node: i for i, part in enumerate(parts) for node in part}
+    found = {n for n in numbers if len({part_of[u] for u in n.users if u in part_of}) > 1}
+    here = set(run)
+    left = list(found)
+    while left:
+        needed = {n for n in left.pop().all_input_nodes if n in here} - found
+        found |= needed
+        left += needed
+    written = {node.args[0] for node in run if is_write_to_input(node)}
+    return set() if any(written.intersection(n.all_input_nodes) for n in found) else found
+
+
+def _is_number(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _joined(run: Run) -> list[Run]:
+    """The parts of a run, in order, of which none reads another's value, or what it writes to."""
     written = {node.args[0]: node for node in run if is_write_to_input(node)}
-    joined = {node: node for node in others}
+    joined = {node: node for node in run}
 
     def part_of(node: Node) -> Node:
         while joined[node] is not node:
             joined[node] = node = joined[joined[node]]
         return node
 
-    for node in others:
+    for node in run:
         for source in node.all_input_nodes:
             if (other := written.get(source, source)) in joined:
                 joined[part_of(other)] = part_of(node)
     parts: dict[Node, Run] = {}
-    for node in others:
+    for node in run:
         parts.setdefault(part_of(node), []).append(node)
-    return [constants, *parts.values()] if constants else list(parts.values())
+    return list(parts.values())

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from inductor_passes.adapters import _torch
+from inductor_passes.adapters.in_place import write_inputs_early
 from inductor_passes.executor.regional import Codes, compile_by_regions
 from inductor_passes.executor.regions import Region, cut, structure_of
 
@@ -24,6 +26,7 @@ def traced(function, *inputs):
             copy = gm.graph.call_function(_copy, (target, value))
             copy.meta["val"] = target.meta["val"]
     output.args = ((result,),)
+    write_inputs_early(gm.graph, lambda value: True)
     gm.recompile()
     return gm
 
@@ -54,15 +57,62 @@ def test_each_parameter_is_a_region_and_all_are_one_structure():
 
 
 def test_what_reads_an_input_comes_before_what_writes_there():
-    """The first input is read, for the result, behind all that its new value needs."""
+    """Each input's new value is made of the other."""
 
-    def function(x, y):
-        new = y * 2 + 1
-        return new, (x + 3).relu()
+    def function(x, y, other):
+        return y * 2 + 1, (x + 3).relu(), other @ other
 
-    inputs = [torch.rand(3), torch.rand(3)]
+    inputs = list(torch.rand(3, 3, 3))
+    assert check(traced(function, *inputs), inputs) == ["region", "aten.mm.default"]
+
+
+def test_what_is_written_in_between_is_read_before():
+    """``x`` is written to twice: its double, of before, is not made where the sum is."""
+
+    def function(x, other):
+        double = x * 2
+        made = torch.ops.aten.add_.Tensor(x, 1)
+        torch.ops.aten.copy_.default(other, made * 3 + double)
+        return (other @ other,)
+
+    gm = make_fx(function, tracing_mode="fake")(torch.rand(3, 3), torch.rand(3, 3))
+    for node in gm.graph.nodes:  # as a graph has it in which nobody reads what a write gives
+        for target in _torch.mutated_arguments(node):
+            node.replace_all_uses_with(target)
+    gm.recompile()
+    check(gm, [torch.rand(3, 3), torch.rand(3, 3)])
+
+
+def test_what_is_random_keeps_its_order():
+    """Of two parts of an update: the one that begins first draws last."""
+
+    def function(x, y, other):
+        begun, drawn = x * 2, torch.poisson(y * 2)
+        return begun + torch.poisson(begun), drawn + 1, other @ other
+
+    gm = traced(function, *torch.rand(3, 3, 3))
+    drawn = [
+        n.name for p in cut(gm.graph) for n in getattr(p, "nodes", (p,)) if "poisson" in n.name
+    ]
+    assert drawn == ["poisson", "poisson_1"]
+
+
+def test_a_number_that_all_take_is_made_in_front():
+    """A factor that clips, of all gradients: it joins them, but not their updates."""
+
+    def function(x, y, grad, other):
+        factor = (grad.sum() + other.sum()).reciprocal()
+        return x - grad * factor, y - other * factor, grad @ other
+
+    inputs = list(torch.rand(4, 3, 3))
     gm = traced(function, *inputs)
-    assert check(gm, inputs) == ["region"]
+    check(gm, inputs)
+    written = [
+        sum(node.target is _copy for node in p.nodes)
+        for p in cut(gm.graph)
+        if isinstance(p, Region)
+    ]
+    assert sorted(written) == [0, 1, 1]
 
 
 @pytest.mark.parametrize("viewed", ["itself", "by a region before"])

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from inductor_passes.adapters._torch import is_stored
+from inductor_passes.executor import regional
 from simplefsdp import compile_step, microbatch, simple_fsdp
 from simplefsdp._torch import updates
 from simplefsdp.compiler.observers import observing
@@ -356,6 +357,34 @@ def test_backward_gathers_and_computes_again_what_is_not_kept(fake_mesh, seen):
     program = graph.rehearsal.after
     merged = [op.collective.fqns for _, op in program.starts() if op.sends == "gather"]
     assert len(merged) == len({*merged}) == 3  # what is gathered again has a bucket of its own
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_by_regions_an_update_is_one(fake_mesh, monkeypatch, max_norm):
+    cut, pieces = regional.cut, []
+    monkeypatch.setattr(regional, "cut", lambda graph: pieces.append(cut(graph)) or pieces[-1])
+    model = simple_fsdp(Net(), fake_mesh(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {**OPTIONS, "executor": "regions"}
+    compile_step(loss_with(model), optimizer, max_norm=max_norm, options=options)(torch.ones(4, 8))
+    (ran,) = pieces
+    written = [
+        sum(
+            node.target is torch.ops.aten.copy_.default for node in getattr(piece, "nodes", [piece])
+        )
+        for piece in ran
+    ]
+    assert [n for n in written if n] == [3, 3, 3, 3]  # a parameter and its two moments
+
+
+def test_by_regions_updates_are_those_of_the_plain_model(solo_mesh):
+    """Of one rank, where views of what is written to are read: writes stand by themselves."""
+    plain, model, own, others = pair(solo_mesh)
+    step = compile_step(loss_with(model), others, options={**OPTIONS, "executor": "regions"})
+    for x in torch.randn(3, 4, WIDTH):
+        plain_step(plain, own, x)
+        step(x)
+    check(plain, model)
 
 
 def test_rows_of_a_gathered_table_are_stored(fake_mesh, seen):
