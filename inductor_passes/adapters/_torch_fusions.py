@@ -92,7 +92,9 @@ class _Schedule:
         begin, end = (bisect_left(self.places, n) for n in (first.max_order, second.min_order))
         if not self.kernels[begin:end] or second.ancestors & first.get_operation_names():
             return False
-        made, freed = self._makes_and_frees(second if is_early else first)
+        moved = second if is_early else first
+        end_of_reads = second.max_order if is_early else second.min_order - 1
+        made, freed = self._makes_and_frees(moved, end_of_reads)
         return made > freed if is_early else freed > made
 
     def _can_come_first(self, first: Any, second: Any, now: Callable[[str], Any]) -> bool:
@@ -124,16 +126,15 @@ class _Schedule:
                 left += readers
         return limit
 
-    def _makes_and_frees(self, snode: Any) -> tuple[int, int]:
-        """Bytes that a loop makes for later, and that it is the last to read."""
+    def _makes_and_frees(self, snode: Any, until: int) -> tuple[int, int]:
+        """Bytes that a loop makes for later, and that it reads and nobody does behind ``until``."""
         reads, writes = snode.read_writes.reads, snode.read_writes.writes
         own = {dep.name for dep in writes}
         makes = {d.name: d for d in writes if self.last.get(d.name, 0) > snode.max_order}
         frees = {
             dep.name: dep
             for dep in reads
-            if dep.name not in own
-            and snode.min_order <= self.last.get(dep.name, inf) <= snode.max_order
+            if dep.name not in own and snode.min_order <= self.last.get(dep.name, inf) <= until
         }
         made, freed = (sum(d.numbytes_hint() for d in deps.values()) for deps in (makes, frees))
         return made, freed
