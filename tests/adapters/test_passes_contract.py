@@ -454,22 +454,43 @@ def test_shared_store(pools):
     )
 
 
+def scheduled(function, inputs: int, pass_of: str, asked: bool = True) -> list[Any]:
+    """What Inductor's scheduler gives to the pass of that name, for a function of so many matrices,
+    as one of four ranks; ``asked``: by :func:`fusions_as_planned`."""
+    from contextlib import nullcontext
+
+    from torch._inductor import config
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    found: list[Any] = []
+
+    def note(given: list[Any]) -> list[Any]:
+        found.extend(given)
+        return given
+
+    patches = {pass_of: note, "fx_graph_cache": False}
+    if pass_of == _OF_ORDER:
+        patches |= {pass_of: [note], "reorder_for_compute_comm_overlap": True}
+    torch._dynamo.reset()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        with config.patch(patches), fusions_as_planned() if asked else nullcontext():
+            torch.compile(function, fullgraph=True)(*torch.ones(inputs, 64, 64))
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+_OF_ORDER = "reorder_for_compute_comm_overlap_passes"
+_OF_FUSION = "_post_fusion_custom_pass"
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("needs", [False, True])
 @pytest.mark.parametrize("asked", [False, True])
 def test_fusions_in_time(asked, needs, scaled):
     """Two sums over the same tensors; the first is sent, as it is or after another loop, before the
     second is there, if that needs a product."""
-    from contextlib import nullcontext
-
-    from torch._inductor import config
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    kernels: list[int] = []
-
-    def scheduler_pass(given: list[Any]) -> list[Any]:
-        kernels.extend(len(s.get_nodes()) for s in given if s.is_reduction())
-        return given
 
     def function(x, y, w):
         group = dist.group.WORLD.group_name
@@ -481,19 +502,8 @@ def test_fusions_in_time(asked, needs, scaled):
         second = (x * y * (product[0] if needs else 2)).sum(0)
         return _ops.wait_tensor(sent), product, second
 
-    patches = {
-        "reorder_for_compute_comm_overlap": True,
-        "reorder_for_compute_comm_overlap_passes": [scheduler_pass],
-        "fx_graph_cache": False,
-    }
-    torch._dynamo.reset()
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    lowering = fusions_as_planned() if asked else nullcontext()
-    try:
-        with config.patch(patches), lowering:
-            torch.compile(function, fullgraph=True)(*torch.ones(3, 64, 64))
-    finally:
-        dist.destroy_process_group()
+    given = scheduled(function, 3, _OF_ORDER, asked)
+    kernels = [s for s in given if s.is_reduction()]
     assert len(kernels) == (2 if asked and needs else 1), (
         "V.choices.can_fuse is no longer asked, or ancestors have moved"
         if asked
@@ -504,17 +514,6 @@ def test_fusions_in_time(asked, needs, scaled):
 def test_fusions_with_what_is_one_with_others_by_now():
     """``third`` reads ``first``, which is one with ``second``, which needs a product: as one with
     what is sent it would hold the launch back until the product is there."""
-    from torch._inductor import config
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    order: list[str] = []
-
-    def scheduler_pass(given: list[Any]) -> list[Any]:
-        for s in given:
-            kinds = {_torch.is_scheduled_start: "launch", _torch.is_scheduled_wait: "wait"}
-            kind = next((kind for test, kind in kinds.items() if test(s)), None)
-            order.append(kind or ("product" if s.is_extern() else "loop"))
-        return given
 
     def function(x, y, w):
         first, ours = (x * 2).sum(0), y * 2
@@ -523,18 +522,11 @@ def test_fusions_with_what_is_one_with_others_by_now():
         second, third = (x * product[0]).sum(0), y * first
         return _ops.wait_tensor(sent), second, third
 
-    patches = {
-        "reorder_for_compute_comm_overlap": True,
-        "reorder_for_compute_comm_overlap_passes": [scheduler_pass],
-        "fx_graph_cache": False,
-    }
-    torch._dynamo.reset()
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        with config.patch(patches), fusions_as_planned():
-            torch.compile(function, fullgraph=True)(*torch.ones(3, 64, 64))
-    finally:
-        dist.destroy_process_group()
+    order: list[str] = []
+    for s in scheduled(function, 3, _OF_ORDER):
+        kinds = {_torch.is_scheduled_start: "launch", _torch.is_scheduled_wait: "wait"}
+        kind = next((kind for test, kind in kinds.items() if test(s)), None)
+        order.append(kind or ("product" if s.is_extern() else "loop"))
     assert order.index("launch") < order.index("product")
 
 
@@ -543,15 +535,6 @@ def test_fusions_with_what_is_one_with_others_by_now():
 def test_fusions_that_hold_more(asked, frees):
     """Two loops read the same, two products apart. What the second one makes would be there early;
     unless it is the last to read as much."""
-    from contextlib import nullcontext
-
-    from torch._inductor import config
-
-    kernels: list[int] = []
-
-    def scheduler_pass(given: list[Any]) -> list[Any]:
-        kernels.extend(len(s.get_nodes()) for s in given if not s.is_extern())
-        return given
 
     def function(x, y, w):
         x, y = x @ w, y @ w
@@ -559,11 +542,8 @@ def test_fusions_that_hold_more(asked, frees):
         ahead = torch.mm(product, x * y)
         return ahead if frees else (ahead, torch.mm(x, y))
 
-    patches = {"_post_fusion_custom_pass": scheduler_pass, "fx_graph_cache": False}
-    torch._dynamo.reset()
-    lowering = fusions_as_planned() if asked else nullcontext()
-    with config.patch(patches), lowering:
-        torch.compile(function, fullgraph=True)(*torch.ones(3, 64, 64))
+    given = scheduled(function, 3, _OF_FUSION, asked)
+    kernels = [len(s.get_nodes()) for s in given if not s.is_extern()]
     assert kernels == ([1, 1] if asked and not frees else [2]), (
         "V.choices.can_fuse is no longer asked, or read_writes have moved"
         if asked
@@ -575,13 +555,6 @@ def test_fusions_that_hold_more(asked, frees):
 def test_fusions_that_come_later(frees):
     """Two loops read the same, the second a product, too: as one, what the first is the last to
     read would live on."""
-    from torch._inductor import config
-
-    kernels: list[int] = []
-
-    def scheduler_pass(given: list[Any]) -> list[Any]:
-        kernels.extend(len(s.get_nodes()) for s in given if not s.is_extern())
-        return given
 
     def function(x, y, z, w):
         x, y, z = x @ w, y @ w, z @ w
@@ -589,10 +562,8 @@ def test_fusions_that_come_later(frees):
         behind = (x @ w) * x
         return (ahead, behind) if frees else (ahead, behind, y @ z)
 
-    torch._dynamo.reset()
-    patches = {"_post_fusion_custom_pass": scheduler_pass, "fx_graph_cache": False}
-    with config.patch(patches), fusions_as_planned():
-        torch.compile(function, fullgraph=True)(*torch.ones(4, 64, 64))
+    given = scheduled(function, 4, _OF_FUSION)
+    kernels = [len(s.get_nodes()) for s in given if not s.is_extern()]
     assert kernels == ([1, 1] if frees else [2]), (
         "V.choices.can_fuse is no longer asked, or read_writes have moved"
     )
