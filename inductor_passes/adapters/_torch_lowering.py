@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -39,8 +38,10 @@ def compile_region(
 @cache
 def _sources() -> str:
     """A hash of the passes' sources."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    files = sorted(map(str, Path(__file__).parents[1].rglob("*.py")))
+    return get_hash_for_files(tuple(files)).hex()
 
 
 def limits_of_repeating(device: torch.device) -> RepeatLimits:
