@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_passes.adapters._torch import is_wait
+from inductor_passes.adapters._torch import is_view, is_wait, mutated_arguments
 from simplefsdp import provenance
 
 # The partitioner saves a recomputed node that feeds a checkpoint region of a *higher* id, taking
@@ -32,6 +32,7 @@ _CASTS = {
 def tag_for_recompute(graph: Graph) -> None:
     """The joint-graph pass: what of the forward the backward does again."""
     save_cpu_random_ops(graph)
+    save_what_reads_written_inputs(graph)
     tag_gather_chains(graph)
 
 
@@ -56,6 +57,25 @@ def tag_gather_chains(graph: Graph) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def save_what_reads_written_inputs(graph: Graph) -> None:
+    """Keep, rather than recompute, what is made of inputs that the graph writes to, such as a
+    counter in a buffer: when backward comes to it, the input has its new value. Torch itself (2.11
+    to 2.15) recomputes it, and gives gradients that are wrong."""
+    written = {
+        argument
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        for argument in mutated_arguments(node)
+        if argument.op == "placeholder"
+    }
+    left = list(written)
+    while left:
+        for user in left.pop().users:
+            if is_view(user):
+                left.append(user)
+            elif user.op == "call_function" and written.isdisjoint(mutated_arguments(user)):
+                _must_save(user)
+
+
 def save_cpu_random_ops(graph: Graph) -> None:
     """Keep, rather than recompute, the random CPU ops of regions that the user checkpoints;
     attention counts as one, for its dropout. To recompute one, torch 2.12 and 2.13 stash the state
@@ -67,10 +87,15 @@ def save_cpu_random_ops(graph: Graph) -> None:
             and torch.Tag.nondeterministic_seeded in node.target.tags
         )
         if is_random and "recompute" in node.meta and _is_on_cpu(node):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            for user in node.users:
-                if user.target is operator.getitem:
-                    user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            _must_save(node)
+
+
+def _must_save(node: Node) -> None:
+    """Tag ``node``, and what takes one of its results."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for user in node.users:
+        if user.target is operator.getitem:
+            _must_save(user)
 
 
 def _is_on_cpu(node: Node) -> bool:

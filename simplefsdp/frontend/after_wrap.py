@@ -116,7 +116,9 @@ def check_before_eager_forward(model: nn.Module) -> None:
     ignored = ignored_params([model])
     for fqn, param in model.named_parameters():
         is_ours = isinstance(param, DTensor) or stands_for_shard(param)
-        if param.requires_grad and not is_ours and id(param) not in ignored:
+        # Else torch.func.functional_call has put it there for a while.
+        came = isinstance(param, nn.Parameter) and param.requires_grad and not is_ours
+        if came and id(param) not in ignored:
             raise ValueError(
                 f"{fqn}: is not sharded: it came after simple_fsdp, so every rank would train one "
                 "of its own; add parameters (get_peft_model, resize_token_embeddings) first, then "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,10 +27,17 @@ class _Forward(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
+        self.number = 0
         self.gathered: dict[DeviceMesh, list[str]] = {}
 
 
 _now = _Forward()
+_numbers = count(1)  # of all threads
+
+
+def number_of_forward() -> int:
+    """Which eager forward this is, of all that this process has begun; 0 outside of one."""
+    return _now.number if _now.depth else 0
 
 
 def note_gather(mesh: DeviceMesh, fqn: str) -> None:
@@ -42,7 +50,7 @@ def note_gather(mesh: DeviceMesh, fqn: str) -> None:
 def eager_forward() -> Iterator[None]:
     """One forward of a wrapped model."""
     if not _now.depth:
-        _now.gathered = {}
+        _now.number, _now.gathered = next(_numbers), {}
     _now.depth += 1
     try:
         yield

@@ -34,6 +34,7 @@ from simplefsdp.frontend.slots import (
     carry_over,
     ends_of,
     mesh_of,
+    refuse_new_places,
     restore,
     slots_of,
 )
@@ -79,9 +80,9 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 
     Raises:
         ValueError: nothing in ``module`` is wrapped; or, at the end, a parameter has another shape
-            or dtype than before, got a gradient or a hook, which the shard would not have, or is
-            no longer tied to what it was tied to; or rank 0 has written to a buffer that has
-            another size on this rank.
+            or dtype than before, got a gradient or a hook, which the shard would not have, is no
+            longer tied to what it was tied to, or has another name; or rank 0 has written to a
+            buffer that has another size on this rank.
         RankMismatchError: at the end, another rank failed, or did something else.
     """
     wrapped = wrapped_in("module", module)
@@ -93,6 +94,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         try:
             with second_lists(wrapped):
                 yield
+            refuse_new_places(module, slots)
             ends = ends_of(slots, fulls)
         except Exception as error:
             if writeback:

@@ -32,12 +32,14 @@ from simplefsdp.frontend.eager_guard import eager_forward, note_gather
 from simplefsdp.frontend.gather import ON_META, gather
 from simplefsdp.frontend.reading import (
     OWN,
+    accessors,
     in_forward,
     in_traced_forward,
     marked,
     marked_own,
     plain,
     read_only,
+    shards_explained,
 )
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
@@ -85,6 +87,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         **_methods(cls),
         **control.register_into(cls),
         **refused.members(cls),
+        **accessors(cls),
     }
     if _has_forward(cls):
         members["forward"] = marked(cls)
@@ -314,7 +317,7 @@ def _casting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             check_before_eager_forward(self)
-            with eager_forward():
+            with eager_forward(), shards_explained():
                 return plain(cast_around(self, policy, args, kwargs))
         return cast_around(self, policy, args, kwargs)
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from simplefsdp import _torch
+from simplefsdp.frontend.eager_guard import number_of_forward
 from simplefsdp.frontend.placement import share_memory
 
 Forward = Callable[..., Any]
@@ -85,11 +87,46 @@ def in_traced_forward() -> bool:
     return _torch.inlines("forward_of_wrapped", __file__) or _torch.guarded(in_forward)
 
 
+def accessors(cls: type[nn.Module]) -> dict[str, Any]:
+    """For the subclass of ``cls``: torch's methods that read parameters by their paths."""
+    return {"get_parameter": _get_parameter} if cls.get_parameter is _OF_TORCH else {}
+
+
+_OF_TORCH = nn.Module.get_parameter
+
+
+def _get_parameter(self: nn.Module, target: str) -> Any:
+    reads = in_traced_forward() if torch.compiler.is_compiling() else in_forward()
+    if not reads:
+        return _OF_TORCH(self, target)
+    owner, _, name = target.rpartition(".")
+    return getattr(self.get_submodule(owner), name)
+
+
+@contextmanager
+def shards_explained() -> Iterator[None]:
+    """Around a forward: what torch's error of shards beside plain tensors comes from."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "in forward, parameters() and named_parameters() give shards: read each parameter "
+                "by its name (self.weight), or by self.get_parameter(name)"
+            )
+        raise
+
+
+_torch.run_as_it_is(shards_explained.__wrapped__)  # type: ignore[attr-defined]
+
+
 class ReadOnlyParameter(Tensor):
     """A gathered parameter in an eager forward, and views of it: what is written to it would be
-    lost, so it raises. Compiled code never sees this class."""
+    lost, so it raises; and so does a later forward that uses it. Compiled code never sees this
+    class."""
 
     _fqn: str
+    _forward: int  # in which it was gathered
 
     @classmethod
     def __torch_function__(
@@ -100,6 +137,7 @@ class ReadOnlyParameter(Tensor):
                 _refuse_write(args[0]._fqn, f"assigning to .{func.__self__.__name__}")
             held: list[ReadOnlyParameter] = []
             _torch.tree_map_only(ReadOnlyParameter, held.append, (args, kwargs or {}))
+            _refuse_of_another_forward(held)
             versions = [tensor._version for tensor in held]
             result = func(*args, **(kwargs or {}))
             for tensor, version in zip(held, versions, strict=True):
@@ -133,7 +171,7 @@ _torch.run_as_it_is(plain)
 def read_only(full: Tensor, fqn: str) -> Tensor:
     """``full``, the gathered parameter ``fqn``, such that a write to it raises."""
     made: ReadOnlyParameter = full.as_subclass(ReadOnlyParameter)
-    made._fqn = fqn
+    made._fqn, made._forward = fqn, number_of_forward()
     return made
 
 
@@ -145,6 +183,18 @@ def _still_read_only(result: Any, held: list[ReadOnlyParameter]) -> Any:
             if share_memory(result, tensor):
                 return read_only(result, tensor._fqn)
     return result
+
+
+def _refuse_of_another_forward(held: list[ReadOnlyParameter]) -> None:
+    """What was gathered earlier has the values of then, and hands no gradient to the parameter."""
+    now = number_of_forward()
+    for tensor in held:
+        if 0 < tensor._forward != now > 0:
+            raise ValueError(
+                f"{tensor._fqn}: what another forward has gathered is used in this one: it was "
+                "stored, as by `self.other = self.weight` in forward; read the parameter by its "
+                "own name in each forward, or give it both names before simple_fsdp"
+            )
 
 
 def _refuse_write(fqn: str, write: str) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp import rank_guard
 from simplefsdp._torch import has_hooks
+from simplefsdp.frontend.after_wrap import stands_for_shard
 from simplefsdp.frontend.placement import joined
 from simplefsdp.frontend.wrapped import LAYOUTS, SPLIT_BESIDE, is_wrapped, set_layouts, shards_of
 
@@ -71,6 +72,20 @@ def restore(slots: Iterable[Slot]) -> None:
         else:
             layouts = owner.__dict__.get(LAYOUTS, {})
             set_layouts(owner, {key: layouts[key] for key in layouts if key != name})
+
+
+def refuse_new_places(module: nn.Module, slots: Iterable[Slot]) -> None:
+    """Refuse full parameters under names that no shard had, as pruning gives them: they would stay,
+    and each rank would train one of its own."""
+    known = {(id(slot.owner), slot.name) for slot in slots}
+    for prefix, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            if stands_for_shard(param) and (id(owner), name) not in known:
+                path = f"{prefix}.{name}" if prefix else name
+                raise ValueError(
+                    f"unsharded: {path} was registered inside, and would stay a full copy that "
+                    "each rank trains by itself; prune, parametrize and tie before simple_fsdp"
+                )
 
 
 class End(NamedTuple):

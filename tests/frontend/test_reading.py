@@ -87,6 +87,58 @@ def test_a_penalty_in_the_loss(solo_mesh, backend):
     torch.testing.assert_close(model[0].weight.grad.full_tensor(), plain[0].weight.grad)
 
 
+class SecondName(nn.Module):
+    """Stores its parameter, or a view of it, under another name the first time that it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.other = None
+
+    def forward(self, x):
+        self.other = self.weight.t() if self.other is None else self.other
+        return x @ self.other
+
+
+def test_what_an_earlier_forward_has_gathered_is_refused(solo_mesh):
+    model, x = simple_fsdp(SecondName(), solo_mesh), torch.ones(2, 4)
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match=r"weight: what another forward has gathered"):
+        model(x)
+    model.other = None
+    model(x).sum().backward()
+
+
+def test_a_stored_parameter_may_be_read_by_a_checkpoint(solo_mesh):
+    """Whose second run is in backward, and of the same forward."""
+
+    def code(self, x):
+        self.other = self.weight
+        return checkpoint(lambda x: x @ self.other, x, use_reentrant=False)
+
+    model = simple_fsdp(Probe(code), solo_mesh)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((4, 4), 4.0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_get_parameter_in_forward(solo_mesh, compiled):
+    model = simple_fsdp(Probe(lambda self, x: x @ self.get_parameter("weight")), solo_mesh)
+    if compiled:
+        model.compile(backend="simplefsdp", options={"executor": "aot_eager"}, fullgraph=True)
+    model(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+    assert isinstance(model.get_parameter("weight"), DTensor)
+
+
+def test_parameters_of_a_forward_are_named_in_the_error(solo_mesh):
+    model = simple_fsdp(Probe(lambda self, x: x @ next(self.parameters())), solo_mesh)
+    with pytest.raises(RuntimeError, match="mixed") as caught:
+        model(torch.ones(2, 4))
+    assert "read each parameter by its name (self.weight)" in caught.value.__notes__[-1]
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_what_a_forward_calls_is_inside_it(solo_mesh, backend):
     """Compiled by itself, too."""

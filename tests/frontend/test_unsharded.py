@@ -12,10 +12,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils import prune
 from zoo import Zoo
 
 from simplefsdp import raw_parameters, simple_fsdp, unsharded
 from simplefsdp.rank_guard import RankMismatchError
+
+
+def prune_first(layer: nn.Linear) -> None:
+    prune.random_unstructured(layer, "weight", 0.5)
+
+
+def tie_first(layer: nn.Linear) -> None:
+    layer.second = layer.weight
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -209,6 +218,16 @@ def test_a_tied_parameter_that_came_apart_is_refused(solo_mesh):
     with unsharded(model):
         model[0].weight = model[1].weight = nn.Parameter(torch.zeros(4, 4))
     assert model[0].weight is model[1].weight and not model[0].weight.full_tensor().any()
+
+
+@pytest.mark.parametrize("rename", [prune_first, tie_first])
+def test_a_full_parameter_under_a_new_name_is_refused(solo_mesh, rename):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), solo_mesh)
+    with (
+        pytest.raises(ValueError, match=r"0\.\w+ was registered inside, and would"),
+        unsharded(model),
+    ):
+        rename(model[0])
 
 
 def test_marks_and_requires_grad_go_both_ways(solo_mesh):
