@@ -25,7 +25,7 @@ from simplefsdp.compiler.lengthen import few_layers_traced
 from simplefsdp.compiler.observed import Observed, meet_compiled, observe
 from simplefsdp.compiler.options import Options
 from simplefsdp.compiler.plans import Compilation
-from simplefsdp.compiler.recompute import tag_for_recompute
+from simplefsdp.compiler.recompute import tag_for_recompute, tag_in_one_graph
 from simplefsdp.compiler.size_limits import SizeLimits
 from simplefsdp.compiler.warm_start import WarmStart
 from simplefsdp.provenance import carried_fqn
@@ -96,13 +96,14 @@ class _Compiler:
     ) -> Callable[..., Any]:
         """The code of a graph, whose joint graph is cut as it is told."""
         passes = None if self.settings is None else self._write_plan
+        tag = tag_in_one_graph if cut == _torch.AS_ONE else tag_for_recompute
         if self.executor == "aot_eager":
             return _torch.compile_with_aot_eager(
                 graph,
                 self.example_inputs,
                 observe=self._note,
                 compiled=self._meet,
-                joint_pass=tag_for_recompute,
+                joint_pass=tag,
                 graph_pass=passes,
                 cut=cut,
             )
@@ -116,7 +117,7 @@ class _Compiler:
         return _torch.compile_with_inductor(
             graph,
             self.example_inputs,
-            _torch.Passes(tag_for_recompute, passes, scheduler, self._uuid),
+            _torch.Passes(tag, passes, scheduler, self._uuid),
             observe=self._by_regions if self.executor == "regions" else self._note,
             lowering=lowering,
             cudagraphs=self.compilation.options.cudagraphs,

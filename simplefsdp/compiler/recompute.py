@@ -31,8 +31,13 @@ _CASTS = {
 
 def tag_for_recompute(graph: Graph) -> None:
     """The joint-graph pass: what of the forward the backward does again."""
-    save_cpu_random_ops(graph)
     save_what_reads_written_inputs(graph)
+    tag_in_one_graph(graph)
+
+
+def tag_in_one_graph(graph: Graph) -> None:
+    """As :func:`tag_for_recompute`, of a whole step in one graph, whose writes come last."""
+    save_cpu_random_ops(graph)
     tag_gather_chains(graph)
 
 
