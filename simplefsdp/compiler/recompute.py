@@ -65,7 +65,7 @@ def tag_gather_chains(graph: Graph) -> None:
 def save_what_reads_written_inputs(graph: Graph) -> None:
     """Keep, rather than recompute, what is made of inputs that the graph writes to, such as a
     counter in a buffer: when backward comes to it, the input has its new value. Torch itself (2.11
-    to 2.15) recomputes it, and gives gradients that are wrong."""
+    to 2.15) recomputes it, and gives gradients that are wrong (pull request 197039, open)."""
     written = {
         argument
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
