@@ -59,6 +59,15 @@ def test_a_parameter_that_came_after_the_wrap(fake_mesh, trainable):
         model(torch.ones(2, 4))
 
 
+def test_weights_of_the_users_stand_in_for_a_while(fake_mesh):
+    """Those of ``functional_call`` did not come to stay."""
+    model, x = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2)), torch.ones(2, 4)
+    weight = torch.rand(4, 4, requires_grad=True)
+    torch.func.functional_call(model, {"0.weight": weight}, (x,)).sum().backward()
+    assert torch.equal(weight.grad, torch.full((4, 4), 2.0))
+    assert model.get_parameter("0.weight").grad is None
+
+
 def test_a_dispatch_mode_is_named_once(fake_mesh, caplog):
     model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
     compiled = torch.compile(model, backend="simplefsdp", options={"executor": "aot_eager"})
