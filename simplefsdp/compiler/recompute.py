@@ -75,7 +75,7 @@ def save_what_reads_written_inputs(graph: Graph) -> None:
     left = list(written)
     while left:
         for user in left.pop().users:
-            if is_view(user):
+            if is_view(user) or user.target is operator.getitem:  # of several views
                 left.append(user)
             elif user.op == "call_function" and written.isdisjoint(mutated_arguments(user)):
                 _must_save(user)

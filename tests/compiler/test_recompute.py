@@ -7,8 +7,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from simplefsdp import simple_fsdp
+from simplefsdp.compiler.recompute import save_what_reads_written_inputs
 
 
 class Counts(nn.Module):
@@ -39,9 +42,9 @@ class Counts(nn.Module):
         return y
 
     def view_before(self, x):
-        wave = (self.book.t()[0] * 2).sin()
+        scale = self.book.t()[0, 0] + 1
         self.book.mul_(2)
-        return self.linear(x * wave).tanh()
+        return self.linear(x) * scale
 
     def row(self, x):
         self.book[0].mul_(3)
@@ -53,7 +56,14 @@ class Counts(nn.Module):
         return y * self.n.exp()
 
 
-KINDS = ("then_used", "twice", "copied_before", "view_before", "row", "from_activations")
+KINDS = (
+    "then_used",
+    "twice",
+    "copied_before",
+    "view_before",
+    "row",
+    "from_activations",
+)
 
 
 @pytest.mark.slow(quick=[*(f"{kind}-aot_eager" for kind in KINDS), "twice-inductor"])
@@ -72,3 +82,18 @@ def test_gradients_with_written_buffers(solo_mesh, kind, executor):
         torch.testing.assert_close(got.grad.to_local(), wanted.grad)
     for wanted, got in zip(plain.buffers(), model.buffers(), strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+def test_not_a_view_is_kept_but_what_reads_it():
+    """A view would show what was written."""
+
+    def joint(book, x):
+        part, _ = torch.ops.aten.split_with_sizes.default(book, [1, 2])
+        scale = part.unsqueeze(0) + 1
+        book.copy_(book * 2)
+        return x * scale
+
+    graph = make_fx(joint)(torch.ones(3), torch.ones(1)).graph
+    save_what_reads_written_inputs(graph)
+    kept = {n.name for n in graph.nodes if n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE}
+    assert kept == {"add", "mul"}
