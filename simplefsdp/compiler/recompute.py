@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_passes.adapters._torch import is_view, is_wait, mutated_arguments
+from inductor_passes.adapters._torch import is_view, is_wait
 from simplefsdp import provenance
 
 # The partitioner saves a recomputed node that feeds a checkpoint region of a *higher* id, taking
@@ -66,18 +66,14 @@ def save_what_reads_written_inputs(graph: Graph) -> None:
     """Keep, rather than recompute, what is made of inputs that the graph writes to, such as a
     counter in a buffer: when backward comes to it, the input has its new value. Torch itself (2.11
     to 2.15) recomputes it, and gives gradients that are wrong (pull request 197039, open)."""
-    written = {
-        argument
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-        for argument in mutated_arguments(node)
-        if argument.op == "placeholder"
-    }
-    left = list(written)
+    copy = torch.ops.aten.copy_.default
+    targets = [write.args[0] for write in graph.find_nodes(op="call_function", target=copy)]
+    left = [node for node in targets if isinstance(node, Node) and node.op == "placeholder"]
     while left:
         for user in left.pop().users:
-            if is_view(user) or user.target is operator.getitem:  # of several views
+            if _is_view(user):
                 left.append(user)
-            elif user.op == "call_function" and written.isdisjoint(mutated_arguments(user)):
+            elif user.op == "call_function" and user.target is not copy:
                 _must_save(user)
 
 
@@ -110,11 +106,9 @@ def _is_on_cpu(node: Node) -> bool:
 
 
 def _is_view_or_cast(node: Node) -> bool:
-    if len(node.all_input_nodes) != 1:
-        return False
-    if node.target is operator.getitem or node.target in _CASTS:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    aliases = [value.alias_info for value in node.target._schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+    return len(node.all_input_nodes) == 1 and (_is_view(node) or node.target in _CASTS)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node is a view, or takes one of several results."""
+    return node.target is operator.getitem or is_view(node)
