@@ -12,13 +12,17 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from inductor_passes.adapters.unrounded import write_sums_unrounded
 from inductor_passes.rehearsal import no_garbage_collection
 from simplefsdp import _torch
 from simplefsdp.compiler.dedupe import dedupe_gathers
-from simplefsdp.compiler.recompute import tag_for_recompute, tag_gather_chains
+from simplefsdp.compiler.recompute import (
+    save_what_reads_written_inputs,
+    tag_for_recompute,
+    tag_gather_chains,
+)
 from simplefsdp.frontend.control import change_specs
 from simplefsdp.frontend.wrapped import is_wrapped
 
@@ -80,7 +84,7 @@ def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> Tr
         specs = dedupe_gathers(gm, example_inputs)
         rows.update((spec.fqn, spec.rows) for spec in specs)
         undecided.extend(s.fqn for s in specs if s.reshard_after_forward == "auto")
-        tag = tag_for_recompute if on_cpu else tag_gather_chains
+        tag = tag_for_recompute if on_cpu else _tag_on_gpu
         graphs.update(_torch.graphs_of(gm, example_inputs, tag))
         for graph in graphs.values():
             write_sums_unrounded(graph.graph, torch.device("cpu" if on_cpu else "cuda"))
@@ -105,3 +109,9 @@ def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> Tr
     if True not in graphs:
         raise UntraceableError("model: its output needs no gradient; there is no backward to trace")
     return TracedStep(graphs[False], graphs[True], rows)
+
+
+def _tag_on_gpu(graph: Graph) -> None:
+    """As :func:`tag_for_recompute`, of a graph whose CPU stands for a GPU."""
+    save_what_reads_written_inputs(graph)
+    tag_gather_chains(graph)

@@ -54,6 +54,27 @@ def test_checkpointed_attention_is_recomputed_on_a_gpu_only(fake_mesh, on_cpu):
     assert not any(isinstance(n.target, HigherOrderOperator) for n in step.backward.graph.nodes)
 
 
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("n", torch.ones(()))
+
+    def forward(self, x):
+        self.n += 1
+        return self.linear(x) * self.n
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_what_is_read_of_a_written_buffer_is_kept(fake_mesh, on_cpu):
+    """As when it is compiled."""
+    mesh = fake_mesh(2)
+    with FakeTensorMode():
+        step = trace(simple_fsdp(Counted(), mesh), torch.ones(2, 4), averages=not on_cpu)
+    targets = [{node.target for node in graph.graph.nodes} for graph in step[:2]]
+    assert [torch.ops.aten.add.Tensor in found for found in targets] == [True, False]
+
+
 @pytest.mark.parametrize("rows", [1, 8, 13, 16])
 @pytest.mark.parametrize("rank", [0, 5, 7])
 def test_a_fake_shard_is_this_ranks_part(fake_mesh, rows, rank):
