@@ -102,6 +102,9 @@ def pick_by_kernel(compile_kernel: Callable[[], object]) -> None:
         for isa in choices:
             _forget(isa)
         raise
+    else:
+        for isa in choices:
+            _remember_that_it_compiles(isa)
     finally:
         known.set()
 
@@ -135,6 +138,15 @@ def _is_of_context(config: Any) -> bool:
     """Whether a setting is the context's: since torch 2.13. Other threads would see it before."""
     entry = config._config["cpp.vec_isa_ok"]
     return isinstance(getattr(entry, "user_override", None), ContextVar)
+
+
+def _remember_that_it_compiles(isa: Any) -> None:
+    """Where Inductor asks the instructions themselves, AVX2 would try its program after all."""
+    isa.check_build = lambda code: True
+    try:
+        bool(isa)
+    finally:
+        del isa.check_build
 
 
 def _forget(isa: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,32 @@ def test_where_the_user_wants_no_vectors_nothing_is_tried(
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     with pytest.raises(ZeroDivisionError):  # who wants others later is given torch's list
         cpu_vec_isa.pick_vec_isa()
+
+
+@pytest.mark.skipif(not _is_of_context(config), reason="torch tries all")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch tries all")
+@pytest.mark.parametrize("widest", ["avx2", "avx512"])
+def test_what_compiled_is_not_tried_again(
+    widest: str, not_begun: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import cpu_vec_isa
+
+    isas = {"avx2": cpu_vec_isa.VecAVX2(), "avx512": cpu_vec_isa.VecAVX512()}
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [isas["avx512"], isas["avx2"]])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: [widest, "avx2"])
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", lambda *args: None)
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda *args: 1 / 0)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    asked = [cpu_vec_isa.VecISA._VecISA__bool__impl, cpu_vec_isa.VecAVX512.__bool__]
+    for caches in asked:
+        caches.cache_clear()
+    try:
+        _torch.prepare_cpp().join()
+        assert isas[widest]
+    finally:
+        for caches in asked:
+            caches.cache_clear()
 
 
 @pytest.fixture
