@@ -26,12 +26,15 @@ os.environ.setdefault(
 )
 # Each process that imports Inductor would start another, for Triton alone, which imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Dynamo formats a stack for each node; to find what to underline in it takes most of that time.
+os.environ.setdefault("PYTHONNODEBUGRANGES", "1")
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, time_no_guards
+from ranks import RankPool, compile_as_tests_do
 from torch._functorch import config as functorch_config
+from torch._logging import _internal as internal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Tests replace parts of ours, of which no key knows: code of an earlier one is not to run.
@@ -130,7 +133,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    time_no_guards()
+    compile_as_tests_do()
+    # Pytest gives its handlers to all loggers that do not propagate. To this one torch says the
+    # text of each graph, if it has a handler.
+    internal.trace_log.addHandler = lambda handler: None  # type: ignore[method-assign]
 
 
 # What is frozen would be reported as leaked at exit, by triton 3.9's bindings. Not before: pytest

@@ -36,11 +36,13 @@ def server() -> Any:
     return context
 
 
-def time_no_guards() -> None:
-    """Let Dynamo not empty the processor's caches after each compilation, as it does to tell its
-    own log how long the guards take."""
-    from torch._dynamo import guards
+def compile_as_tests_do() -> None:
+    """Let Dynamo not collect garbage after each compilation, which takes as long as a small one's
+    passes; nor empty the processor's caches, as it does to tell its own log how long the guards
+    take."""
+    from torch._dynamo import config, guards
 
+    config.run_gc_after_compile = False
     if hasattr(guards, "profile_guard_manager"):  # of some releases
         guards.profile_guard_manager = lambda *_: 0.0
 
@@ -108,10 +110,8 @@ def _serve(rank: int, world_size: int, store: str, path: list[str], pipe: Connec
     from torch._functorch import config as functorch_config
 
     functorch_config.enable_autograd_cache = False  # as in conftest.py
-    gc.collect()
-    gc.freeze()  # as in conftest.py
-    gc.set_threshold(50_000, 20, 100)
-    time_no_guards()
+    gc.set_threshold(50_000, 20, 100)  # as in conftest.py
+    compile_as_tests_do()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size

@@ -5,6 +5,7 @@ It is imported by that server alone, see ``ranks.py``.
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 
 import torch
@@ -23,3 +24,5 @@ torch.set_num_threads(1)
 with no_kernels(), torch.no_grad():
     torch.compile(lambda x: torch.relu(x @ x + 1))(torch.ones(2, 2))
 torch._dynamo.reset()
+gc.collect()
+gc.freeze()  # as in conftest.py, for all ranks
