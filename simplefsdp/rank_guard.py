@@ -108,7 +108,7 @@ def agree(
     turn, verdict = _compared(what, lines, ranks, timeout_s, late or _LATE)
     if verdict != _EQUAL:
         pair = [int(rank) for rank in verdict.removeprefix(_DIFFERENT).split()]
-        store = _store_of(ranks)
+        store = store_of(ranks)
         raise RankMismatchError(_told_apart(what, store, turn, lines, pair, timeout_s))
     if remember:
         agreed.add(key)
@@ -120,11 +120,30 @@ def have_the_same(what: str, line: str, ranks: Sequence[int], timeout_s: float) 
     return len(ranks) < 2 or _compared(what, [line], ranks, timeout_s, _LATE)[1] == _EQUAL
 
 
+def first_with_the_same(
+    what: str, line: str, ranks: Sequence[int], timeout_s: float
+) -> tuple[int, list[int]]:
+    """Of each of ``ranks`` the first that has the same ``line``; all must call this now, and are
+    waited for. Before that a number, the same on all of them and for no other call."""
+    turn, verdict = _compared(what, [line], ranks, timeout_s, _LATE)
+    if verdict == _EQUAL:
+        return turn, [ranks[0]] * len(ranks)
+
+    def decide() -> str:
+        digests = store_of(ranks).multi_get([f"{turn}/digest/{rank}" for rank in ranks])
+        first: dict[bytes, int] = {}
+        of_each = (first.setdefault(*pair) for pair in zip(digests, ranks, strict=True))
+        return " ".join(map(str, of_each))
+
+    told = decided(what, [f"turn {turn}"], ranks, decide, timeout_s)
+    return turn, [int(rank) for rank in told.split()]
+
+
 def _compared(
     what: str, lines: Sequence[str], ranks: Sequence[int], timeout_s: float, late: str
 ) -> tuple[int, str]:
     """A turn that all ranks came to, and how it ended."""
-    store, me, digest = _store_of(ranks), dist.get_rank(), _digest(lines)
+    store, me, digest = store_of(ranks), dist.get_rank(), _digest(lines)
     # The n-th call on one rank meets the n-th call on the others. The count lives in the store, so
     # that it starts afresh with a new process group.
     turn = store.add(f"turns/{me}", 1)
@@ -163,7 +182,7 @@ def decided(
     if len(ranks) < 2:
         return decide()
     agree(f"what {what} is for", subject, ranks, timeout_s)
-    store, me = _store_of(ranks), dist.get_rank()
+    store, me = store_of(ranks), dist.get_rank()
     digest = _digest([what, *subject])
     turn = store.add(f"asked/{digest}/{me}", 1)
     key = f"decided/{digest}/{turn}"
@@ -176,7 +195,7 @@ def decided(
         "torch.compiler.reset() on all ranks or on none; or raise options['rank_guard_timeout_s']"
     )
     try:
-        _wait(what, store, {min(ranks): key}, timeout_s, remedy)
+        wait_for(what, store, {min(ranks): key}, timeout_s, remedy)
     except RankMismatchError:
         store.add(f"asked/{digest}/{me}", -1)  # that it may ask again, with all the others
         raise
@@ -201,7 +220,8 @@ def _digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _store_of(ranks: Sequence[int]) -> Any:
+def store_of(ranks: Sequence[int]) -> Any:
+    """The process group's store, in a scope of ``ranks``' own."""
     scope = hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]
     from simplefsdp import _torch
 
@@ -229,7 +249,7 @@ def _verdict(
         return store.add(f"{turn}/impatient", 1) == 1 or dist.get_rank() == min(ranks)
 
     try:
-        _wait(what, store, came, timeout_s, remedy, until=f"{turn}/verdict", speaks=speaks)
+        wait_for(what, store, came, timeout_s, remedy, until=f"{turn}/verdict", speaks=speaks)
     except RankMismatchError:
         # The last one may come this very moment: what stands in the store holds for both.
         late = _few(_missing(store, came))
@@ -255,7 +275,7 @@ def _told_apart(
     keys = {rank: f"{turn}/lines/{rank}" for rank in pair}
     if dist.get_rank() in keys:
         store.set(keys[dist.get_rank()], "\n".join(lines))
-    _wait(what, store, keys, timeout_s, _LATE)
+    wait_for(what, store, keys, timeout_s, _LATE)
     texts = [store.get(key).decode().split("\n") for key in keys.values()]
     both = itertools.zip_longest(*texts, fillvalue="(nothing more)")
     one, other = next(two for two in both if two[0] != two[1])
@@ -267,7 +287,7 @@ def _told_apart(
     )
 
 
-def _wait(
+def wait_for(
     what: str,
     store: Any,
     keys: Mapping[int, str],

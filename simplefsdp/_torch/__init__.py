@@ -63,7 +63,12 @@ from simplefsdp._torch.processes import (
     shared_store,
 )
 from simplefsdp._torch.repeated_calls import REPEATED, inline_repeated_calls, reset_repeated_calls
-from simplefsdp._torch.saved_code import can_save_code, dump_code, load_code
+from simplefsdp._torch.saved_code import (
+    backward_compiled_at_once,
+    can_save_code,
+    dump_code,
+    load_code,
+)
 from simplefsdp._torch.tensors import (
     accumulates,
     annotate_backward,
@@ -83,12 +88,14 @@ from simplefsdp._torch.tensors import (
     is_to_empty,
     local_of,
     local_tensor,
+    memory_of,
     order_of_saved,
     reached,
     reduces_in_param_dtype,
     storage_of,
     storage_use_count,
     tree_map_only,
+    watch_writes_to_dtensors,
 )
 from simplefsdp._torch.trace_once import trace_repeated_calls_once
 

@@ -117,7 +117,7 @@ def _refuse_settings() -> None:
 
 def _inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
     if dist.is_initialized():
-        yield f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        yield f"rank {_rank(gm)} of {dist.get_world_size()}"
     yield from (_of_mesh(mesh) for mesh in meshes_of(example_inputs))
     tensors = [getattr(v, "_local_tensor", v) for v in example_inputs if isinstance(v, Tensor)]
     if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors):
@@ -125,6 +125,15 @@ def _inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         static = getattr(node.meta.get("example_value"), "_dynamo_static_input_type", None)
         yield f"{node.name} {_value(value)} {static}"
+
+
+def _rank(gm: GraphModule) -> str:
+    """Which rank it is, if that matters. Where no DTensor is computed with, which would ask for its
+    place in a mesh, it does not, beyond the sizes of shards and the groups."""
+    computed = (node for node in gm.graph.nodes if node.op not in ("placeholder", "output"))
+    values = (node.meta.get("example_value") for node in computed)
+    asks = any(isinstance(v, DTensor) for value in values for v in pytree.tree_leaves(value))
+    return str(dist.get_rank()) if asks else "any"
 
 
 def _of_mesh(mesh: DeviceMesh) -> str:

@@ -81,6 +81,16 @@ def giving_entry(keep: Keep | None) -> Iterator[None]:
         _wanted.reset(token)
 
 
+@contextmanager
+def backward_compiled_at_once() -> Iterator[None]:
+    """Inside, a backward graph is compiled with its forward, not when it first runs. What forward
+    saves is not written over: nobody knows yet whether the first backward retains it."""
+    from torch._functorch import config as functorch_config
+
+    with functorch_config.patch(force_non_lazy_backward_lowering=True, donated_buffer=False):
+        yield
+
+
 @functools.cache
 def _give_entries() -> None:
     """Once for all threads: who compiles elsewhere has torch's cache as ever."""
@@ -128,7 +138,8 @@ def dump_code(entry: Any, codes: Mapping[bool, Any], meshes: Sequence[DeviceMesh
     whole = copy.copy(entry)
     whole.compiled_fw = _Forward(codes[False])
     whole.serialized_bw_module = None  # compiled autograd then says how to do without us
-    if not is_kept_code(codes.get(True)):  # regions write over none of their inputs
+    donated = entry.runtime_metadata.bw_donated_idxs
+    if donated is None or not is_kept_code(codes.get(True)):  # as regions, write over no input
         whole.runtime_metadata = copy.copy(entry.runtime_metadata)
         whole.runtime_metadata.bw_donated_idxs = []
     if backward is not None:

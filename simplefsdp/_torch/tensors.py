@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -162,6 +163,38 @@ def default_dtensor_op(
             handlers[op] = handler
 
 
+def watch_writes_to_dtensors(written: Callable[[Any], None]) -> None:
+    """Have ``written`` called with each DTensor, or list of them, that an operator has written to
+    in place."""
+    handlers = _dtensor_handlers()
+    for op in _operators_in_place():
+        handlers[op] = functools.partial(_write, written, handlers.get(op))
+
+
+def _write(
+    written: Callable[[Any], None],
+    handler: DTensorOp | None,
+    op: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    result = (default_dtensor_op if handler is None else handler)(op, args, kwargs)
+    written(args[0])
+    return result
+
+
+def _operators_in_place() -> Iterator[Any]:
+    """The operators of torch's that write to their first argument, ``torch._foreach_*_`` and fused
+    steps of optimizers among them."""
+    for whole in torch._C._dispatch_get_all_op_names():
+        name, _, overload = whole.removeprefix("aten::").partition(".")
+        if "::" in name or not name.endswith("_") or name.endswith("__"):
+            continue
+        op = getattr(getattr(torch.ops.aten, name), overload or "default")
+        if op._schema.arguments and op._schema.arguments[0].is_write:
+            yield op
+
+
 def _dtensor_handlers() -> dict[Any, DTensorOp]:
     return DTensor._op_dispatcher._custom_op_handlers  # type: ignore[return-value]
 
@@ -171,6 +204,13 @@ def draws_globally(mesh: DeviceMesh) -> bool:
     from torch.distributed.tensor._random import is_rng_supported_mesh
 
     return mesh.device_type != "cpu" and is_rng_supported_mesh(mesh)
+
+
+def memory_of(tensor: DTensor) -> torch.UntypedStorage | None:
+    """Where a shard is, also if it has no rows; None while a compiler traces. Its ``_cdata`` is
+    that of no other as long as somebody holds it."""
+    local = local_tensor(tensor)
+    return local.untyped_storage() if type(local) is torch.Tensor else None
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

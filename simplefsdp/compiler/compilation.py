@@ -1,7 +1,8 @@
 """One Dynamo graph through AOTAutograd and the passes to code, the same on all ranks.
 
 Each graph, forward, backward or both, is observed (``observed.py``) before it is lowered. If an
-earlier process has left the code (``warm_start.py``), nothing is traced.
+earlier process has left the code (``warm_start.py``), or another rank has just made it
+(``by_one_rank.py``), nothing is traced.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from inductor_passes.executor import regional
 from inductor_passes.passes import ImposeOrder, bucket_and_reorder
 from inductor_passes.rehearsal import Settings
 from simplefsdp import _torch
+from simplefsdp.compiler.by_one_rank import by_one_rank
 from simplefsdp.compiler.lengthen import few_layers_traced
 from simplefsdp.compiler.observed import Observed, meet_compiled, observe
 from simplefsdp.compiler.options import Options
@@ -69,15 +71,20 @@ def compile_with_passes(
     limits = SizeLimits(gm)
     compilation = Compilation(options, settings, tuple(ranks), grad, number, limits, whole_step)
     warm = WarmStart(gm, example_inputs, compilation)
-    if (code := warm.code(together=together)) is not None:
-        return code
-    compiler = _Compiler(example_inputs, compilation, warm)
-    if whole_step:
-        code = compiler.compiled(gm, _torch.AS_ONE)
-    else:
-        code = few_layers_traced(gm, compiler.compiled)
-    warm.accept()
-    return limits.watching(code)
+
+    def compile_for(compilation: Compilation) -> Callable[..., Any]:
+        compiler = _Compiler(example_inputs, compilation, warm)
+        if whole_step:
+            code = compiler.compiled(gm, _torch.AS_ONE)
+        else:
+            code = few_layers_traced(gm, compiler.compiled)
+        warm.accept()
+        return limits.watching(code)
+
+    code = warm.code(together=together)
+    if code is None and warm.nobody_has_it:
+        code = by_one_rank(compilation, warm, compile_for)
+    return compile_for(compilation) if code is None else code
 
 
 class _Compiler:

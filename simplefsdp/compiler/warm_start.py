@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from inductor_passes.adapters._torch import ranks_of_group
@@ -35,13 +38,22 @@ log = logging.getLogger("simplefsdp")
 
 
 class WarmStart:
-    """The file of one Dynamo graph."""
+    """The file of one Dynamo graph.
+
+    Attributes:
+        nobody_has_it: no rank has its file, but each could use that of another rank of its machine;
+            known after :meth:`code`.
+    """
 
     def __init__(
         self, gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation
     ) -> None:
         self._compilation = compilation
         self._attempt = _Attempt()
+        self._told: Callable[[], None] = lambda: None
+        devices = {value.device.type for value in example_inputs if isinstance(value, Tensor)}
+        self._is_portable = devices <= {"cpu"}
+        self.nobody_has_it = False
         self._can = compilation.options.executor != "aot_eager" and _torch.can_save_code()
         self._name: str | None = None
         if self._can and _torch.cache_folder(FOLDER) is not None:
@@ -57,12 +69,14 @@ class WarmStart:
         if not self._can or not together:
             return None
         ranks, timeout_s = self._compilation.ranks, self._compilation.timeout_s
-        found = self._loaded()
-        offered = "none"
+        found = self.loaded()
+        offered = "none" if self.place else "none, nor another rank's"
         if found is not None:  # what is the same on all ranks of it
             offered = repr([(p, o.planned, o.launches) for p, o in sorted(found[0].items())])
         what = "whether the code of an earlier run is used"
-        if not rank_guard.have_the_same(what, offered, ranks, timeout_s) or found is None:
+        alike = rank_guard.have_the_same(what, offered, ranks, timeout_s)
+        if not alike or found is None:
+            self.nobody_has_it = alike and bool(self.place) and len(ranks) > 1
             return None
         observed, code = found
         for is_backward, one in observed.items():
@@ -70,10 +84,25 @@ class WarmStart:
         log.debug("the code of an earlier run is used")
         return code
 
-    def _loaded(self) -> tuple[dict[bool, Observed], Code] | None:
-        if self._name is None or observers.any_listen() or _torch.is_traced():
+    @property
+    def place(self) -> str:
+        """Of the file: the same on ranks that need the same code and find each other's; "" for one
+        that can use none."""
+        folder = _torch.cache_folder(FOLDER)
+        if not self._is_portable or not self._is_wanted or folder is None:
+            return ""
+        return f"{platform.node()} {folder.absolute()} {self._name}"
+
+    @property
+    def _is_wanted(self) -> bool:
+        return not (self._name is None or observers.any_listen() or _torch.is_traced())
+
+    def loaded(self) -> tuple[dict[bool, Observed], Code] | None:
+        """What was agreed on of the graphs in the file, and its code; None if there is no file, or
+        not such a one."""
+        if not self._is_wanted:
             return None
-        content = _torch.read_kept(FOLDER, self._name)
+        content = _torch.read_kept(FOLDER, str(self._name))
         if content is None:
             return None
         try:
@@ -99,9 +128,18 @@ class WarmStart:
         """Whether what is compiled can be kept."""
         return self._name is not None
 
+    @contextmanager
+    def telling(self, step: Callable[[], None]) -> Iterator[None]:
+        """Inside, ``step`` is called when a graph has been compiled."""
+        self._told = step
+        try:
+            yield
+        finally:
+            self._told = lambda: None
+
     def attempt(self) -> _Attempt:
         """To be told of what is compiled from now on."""
-        self._attempt = _Attempt()
+        self._attempt = _Attempt(self._told)
         return self._attempt
 
     def accept(self) -> None:
@@ -122,6 +160,7 @@ class _Attempt:
     """A compilation of a graph, which may be given up for another one: what was observed of the
     graphs, their codes, and what AOTAutograd says of them when it has compiled all."""
 
+    told: Callable[[], None] = lambda: None
     observed: dict[bool, Observed] = field(default_factory=dict)
     codes: dict[bool, Any] = field(default_factory=dict)
     entry: Any = None
@@ -130,6 +169,7 @@ class _Attempt:
     def add(self, is_backward: bool, observed: Observed, code: Any) -> None:
         """Called with each graph that is compiled."""
         self.observed[is_backward], self.codes[is_backward] = observed, code
+        self.told()
 
     def finish(self, entry: Any) -> None:
         """Called by AOTAutograd, perhaps when the first backward runs."""
