@@ -108,9 +108,9 @@ def unshard(self: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """Gather now and keep, until :func:`reshard`: forwards and backwards gather nothing.
 
     When shards have changed, by an optimizer's step, a checkpoint or an operator in place, the next
-    forward gathers once more. What is written by ``param.data`` or ``torch._foreach_mul_`` is not
-    noticed: call :func:`reshard` after it. To read or write full parameters outside of forward, use
-    ``simplefsdp.unsharded``.
+    forward gathers once more. What is written without an operator of torch's, as by a collective on
+    ``param.to_local()``, is not noticed: call :func:`reshard` after it. To read or write full
+    parameters outside of forward, use ``simplefsdp.unsharded``.
     """
     kept.keep(_wrapped(self, recurse=True))
     return _Done() if async_op else None

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from simplefsdp import rank_guard
+from simplefsdp import _torch, rank_guard
 from simplefsdp._torch import local_tensor
 from simplefsdp.frontend import living
 from simplefsdp.frontend.gather import ON_META, GatherSpec, gather_shard
@@ -30,7 +31,8 @@ _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
 class _Kept:
     full: Tensor
     spec: GatherSpec
-    version: int
+    version: int  # of the shard that it was gathered from; -1 if that may have been written to
+    memory: torch.UntypedStorage | None = None  # of that shard
     readers: int = 0  # modules that read it: a tied parameter has several
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -55,11 +57,12 @@ def keep(modules: Iterable[nn.Module]) -> None:
                 raise ValueError(f"{layout.spec.fqn}: {ON_META}")
             if param.__dict__.get(_OF_SHARD) is None:
                 full = _gather(param, layout.spec)
-                param.__dict__[_OF_SHARD] = _Kept(full, layout.spec, _version(param))
+                param.__dict__[_OF_SHARD] = _Kept(full, layout.spec, -1)
+                _note_shard(param, param.__dict__[_OF_SHARD])
             kept: _Kept = param.__dict__[_OF_SHARD]
             module.__dict__[KEPT][name] = kept.full
             kept.readers += 1
-    _watch_optimizers()
+    _watch_writes()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -104,15 +107,41 @@ def expect_writes(params: Iterable[Any]) -> None:
     for param in params:
         kept = getattr(param, "__dict__", {}).get(_OF_SHARD)
         if kept is not None:
-            kept.version = -1
+            kept.version, kept.memory = -1, None
+
+
+# By the memory of the shard that it was gathered from.
+_kept_of_memory: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
+
+
+def _note_shard(param: DTensor, kept: _Kept) -> None:
+    """What is kept is that of the shard as it is now."""
+    memory = _torch.memory_of(param)
+    kept.version, kept.memory = _version(param), memory
+    if memory is not None:
+        _kept_of_memory[memory._cdata] = kept
 
 
 @functools.cache
-def _watch_optimizers() -> None:
-    # Fused and foreach optimizers write without a new version.
+def _watch_writes() -> None:
+    """For writes that give a shard no new version: to ``param.data``, and to lists of DTensors, as
+    by ``torch._foreach_*_``."""
+    _torch.watch_writes_to_dtensors(_note_write)
+    # Others may write to the shards in them.
     register_optimizer_step_post_hook(
         lambda optimizer, *_: expect_writes(p for g in optimizer.param_groups for p in g["params"])
     )
+
+
+def _note_write(value: Any) -> None:
+    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+        memory = _torch.memory_of(tensor) if isinstance(tensor, DTensor) else None
+        if memory is None:
+            continue
+        kept = _kept_of_memory.get(memory._cdata)
+        # It may have been of a shard that was there before, and another shard is kept now.
+        if kept is not None and kept.memory is not None and kept.memory._cdata == memory._cdata:
+            kept.version = -1
 
 
 def refresh(
@@ -127,7 +156,7 @@ def refresh(
     rank_guard.agree("what to gather again", lines, ranks, timeout_s, remember=False)
     for param, k in stale:
         k.full.copy_(_gather(param, k.spec))
-        k.version = _version(param)
+        _note_shard(param, k)
 
 
 def refreshing(

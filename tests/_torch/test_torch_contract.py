@@ -475,6 +475,27 @@ def test_an_operator_of_dtensors_can_be_handled(fake_mesh):
     assert _torch.local_tensor(value) is value._local_tensor
 
 
+def test_writes_to_dtensors_are_seen(fake_mesh):
+    """kept.py: writes to ``.data`` and to lists of DTensors give these no new version."""
+    before, seen = dict(tensors._dtensor_handlers()), []
+    value = distribute_tensor(torch.zeros(4, 2), fake_mesh(2), [Shard(0)], src_data_rank=None)
+    value.add_(1)
+    try:
+        _torch.watch_writes_to_dtensors(seen.append)
+        value.add_(1)
+        value.data.mul_(2)
+        torch._foreach_add_([value], 1)
+        nn.init.normal_(value)
+        value + value
+    finally:
+        tensors._dtensor_handlers().clear()
+        tensors._dtensor_handlers().update(before)
+    one, data, (listed,), filled = seen
+    where = {_torch.memory_of(tensor)._cdata for tensor in (one, data, listed, filled)}
+    assert where == {_torch.memory_of(value)._cdata}
+    assert value._version == 3, "torch counts all of them now: kept.py need not"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_gradient_of_a_shard_lies_as_the_parameter(fake_mesh, rank):
     """On every rank, one without rows included, and tied to what it was computed from."""

@@ -224,6 +224,52 @@ def test_of_a_copy_nothing_is_kept(solo_mesh):
     assert not other(torch.ones(2, DIM)).any() and model(torch.ones(2, DIM)).any()
 
 
+def listed(params):
+    torch._foreach_mul_(params, 2)
+
+
+def averaged(params):
+    torch._foreach_lerp_(params, [torch.ones_like(p) for p in params], 0.5)
+
+
+def data(params):
+    params[0].data.mul_(2)
+
+
+def filled(params):
+    params[0].data.fill_(2)
+
+
+def local(params):
+    params[0].to_local().mul_(2)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+@pytest.mark.parametrize("write", [listed, averaged, data, filled, local])
+def test_what_is_kept_follows_what_is_written_without_an_optimizer(solo_mesh, executor, write):
+    """An average of models, say, that is unsharded to be evaluated."""
+    model = simple_fsdp(nn.Linear(4, 3, bias=False), solo_mesh)
+    run, x = run_of(model, executor), torch.ones(2, 4)
+    with torch.no_grad():
+        model.unshard()
+        before = run(x)
+        assert torch.equal(run(x), before)
+        write(list(model.parameters()))
+        after = run(x)
+        model.reshard()
+        assert not torch.equal(after, before) and torch.equal(after, model(x))
+
+
+def test_only_what_is_written_is_gathered_again(solo_mesh):
+    model = simple_fsdp(nn.Linear(4, 3), solo_mesh)
+    model.unshard()
+    params = list(model.parameters())
+    with torch.no_grad():
+        torch._foreach_add_([torch.zeros_like(p) for p in params], params)  # reads them
+    versions = [p.__dict__["_simple_fsdp_kept_of"].version for p in params]
+    assert min(versions) >= 0
+
+
 def test_unshard_for_inference_and_then_train(solo_mesh):
     model = simple_fsdp(nn.Sequential(Mlp()), solo_mesh)
     with torch.inference_mode():
