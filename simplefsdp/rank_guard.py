@@ -120,25 +120,6 @@ def have_the_same(what: str, line: str, ranks: Sequence[int], timeout_s: float) 
     return len(ranks) < 2 or _compared(what, [line], ranks, timeout_s, _LATE)[1] == _EQUAL
 
 
-def first_with_the_same(
-    what: str, line: str, ranks: Sequence[int], timeout_s: float
-) -> tuple[int, list[int]]:
-    """Of each of ``ranks`` the first that has the same ``line``; all must call this now, and are
-    waited for. Before that a number, the same on all of them and for no other call."""
-    turn, verdict = _compared(what, [line], ranks, timeout_s, _LATE)
-    if verdict == _EQUAL:
-        return turn, [ranks[0]] * len(ranks)
-
-    def decide() -> str:
-        digests = store_of(ranks).multi_get([f"{turn}/digest/{rank}" for rank in ranks])
-        first: dict[bytes, int] = {}
-        of_each = (first.setdefault(*pair) for pair in zip(digests, ranks, strict=True))
-        return " ".join(map(str, of_each))
-
-    told = decided(what, [f"turn {turn}"], ranks, decide, timeout_s)
-    return turn, [int(rank) for rank in told.split()]
-
-
 def _compared(
     what: str, lines: Sequence[str], ranks: Sequence[int], timeout_s: float, late: str
 ) -> tuple[int, str]:

@@ -1,65 +1,78 @@
-"""What one rank works at for minutes, and others wait for: its steps, and how it ended."""
+"""What one rank works at for minutes, and others wait for: whether it goes on, and how it ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from threading import Event, Thread
+
+import torch.distributed as dist
 
 from simplefsdp.rank_guard import store_of, wait_for
 
+_AT_MOST = 10  # times what is waited for a sign of life; who works for longer is stuck
+_GOES_ON, _SUCCEEDED, _FAILED = "goes on", "succeeded", "failed"
+
 
 class RankWork:
-    """The work of one of ``ranks``, that ``worker`` is. Others are as patient as ``timeout_s`` says
-    with each of its steps, not with all of it: deep models take longer.
+    """The work of one of ``ranks``, ``worker``, which gives signs of life. The others wait for each
+    of these for ``timeout_s``, and in all for ten times that.
 
     Args:
-        what: the work, for messages: "the code that rank 0 compiles for others".
-        number: the same on all ranks and for no other work, see
-            :func:`simplefsdp.rank_guard.first_with_the_same`.
+        what: the work, for messages: "the code that rank 0 makes".
+        name: the same on all ranks, which come to work of that name equally often.
         ranks: global ranks that share the store.
         worker: the one that does it.
-        timeout_s: how long to wait for each step.
+        timeout_s: how long to wait for a sign of life.
     """
 
     def __init__(
-        self, what: str, number: int, ranks: Sequence[int], worker: int, timeout_s: float
+        self, what: str, name: str, ranks: Sequence[int], worker: int, timeout_s: float
     ) -> None:
         self._what, self._worker, self._timeout_s = what, worker, timeout_s
-        self._store, self._keys = store_of(ranks), f"work/{number}/{worker}"
-        self._steps = 0
+        self._store, self._signs = store_of(ranks), 0
+        # The n-th of this name on one rank is the n-th on the others, whatever else they have done.
+        turn = self._store.add(f"work/{name}/turns/{dist.get_rank()}", 1)
+        self._keys = f"work/{name}/{turn}"
 
-    def step(self) -> None:
-        """The worker has done a step, and goes on."""
-        self._say("goes on")
+    def do(self, work: Callable[[], bool]) -> None:
+        """Do it, as the worker; ``work`` says whether it succeeded, and raises nothing."""
+        ended, until = Event(), time.monotonic() + _AT_MOST * self._timeout_s
 
-    def end(self, *, succeeded: bool) -> None:
-        """The worker has done all, or has failed."""
-        self._say("succeeded" if succeeded else "failed")
+        def live() -> None:
+            while not ended.wait(min(10.0, self._timeout_s / 4)) and time.monotonic() < until:
+                self._say(_GOES_ON)
+
+        signs = Thread(target=live, name="simplefsdp-signs", daemon=True)
+        signs.start()
+        succeeded = False
+        try:
+            succeeded = work()
+        finally:
+            ended.set()
+            signs.join()
+            self._say(_SUCCEEDED if succeeded else _FAILED)
 
     def _say(self, text: str) -> None:
-        self._store.set(f"{self._keys}/{self._steps}", text)
-        self._steps += 1
+        self._store.set(f"{self._keys}/{self._signs}", text)
+        self._signs += 1
 
     def wait(self) -> bool:
         """Whether it succeeded, when it has ended.
 
         Raises:
-            RankMismatchError: no step came in time.
+            RankMismatchError: the worker gives no sign of life any more.
         """
-        remedy = (
-            "It ended, or compiles for longer than that; see its log, or raise "
-            "options['rank_guard_timeout_s']"
-        )
         while True:
-            key = f"{self._keys}/{self._steps}"
+            key = f"{self._keys}/{self._signs}"
             wait_for(
                 self._what,
                 self._store,
                 {self._worker: key},
                 self._timeout_s,
-                remedy,
-                speaks=lambda: False,  # that others compile is nothing to warn of
+                "It ended, or is stuck; see its log",
+                speaks=lambda: False,  # that another compiles is nothing to warn of
             )
-            told = self._store.get(key).decode()
-            if told != "goes on":
-                return bool(told == "succeeded")
-            self._steps += 1
+            self._signs += 1
+            if (told := self._store.get(key).decode()) != _GOES_ON:
+                return bool(told == _SUCCEEDED)

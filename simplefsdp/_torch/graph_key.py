@@ -34,10 +34,13 @@ class UnknownGraphError(Exception):
     """No text says all that a compilation depends on."""
 
 
-def key_of_graph(gm: GraphModule, example_inputs: Sequence[Any], more: Sequence[str]) -> str:
+def key_of_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], more: Sequence[str], gather: Any = None
+) -> str:
     """The same only for what compiles to the same code: a graph, its inputs, and in ``more``
-    whatever else that depends on. Raises if there is no such key."""
-    settings, inputs = _settings(gm, example_inputs), _inputs(gm, example_inputs)
+    whatever else that depends on; ``gather`` is a function in it that depends on no rank. Raises if
+    there is no such key."""
+    settings, inputs = _settings(gm, example_inputs), _inputs(gm, example_inputs, gather)
     lines = itertools.chain(more, settings, inputs, _nodes(gm))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -115,9 +118,10 @@ def _refuse_settings() -> None:
         raise UnknownGraphError(f"torch's settings: {', '.join(found)}")
 
 
-def _inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
+def _inputs(gm: GraphModule, example_inputs: Sequence[Any], gather: Any) -> Iterator[str]:
     if dist.is_initialized():
-        yield f"rank {_rank(gm)} of {dist.get_world_size()}"
+        rank = "any" if _is_of_any_rank(gm, example_inputs, gather) else dist.get_rank()
+        yield f"rank {rank} of {dist.get_world_size()}"
     yield from (_of_mesh(mesh) for mesh in meshes_of(example_inputs))
     tensors = [getattr(v, "_local_tensor", v) for v in example_inputs if isinstance(v, Tensor)]
     if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors):
@@ -127,13 +131,27 @@ def _inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
         yield f"{node.name} {_value(value)} {static}"
 
 
-def _rank(gm: GraphModule) -> str:
-    """Which rank it is, if that matters. Where no DTensor is computed with, which would ask for its
-    place in a mesh, it does not, beyond the sizes of shards and the groups."""
-    computed = (node for node in gm.graph.nodes if node.op not in ("placeholder", "output"))
-    values = (node.meta.get("example_value") for node in computed)
-    asks = any(isinstance(v, DTensor) for value in values for v in pytree.tree_leaves(value))
-    return str(dist.get_rank()) if asks else "any"
+def _is_of_any_rank(gm: GraphModule, example_inputs: Sequence[Any], gather: Any) -> bool:
+    """Whether code is the same on all ranks of equal shards and groups; in doubt it is not, nor on
+    a GPU, which it names. Who computes with a DTensor asks for its place in a mesh; ``gather`` asks
+    for none, of its parameter."""
+    if any(v.device.type != "cpu" for v in example_inputs if isinstance(v, Tensor)):
+        return False
+
+    def is_fine(node: Node) -> bool:
+        if node.op == "get_attr":
+            return all(map(is_fine, _submodule(gm, node).graph.nodes))
+        if node.op == "output":
+            return True
+        if node.op == "placeholder" and all(user.target is gather for user in node.users):
+            return True
+        return "example_value" in node.meta and not _has_dtensor(node.meta["example_value"])
+
+    return all(map(is_fine, gm.graph.nodes))
+
+
+def _has_dtensor(value: Any) -> bool:
+    return any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value))
 
 
 def _of_mesh(mesh: DeviceMesh) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,11 +84,15 @@ def giving_entry(keep: Keep | None) -> Iterator[None]:
 
 @contextmanager
 def backward_compiled_at_once() -> Iterator[None]:
-    """Inside, a backward graph is compiled with its forward, not when it first runs. What forward
-    saves is not written over: nobody knows yet whether the first backward retains it."""
+    """Inside, a backward graph is compiled with its forward, not when it first runs. It writes over
+    nothing that forward has saved: nobody knows yet whether the first backward retains it."""
     from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd import graph_compile
 
-    with functorch_config.patch(force_non_lazy_backward_lowering=True, donated_buffer=False):
+    with (
+        functorch_config.patch(force_non_lazy_backward_lowering=True),
+        patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []),
+    ):
         yield
 
 
@@ -138,8 +143,7 @@ def dump_code(entry: Any, codes: Mapping[bool, Any], meshes: Sequence[DeviceMesh
     whole = copy.copy(entry)
     whole.compiled_fw = _Forward(codes[False])
     whole.serialized_bw_module = None  # compiled autograd then says how to do without us
-    donated = entry.runtime_metadata.bw_donated_idxs
-    if donated is None or not is_kept_code(codes.get(True)):  # as regions, write over no input
+    if not is_kept_code(codes.get(True)):  # regions write over none of their inputs
         whole.runtime_metadata = copy.copy(entry.runtime_metadata)
         whole.runtime_metadata.bw_donated_idxs = []
     if backward is not None:

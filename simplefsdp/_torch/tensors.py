@@ -165,10 +165,12 @@ def default_dtensor_op(
 
 def watch_writes_to_dtensors(written: Callable[[Any], None]) -> None:
     """Have ``written`` called with each DTensor, or list of them, that an operator has written to
-    in place."""
+    in place. Call it again where others may have put back what was before."""
     handlers = _dtensor_handlers()
     for op in _operators_in_place():
-        handlers[op] = functools.partial(_write, written, handlers.get(op))
+        handler: Any = handlers.get(op)
+        if getattr(handler, "func", None) is not _write:
+            handlers[op] = functools.partial(_write, written, handler)
 
 
 def _write(
@@ -183,16 +185,19 @@ def _write(
     return result
 
 
-def _operators_in_place() -> Iterator[Any]:
+@functools.cache
+def _operators_in_place() -> list[Any]:
     """The operators of torch's that write to their first argument, ``torch._foreach_*_`` and fused
     steps of optimizers among them."""
+    found = []
     for whole in torch._C._dispatch_get_all_op_names():
         name, _, overload = whole.removeprefix("aten::").partition(".")
         if "::" in name or not name.endswith("_") or name.endswith("__"):
             continue
         op = getattr(getattr(torch.ops.aten, name), overload or "default")
         if op._schema.arguments and op._schema.arguments[0].is_write:
-            yield op
+            found.append(op)
+    return found
 
 
 def _dtensor_handlers() -> dict[Any, DTensorOp]:

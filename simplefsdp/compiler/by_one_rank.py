@@ -1,12 +1,14 @@
-"""Ranks of one machine that need the same code: one of them compiles it, and the others load it.
+"""Ranks of one machine that need the same code: one of them compiles it, and all load it.
 
 Else as many compilers would run at once as there are ranks, all doing the same, on the cores of
-one machine. The first of the ranks that need the same code compiles forward and backward, and
-leaves the code where a later process would find it (``warm_start.py``). Then all ranks go through
-what they would have agreed on, had all compiled. If one of them has no code in the end, none uses
-what was made: all compile, each for itself, and what fails then fails as ever.
+one machine. The lowest rank compiles forward and backward, and leaves the code where a later
+process would find it (``warm_start.py``). Then all ranks go through what they would have agreed
+on, had all compiled. If one of them has no code in the end, none uses what was made: all compile,
+each for itself, and what fails then fails as ever.
 
 On the CPU only: code for a GPU names the device, which is another one on each rank of a machine.
+Nor where groups or shards differ between ranks, as under hybrid sharding, or tracing asks for the
+rank: their code is not the same (``_torch/graph_key.py``).
 """
 
 from __future__ import annotations
@@ -32,26 +34,22 @@ log = logging.getLogger("simplefsdp")
 def by_one_rank(
     compilation: Compilation, warm: WarmStart, compile_for: Callable[[Compilation], Code]
 ) -> Code | None:
-    """The code of a graph, compiled by one rank for all that need the same. None if no two ranks
-    do, or if it was of no use to one of them: then compile. All ranks call this, or none.
+    """The code of a graph that all ranks need the same code for, compiled by the lowest; None if it
+    was of no use to one of them: then compile. All ranks call this, or none.
 
     Args:
         compilation: of this rank, together with all.
-        warm: its file.
+        warm: its file, which all ranks share, and which is not there.
         compile_for: compiles in the company of the ranks that it is told, and calls
             :meth:`~simplefsdp.compiler.warm_start.WarmStart.accept`.
     """
     ranks, timeout_s, me = compilation.ranks, compilation.timeout_s, dist.get_rank()
-    what = "whether ranks need the same code"
-    number, first_of = rank_guard.first_with_the_same(what, warm.place, ranks, timeout_s)
-    compiling = tuple(dict.fromkeys(first_of))
-    if len(compiling) == len(ranks):
-        return None
-    say("%d of %d ranks compile for all", len(compiling), len(ranks))
-    worker = first_of[ranks.index(me)]
-    work = RankWork(f"the code that rank {worker} makes", number, ranks, worker, timeout_s)
+    worker = min(ranks)
+    say("rank %d compiles for %d ranks, which need the same code", worker, len(ranks))
+    work = RankWork(f"the code that rank {worker} makes", warm.place, ranks, worker, timeout_s)
     if worker == me:
-        _leave_code(compilation._replace(ranks=compiling), warm, compile_for, work)
+        # What all must agree on comes afterwards; while it works, the others do not answer.
+        work.do(lambda: _leaves_code(compilation._replace(ranks=()), warm, compile_for))
     # The worker, too, or it would run code that nobody else has.
     found = warm.loaded() if worker == me or work.wait() else None
     what = "whether each rank has the code that one has made"
@@ -65,18 +63,18 @@ def by_one_rank(
     return code
 
 
-def _leave_code(
-    compilation: Compilation,
-    warm: WarmStart,
-    compile_for: Callable[[Compilation], Code],
-    work: RankWork,
-) -> None:
-    """Compile for others, in the company of those who do likewise."""
-    succeeded = False
+def _leaves_code(
+    alone: Compilation, warm: WarmStart, compile_for: Callable[[Compilation], Code]
+) -> bool:
+    """Whether a compilation for others leaves what they can load."""
     try:
-        with _torch.backward_compiled_at_once(), warm.telling(work.step):
-            compile_for(compilation)
-        succeeded = True
-    except Exception as error:  # all will meet it, and tell of it, if it has not to do with this
-        log.debug("the code for other ranks was not made: %r", error)
-    work.end(succeeded=succeeded)
+        with _torch.backward_compiled_at_once():
+            compile_for(alone)
+    except Exception as error:  # if it has not to do with this, all will meet it, and tell of it
+        log.warning("all ranks compile, since one could not for all: %r", error)
+        return False
+    if warm.loaded() is None:
+        log.debug("all ranks compile, since what one makes cannot be shared")
+        warm.share_no_more()
+        return False
+    return True

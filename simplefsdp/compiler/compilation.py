@@ -82,7 +82,7 @@ def compile_with_passes(
         return limits.watching(code)
 
     code = warm.code(together=together)
-    if code is None and warm.nobody_has_it:
+    if code is None and warm.can_share:
         code = by_one_rank(compilation, warm, compile_for)
     return compile_for(compilation) if code is None else code
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import pickle
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,7 @@ from simplefsdp.compiler import breaks, observers
 from simplefsdp.compiler.dedupe import specs_of
 from simplefsdp.compiler.observed import Observed, agree_again
 from simplefsdp.compiler.plans import Compilation, decision_before
-from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.frontend.gather import GatherSpec, gather
 from simplefsdp.rank_logging import level
 
 FOLDER = "simplefsdp_code"
@@ -41,8 +40,8 @@ class WarmStart:
     """The file of one Dynamo graph.
 
     Attributes:
-        nobody_has_it: no rank has its file, but each could use that of another rank of its machine;
-            known after :meth:`code`.
+        can_share: no rank has a file, and all could use one and the same; known after
+            :meth:`code`.
     """
 
     def __init__(
@@ -50,10 +49,9 @@ class WarmStart:
     ) -> None:
         self._compilation = compilation
         self._attempt = _Attempt()
-        self._told: Callable[[], None] = lambda: None
         devices = {value.device.type for value in example_inputs if isinstance(value, Tensor)}
         self._is_portable = devices <= {"cpu"}
-        self.nobody_has_it = False
+        self.can_share = False
         self._can = compilation.options.executor != "aot_eager" and _torch.can_save_code()
         self._name: str | None = None
         if self._can and _torch.cache_folder(FOLDER) is not None:
@@ -70,13 +68,13 @@ class WarmStart:
             return None
         ranks, timeout_s = self._compilation.ranks, self._compilation.timeout_s
         found = self.loaded()
-        offered = "none" if self.place else "none, nor another rank's"
+        offered = f"none, {self.place}"
         if found is not None:  # what is the same on all ranks of it
             offered = repr([(p, o.planned, o.launches) for p, o in sorted(found[0].items())])
         what = "whether the code of an earlier run is used"
         alike = rank_guard.have_the_same(what, offered, ranks, timeout_s)
         if not alike or found is None:
-            self.nobody_has_it = alike and bool(self.place) and len(ranks) > 1
+            self.can_share = alike and bool(self.place) and len(ranks) > 1
             return None
         observed, code = found
         for is_backward, one in observed.items():
@@ -91,7 +89,17 @@ class WarmStart:
         folder = _torch.cache_folder(FOLDER)
         if not self._is_portable or not self._is_wanted or folder is None:
             return ""
+        if (folder / self._alone).exists():
+            return ""
         return f"{platform.node()} {folder.absolute()} {self._name}"
+
+    @property
+    def _alone(self) -> str:
+        return f"{self._name}.alone"
+
+    def share_no_more(self) -> None:
+        """No later process is to try it: what is compiled cannot be kept."""
+        _torch.keep(FOLDER, self._alone, b"")
 
     @property
     def _is_wanted(self) -> bool:
@@ -128,18 +136,9 @@ class WarmStart:
         """Whether what is compiled can be kept."""
         return self._name is not None
 
-    @contextmanager
-    def telling(self, step: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``step`` is called when a graph has been compiled."""
-        self._told = step
-        try:
-            yield
-        finally:
-            self._told = lambda: None
-
     def attempt(self) -> _Attempt:
         """To be told of what is compiled from now on."""
-        self._attempt = _Attempt(self._told)
+        self._attempt = _Attempt()
         return self._attempt
 
     def accept(self) -> None:
@@ -160,7 +159,6 @@ class _Attempt:
     """A compilation of a graph, which may be given up for another one: what was observed of the
     graphs, their codes, and what AOTAutograd says of them when it has compiled all."""
 
-    told: Callable[[], None] = lambda: None
     observed: dict[bool, Observed] = field(default_factory=dict)
     codes: dict[bool, Any] = field(default_factory=dict)
     entry: Any = None
@@ -169,7 +167,6 @@ class _Attempt:
     def add(self, is_backward: bool, observed: Observed, code: Any) -> None:
         """Called with each graph that is compiled."""
         self.observed[is_backward], self.codes[is_backward] = observed, code
-        self.told()
 
     def finish(self, entry: Any) -> None:
         """Called by AOTAutograd, perhaps when the first backward runs."""
@@ -200,7 +197,7 @@ def _name(gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilati
         repr((compilation.ranks, compilation.grad)),
         *_groups(specs_of(gm)),
     ]
-    return _torch.key_of_graph(gm, example_inputs, more)
+    return _torch.key_of_graph(gm, example_inputs, more, gather)
 
 
 def _groups(specs: Iterable[GatherSpec]) -> list[str]:

@@ -7,11 +7,12 @@ enough, or for the micro-batches of one step, or for ``generate``.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from simplefsdp.frontend.wrapped import KEPT, LAYOUTS, is_wrapped, mark_stays, s
 _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
 
 
-@dataclass
+@dataclass(eq=False)  # in sets, by identity
 class _Kept:
     full: Tensor
     spec: GatherSpec
@@ -110,8 +111,8 @@ def expect_writes(params: Iterable[Any]) -> None:
             kept.version, kept.memory = -1, None
 
 
-# By the memory of the shard that it was gathered from.
-_kept_of_memory: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
+# By the memory of the shard that it was gathered from, which several may be views of.
+_kept_of_memory: defaultdict[int, WeakSet[_Kept]] = defaultdict(WeakSet)
 
 
 def _note_shard(param: DTensor, kept: _Kept) -> None:
@@ -119,15 +120,19 @@ def _note_shard(param: DTensor, kept: _Kept) -> None:
     memory = _torch.memory_of(param)
     kept.version, kept.memory = _version(param), memory
     if memory is not None:
-        _kept_of_memory[memory._cdata] = kept
+        _kept_of_memory[memory._cdata].add(kept)
 
 
-@functools.cache
 def _watch_writes() -> None:
     """For writes that give a shard no new version: to ``param.data``, and to lists of DTensors, as
     by ``torch._foreach_*_``."""
     _torch.watch_writes_to_dtensors(_note_write)
-    # Others may write to the shards in them.
+    _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Others than torch's may write to the local tensors."""
     register_optimizer_step_post_hook(
         lambda optimizer, *_: expect_writes(p for g in optimizer.param_groups for p in g["params"])
     )
@@ -136,12 +141,12 @@ def _watch_writes() -> None:
 def _note_write(value: Any) -> None:
     for tensor in value if isinstance(value, (list, tuple)) else (value,):
         memory = _torch.memory_of(tensor) if isinstance(tensor, DTensor) else None
-        if memory is None:
+        if memory is None or memory._cdata not in _kept_of_memory:
             continue
-        kept = _kept_of_memory.get(memory._cdata)
-        # It may have been of a shard that was there before, and another shard is kept now.
-        if kept is not None and kept.memory is not None and kept.memory._cdata == memory._cdata:
-            kept.version = -1
+        for kept in _kept_of_memory[memory._cdata]:
+            # It may have been of a shard that was there before, and another shard is kept now.
+            if kept.memory is not None and kept.memory._cdata == memory._cdata:
+                kept.version = -1
 
 
 def refresh(

@@ -475,6 +475,29 @@ def test_an_operator_of_dtensors_can_be_handled(fake_mesh):
     assert _torch.local_tensor(value) is value._local_tensor
 
 
+def test_a_backward_is_compiled_with_its_forward_and_may_be_retained():
+    """by_one_rank.py: it is not known then what the first backward does."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiled: list[str] = []
+
+    def compiler(part):
+        def compile_graph(gm, inputs):
+            compiled.append(part)
+            return make_boxed_func(gm.forward)
+
+        return compile_graph
+
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    x = torch.ones(3, requires_grad=True)
+    with _torch.backward_compiled_at_once():
+        loss = torch.compile(lambda x: (x.sin() * x.cos()).sum(), backend=backend)(x)
+    assert compiled == ["forward", "backward"]
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
 def test_writes_to_dtensors_are_seen(fake_mesh):
     """kept.py: writes to ``.data`` and to lists of DTensors give these no new version."""
     before, seen = dict(tensors._dtensor_handlers()), []

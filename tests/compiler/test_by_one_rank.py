@@ -15,10 +15,13 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, debug, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
-from simplefsdp import _torch, rank_guard, simple_fsdp
+from simplefsdp import _torch, rank_guard, rank_work, simple_fsdp
 from simplefsdp.compiler import compilation, warm_start
-from simplefsdp.rank_guard import RankMismatchError, first_with_the_same
+from simplefsdp.frontend.gather import gather
+from simplefsdp.rank_guard import RankMismatchError
 from simplefsdp.rank_work import RankWork
 
 needs_saved_code = pytest.mark.skipif(not _torch.can_save_code(), reason="torch before 2.15")
@@ -106,6 +109,17 @@ def test_what_cannot_be_shared_is_compiled_by_all(own_ranks, folder, broken, on_
     assert first[2] == second[2]
 
 
+@needs_saved_code
+@pytest.mark.slow
+def test_what_cannot_be_kept_is_tried_once(own_ranks, folder):
+    for numbers in ([2, 1], [1, 1]):
+        assert [number for number, *_ in own_ranks.run(_not_kept, folder)] == numbers
+
+
+def _not_kept(folder):
+    return train(folder, MANUAL, broken="dump_code")
+
+
 def _broken(folder, broken, on_rank):
     return train(folder, MANUAL, broken=broken if dist.get_rank() == on_rank else None)
 
@@ -139,39 +153,25 @@ def _too_little_memory(folder):
 @needs_saved_code
 @pytest.mark.slow
 def test_a_rank_that_compiles_alone_later_waits_for_nobody(own_ranks, folder):
-    first, second = own_ranks.run(_other_batches, folder)
-    assert (first[0], second[0]) == (1, 1)
+    assert own_ranks.run(_other_batches, folder) == [[1, 1], [1, 0]]
 
 
 def _other_batches(folder):
-    return train(folder, AUTO, batches=(4, 4, 4) if dist.get_rank() == 0 else (4, 5, 4))
-
-
-def _firsts(lines):
-    return first_with_the_same("who is alike", lines[dist.get_rank()], RANKS, 60)
-
-
-def test_the_first_of_those_that_are_alike(own_ranks):
-    numbers, firsts = zip(*own_ranks.run(_firsts, ["a", "a"]), strict=True)
-    assert firsts == ([0, 0], [0, 0]) and len({*numbers}) == 1
-    others, firsts = zip(*own_ranks.run(_firsts, ["a", "b"]), strict=True)
-    assert firsts == ([0, 1], [0, 1]) and len({*numbers, *others}) == 2
+    """How often this rank compiled: one more batch of its own, then another model."""
+    batches = (4, 4, 4) if dist.get_rank() == 0 else (4, 5, 4)
+    return [train(folder, AUTO, batches=batches)[0], train(folder, AUTO, rows=24)[0]]
 
 
 def _work(how, timeout_s):
-    """Rank 0 takes longer than is waited for in all, but not for a step."""
-    number, _ = first_with_the_same("work", "", RANKS, 60)
-    work = RankWork("the work", number, RANKS, 0, timeout_s)
+    """Rank 0 takes longer than is waited for, but gives signs of life."""
+    work = RankWork("the work", how, RANKS, 0, timeout_s)
     if dist.get_rank() == 1:
         try:
             return str(work.wait())
         except RankMismatchError as error:
             return str(error)
-    for _ in range(3 if how != "nothing" else 0):
-        time.sleep(timeout_s / 2)
-        work.step()
     if how != "nothing":
-        work.end(succeeded=how == "succeeds")
+        work.do(lambda: time.sleep(1.5 * timeout_s) or how == "succeeds")
     return how
 
 
@@ -180,5 +180,61 @@ def _work(how, timeout_s):
     ("how", "timeout_s", "told"),
     [("succeeds", 4, "True"), ("fails", 4, "False"), ("nothing", 0.5, "rank 0 did not get to")],
 )
-def test_each_step_is_waited_for(own_ranks, how, timeout_s, told):
+def test_signs_of_life_are_waited_for(own_ranks, how, timeout_s, told):
     assert told in own_ranks.run(_work, how, timeout_s)[1]
+
+
+def test_who_is_stuck_gives_no_signs_for_ever(monkeypatch):
+    said = []
+    monkeypatch.setattr(rank_work, "store_of", lambda ranks: dist.HashStore())
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(rank_work, "_AT_MOST", 2)
+    monkeypatch.setattr(RankWork, "_say", lambda self, text: said.append(text))
+    RankWork("the work", "name", RANKS, 0, 0.04).do(lambda: time.sleep(0.5) or True)
+    assert 1 <= len(said) <= 9 and said[-1] == "succeeded"
+
+
+def full(weight, x):
+    return (weight.full_tensor() ** 2).sum() + x.sum()
+
+
+def inside(weight, x):
+    mesh = weight.device_mesh
+
+    def body(x):
+        whole = DTensor.from_local(x, mesh, [Replicate()])
+        return whole.redistribute(mesh, [Shard(0)]).to_local() * 2
+
+    return checkpoint(body, x, use_reentrant=False).sum()
+
+
+def listed(weight, x):
+    return torch.ops.aten.mul(weight, 2).to_local().sum() + x.sum()
+
+
+def plain(weight, x):
+    return checkpoint(lambda x: x.sin() * 2, x, use_reentrant=False).sum()
+
+
+@needs_saved_code
+@pytest.mark.parametrize("of_any_rank", [False, True])
+@pytest.mark.parametrize("compute", [full, inside, listed])
+def test_who_computes_with_shards_has_code_of_its_own(fake_mesh, compute, of_any_rank):
+    """Tracing asks for the rank; of the same without shards it does not."""
+    keys = set()
+    compute = plain if of_any_rank else compute
+    for rank in RANKS:
+        debug._clear_sharding_prop_cache()  # as in conftest.py
+        debug._clear_fast_path_sharding_prop_cache()
+        mesh = fake_mesh(2, rank=rank)
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+
+        def key(gm, inputs):
+            keys.add(_torch.key_of_graph(gm, inputs, [], gather))
+            return gm.forward
+
+        with functorch_config.patch(enable_autograd_cache=True):
+            torch.compile(compute, backend=key, fullgraph=True)(weight, torch.ones(4, 2))
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+    assert len(keys) == (1 if of_any_rank else 2)
