@@ -111,6 +111,7 @@ def expect_writes(params: Iterable[Any]) -> None:
             kept.version, kept.memory = -1, None
 
 
+_all: WeakSet[_Kept] = WeakSet()
 # By the memory of the shard that it was gathered from, which several may be views of.
 _kept_of_memory: defaultdict[int, WeakSet[_Kept]] = defaultdict(WeakSet)
 
@@ -120,6 +121,7 @@ def _note_shard(param: DTensor, kept: _Kept) -> None:
     memory = _torch.memory_of(param)
     kept.version, kept.memory = _version(param), memory
     if memory is not None:
+        _all.add(kept)
         _kept_of_memory[memory._cdata].add(kept)
 
 
@@ -139,6 +141,8 @@ def _watch_optimizers() -> None:
 
 
 def _note_write(value: Any) -> None:
+    if not _all:
+        return
     for tensor in value if isinstance(value, (list, tuple)) else (value,):
         memory = _torch.memory_of(tensor) if isinstance(tensor, DTensor) else None
         if memory is None or memory._cdata not in _kept_of_memory:
