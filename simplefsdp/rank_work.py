@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from threading import Event, Thread
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from simplefsdp.rank_guard import store_of, wait_for
 
+Result = TypeVar("Result")
 _AT_MOST = 10  # times what is waited for a sign of life; who works for longer is stuck
 _GOES_ON, _SUCCEEDED, _FAILED = "goes on", "succeeded", "failed"
 
@@ -35,8 +37,9 @@ class RankWork:
         turn = self._store.add(f"work/{name}/turns/{dist.get_rank()}", 1)
         self._keys = f"work/{name}/{turn}"
 
-    def do(self, work: Callable[[], bool]) -> None:
-        """Do it, as the worker; ``work`` says whether it succeeded, and raises nothing."""
+    def do(self, work: Callable[[], Result | None]) -> Result | None:
+        """Do it, as the worker; gives what ``work`` gives, None if it did not succeed. What it
+        raises, the others do not hear of."""
         ended, until = Event(), time.monotonic() + _AT_MOST * self._timeout_s
 
         def live() -> None:
@@ -45,13 +48,14 @@ class RankWork:
 
         signs = Thread(target=live, name="simplefsdp-signs", daemon=True)
         signs.start()
-        succeeded = False
+        result = None
         try:
-            succeeded = work()
+            result = work()
         finally:
             ended.set()
             signs.join()
-            self._say(_SUCCEEDED if succeeded else _FAILED)
+            self._say(_FAILED if result is None else _SUCCEEDED)
+        return result
 
     def _say(self, text: str) -> None:
         self._store.set(f"{self._keys}/{self._signs}", text)

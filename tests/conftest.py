@@ -95,12 +95,12 @@ def fake_mesh() -> Iterator[Callable[..., DeviceMesh]]:
     ) -> DeviceMesh:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
+        _forget_meshes()
         world_size = int(torch.tensor(shape).prod())
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         return init_device_mesh(device, shape, mesh_dim_names=names)
 
     torch._dynamo.reset()
-    _forget_meshes()
     yield make
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -35,7 +35,7 @@ class UnknownGraphError(Exception):
 
 
 def key_of_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], more: Sequence[str], gather: Any = None
+    gm: GraphModule, example_inputs: Sequence[Any], more: Sequence[str], gather: Any
 ) -> str:
     """The same only for what compiles to the same code: a graph, its inputs, and in ``more``
     whatever else that depends on; ``gather`` is a function in it that depends on no rank. Raises if

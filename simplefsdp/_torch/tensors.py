@@ -211,10 +211,10 @@ def draws_globally(mesh: DeviceMesh) -> bool:
     return mesh.device_type != "cpu" and is_rng_supported_mesh(mesh)
 
 
-def memory_of(tensor: DTensor) -> torch.UntypedStorage | None:
+def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Where a shard is, also if it has no rows; None while a compiler traces. Its ``_cdata`` is
     that of no other as long as somebody holds it."""
-    local = local_tensor(tensor)
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage() if type(local) is torch.Tensor else None
 
 

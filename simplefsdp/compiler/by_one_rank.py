@@ -15,24 +15,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
 from simplefsdp import _torch, rank_guard
-from simplefsdp.compiler.observed import agree_again
 from simplefsdp.compiler.plans import Compilation
-from simplefsdp.compiler.warm_start import WarmStart
+from simplefsdp.compiler.warm_start import Code, Loaded, WarmStart
 from simplefsdp.rank_logging import say
 from simplefsdp.rank_work import RankWork
-
-Code = Callable[..., Any]
 
 log = logging.getLogger("simplefsdp")
 
 
 def by_one_rank(
-    compilation: Compilation, warm: WarmStart, compile_for: Callable[[Compilation], Code]
+    compilation: Compilation, warm: WarmStart, compile_alone: Callable[[], Code]
 ) -> Code | None:
     """The code of a graph that all ranks need the same code for, compiled by the lowest; None if it
     was of no use to one of them: then compile. All ranks call this, or none.
@@ -40,41 +36,36 @@ def by_one_rank(
     Args:
         compilation: of this rank, together with all.
         warm: its file, which all ranks share, and which is not there.
-        compile_for: compiles in the company of the ranks that it is told, and calls
-            :meth:`~simplefsdp.compiler.warm_start.WarmStart.accept`.
+        compile_alone: compiles in nobody's company, and calls
+            :meth:`~simplefsdp.compiler.warm_start.WarmStart.accept`. What all must agree on comes
+            afterwards; while one rank works, the others do not answer.
     """
-    ranks, timeout_s, me = compilation.ranks, compilation.timeout_s, dist.get_rank()
+    ranks, timeout_s = compilation.ranks, compilation.timeout_s
     worker = min(ranks)
+    is_worker = worker == dist.get_rank()
     say("rank %d compiles for %d ranks, which need the same code", worker, len(ranks))
-    work = RankWork(f"the code that rank {worker} makes", warm.place, ranks, worker, timeout_s)
-    if worker == me:
-        # What all must agree on comes afterwards; while it works, the others do not answer.
-        work.do(lambda: _leaves_code(compilation._replace(ranks=()), warm, compile_for))
-    # The worker, too, or it would run code that nobody else has.
-    found = warm.loaded() if worker == me or work.wait() else None
+    work = RankWork(f"the code that rank {worker} makes", warm.shared, ranks, worker, timeout_s)
+    if is_worker:
+        found = work.do(lambda: _made(warm, compile_alone))
+    else:
+        found = warm.loaded() if work.wait() else None
     what = "whether each rank has the code that one has made"
     answer = "it has none" if found is None else "it has"
     if not rank_guard.have_the_same(what, answer, ranks, timeout_s) or found is None:
         return None
-    observed, code = found
-    for is_backward, one in observed.items():
-        said = "" if worker == me else one.said
-        agree_again(one._replace(said=said), is_backward, compilation)
-    return code
+    return warm.use(found, is_said=is_worker)
 
 
-def _leaves_code(
-    alone: Compilation, warm: WarmStart, compile_for: Callable[[Compilation], Code]
-) -> bool:
-    """Whether a compilation for others leaves what they can load."""
+def _made(warm: WarmStart, compile_alone: Callable[[], Code]) -> Loaded | None:
+    """What a compilation for others has left, as they load it: this rank, too, or it would run code
+    that nobody else has; None if it left nothing."""
     try:
         with _torch.backward_compiled_at_once():
-            compile_for(alone)
+            compile_alone()
+        if (found := warm.loaded()) is None:
+            log.debug("all ranks compile, since what one makes cannot be shared")
+            warm.share_no_more()
+        return found
     except Exception as error:  # if it has not to do with this, all will meet it, and tell of it
         log.warning("all ranks compile, since one could not for all: %r", error)
-        return False
-    if warm.loaded() is None:
-        log.debug("all ranks compile, since what one makes cannot be shared")
-        warm.share_no_more()
-        return False
-    return True
+        return None

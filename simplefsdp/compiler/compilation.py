@@ -82,8 +82,9 @@ def compile_with_passes(
         return limits.watching(code)
 
     code = warm.code(together=together)
-    if code is None and warm.can_share:
-        code = by_one_rank(compilation, warm, compile_for)
+    if code is None and warm.shared:
+        alone = compilation._replace(ranks=())
+        code = by_one_rank(compilation, warm, lambda: compile_for(alone))
     return compile_for(compilation) if code is None else code
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
 from torch.fx import GraphModule
 
 from inductor_passes.adapters._torch import ranks_of_group
@@ -32,6 +31,7 @@ from simplefsdp.rank_logging import level
 
 FOLDER = "simplefsdp_code"
 Code = Callable[..., Any]
+Loaded = tuple[dict[bool, Observed], Code]  # what was agreed on of the graphs, and their code
 
 log = logging.getLogger("simplefsdp")
 
@@ -40,8 +40,8 @@ class WarmStart:
     """The file of one Dynamo graph.
 
     Attributes:
-        can_share: no rank has a file, and all could use one and the same; known after
-            :meth:`code`.
+        shared: names the file that all ranks could use, which is not there; "" if there is none,
+            or ranks would use several. Known after :meth:`code`.
     """
 
     def __init__(
@@ -49,9 +49,7 @@ class WarmStart:
     ) -> None:
         self._compilation = compilation
         self._attempt = _Attempt()
-        devices = {value.device.type for value in example_inputs if isinstance(value, Tensor)}
-        self._is_portable = devices <= {"cpu"}
-        self.can_share = False
+        self.shared = ""
         self._can = compilation.options.executor != "aot_eager" and _torch.can_save_code()
         self._name: str | None = None
         if self._can and _torch.cache_folder(FOLDER) is not None:
@@ -68,28 +66,36 @@ class WarmStart:
             return None
         ranks, timeout_s = self._compilation.ranks, self._compilation.timeout_s
         found = self.loaded()
-        offered = f"none, {self.place}"
-        if found is not None:  # what is the same on all ranks of it
+        if found is None:
+            place = self._place()
+            offered = f"none, {place}"
+        else:  # what is the same on all ranks of it
             offered = repr([(p, o.planned, o.launches) for p, o in sorted(found[0].items())])
         what = "whether the code of an earlier run is used"
         alike = rank_guard.have_the_same(what, offered, ranks, timeout_s)
-        if not alike or found is None:
-            self.can_share = alike and bool(self.place) and len(ranks) > 1
+        if found is None:
+            self.shared = place if alike and len(ranks) > 1 else ""
             return None
-        observed, code = found
-        for is_backward, one in observed.items():
-            agree_again(one, is_backward, self._compilation)
+        if not alike:
+            return None
+        code = self.use(found)
         log.debug("the code of an earlier run is used")
         return code
 
-    @property
-    def place(self) -> str:
+    def use(self, found: Loaded, *, is_said: bool = False) -> Code:
+        """The code that all ranks have, when they have gone through what was agreed on; which is
+        not said again if it ``is_said``."""
+        observed, code = found
+        for is_backward, one in observed.items():
+            said = "" if is_said else one.said
+            agree_again(one._replace(said=said), is_backward, self._compilation)
+        return code
+
+    def _place(self) -> str:
         """Of the file: the same on ranks that need the same code and find each other's; "" for one
         that can use none."""
         folder = _torch.cache_folder(FOLDER)
-        if not self._is_portable or not self._is_wanted or folder is None:
-            return ""
-        if (folder / self._alone).exists():
+        if not self._is_wanted or folder is None or (folder / self._alone).exists():
             return ""
         return f"{platform.node()} {folder.absolute()} {self._name}"
 
@@ -105,7 +111,7 @@ class WarmStart:
     def _is_wanted(self) -> bool:
         return not (self._name is None or observers.any_listen() or _torch.is_traced())
 
-    def loaded(self) -> tuple[dict[bool, Observed], Code] | None:
+    def loaded(self) -> Loaded | None:
         """What was agreed on of the graphs in the file, and its code; None if there is no file, or
         not such a one."""
         if not self._is_wanted:

@@ -32,7 +32,7 @@ _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
 class _Kept:
     full: Tensor
     spec: GatherSpec
-    version: int  # of the shard that it was gathered from; -1 if that may have been written to
+    version: int = -1  # of the shard that it was gathered from; -1 if that may have been written to
     memory: torch.UntypedStorage | None = None  # of that shard
     readers: int = 0  # modules that read it: a tied parameter has several
 
@@ -58,7 +58,7 @@ def keep(modules: Iterable[nn.Module]) -> None:
                 raise ValueError(f"{layout.spec.fqn}: {ON_META}")
             if param.__dict__.get(_OF_SHARD) is None:
                 full = _gather(param, layout.spec)
-                param.__dict__[_OF_SHARD] = _Kept(full, layout.spec, -1)
+                param.__dict__[_OF_SHARD] = _Kept(full, layout.spec)
                 _note_shard(param, param.__dict__[_OF_SHARD])
             kept: _Kept = param.__dict__[_OF_SHARD]
             module.__dict__[KEPT][name] = kept.full

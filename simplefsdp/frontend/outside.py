@@ -65,10 +65,8 @@ def _fqn_of(tensor: DTensor) -> str | None:
 
 def _pointer(tensor: Tensor) -> int | None:
     """Where the shard is; None if there is none, as while a compiler traces."""
-    local = _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    if type(local) is not Tensor or local.is_meta:
-        return None
-    return local.untyped_storage().data_ptr()
+    memory = _torch.memory_of(tensor)
+    return None if memory is None or memory.device.type == "meta" else memory.data_ptr()
 
 
 def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
