@@ -11,8 +11,9 @@ from typing import Literal
 from torch.fx import Graph
 
 from inductor_passes.adapters import _torch, fx
+from inductor_passes.adapters.devices import cluster_of, device_name
 from inductor_passes.adapters.layouts import BucketLayout
-from inductor_passes.adapters.roofline import cluster_of, cost_of, device_of, fused_program
+from inductor_passes.adapters.roofline import cost_of, device_of, fused_program
 from inductor_passes.ir.buckets import Assignment, plan_buckets
 from inductor_passes.ir.cells import with_plain_sizes
 from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
@@ -267,7 +268,7 @@ def _assume(reading: fx.Reading) -> tuple[Cluster, str]:
         cluster = cluster_of(device)
     except ValueError:
         cluster = preset("h100")
-        return cluster, f"h100 (there is no preset for {_torch.device_name(device)})"
+        return cluster, f"h100 (there is no preset for {device_name(device)})"
     return cluster, cluster.name
 
 

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from pack_checks import cases, same_bits
 from torch import Tensor
 
 from inductor_passes.adapters import packs
-from inductor_passes.adapters.roofline import cluster_of
-
-
-def planned_for(device: torch.device) -> dict[str, Any]:
-    """Options of ``"auto"`` where there is no preset of this GPU's name: another's. What is
-    computed does not depend on it."""
-    try:
-        cluster_of(device)
-    except ValueError:
-        return {"cluster": "h100"}
-    return {}
 
 
 def packs_alike(device: torch.device) -> dict[str, dict[str, bool]]:

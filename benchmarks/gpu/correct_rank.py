@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from on_device import planned_for
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -163,8 +162,6 @@ def options_for(case: Case, device: torch.device, executor: str) -> dict[str, An
     """Of the backend; on CPU the same steps without CUDA graphs, which are not there, and without
     Inductor, whose code for it takes a compiler half a minute and is tested elsewhere."""
     options = {"executor": executor, **(case.options or {})}
-    if options["bucketing"] == "auto":
-        options = {**planned_for(device), **options}
     if device.type != "cuda":
         options["executor"] = executor
         options.pop("cudagraphs", None)

@@ -208,13 +208,6 @@ def ranks_of_group(name: str) -> list[int] | None:
     return distributed_c10d.get_process_group_ranks(group)
 
 
-def device_name(device: torch.device) -> str:
-    """What a device's maker calls it, or its type if there is none here (a fake one)."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_name(device)
-    return device.type
-
-
 # Inductor
 
 

@@ -16,7 +16,6 @@ from inductor_passes.ir.program import Program
 from inductor_passes.machine import attention
 from inductor_passes.machine.cluster import Cluster, ClusterCost, Work, nodes_spanned
 from inductor_passes.machine.fusion import traffic_of
-from inductor_passes.machine.presets import DEVICES, PRESETS, preset
 from inductor_passes.machine.stored import as_stored
 
 log = logging.getLogger("simplefsdp")
@@ -162,21 +161,3 @@ def device_of(reading: Reading) -> torch.device:
     )
     tensors = (tensor for value in values for tensor in tensors_of(value))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def cluster_of(device: torch.device) -> Cluster:
-    """The preset for a device, by its name.
-
-    Raises:
-        ValueError: there is none; lists the presets.
-    """
-    name = "cpu" if device.type == "cpu" else _torch.device_name(device)
-    if name == "cpu":
-        return preset("cpu-gloo")
-    if name in DEVICES:
-        return preset(DEVICES[name])
-    raise ValueError(
-        f"there is no preset for {name!r}: pass options={{'cluster': ...}}, one of "
-        f"{', '.join(PRESETS)}, or the path of a file that `simplefsdp calibrate` wrote; or "
-        "options={'bucketing': 'manual'}, which needs none"
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -229,6 +229,25 @@ class Cluster:
         """The same, for buckets that travel as one buffer: their members cost nothing."""
         wires = [replace(w, link=replace(w.link, member_us=0.0)) for w in self.wires]
         return replace(self, wires=tuple(wires))
+
+    def with_nodes_of(self, ranks: int) -> Cluster:
+        """The same devices and cards, so many to a node: of nodes of which only a part was given,
+        or that are of another size."""
+        return replace(
+            self,
+            ranks_per_node=ranks,
+            wires=tuple(wire for kind in LINK_KINDS for wire in self._wires_of(kind, ranks)),
+        )
+
+    def _wires_of(self, kind: CollectiveKind, per_node: int) -> Iterator[Wire]:
+        """What is known of a kind, for so many ranks on each node."""
+        within = {w.ranks for w in self.wires if w.kind == kind and w.nodes == 1}
+        nodes = {w.nodes for w in self.wires if w.kind == kind and w.nodes > 1}
+        if within and per_node > 1:
+            for ranks in sorted({n for n in within if n < per_node} | {per_node}):
+                yield Wire(kind, ranks, 1, self.link(kind, ranks, 1))
+        for n in sorted(nodes):
+            yield Wire(kind, n * per_node, n, self.link(kind, n * per_node, n))
 
     def _unknown(self, kind: CollectiveKind, ranks: int, nodes: int) -> str:
         known = sorted((w.ranks, w.nodes) for w in self.wires if w.kind == kind)

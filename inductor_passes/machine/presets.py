@@ -12,6 +12,8 @@ from inductor_passes.ir.program import CollectiveKind
 from inductor_passes.machine.cluster import Cluster, Peak, Wire
 from inductor_passes.machine.links import Link, Ramp
 
+_SOURCE = "preset; see inductor_passes/machine/presets.py"
+
 
 def preset(name: str) -> Cluster:
     """The cluster of a name in :data:`PRESETS`.
@@ -92,7 +94,7 @@ def _small_gpu_ramp(large: float) -> Ramp:
     return ((1e9, large / 3), (1e10, large * 0.75), (1e11, large))
 
 
-def _gpu_peaks(
+def gpu_peaks(
     half: float, single: float, double: float, *, matmul: float, attention: float
 ) -> Mapping[str, Peak]:
     """Peaks from the data sheet, dense; fp32 without TF32, as is torch's default."""
@@ -106,7 +108,7 @@ def _gpu_peaks(
     }
 
 
-def _dgx(
+def gpu_node(
     name: str,
     peaks: Mapping[str, Peak],
     memory_gb_s: float,
@@ -114,13 +116,14 @@ def _dgx(
     *,
     nvlink: float = 1.0,
     network: float = 1.0,
+    source: str = _SOURCE,
 ) -> Cluster:
-    """Eight GPUs in a node, linked by the given multiples of an H100's links.
+    """Nodes of eight GPUs, linked by the given multiples of an H100's links.
 
     Estimated for all: 0.85 of memory's bandwidth, 3 us per launch, and what communication takes.
     """
     wires = _wires(_gpu_rows(nvlink, network), _MEMBER)
-    machine = (name, 8, peaks, memory_gb_s, 0.85, 3.0, memory_gb, wires, _SOURCE)
+    machine = (name, 8, peaks, memory_gb_s, 0.85, 3.0, memory_gb, wires, source)
     return Cluster(*machine, compute_beside=_BESIDE, averages=True)
 
 
@@ -141,8 +144,8 @@ def _a100() -> Cluster:
     an H100's, from a bus bandwidth of 230-250 GB/s on 8 (nccl-tests, measured) against 345;
     network: half, a 200 Gb/s card per GPU: estimated.
     """
-    peaks = _gpu_peaks(312.0, 19.5, 19.5, matmul=0.80, attention=0.60)
-    return _dgx("a100", peaks, 2039.0, 80.0, nvlink=0.70, network=0.5)
+    peaks = gpu_peaks(312.0, 19.5, 19.5, matmul=0.80, attention=0.60)
+    return gpu_node("a100", peaks, 2039.0, 80.0, nvlink=0.70, network=0.5)
 
 
 def _h100() -> Cluster:
@@ -153,8 +156,8 @@ def _h100() -> Cluster:
     one; an H100 that trains for long has less power to spare): estimated; 0.53 attention
     (cuDNN's 526 TFLOP/s, measured, see above). Links: measured, see above.
     """
-    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.65, attention=0.53)
-    return _dgx("h100", peaks, 3350.0, 80.0)
+    peaks = gpu_peaks(989.0, 67.0, 67.0, matmul=0.65, attention=0.53)
+    return gpu_node("h100", peaks, 3350.0, 80.0)
 
 
 def _h200() -> Cluster:
@@ -163,8 +166,8 @@ def _h200() -> Cluster:
     0.79 matmul: measured, 769-798 TFLOP/s of 989 on a large one. The rest as for an H100:
     estimated.
     """
-    peaks = _gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.53)
-    return _dgx("h200", peaks, 4800.0, 141.0)
+    peaks = gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.53)
+    return gpu_node("h200", peaks, 4800.0, 141.0)
 
 
 def _b200() -> Cluster:
@@ -176,8 +179,8 @@ def _b200() -> Cluster:
     much slower as on an H100. NVLink twice an H100's, the same network (400 Gb/s per GPU):
     estimated.
     """
-    peaks = _gpu_peaks(2250.0, 75.0, 37.0, matmul=0.70, attention=0.48)
-    return _dgx("b200", peaks, 8000.0, 180.0, nvlink=2.0)
+    peaks = gpu_peaks(2250.0, 75.0, 37.0, matmul=0.70, attention=0.48)
+    return gpu_node("b200", peaks, 8000.0, 180.0, nvlink=2.0)
 
 
 def _cpu_gloo() -> Cluster:
@@ -215,7 +218,6 @@ DEVICES: Mapping[str, str] = {
     "NVIDIA B200": "b200",
 }
 
-_SOURCE = "preset; see inductor_passes/machine/presets.py"
 PRESETS: Mapping[str, Cluster] = {
     cluster.name: cluster for cluster in (_cpu_gloo(), _a100(), _h100(), _h200(), _b200())
 }

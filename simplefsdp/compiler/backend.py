@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from inductor_passes.adapters.devices import cluster_of
 from inductor_passes.adapters.packs import has_kernel
-from inductor_passes.adapters.roofline import cluster_of
 from inductor_passes.ir.buckets import assign_by_module, repeated_modules
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.cluster_file import as_cluster
+from inductor_passes.machine.presets import PRESETS
 from inductor_passes.rehearsal import Auto, Settings
 from simplefsdp import _torch
 from simplefsdp.compiler import breaks
@@ -229,11 +230,13 @@ def _auto(options: Options, device: torch.device) -> Auto:
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if here.isdigit() and ranks > int(here) != cluster.ranks_per_node:
-        raise ValueError(
-            f"options['cluster']: {cluster.name!r} has {cluster.ranks_per_node} ranks on a node, "
-            f"but of the {ranks} ranks of this run {here} are on this one (LOCAL_WORLD_SIZE); "
-            "measure the machine with `simplefsdp calibrate` under the same launcher"
-        )
+        if options.cluster is not None and cluster not in PRESETS.values():
+            raise ValueError(
+                f"options['cluster']: {cluster.name!r} was measured with {cluster.ranks_per_node} "
+                f"ranks on a node, but of the {ranks} ranks of this run {here} are on this one "
+                "(LOCAL_WORLD_SIZE); run `simplefsdp calibrate` under the same launcher"
+            )
+        cluster = cluster.with_nodes_of(int(here))
     budget_gb = options.memory_budget_gb
     return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9))
 

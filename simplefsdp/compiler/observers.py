@@ -62,7 +62,8 @@ def any_listen() -> bool:
 
 def assumed_cluster(rehearsal: Rehearsal, settings: Settings | None) -> Cluster:
     """What to predict a graph for: its plan's cluster, else the device's preset, else an H100's."""
-    from inductor_passes.adapters.roofline import cluster_of, device_of
+    from inductor_passes.adapters.devices import cluster_of
+    from inductor_passes.adapters.roofline import device_of
     from inductor_passes.machine.presets import preset
 
     if settings is not None and settings.auto is not None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from inductor_passes.adapters.roofline import cluster_of, device_of
+from inductor_passes.adapters.devices import cluster_of
+from inductor_passes.adapters.roofline import device_of
 from inductor_passes.machine.presets import preset
 from inductor_passes.rehearsal import Rehearsal, Settings, no_garbage_collection, room_nbytes
 from inductor_passes.size_range import ENDLESS, OpenPlan, SizeRange, SizeSpan, open_plan, range_of

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import torch
 
-from inductor_passes.adapters.roofline import cluster_of
+from inductor_passes.adapters.devices import cluster_of
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.cluster_file import as_cluster
 from simplefsdp.launcher.follow import follow

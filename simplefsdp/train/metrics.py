@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
+from inductor_passes.adapters.devices import cluster_of
 from inductor_passes.ir.json_file import parse_json
 from simplefsdp.train import runs
-
-# Dense bfloat16 peaks in FLOP/s, from NVIDIA's data sheets, by part of the device's name.
-_PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,10 @@ def peak_flops(device: torch.device) -> float | None:
     """Dense bfloat16 peak of ``device`` in FLOP/s, or None if it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+    try:
+        return cluster_of(device).peak("bfloat16").tflops * 1e12
+    except ValueError:
+        return None
 
 
 def peak_memory_nbytes(device: torch.device) -> int:

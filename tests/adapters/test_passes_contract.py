@@ -409,12 +409,6 @@ def test_ranks_of_group(fake_mesh):
     )
 
 
-def test_device_name():
-    assert _torch.device_name(torch.device("cpu")) == "cpu"
-    if not torch.cuda.is_available():
-        assert _torch.device_name(torch.device("cuda")) == "cuda"
-
-
 def test_distributed_c10d_names(fake_mesh):
     from torch.distributed import distributed_c10d as c10d
 

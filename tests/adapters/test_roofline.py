@@ -12,11 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 from torch.utils.flop_counter import flop_registry
 
-from inductor_passes.adapters import _torch, fx, roofline
+from inductor_passes.adapters import fx, roofline
 from inductor_passes.adapters.fx import Reading
-from inductor_passes.adapters.roofline import cluster_of, device_of, nodes_of, work_of
+from inductor_passes.adapters.roofline import device_of, nodes_of, work_of
 from inductor_passes.machine.cluster import ClusterCost, Work
-from inductor_passes.machine.presets import PRESETS, preset
+from inductor_passes.machine.presets import preset
 from inductor_passes.machine.simulate import simulate
 from inductor_passes.passes import rehearse
 from inductor_passes.rehearsal import predict
@@ -214,24 +214,6 @@ def test_nodes_of_the_groups_of_a_mesh(fake_mesh: Callable) -> None:
     assert ranks == [4, 8, 0]
     with pytest.raises(ValueError, match="its process group is unknown"):
         simulate(program, ClusterCost(preset("h100")))
-
-
-def test_clusters_by_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cluster_of(torch.device("cpu")) == preset("cpu-gloo")
-    for name, found in [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-    ]:
-        monkeypatch.setattr(_torch, "device_name", lambda device, name=name: name)
-        assert cluster_of(torch.device("cuda")).name == found
-    for name in ("NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "Tesla T4"):
-        monkeypatch.setattr(_torch, "device_name", lambda device, name=name: name)
-        with pytest.raises(
-            ValueError, match=rf"no preset for '{name}'.*{', '.join(PRESETS)}.*calib"
-        ):
-            cluster_of(torch.device("cuda"))
 
 
 def test_a_rough_prediction_says_what_it_assumes() -> None:

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 from zoo import Zoo, batch, loss_of
 
+from inductor_passes.machine.presets import preset
 from simplefsdp import simple_fsdp
 from simplefsdp.compiler import backend
 from simplefsdp.compiler.backend import pass_settings
@@ -418,5 +420,9 @@ def test_nodes_that_are_not_the_clusters(fake_mesh, monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
         assert pass_settings(options, [], cpu).auto.cluster.name == "h100"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"'h100' has 8 ranks on a node.*4 ranks .* 2 are .*calib"):
-        pass_settings(options, [], cpu)
+    assert pass_settings(options, [], cpu).auto.cluster == preset("h100").with_nodes_of(2)
+    without = parse_options({})
+    assert pass_settings(without, [], cpu).auto.cluster == preset("cpu-gloo").with_nodes_of(2)
+    measured = parse_options({"cluster": replace(preset("h100"), name="ours")})
+    with pytest.raises(ValueError, match=r"'ours' was measured with 8 .* 4 ranks .* 2 are .*calib"):
+        pass_settings(measured, [], cpu)

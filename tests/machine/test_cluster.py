@@ -42,6 +42,26 @@ ROUND = Cluster(
 )
 
 
+@pytest.mark.parametrize("per_node", [1, 2, 3, 4, 6, 16])
+@pytest.mark.parametrize("name", ["h100", "cpu-gloo"])
+def test_nodes_of_another_size_have_the_same_links(name: str, per_node: int) -> None:
+    """Of which each device has a part of its own, so that a group costs what it did."""
+    known = preset(name)
+    other = known.with_nodes_of(per_node)
+    assert other.ranks_per_node == per_node
+    assert other.with_nodes_of(per_node) == other
+    for kind in ("gather", "reduce", "all_reduce"):
+        for ranks in range(2, per_node + 1):
+            was, now = known.link(kind, ranks, 1), other.link(kind, ranks, 1)
+            assert now.latency_us == pytest.approx(was.latency_us)
+            assert now.gb_s == pytest.approx(was.gb_s)
+        for nodes in (2, 4, 32):
+            ranks = nodes * per_node
+            assert other.link(kind, ranks, nodes) == known.link(kind, ranks, nodes)
+    back = known.with_nodes_of(known.ranks_per_node)
+    assert sorted(back.wires, key=repr) == sorted(known.wires, key=repr)
+
+
 def sizes() -> list[int]:
     return sorted({int(2**e * f) for e in range(2, 34) for f in (1, 1.1, 1.5)})
 
