@@ -80,7 +80,7 @@ class CompileOptions:
     """
     cluster: str | None = None
     """With --bucketing auto: a preset, or a file of `simplefsdp calibrate`. Default: the preset for
-    the device."""
+    the device, or an estimate."""
     memory_budget_gb: float | None = None
     """With --bucketing auto: 1e9 bytes for activations, full parameters and gradients. Default:
     at most what manual takes with a second bucket of gradients in flight, or, if that is less, nine
