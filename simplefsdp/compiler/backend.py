@@ -227,13 +227,13 @@ def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -
 
 def _auto(options: Options, device: torch.device) -> Auto:
     cluster = cluster_of(device) if options.cluster is None else as_cluster(options.cluster)
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    known, here = cluster.ranks_per_node, os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if here.isdigit() and ranks > int(here) != cluster.ranks_per_node:
+    if here.isdigit() and int(here) != known and ranks > min(int(here), known):
         if options.cluster is not None and cluster not in PRESETS.values():
             raise ValueError(
-                f"options['cluster']: {cluster.name!r} was measured with {cluster.ranks_per_node} "
-                f"ranks on a node, but of the {ranks} ranks of this run {here} are on this one "
+                f"options['cluster']: {cluster.name!r} was measured with {known} ranks "
+                f"on a node, but of the {ranks} ranks of this run {here} are on this one "
                 "(LOCAL_WORLD_SIZE); run `simplefsdp calibrate` under the same launcher"
             )
         cluster = cluster.with_nodes_of(int(here))

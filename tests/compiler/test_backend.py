@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from graphs import capture, gathers
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -414,8 +415,12 @@ def test_a_mode_of_torch_compile_is_told_what_to_use_instead(fake_mesh):
 
 
 def test_nodes_that_are_not_the_clusters(fake_mesh, monkeypatch):
-    fake_mesh(4)
     cpu, options = torch.device("cpu"), parse_options({"cluster": "h100"})
+    fake_mesh(16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert pass_settings(options, [], cpu).auto.cluster == preset("h100").with_nodes_of(16)
+    dist.destroy_process_group()
+    fake_mesh(4)
     for ranks_here in ("4", "8"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
         assert pass_settings(options, [], cpu).auto.cluster.name == "h100"
