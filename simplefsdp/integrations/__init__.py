@@ -7,5 +7,6 @@ Nothing here is imported by the rest of simplefsdp, and no library is imported b
 - ``peft``: adapters, saved without the frozen base;
 - ``lightning``: the strategy ``"simplefsdp"`` of its Trainer and of Fabric;
 - ``torchtitan``: its configurations, with ``simple_fsdp`` in place of FSDP2;
+- ``pipelining``: a stage of torch's pipelines, whose micro-batches share one reduce;
 - ``checkpoint``: what these save, by torch's distributed checkpoints. It knows none of them.
 """

@@ -1,0 +1,102 @@
+"""Pipelines of wrapped stages: two stages, or four, on two by two ranks, beside the whole model."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from beside import DIM, Mlp, check_grads, numbers
+from graphs import capture, reduces
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import schedules
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simplefsdp import simple_fsdp
+from simplefsdp.integrations.pipelining import PipelineStage
+
+MICRO, SEQUENCES = 4, 16
+
+
+class Counted(TorchDispatchMode):
+    """How many reduces of gradients are launched inside."""
+
+    reduces = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reduces += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def pipelined(schedule, stages_of, stages, executor, reduces_each):
+    torch.manual_seed(1)
+    torch._dynamo.reset()
+    plain = nn.Sequential(*[Mlp() for _ in range(stages)])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mine = {i: copy.deepcopy(plain[i]) for i in range(mesh["pp"].get_local_rank(), stages, 2)}
+    for module in mine.values():
+        simple_fsdp(module, mesh["dp"])
+        if executor != "eager":
+            module.compile(backend="simplefsdp", options={"executor": executor})
+    group, cpu = mesh["pp"].get_group(), torch.device("cpu")
+    made = [stages_of(module, i, stages, cpu, group=group) for i, module in mine.items()]
+    run = schedule(made if stages > 2 else made[0], n_microbatches=MICRO, loss_fn=loss_of)
+    every = sum(len(list(module.parameters())) for module in mine.values())
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, nn.ModuleList(mine.values()))
+    ]
+    with capture() as graphs:
+        for step in range(2):
+            whole, target = numbers(SEQUENCES, DIM, seed=step), numbers(SEQUENCES, DIM, seed=9)
+            x, y = (t.chunk(2)[mesh["dp"].get_local_rank()] for t in (whole, target))
+            # Inside a mode nothing is compiled.
+            with Counted() if executor == "eager" else nullcontext() as counted:
+                run.step(*[x][: 0 in mine], **({"target": y} if stages - 1 in mine else {}))
+            loss_of(plain(whole), target).backward()
+            for i, module in mine.items():
+                check_grads(plain[i], module)
+            if step and executor == "eager":  # at first, torch asks for shapes by running a stage
+                assert counted.reduces == every * reduces_each
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    if executor != "eager":
+        assert {bool(reduces(graph)) for graph in graphs.backward} == {False, True}
+
+
+def loss_of(output, target):
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "executor"),
+    [
+        (pipelining.Schedule1F1B, 2, "eager"),
+        (pipelining.Schedule1F1B, 2, "aot_eager"),
+        pytest.param(pipelining.ScheduleGPipe, 2, "aot_eager", marks=pytest.mark.slow),
+        (pipelining.ScheduleInterleaved1F1B, 4, "eager"),
+    ],
+)
+def test_only_the_last_micro_batch_is_reduced(pools, schedule, stages, executor):
+    pools(4).run(pipelined, schedule, PipelineStage, stages, executor, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [(pipelining.Schedule1F1B, 2), (schedules.ScheduleInterleavedZeroBubble, 4)],
+)
+def test_a_stage_of_torchs_reduces_each(pools, schedule, stages):
+    pools(4).run(pipelined, schedule, pipelining.PipelineStage, stages, "eager", MICRO)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "whole", "last"), [(3, False, False), (0, True, True), (3, True, False)]
+)
+def test_a_schedule_that_would_lose_gradients_is_refused(chunk, whole, last):
+    stage = PipelineStage.__new__(PipelineStage)
+    stage.chunks = MICRO
+    with pytest.raises(ValueError, match=r"expected whole backwards.*distributed\.pipelining"):
+        stage.backward_one_chunk(chunk, full_backward=whole, last_backward=last)
