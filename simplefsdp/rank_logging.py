@@ -16,5 +16,9 @@ def say(message: str, *args: object) -> None:
 
 def level() -> int:
     """INFO on rank 0, and DEBUG on the others."""
-    speaks = not dist.is_initialized() or dist.get_rank() == 0
-    return logging.INFO if speaks else logging.DEBUG
+    return logging.INFO if speaks() else logging.DEBUG
+
+
+def speaks() -> bool:
+    """Whether this rank tells what holds for all: rank 0 does."""
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -79,7 +79,8 @@ def train(module: str, name: str, *arguments: str) -> Trained:
     """What ``python -m torchtitan.train --module module --config name arguments`` does, small."""
     config = ConfigManager().parse_args(["--module", module, "--config", name, *SMALL, *arguments])
     model = config.model_spec.model
-    del model.layers[1:]
+    stages = "--parallelism.pipeline_parallel_degree" in arguments
+    del model.layers[1 + stages :]
     for layer in model.layers:  # FlexAttention has no backward on a CPU; SDPA needs no mask
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     trainer = config.build()

@@ -232,7 +232,7 @@ class Cluster:
 
     def with_nodes_of(self, ranks: int) -> Cluster:
         """The same devices and cards, so many to a node: of nodes of which only a part was given,
-        or that are of another size."""
+        or that are of another size. Larger ones are taken to send no faster than those known."""
         return replace(
             self,
             ranks_per_node=ranks,
@@ -247,7 +247,8 @@ class Cluster:
             for ranks in sorted({n for n in within if n < per_node} | {per_node}):
                 yield Wire(kind, ranks, 1, self.link(kind, ranks, 1))
         for n in sorted(nodes):
-            yield Wire(kind, n * per_node, n, self.link(kind, n * per_node, n))
+            known = min(per_node, self.ranks_per_node)
+            yield Wire(kind, n * per_node, n, self.link(kind, n * known, n))
 
     def _unknown(self, kind: CollectiveKind, ranks: int, nodes: int) -> str:
         known = sorted((w.ranks, w.nodes) for w in self.wires if w.kind == kind)

@@ -46,24 +46,33 @@ _PER_CYCLE = {
     (10, 3): (8192, 256, 4),
     (12, 0): (1024, 256, 4),
 }
-# NVLink by generation, as multiples of an H100's links: 300, 600, 900 and 1800 GB/s of a GPU.
+# Half of that, by data sheets: cards that sum in fp32 at half the speed.
+_HALVED = {"GeForce", "A10G", "L40"}
+# TFLOP/s where the sheet has another figure than the cores have, for export.
+_SOLD_AS = {"H20": 148.0}
+# Multiples of an H100's links, by generation: NVLink (300, 600, 900 and 1800 GB/s of a GPU), and
+# network (100, 200, 400 and 400 Gb/s for each; four cards for eight V100).
 _NVLINK = {7: 1 / 3, 8: 0.7, 9: 1.0, 10: 2.0}
-# Without it: PCIe 4.0, of which NCCL gets some 20 GB/s for an H100's 345; and one card of 400 Gb/s
-# for the eight GPUs of a node.
-_PCIE, _SHARED_CARD = 0.06, 1 / 8
+_NETWORK = {7: 1 / 8, 8: 1 / 2, 9: 1.0, 10: 1.0}
+# PCIe 4.0, of which NCCL gets some 20 GB/s for an H100's 345; between nodes no more than that.
+_PCIE, _BEHIND_PCIE = 0.06, 0.05
 
 
 def estimated(device: Device) -> Cluster:
     """Nodes of eight such GPUs, linked by NVLink if its name and architecture say so, else by PCIe.
 
-    Figures are rounded, for GPUs of one name may differ by a little memory, and all ranks must have
-    the same plan.
+    Memory is rounded: GPUs of one name may differ by a little, and ranks with other figures than
+    the others' are an error.
+
+    Args:
+        device: of compute capability 7.0 or more.
     """
-    known = max((c for c in _PER_CYCLE if c <= device.capability), default=min(_PER_CYCLE))
+    known = max(c for c in _PER_CYCLE if c <= device.capability)
+    words = _words(device)
     cycles = device.multiprocessors * device.clock_ghz / 1e3
     half, single, double = (per_cycle * cycles for per_cycle in _PER_CYCLE[known])
-    if "GeForce" in device.name and known > (7, 0):
-        half /= 2  # those sum in fp32 at half the speed
+    half /= 2 if words & _HALVED else 1
+    half = next((_SOLD_AS[word] for word in words if word in _SOLD_AS), half)
     half, single, double = (float(f"{tflops:.3g}") for tflops in (half, single, double))
     peaks = gpu_peaks(half, single, double, matmul=0.65, attention=0.45)
     if known < (8, 0):
@@ -75,15 +84,18 @@ def estimated(device: Device) -> Cluster:
         float(f"{device.memory_gb_s:.2g}"),
         float(round(device.memory_gb)),
         nvlink=_NVLINK.get(known[0], 1.0) if linked else _PCIE,
-        network=(0.5 if known < (9, 0) else 1.0) if linked else _SHARED_CARD,
+        network=_NETWORK.get(known[0], 1.0) if linked else _BEHIND_PCIE,
         source="estimated from what the driver tells; see inductor_passes/machine/estimate.py",
     )
 
 
 def has_nvlink(device: Device) -> bool:
     """Whether all GPUs of a node are linked by NVLink, to judge by its name."""
-    words = device.name.replace("-", " ").split()
-    if any(word.startswith("SXM") for word in words):
-        return True
-    is_of_a_server = device.capability[0] in (9, 10)
-    return is_of_a_server and not {"PCIe", "NVL"} & set(words)
+    words = _words(device)
+    if words & {"PCIe", "NVL", "MIG"}:
+        return False
+    return device.capability[0] in (9, 10) or any(word.startswith("SXM") for word in words)
+
+
+def _words(device: Device) -> set[str]:
+    return set(device.name.replace("-", " ").split())

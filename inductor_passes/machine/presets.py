@@ -136,16 +136,16 @@ def gpu_node(
 # 526 and 331.
 
 
-def _a100() -> Cluster:
-    """DGX A100, 80 GB.
+def _a100(name: str, memory_gb_s: float, memory_gb: float) -> Cluster:
+    """DGX A100, of 80 or 40 GB.
 
-    Peaks 312 (bf16), 19.5 (fp32), 19.5 (fp64) TFLOP/s, memory 2.0 TB/s: data sheet. Fractions:
-    0.80 matmul, 0.60 attention (FlashAttention 2's published figures): estimated. NVLink: 0.70 of
-    an H100's, from a bus bandwidth of 230-250 GB/s on 8 (nccl-tests, measured) against 345;
-    network: half, a 200 Gb/s card per GPU: estimated.
+    Peaks 312 (bf16), 19.5 (fp32), 19.5 (fp64) TFLOP/s, memory 2.0 or 1.6 TB/s: data sheet.
+    Fractions: 0.80 matmul, 0.60 attention (FlashAttention 2's published figures): estimated.
+    NVLink: 0.70 of an H100's, from a bus bandwidth of 230-250 GB/s on 8 (nccl-tests, measured)
+    against 345; network: half, a 200 Gb/s card per GPU: estimated.
     """
     peaks = gpu_peaks(312.0, 19.5, 19.5, matmul=0.80, attention=0.60)
-    return gpu_node("a100", peaks, 2039.0, 80.0, nvlink=0.70, network=0.5)
+    return gpu_node(name, peaks, memory_gb_s, memory_gb, nvlink=0.70, network=0.5)
 
 
 def _h100() -> Cluster:
@@ -209,15 +209,17 @@ def _cpu_gloo() -> Cluster:
     return Cluster("cpu-gloo", 8, peaks, 16.0, 0.4, 4.0, 8.0, _wires(rows), _SOURCE)
 
 
-# What torch calls the devices that these are of. Others of the family (PCIe, NVL, 40 GB) have other
+# What torch calls the devices that these are of. Others of the family (PCIe, NVL) have other
 # links, clocks or memory.
 DEVICES: Mapping[str, str] = {
     "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
 }
 
+_A100, _A100_40 = _a100("a100", 2039.0, 80.0), _a100("a100-40gb", 1555.0, 40.0)
 PRESETS: Mapping[str, Cluster] = {
-    cluster.name: cluster for cluster in (_cpu_gloo(), _a100(), _h100(), _h200(), _b200())
+    cluster.name: cluster for cluster in (_cpu_gloo(), _A100, _A100_40, _h100(), _h200(), _b200())
 }

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from inductor_passes.adapters.devices import cluster_of
 from inductor_passes.adapters.packs import has_kernel
 from inductor_passes.ir.buckets import assign_by_module, repeated_modules
 from inductor_passes.machine.cluster import Cluster
-from inductor_passes.machine.cluster_file import as_cluster
-from inductor_passes.machine.presets import PRESETS
 from inductor_passes.rehearsal import Auto, Settings
 from simplefsdp import _torch
 from simplefsdp.compiler import breaks
@@ -29,6 +24,7 @@ from simplefsdp.compiler.compilation import Extension, begin_preparing, compile_
 from simplefsdp.compiler.dedupe import dedupe_gathers, gathers_of, reduce_in_second_group
 from simplefsdp.compiler.executor import executor_of
 from simplefsdp.compiler.local_inputs import compile_with_local_inputs
+from simplefsdp.compiler.machine import cluster_for
 from simplefsdp.compiler.options import Options, parse_options
 from simplefsdp.compiler.reshard import decide_resharding
 from simplefsdp.errors import told_plainly
@@ -226,19 +222,9 @@ def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -
 
 
 def _auto(options: Options, device: torch.device) -> Auto:
-    cluster = cluster_of(device) if options.cluster is None else as_cluster(options.cluster)
-    known, here = cluster.ranks_per_node, os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if here.isdigit() and int(here) != known and ranks > min(int(here), known):
-        if options.cluster is not None and cluster not in PRESETS.values():
-            raise ValueError(
-                f"options['cluster']: {cluster.name!r} was measured with {known} ranks "
-                f"on a node, but of the {ranks} ranks of this run {here} are on this one "
-                "(LOCAL_WORLD_SIZE); run `simplefsdp calibrate` under the same launcher"
-            )
-        cluster = cluster.with_nodes_of(int(here))
     budget_gb = options.memory_budget_gb
-    return Auto(cluster, None if budget_gb is None else int(budget_gb * 1e9))
+    budget_nbytes = None if budget_gb is None else int(budget_gb * 1e9)
+    return Auto(cluster_for(options.cluster, device), budget_nbytes)
 
 
 def _refuse_cudagraphs(options: Options, device: torch.device) -> None:

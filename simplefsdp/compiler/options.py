@@ -113,8 +113,8 @@ class Options:
             :mod:`inductor_passes.machine.presets`), a
             :class:`inductor_passes.machine.cluster.Cluster`, or the path of a file that
             ``simplefsdp calibrate`` wrote, the same on all ranks. None: the preset for the device's
-            name, or an estimate, which a warning tells of, for another GPU of NVIDIA's. What is
-            not a file is taken to have as many ranks on a node as the launcher starts there.
+            name, or an estimate, which a warning tells of, for another GPU of NVIDIA's. Presets
+            and estimates have as many ranks on a node as the launcher starts there.
         memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters, and gradients,
             full and reduced, in forward and in backward. Parameter shards, optimizer state, and
             gradients of earlier batches that are accumulated come on top. None: at most what

@@ -15,9 +15,9 @@ from torch.fx import GraphModule
 
 from inductor_passes.adapters.devices import cluster_of
 from inductor_passes.adapters.roofline import device_of
-from inductor_passes.machine.presets import preset
 from inductor_passes.rehearsal import Rehearsal, Settings, no_garbage_collection, room_nbytes
 from inductor_passes.size_range import ENDLESS, OpenPlan, SizeRange, SizeSpan, open_plan, range_of
+from simplefsdp.compiler.machine import is_an_example
 from simplefsdp.rank_logging import level
 
 log = logging.getLogger("simplefsdp")
@@ -71,7 +71,7 @@ class SizeLimits:
         except ValueError:
             return ()
         allowed = auto.budget_nbytes if auto is not None else None
-        if allowed is None and cluster == preset("cpu-gloo"):  # its memory is an example
+        if allowed is None and is_an_example(cluster):
             return ()
         opened = open_plan(rehearsal, settings, cluster, tuple(self._sizes.values()))
         room = room_nbytes(rehearsal.reading.program, cluster) if allowed is None else allowed

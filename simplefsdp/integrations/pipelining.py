@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch.distributed import pipelining
 
-from simplefsdp.frontend.accumulation import microbatch
+from simplefsdp.frontend.accumulation import microbatch, reduce_now
+from simplefsdp.frontend.waiting import waiting_sums
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """A stage of which only the last micro-batch's backward communicates gradients.
+    """A stage whose micro-batches share one reduce of the gradients, in the last one's backward.
 
     Wrap the stage's module over the ranks that hold the same stage, and compile it::
 
@@ -19,19 +20,30 @@ class PipelineStage(pipelining.PipelineStage):
         stage = PipelineStage(module, mesh["pp"].get_local_rank(), 2, device, group=group)
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 
-    Torch's own ``PipelineStage`` takes a wrapped module, too: then every micro-batch's backward
-    reduces its gradients, which takes no memory for full ones. Schedules that part backwards into
-    those of inputs and of weights need that, and a module that is not compiled.
+    Args:
+        args: torch's.
+        one_reduce: False: each micro-batch's backward reduces. It takes no memory for full
+            gradients, and schedules need it that part backwards into those of inputs and of
+            weights (zero bubbles), or whose last backward is not the last micro-batch's
+            (``ScheduleLoopedBFS``).
+        kwargs: torch's.
+
+    To add up gradients over several ``step`` calls, give the schedule ``scale_grads=False``: torch
+    divides all that is in ``.grad`` at the end of each.
 
     Raises:
-        ValueError: such a schedule, or one that does not end with the last micro-batch's backward.
+        ValueError: such a schedule with one reduce, at its first backward; or the module is not
+            wrapped, at its first forward.
     """
+
+    def __init__(self, *args: Any, one_reduce: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.one_reduce = one_reduce
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
-        if not (self.has_backward and torch.is_grad_enabled()):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        with microbatch(self.submod, is_last=self._is_last(fwd_chunk_id)):
+        trains = self.has_backward and torch.is_grad_enabled()
+        with microbatch(self.submod, is_last=not trains or self._is_last(fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
@@ -41,16 +53,28 @@ class PipelineStage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        """As torch's."""
+        """As torch's; it divides gradients after the last one, so nothing may wait then."""
+        if not self.has_backward:
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         is_last = self._is_last(bwd_chunk_id)
-        if not full_backward or is_last != last_backward:
+        if self.one_reduce and not (full_backward and is_last == last_backward):
             raise ValueError(
-                "schedule: expected whole backwards, the last micro-batch's at the end; take "
-                "torch.distributed.pipelining.PipelineStage, by which each micro-batch's backward "
-                "reduces gradients"
+                "schedule: expected whole backwards, that of the last micro-batch at the end, for "
+                "one reduce of all; pass PipelineStage(..., one_reduce=False)"
             )
         with microbatch(self.submod, is_last=is_last):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        # Of what the last micro-batch has not used.
+        if is_last and any(map(waiting_sums, self.submod.parameters())):
+            reduce_now(self.submod)
+        return found
 
     def _is_last(self, chunk_id: int) -> bool:
-        return chunk_id == (self.chunks or 0) - 1
+        """Whether a micro-batch's backward reduces."""
+        return not self.one_reduce or chunk_id == (self.chunks or 0) - 1
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Since 2.13 torch runs a stage on uninitialised memory to learn shapes. A loss that has a
+        backward of its own leaves gradients by it, which torch drops of FSDP2's modules."""
+        super()._post_metadata_inference_cleanup()
+        self.submod.zero_grad()

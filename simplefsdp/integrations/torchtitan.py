@@ -12,9 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, pipeline_parallel
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from torchtitan.trainer import Trainer
 
@@ -22,7 +28,10 @@ from simplefsdp.frontend.accumulation import microbatch
 from simplefsdp.frontend.control import set_gradient_divide_factor
 from simplefsdp.frontend.wrap import simple_fsdp
 from simplefsdp.frontend.wrapped import is_wrapped
+from simplefsdp.integrations.pipelining import PipelineStage
 
+# Schedules that compute a backward's gradients of inputs and of weights apart.
+_IN_PARTS = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 _FAMILIES = ("llama3", "qwen3")  # in torchtitan.models
 
 
@@ -35,7 +44,9 @@ def use_simple_fsdp(config: Trainer.Config, **options: Any) -> Trainer.Config:
     return replace(
         config,
         model_spec=replace(
-            config.model_spec, parallelize_fn=partial(parallelize, compile_options=options)
+            config.model_spec,
+            parallelize_fn=partial(parallelize, compile_options=options),
+            pipelining_fn=partial(_pipelined, config.model_spec.pipelining_fn),
         ),
         # The other backends of torchtitan annotate parameters, which are not shards then.
         parallelism=replace(config.parallelism, spmd_backend="partial_dtensor"),
@@ -107,7 +118,7 @@ def parallelize(
     compiler.
 
     Raises:
-        ValueError: something else is asked for, such as pipelines.
+        ValueError: something else is asked for, such as context parallelism.
     """
     _refuse(parallel_dims, training, parallelism, compile_config)
     if parallel_dims.tp_enabled:
@@ -125,7 +136,9 @@ def parallelize(
             cast_forward_inputs=False,
         ),
         reshard_after_forward=get_fsdp_reshard_after_forward_policy(
-            parallelism.fsdp_reshard_after_forward, pp_enabled=False
+            # In a pipeline, too: not resharded, each micro-batch in flight would have its own copy.
+            parallelism.fsdp_reshard_after_forward,
+            pp_enabled=False,
         ),
     )
     set_gradient_divide_factor(model, 1.0)  # the loss is divided by all ranks' tokens
@@ -134,11 +147,24 @@ def parallelize(
     return model
 
 
+def _pipelined(pipelining_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torchtitan's ``pipelining_fn``, with stages of ours, whose micro-batches share one reduce if
+    the schedule is known to have whole backwards."""
+    parallelism = kwargs["parallelism"]
+    schedule = get_schedule_class(parallelism.pipeline_parallel_schedule)
+    in_parts = parallelism.pipeline_parallel_schedule_csv or issubclass(schedule, _IN_PARTS)
+    theirs = pipeline_parallel.PipelineStage  # by which name that module makes them
+    pipeline_parallel.PipelineStage = partial(PipelineStage, one_reduce=not in_parts)
+    try:
+        return pipelining_fn(*args, **kwargs)
+    finally:
+        pipeline_parallel.PipelineStage = theirs
+
+
 def _refuse(
     parallel_dims: ParallelDims, training: Any, parallelism: Any, compile_config: Any
 ) -> None:
     asked_for = {
-        "parallelism.pipeline_parallel_degree": parallel_dims.pp > 1,
         "parallelism.context_parallel_degree": parallel_dims.cp > 1,
         "parallelism.expert_parallel_degree": parallel_dims.ep > 1,
         "parallelism.enable_fsdp_symm_mem": parallelism.enable_fsdp_symm_mem,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from inductor_passes.adapters import devices
 from inductor_passes.adapters.devices import cluster_of, device_name, told_of
 from inductor_passes.machine.estimate import Device, estimated
 from inductor_passes.machine.presets import PRESETS, preset
+from simplefsdp.train.metrics import peak_flops
 
 CUDA = torch.device("cuda")
 L40S = SimpleNamespace(
@@ -33,7 +32,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: told.name)
-    devices._estimated.cache_clear()
     return told
 
 
@@ -50,6 +48,7 @@ def test_presets_by_name(driver: SimpleNamespace) -> None:
     for name, found in [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA B200", "b200"),
     ]:
@@ -57,20 +56,16 @@ def test_presets_by_name(driver: SimpleNamespace) -> None:
         assert cluster_of(CUDA) == preset(found)
 
 
-def test_another_gpu_is_estimated_and_that_is_said_once(
-    driver: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, logger="simplefsdp")
+def test_another_gpu_is_estimated(driver: SimpleNamespace) -> None:
     cluster = cluster_of(CUDA)
-    assert cluster_of(CUDA) is cluster
     assert (cluster.name, cluster.memory_gb, cluster.memory_gb_s) == ("NVIDIA L40S", 48.0, 860.0)
-    (record,) = caplog.records
-    assert "no preset for NVIDIA L40S" in record.getMessage()
-    assert "366 TFLOP/s in bf16, 860 GB/s and 48 GB of memory, linked by PCIe" in caplog.text
-    assert "simplefsdp calibrate" in caplog.text
+    assert cluster.peaks["bfloat16"].tflops == 366.0
+    assert peak_flops(CUDA) is None
+    driver.name = "NVIDIA H100 80GB HBM3"
+    assert peak_flops(CUDA) == 989e12
 
 
-@pytest.mark.parametrize("figure", ["clock_rate", "memory_clock_rate", "memory_bus_width"])
+@pytest.mark.parametrize("figure", ["clock_rate", "memory_clock_rate", "memory_bus_width", "major"])
 def test_a_driver_that_tells_too_little(driver: SimpleNamespace, figure: str) -> None:
     setattr(driver, figure, 0)
     assert told_of(CUDA) is None
@@ -91,9 +86,13 @@ SHEETS = {
     "Tesla V100-SXM2-32GB": ((7, 0), 80, 1.53, 898, 34, 125, 15.7, "NVLink"),
     "Tesla T4": ((7, 5), 40, 1.59, 320, 16, 65, 8.1, "PCIe"),
     "NVIDIA A100-SXM4-40GB": ((8, 0), 108, 1.41, 1555, 42, 312, 19.5, "NVLink"),
-    "NVIDIA A10G": ((8, 6), 80, 1.71, 600, 24, 140, 35, "PCIe"),
+    "NVIDIA A10": ((8, 6), 72, 1.695, 600, 24, 125, 31.2, "PCIe"),
+    "NVIDIA A10G": ((8, 6), 80, 1.71, 600, 24, 70, 35, "PCIe"),
+    "NVIDIA L40": ((8, 9), 142, 2.49, 864, 48, 181, 90.5, "PCIe"),
     "NVIDIA GeForce RTX 3090": ((8, 6), 82, 1.695, 936, 25, 71, 35.6, "PCIe"),
     "NVIDIA GeForce RTX 4090": ((8, 9), 128, 2.52, 1008, 25, 165, 82.6, "PCIe"),
+    "NVIDIA H20": ((9, 0), 78, 1.98, 4000, 96, 148, 39.5, "NVLink"),
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb": ((9, 0), 60, 1.98, 1675, 42, 487, 30, "PCIe"),
     "NVIDIA H100 PCIe": ((9, 0), 114, 1.755, 2039, 85, 756, 51, "PCIe"),
     "NVIDIA GH200 480GB": ((9, 0), 132, 1.98, 4023, 102, 989, 67, "NVLink"),
     "NVIDIA B200": ((10, 0), 148, 1.965, 8000, 192, 2250, 75, "NVLink"),
@@ -111,6 +110,10 @@ def test_an_estimate_is_near_the_data_sheet(name: str) -> None:
     assert cluster.peaks["bfloat16"] == cluster.peaks[bf16]
     of_an_h100 = cluster.link("gather", 8, 1).gb_s / preset("h100").link("gather", 8, 1).gb_s
     assert (of_an_h100 > 0.3) == (link == "NVLink")
+    for per_node in (1, 2, 4, 8, 16):
+        other = cluster.with_nodes_of(per_node)
+        within, across = (other.link("gather", n * per_node, n).gb_s for n in (1, 2))
+        assert per_node == 1 or across <= 1.2 * within
 
 
 def test_an_architecture_to_come_is_taken_for_the_last_before_it() -> None:

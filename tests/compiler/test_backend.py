@@ -8,12 +8,10 @@ import pickle
 import subprocess
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from graphs import capture, gathers
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -23,10 +21,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 from zoo import Zoo, batch, loss_of
 
-from inductor_passes.machine.presets import preset
 from simplefsdp import simple_fsdp
 from simplefsdp.compiler import backend
-from simplefsdp.compiler.backend import pass_settings
 from simplefsdp.compiler.options import Options, parse_options
 
 EAGER = {"executor": "aot_eager"}
@@ -412,22 +408,3 @@ def test_a_mode_of_torch_compile_is_told_what_to_use_instead(fake_mesh):
     run = torch.compile(model, backend="simplefsdp", mode="reduce-overhead")
     with pytest.raises(ValueError, match="mode='reduce-overhead' there is cudagraphs=True"):
         run(torch.ones(2, 4))
-
-
-def test_nodes_that_are_not_the_clusters(fake_mesh, monkeypatch):
-    cpu, options = torch.device("cpu"), parse_options({"cluster": "h100"})
-    fake_mesh(16)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    assert pass_settings(options, [], cpu).auto.cluster == preset("h100").with_nodes_of(16)
-    dist.destroy_process_group()
-    fake_mesh(4)
-    for ranks_here in ("4", "8"):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
-        assert pass_settings(options, [], cpu).auto.cluster.name == "h100"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert pass_settings(options, [], cpu).auto.cluster == preset("h100").with_nodes_of(2)
-    without = parse_options({})
-    assert pass_settings(without, [], cpu).auto.cluster == preset("cpu-gloo").with_nodes_of(2)
-    measured = parse_options({"cluster": replace(preset("h100"), name="ours")})
-    with pytest.raises(ValueError, match=r"'ours' was measured with 8 .* 4 ranks .* 2 are .*calib"):
-        pass_settings(measured, [], cpu)

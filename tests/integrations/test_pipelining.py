@@ -97,6 +97,48 @@ def test_a_stage_of_torchs_reduces_each(pools, schedule, stages):
 )
 def test_a_schedule_that_would_lose_gradients_is_refused(chunk, whole, last):
     stage = PipelineStage.__new__(PipelineStage)
-    stage.chunks = MICRO
-    with pytest.raises(ValueError, match=r"expected whole backwards.*distributed\.pipelining"):
+    stage.chunks, stage.one_reduce, stage.has_backward = MICRO, True, True
+    with pytest.raises(ValueError, match=r"expected whole backwards.*one_reduce=False"):
         stage.backward_one_chunk(chunk, full_backward=whole, last_backward=last)
+
+
+class Switched(nn.Module):
+    """``off`` is used where the first row of its input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on, self.off = Mlp(), Mlp()
+
+    def forward(self, x):
+        return self.on(x) + (self.off(x) if x.requires_grad or x[0, 0] > 0 else 0)
+
+
+def unused_at_last():
+    """After forwards alone; and with parameters that the last micro-batch has no use for."""
+    torch.manual_seed(1)
+    torch._dynamo.reset()
+    plain = nn.Sequential(Switched(), Mlp())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    at = mesh["pp"].get_local_rank()
+    mine = simple_fsdp(copy.deepcopy(plain[at]), mesh["dp"])
+    group = mesh["pp"].get_group()
+    stage = PipelineStage(mine, at, 2, torch.device("cpu"), group=group)
+    run = pipelining.Schedule1F1B(stage, n_microbatches=MICRO, loss_fn=loss_of)
+    x = numbers(SEQUENCES, DIM, seed=3)
+    signs = torch.ones(2, MICRO, SEQUENCES // 2 // MICRO, 1)
+    signs[:, -1] = -1
+    x = x.abs() * signs.view(SEQUENCES, 1)
+    target = numbers(SEQUENCES, DIM, seed=9)
+    own_x, own_target = (t.chunk(2)[mesh["dp"].get_local_rank()] for t in (x, target))
+    arguments = [own_x][: 1 - at], ({"target": own_target} if at else {})
+    if torch.__version__ >= "2.13":  # before, torch forgets what training needs
+        run.eval(*arguments[0], **arguments[1])
+    assert all(param.grad is None for param in mine.parameters())
+    run.step(*arguments[0], **arguments[1])
+    for rows in zip(x.split(2), target.split(2), strict=True):
+        (loss_of(plain(rows[0]), rows[1]) / (2 * MICRO)).backward()
+    check_grads(plain[at], mine)
+
+
+def test_what_the_last_micro_batch_does_not_use_is_reduced_all_the_same(pools):
+    pools(4).run(unused_at_last)

@@ -45,7 +45,8 @@ ROUND = Cluster(
 @pytest.mark.parametrize("per_node", [1, 2, 3, 4, 6, 16])
 @pytest.mark.parametrize("name", ["h100", "cpu-gloo"])
 def test_nodes_of_another_size_have_the_same_links(name: str, per_node: int) -> None:
-    """Of which each device has a part of its own, so that a group costs what it did."""
+    """Of which each device has a part of its own, so that a group costs what it did; but nodes
+    larger than those known send no faster than these."""
     known = preset(name)
     other = known.with_nodes_of(per_node)
     assert other.ranks_per_node == per_node
@@ -57,7 +58,8 @@ def test_nodes_of_another_size_have_the_same_links(name: str, per_node: int) -> 
             assert now.gb_s == pytest.approx(was.gb_s)
         for nodes in (2, 4, 32):
             ranks = nodes * per_node
-            assert other.link(kind, ranks, nodes) == known.link(kind, ranks, nodes)
+            as_known = known.link(kind, nodes * min(per_node, known.ranks_per_node), nodes)
+            assert other.link(kind, ranks, nodes) == as_known
     back = known.with_nodes_of(known.ranks_per_node)
     assert sorted(back.wires, key=repr) == sorted(known.wires, key=repr)
 
@@ -239,7 +241,7 @@ def test_presets_round_trip_through_a_file(name: str, tmp_path: Path) -> None:
 
 def test_what_is_no_cluster_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"no preset 'h900'.*cpu-gloo, a100, h100, h200, b200.*JSON"
+        ValueError, match=r"no preset 'h900'.*cpu-gloo, a100, a100-40gb, h100, h200, b200.*JSON"
     ):
         as_cluster("h900")
     with pytest.raises(ValueError, match=r"nowhere\.json: No such file"):
@@ -340,4 +342,5 @@ def test_presets_attend_with_the_kernel_that_torch_prefers() -> None:
 
 def test_compute_slows_beside_nccl() -> None:
     beside = {name: cluster.compute_beside for name, cluster in PRESETS.items()}
-    assert beside == {"cpu-gloo": 1.0} | dict.fromkeys(("a100", "h100", "h200", "b200"), 0.85)
+    assert beside.pop("cpu-gloo") == 1.0
+    assert set(beside.values()) == {0.85}

@@ -1,0 +1,74 @@
+"""The machine that plans are made for: as the options name it, else as its devices are called."""
+
+from __future__ import annotations
+
+import logging
+import os
+from os import PathLike
+
+import torch
+import torch.distributed as dist
+
+from inductor_passes.adapters.devices import cluster_of, device_name, preset_of
+from inductor_passes.machine.cluster import Cluster
+from inductor_passes.machine.cluster_file import as_cluster
+from inductor_passes.machine.presets import PRESETS
+from simplefsdp.rank_logging import speaks
+
+log = logging.getLogger("simplefsdp")
+
+
+def cluster_for(given: Cluster | str | PathLike[str] | None, device: torch.device) -> Cluster:
+    """The cluster of this run.
+
+    A preset, or an estimate, is given as many ranks on a node as the launcher says
+    (``LOCAL_WORLD_SIZE``), where that makes a difference.
+
+    Args:
+        given: ``options["cluster"]``; None: as :func:`~inductor_passes.adapters.devices.cluster_of`
+            has it of ``device``. That it is an estimate is said once.
+        device: of the parameters.
+
+    Raises:
+        TypeError, ValueError: there is no such cluster; or one that was measured, or made by hand,
+            has nodes of another size.
+    """
+    cluster = as_cluster(given) if given is not None else cluster_of(device)
+    if given is None and preset_of(device) is None:
+        _say_estimated(device_name(device), cluster)
+    known, here = cluster.ranks_per_node, os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if not here.isdigit() or int(here) == known or ranks <= min(int(here), known):
+        return cluster
+    if given is None or (isinstance(given, str) and given in PRESETS):
+        return cluster.with_nodes_of(int(here))
+    raise ValueError(
+        f"options['cluster']: {cluster.name!r} has {known} ranks on a node, but of the {ranks} "
+        f"ranks of this run {here} are on this one (LOCAL_WORLD_SIZE); run `simplefsdp calibrate` "
+        f"under the same launcher, or pass cluster.with_nodes_of({here})"
+    )
+
+
+def is_an_example(cluster: Cluster) -> bool:
+    """Whether it is the preset of CPUs, on nodes of whatever size: nobody has just its memory."""
+    of_cpus = PRESETS["cpu-gloo"]
+    return (cluster.name, cluster.source) == (of_cpus.name, of_cpus.source)
+
+
+_said: set[str] = set()
+
+
+def _say_estimated(device: str, cluster: Cluster) -> None:
+    if device in _said or not speaks():
+        return
+    _said.add(device)
+    log.warning(
+        "there is no preset for %s: plans are made for an estimate (%.0f TFLOP/s in bf16, %.0f "
+        "GB/s and %.0f GB of memory, %.0f GB/s among eight on a node); `simplefsdp calibrate` "
+        "measures it, for options={'cluster': ...}",
+        device,
+        cluster.peaks["bfloat16"].tflops,
+        cluster.memory_gb_s,
+        cluster.memory_gb,
+        cluster.link("gather", 8, 1).gb_s,
+    )
