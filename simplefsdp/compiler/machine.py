@@ -21,8 +21,8 @@ log = logging.getLogger("simplefsdp")
 def cluster_for(given: Cluster | str | PathLike[str] | None, device: torch.device) -> Cluster:
     """The cluster of this run.
 
-    A preset, or an estimate, is given as many ranks on a node as the launcher says
-    (``LOCAL_WORLD_SIZE``), where that makes a difference.
+    A preset, or an estimate, is given as many ranks on a node as the launcher says, where that
+    makes a difference; in the mean, rounded up, if nodes differ.
 
     Args:
         given: ``options["cluster"]``; None: as :func:`~inductor_passes.adapters.devices.cluster_of`
@@ -36,17 +36,27 @@ def cluster_for(given: Cluster | str | PathLike[str] | None, device: torch.devic
     cluster = as_cluster(given) if given is not None else cluster_of(device)
     if given is None and preset_of(device) is None:
         _say_estimated(device_name(device), cluster)
-    known, here = cluster.ranks_per_node, os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if not here.isdigit() or int(here) == known or ranks <= min(int(here), known):
+    known, told = cluster.ranks_per_node, _ranks_per_node(ranks)
+    if told is None or told == known or ranks <= min(told, known):
         return cluster
     if given is None or (isinstance(given, str) and given in PRESETS):
-        return cluster.with_nodes_of(int(here))
+        return cluster.with_nodes_of(told)
     raise ValueError(
-        f"options['cluster']: {cluster.name!r} has {known} ranks on a node, but of the {ranks} "
-        f"ranks of this run {here} are on this one (LOCAL_WORLD_SIZE); run `simplefsdp calibrate` "
-        f"under the same launcher, or pass cluster.with_nodes_of({here})"
+        f"options['cluster']: {cluster.name!r} has {known} ranks on a node, but the {ranks} ranks "
+        f"of this run were started {told} to a node; run `simplefsdp calibrate` under the same "
+        f"launcher, or pass cluster.with_nodes_of({told})"
     )
+
+
+def _ranks_per_node(ranks: int) -> int | None:
+    """By torchrun's variables, the same on all ranks; None if nothing tells, or it is of others
+    than the ``ranks`` of this process group."""
+    told = {name: os.environ.get(name, "") for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    nodes, here = (int(text) if text.isdigit() else 0 for text in told.values())
+    if os.environ.get("WORLD_SIZE", str(ranks)) != str(ranks):
+        return None
+    return -(-ranks // nodes) if nodes else here or None
 
 
 def is_an_example(cluster: Cluster) -> bool:

@@ -32,6 +32,21 @@ def test_a_preset_has_the_nodes_of_the_launcher(
     assert is_an_example(cluster) == (given is None)
 
 
+def test_nodes_that_differ(fake_mesh, monkeypatch):
+    fake_mesh(12)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    for here in ("5", "2"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+        assert cluster_for("h100", CPU) == preset("h100").with_nodes_of(4)
+
+
+def test_variables_of_another_process_group(fake_mesh, monkeypatch):
+    fake_mesh(64)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cluster_for("h100", CPU) == preset("h100")
+
+
 def test_a_cluster_that_was_measured_has_its_own(fake_mesh, monkeypatch, tmp_path):
     fake_mesh(4)
     ours, path = replace(preset("h100"), name="ours"), tmp_path / "h100.json"
@@ -40,7 +55,7 @@ def test_a_cluster_that_was_measured_has_its_own(fake_mesh, monkeypatch, tmp_pat
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
         assert cluster_for(given, CPU) == ours
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-        with pytest.raises(ValueError, match=r"'ours' has 8 ranks .* 4 ranks .* 2 are .*calibrate"):
+        with pytest.raises(ValueError, match=r"'ours' has 8 ranks .* 4 ranks .* 2 to a node"):
             cluster_for(given, CPU)
     assert cluster_for(ours.with_nodes_of(2), CPU).ranks_per_node == 2
 
