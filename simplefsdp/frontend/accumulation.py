@@ -276,14 +276,20 @@ def reduce_now(model: nn.Module) -> None:
 
 
 @contextmanager
-def deferring(model: nn.Module) -> Iterator[None]:
-    """Inside, forwards are of micro-batches whose gradients are not sent."""
+def deferring(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
+    """Inside, forwards are of micro-batches whose gradients are not sent; or are, if ``gradients``
+    says so, whatever is said around it."""
     before = [(module, sync_of(module)) for module in model.modules() if is_wrapped(module)]
-    set_sync((module, sync._replace(gradients=False)) for module, sync in before)
+    set_sync((module, sync._replace(gradients=gradients)) for module, sync in before)
     try:
         yield
     finally:
         set_sync(before)
+
+
+def is_deferring(model: nn.Module) -> bool:
+    """Whether gradients of a part of it are not sent by the next forward's backward."""
+    return not all(sync_of(module).gradients for module in model.modules())
 
 
 @contextmanager

@@ -29,7 +29,8 @@ def clip_grad_norm_(
 
     Like ``torch.nn.utils.clip_grad_norm_``, but true over all ranks, also when parameters live
     on different meshes (tensor parallelism, nested wraps) or are plain tensors. Collective: every
-    rank must call it.
+    rank must call it. What differs between ranks that the wrap's mesh does not hold, as experts do,
+    must be a DTensor of theirs before the wrap: plain tensors are taken to be the same on all.
 
     Args:
         model_or_params: a module, or parameters as an optimizer takes them.

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.distributed import pipelining
 
-from simplefsdp.frontend.accumulation import microbatch, reduce_now
+from simplefsdp.frontend.accumulation import deferring, is_deferring, microbatch, reduce_now
 from simplefsdp.frontend.waiting import waiting_sums
 
 
@@ -29,7 +29,8 @@ class PipelineStage(pipelining.PipelineStage):
         kwargs: torch's.
 
     To add up gradients over several ``step`` calls, give the schedule ``scale_grads=False``: torch
-    divides all that is in ``.grad`` at the end of each.
+    divides all that is in ``.grad`` at the end of each. With
+    ``simplefsdp.microbatch(module, is_last=...)`` around each of them only the last one sends.
 
     Raises:
         ValueError: such a schedule with one reduce, at its first backward; or the module is not
@@ -64,8 +65,9 @@ class PipelineStage(pipelining.PipelineStage):
             )
         with microbatch(self.submod, is_last=is_last):
             found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        # Of what the last micro-batch has not used.
-        if is_last and any(map(waiting_sums, self.submod.parameters())):
+        # What the last micro-batch has not used waits; or all, if the user says so around the step.
+        waits = any(map(waiting_sums, self.submod.parameters()))
+        if is_last and waits and not is_deferring(self.submod):
             reduce_now(self.submod)
         return found
 
@@ -73,8 +75,15 @@ class PipelineStage(pipelining.PipelineStage):
         """Whether a micro-batch's backward reduces."""
         return not self.one_reduce or chunk_id == (self.chunks or 0) - 1
 
+    # Since 2.13 torch runs a stage on uninitialised memory to learn shapes, and asks autograd for
+    # gradients of its inputs, which a forward whose gradients are not sent refuses.
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with deferring(self.submod, gradients=True):
+            return super()._prepare_forward_infra(*args, **kwargs)
+
     def _post_metadata_inference_cleanup(self) -> None:
-        """Since 2.13 torch runs a stage on uninitialised memory to learn shapes. A loss that has a
-        backward of its own leaves gradients by it, which torch drops of FSDP2's modules."""
+        """A loss that has a backward of its own has left gradients of that memory, which torch
+        drops of FSDP2's modules only."""
         super()._post_metadata_inference_cleanup()
         self.submod.zero_grad()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplefsdp import simple_fsdp
+from simplefsdp import microbatch, simple_fsdp
 from simplefsdp.integrations.pipelining import PipelineStage
 
 MICRO, SEQUENCES = 4, 16
@@ -142,3 +142,33 @@ def unused_at_last():
 
 def test_what_the_last_micro_batch_does_not_use_is_reduced_all_the_same(pools):
     pools(4).run(unused_at_last)
+
+
+def over_several_steps(executor):
+    """Of two steps only the last sends; torch's look at shapes comes before the first."""
+    torch.manual_seed(1)
+    torch._dynamo.reset()
+    plain = nn.Sequential(Mlp(), Mlp())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    at, rows = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    mine = simple_fsdp(copy.deepcopy(plain[at]), mesh["dp"])
+    if executor != "eager":
+        mine.compile(backend="simplefsdp", options={"executor": executor})
+    stage = PipelineStage(mine, at, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    run = pipelining.Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_of, scale_grads=False)
+    for turn in range(2):
+        for step in range(2):
+            x, y = numbers(8, DIM, seed=2 * turn + step), numbers(8, DIM, seed=9)
+            (loss_of(plain(x), y) * 2).backward()  # the sum of two micro-batches' means
+            own_x, own_y = (t.chunk(2)[rows] for t in (x, y))
+            with microbatch(mine, is_last=step == 1):
+                run.step(*[own_x][: 1 - at], **({"target": own_y} if at else {}))
+            assert step or all(param.grad is None for param in mine.parameters())
+        check_grads(plain[at], mine)
+        plain.zero_grad()
+        mine.zero_grad()
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_accumulation_over_several_steps(pools, executor):
+    pools(4).run(over_several_steps, executor)
