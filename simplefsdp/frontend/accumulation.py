@@ -276,9 +276,8 @@ def reduce_now(model: nn.Module) -> None:
 
 
 @contextmanager
-def deferring(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
-    """Inside, forwards are of micro-batches whose gradients are not sent; or are, if ``gradients``
-    says so, whatever is said around it."""
+def syncing(model: nn.Module, *, gradients: bool) -> Iterator[None]:
+    """Inside, backwards of forwards reduce gradients, or add them up; whatever is said around."""
     before = [(module, sync_of(module)) for module in model.modules() if is_wrapped(module)]
     set_sync((module, sync._replace(gradients=gradients)) for module, sync in before)
     try:
@@ -318,7 +317,7 @@ def microbatch(model: nn.Module, *, is_last: bool) -> Iterator[None]:
     if is_last:
         yield
         return
-    with deferring(model):
+    with syncing(model, gradients=False):
         yield
 
 

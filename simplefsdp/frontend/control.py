@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
 from simplefsdp.frontend import kept
-from simplefsdp.frontend.accumulation import deferring, drop_deferred, reduce_now, set_sync, sync_of
+from simplefsdp.frontend.accumulation import drop_deferred, reduce_now, set_sync, sync_of, syncing
 from simplefsdp.frontend.wrapped import LAYOUTS, ParameterLayout, is_wrapped, set_layouts
 
 _FACTOR = "_simple_fsdp_factor"  # on a module that set_gradient_divide_factor was called on
@@ -59,7 +59,7 @@ def set_is_last_backward(self: nn.Module, is_last_backward: bool) -> None:
 
 def no_sync(self: nn.Module) -> AbstractContextManager[None]:
     """Inside, forwards are of micro-batches whose gradients are not sent; as DDP's."""
-    return deferring(self)
+    return syncing(self, gradients=False)
 
 
 def finalize_backward(self: nn.Module, *, async_op: bool = False) -> _Done | None:

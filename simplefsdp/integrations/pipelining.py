@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.distributed import pipelining
 
-from simplefsdp.frontend.accumulation import deferring, is_deferring, microbatch, reduce_now
+from simplefsdp.frontend.accumulation import is_deferring, microbatch, reduce_now, syncing
 from simplefsdp.frontend.waiting import waiting_sums
 
 
@@ -79,7 +79,7 @@ class PipelineStage(pipelining.PipelineStage):
     # gradients of its inputs, which a forward whose gradients are not sent refuses.
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with deferring(self.submod, gradients=True):
+        with syncing(self.submod, gradients=True):
             return super()._prepare_forward_infra(*args, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
