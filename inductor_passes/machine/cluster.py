@@ -246,8 +246,8 @@ class Cluster:
         if within and per_node > 1:
             for ranks in sorted({n for n in within if n < per_node} | {per_node}):
                 yield Wire(kind, ranks, 1, self.link(kind, ranks, 1))
+        known = min(per_node, self.ranks_per_node)
         for n in sorted(nodes):
-            known = min(per_node, self.ranks_per_node)
             yield Wire(kind, n * per_node, n, self.link(kind, n * known, n))
 
     def _unknown(self, kind: CollectiveKind, ranks: int, nodes: int) -> str:

@@ -77,7 +77,7 @@ def estimated(device: Device) -> Cluster:
     peaks = gpu_peaks(half, single, double, matmul=0.65, attention=0.45)
     if known < (8, 0):
         peaks = {**peaks, "bfloat16": peaks["float32"]}  # there are no units for it
-    linked = has_nvlink(device)
+    linked = _has_nvlink(device)
     return gpu_node(
         device.name,
         peaks,
@@ -89,7 +89,7 @@ def estimated(device: Device) -> Cluster:
     )
 
 
-def has_nvlink(device: Device) -> bool:
+def _has_nvlink(device: Device) -> bool:
     """Whether all GPUs of a node are linked by NVLink, to judge by its name."""
     words = _words(device)
     if words & {"PCIe", "NVL", "MIG"}:

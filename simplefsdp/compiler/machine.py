@@ -9,7 +9,7 @@ from os import PathLike
 import torch
 import torch.distributed as dist
 
-from inductor_passes.adapters.devices import cluster_of, device_name, preset_of
+from inductor_passes.adapters.devices import cluster_of
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.cluster_file import as_cluster
 from inductor_passes.machine.presets import PRESETS
@@ -34,8 +34,8 @@ def cluster_for(given: Cluster | str | PathLike[str] | None, device: torch.devic
             has nodes of another size.
     """
     cluster = as_cluster(given) if given is not None else cluster_of(device)
-    if given is None and preset_of(device) is None:
-        _say_estimated(device_name(device), cluster)
+    if given is None and cluster.name not in PRESETS:
+        _say_estimated(cluster)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     known, told = cluster.ranks_per_node, _ranks_per_node(ranks)
     if told is None or told == known or ranks <= min(told, known):
@@ -52,11 +52,16 @@ def cluster_for(given: Cluster | str | PathLike[str] | None, device: torch.devic
 def _ranks_per_node(ranks: int) -> int | None:
     """By torchrun's variables, the same on all ranks; None if nothing tells, or it is of others
     than the ``ranks`` of this process group."""
-    told = {name: os.environ.get(name, "") for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    nodes, here = (int(text) if text.isdigit() else 0 for text in told.values())
     if os.environ.get("WORLD_SIZE", str(ranks)) != str(ranks):
         return None
-    return -(-ranks // nodes) if nodes else here or None
+    if nodes := _told("GROUP_WORLD_SIZE"):
+        return -(-ranks // nodes)
+    return _told("LOCAL_WORLD_SIZE") or None
+
+
+def _told(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else 0
 
 
 def is_an_example(cluster: Cluster) -> bool:
@@ -68,15 +73,15 @@ def is_an_example(cluster: Cluster) -> bool:
 _said: set[str] = set()
 
 
-def _say_estimated(device: str, cluster: Cluster) -> None:
-    if device in _said or not speaks():
+def _say_estimated(cluster: Cluster) -> None:
+    if cluster.name in _said or not speaks():
         return
-    _said.add(device)
+    _said.add(cluster.name)
     log.warning(
         "there is no preset for %s: plans are made for an estimate (%.0f TFLOP/s in bf16, %.0f "
         "GB/s and %.0f GB of memory, %.0f GB/s among eight on a node); `simplefsdp calibrate` "
         "measures it, for options={'cluster': ...}",
-        device,
+        cluster.name,
         cluster.peaks["bfloat16"].tflops,
         cluster.memory_gb_s,
         cluster.memory_gb,

@@ -41,12 +41,13 @@ def use_simple_fsdp(config: Trainer.Config, **options: Any) -> Trainer.Config:
     ``--compile.no-enable`` trains without compiling it.
     """
     assert config.model_spec is not None  # which every config function of torchtitan sets
+    pipelining_fn = config.model_spec.pipelining_fn  # None if torchtitan has none for the model
     return replace(
         config,
         model_spec=replace(
             config.model_spec,
             parallelize_fn=partial(parallelize, compile_options=options),
-            pipelining_fn=partial(_pipelined, config.model_spec.pipelining_fn),
+            pipelining_fn=pipelining_fn and partial(_pipelined, pipelining_fn),
         ),
         # The other backends of torchtitan annotate parameters, which are not shards then.
         parallelism=replace(config.parallelism, spmd_backend="partial_dtensor"),

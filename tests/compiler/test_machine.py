@@ -63,8 +63,6 @@ def test_a_cluster_that_was_measured_has_its_own(fake_mesh, monkeypatch, tmp_pat
 def test_an_estimate_is_told_once(monkeypatch, caplog):
     l40s = estimated(Device("NVIDIA L40S", (8, 9), 142, 2.52, 864.0, 47.7))
     monkeypatch.setattr(machine, "cluster_of", lambda device: l40s)
-    monkeypatch.setattr(machine, "preset_of", lambda device: None)
-    monkeypatch.setattr(machine, "device_name", lambda device: "NVIDIA L40S")
     monkeypatch.setattr(machine, "_said", set())
     caplog.set_level(logging.WARNING, logger="simplefsdp")
     assert cluster_for("h100", CPU) == preset("h100")

@@ -113,31 +113,43 @@ class Switched(nn.Module):
         return self.on(x) + (self.off(x) if x.requires_grad or x[0, 0] > 0 else 0)
 
 
+def two_stages(plain, executor="eager", **options):
+    """The stage of ``plain`` that this rank has, beside it; a schedule; and its arguments, of whole
+    inputs and targets."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    at, part = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    mine = simple_fsdp(copy.deepcopy(plain[at]), mesh["dp"])
+    if executor != "eager":
+        mine.compile(backend="simplefsdp", options={"executor": executor})
+    stage = PipelineStage(mine, at, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    run = pipelining.Schedule1F1B(stage, loss_fn=loss_of, **options)
+
+    def arguments(x, y):
+        x, y = (t.chunk(2)[part] for t in (x, y))
+        return [x][: 1 - at], ({"target": y} if at else {})
+
+    return plain[at], mine, run, arguments
+
+
 def unused_at_last():
     """After forwards alone; and with parameters that the last micro-batch has no use for."""
     torch.manual_seed(1)
     torch._dynamo.reset()
     plain = nn.Sequential(Switched(), Mlp())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    at = mesh["pp"].get_local_rank()
-    mine = simple_fsdp(copy.deepcopy(plain[at]), mesh["dp"])
-    group = mesh["pp"].get_group()
-    stage = PipelineStage(mine, at, 2, torch.device("cpu"), group=group)
-    run = pipelining.Schedule1F1B(stage, n_microbatches=MICRO, loss_fn=loss_of)
+    beside, mine, run, arguments = two_stages(plain, n_microbatches=MICRO)
     x = numbers(SEQUENCES, DIM, seed=3)
     signs = torch.ones(2, MICRO, SEQUENCES // 2 // MICRO, 1)
     signs[:, -1] = -1
     x = x.abs() * signs.view(SEQUENCES, 1)
     target = numbers(SEQUENCES, DIM, seed=9)
-    own_x, own_target = (t.chunk(2)[mesh["dp"].get_local_rank()] for t in (x, target))
-    arguments = [own_x][: 1 - at], ({"target": own_target} if at else {})
+    args, kwargs = arguments(x, target)
     if torch.__version__ >= "2.13":  # before, torch forgets what training needs
-        run.eval(*arguments[0], **arguments[1])
+        run.eval(*args, **kwargs)
     assert all(param.grad is None for param in mine.parameters())
-    run.step(*arguments[0], **arguments[1])
+    run.step(*args, **kwargs)
     for rows in zip(x.split(2), target.split(2), strict=True):
         (loss_of(plain(rows[0]), rows[1]) / (2 * MICRO)).backward()
-    check_grads(plain[at], mine)
+    check_grads(beside, mine)
 
 
 def test_what_the_last_micro_batch_does_not_use_is_reduced_all_the_same(pools):
@@ -149,22 +161,16 @@ def over_several_steps(executor):
     torch.manual_seed(1)
     torch._dynamo.reset()
     plain = nn.Sequential(Mlp(), Mlp())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    at, rows = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    mine = simple_fsdp(copy.deepcopy(plain[at]), mesh["dp"])
-    if executor != "eager":
-        mine.compile(backend="simplefsdp", options={"executor": executor})
-    stage = PipelineStage(mine, at, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-    run = pipelining.Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_of, scale_grads=False)
+    beside, mine, run, arguments = two_stages(plain, executor, n_microbatches=2, scale_grads=False)
     for turn in range(2):
         for step in range(2):
             x, y = numbers(8, DIM, seed=2 * turn + step), numbers(8, DIM, seed=9)
             (loss_of(plain(x), y) * 2).backward()  # the sum of two micro-batches' means
-            own_x, own_y = (t.chunk(2)[rows] for t in (x, y))
+            args, kwargs = arguments(x, y)
             with microbatch(mine, is_last=step == 1):
-                run.step(*[own_x][: 1 - at], **({"target": own_y} if at else {}))
+                run.step(*args, **kwargs)
             assert step or all(param.grad is None for param in mine.parameters())
-        check_grads(plain[at], mine)
+        check_grads(beside, mine)
         plain.zero_grad()
         mine.zero_grad()
 
