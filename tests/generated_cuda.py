@@ -18,7 +18,10 @@ _WAIT = re.compile(r"_c10d_functional\.wait_tensor\.default\((?:reinterpret_tens
 _PRODUCT = re.compile(
     r"extern_kernels\.(mm|addmm|bmm|baddbmm)\w*\(|torch\.ops\.aten\.(mm|bmm)\.dtype"
 )
-_ATTENTION = re.compile(r"\w+ = torch\.ops\.\S*(_scaled_dot_product_\w+\.default|with_rng_state)\(")
+_ATTENTION = re.compile(
+    r"\w+ = torch\.ops\.\S*(_scaled_dot_product_\w+\.default|with_rng_state)\("
+    r"|triton_tem_\w*flex_attention\w*\.run\("
+)
 _SIZES = r"(\([^)]*\)), (\([^)]*\))"
 _ALLOCATED = re.compile(rf"(\w+) = empty_strided\w*\({_SIZES}")
 _ASSERTED = re.compile(rf"assert_(?:size_stride|tensor_metadata)\((\w+), {_SIZES}")

@@ -17,10 +17,12 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from inductor_passes.adapters._torch_calls import (
+    attends,
     call_of,
     generator_written_by,
     has_schema,
     saves_generator,
+    work_call,
 )
 from inductor_passes.ir.sizes import Size, is_open
 
@@ -79,8 +81,8 @@ def is_view(node: Node) -> bool:
 
 def multiplies_matrices(node: Node) -> bool:
     """Whether a node is a matmul, a convolution or attention."""
-    packet = getattr(call_of(node).target, "overloadpacket", None)
-    return packet in flop_registry or "attention" in str(packet)
+    packet = getattr(work_call(node).target, "overloadpacket", None)
+    return packet in flop_registry or (node.op == "call_function" and attends(node))
 
 
 _STORED = "inductor_realize_to_strides"

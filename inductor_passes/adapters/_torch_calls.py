@@ -7,7 +7,7 @@ contract.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,11 @@ _OPERATOR_AT = {
     rng_prims.run_and_save_rng_state: 0,
     rng_prims.graphsafe_run_with_rng_state: 0,
     rng_prims.run_with_rng_state: 1,
+}
+
+_FUNCTIONALIZED = {
+    torch.ops.higher_order.auto_functionalized,
+    torch.ops.higher_order.auto_functionalized_v2,
 }
 
 _SIZES = {
@@ -70,6 +75,42 @@ def run_by_itself(node: Node) -> Call:
 def has_schema(call: Call) -> bool:
     """Whether a call is of an operator that has a schema."""
     return isinstance(call.target, torch._ops.OpOverload)
+
+
+def work_call(node: Node) -> Call:
+    """The call that does a node's work: as :func:`call_of`, but of an operator that writes to its
+    arguments, as the backward of the flash-attn package does, where AOTAutograd has another call
+    return what it would write."""
+    if node.target in _FUNCTIONALIZED:
+        return Call(node.args[0], (), node.kwargs)
+    return call_of(node)
+
+
+def name_of(node: Node) -> str:
+    """``aten::mm`` of ``aten.mm.default``."""
+    call = work_call(node)
+    name = call.target.name() if has_schema(call) else str(call.target)
+    return name.split(".")[0]
+
+
+def attends(node: Node) -> bool:
+    """Whether a node is attention, to judge by its name: torch's operators and other libraries'."""
+    name = name_of(node).lower()
+    return "attention" in name or "attn" in name
+
+
+def by_name(call: Call) -> dict[str, Any]:
+    """The arguments that a call is given, by the names in its schema."""
+    names = [a.name for a in call.target._schema.arguments] if has_schema(call) else []
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+
+
+def by_position(call: Call) -> Sequence[Any]:
+    """The arguments that a call is given, in the order of its schema; None for what is left out."""
+    if not has_schema(call):
+        return call.args
+    given = by_name(call)
+    return [given.get(argument.name) for argument in call.target._schema.arguments]
 
 
 def note_values(graph: Graph) -> None:

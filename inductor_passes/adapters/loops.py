@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from inductor_passes.adapters import _torch
-from inductor_passes.adapters._torch_calls import call_of, has_schema
+from inductor_passes.adapters._torch_calls import call_of, name_of
 from inductor_passes.machine.fusion import Loop, Reduces
 
 # fmt: off
@@ -115,13 +115,6 @@ def touches_of(node: Node) -> int | None:
 def nbytes_of(node: Node) -> int:
     """Of all tensors that a node makes."""
     return sum(map(_nbytes, tensors_of(node.meta.get("val"))))
-
-
-def name_of(node: Node) -> str:
-    """``aten::mm`` of ``aten.mm.default``."""
-    call = call_of(node)
-    name = call.target.name() if has_schema(call) else str(call.target)
-    return name.split(".")[0]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -9,9 +9,17 @@ import torch
 from torch.fx import Node
 
 from inductor_passes.adapters import _torch, _torch_lowering
-from inductor_passes.adapters._torch_calls import call_of, flops_formula, has_schema
+from inductor_passes.adapters._torch_calls import (
+    Call,
+    attends,
+    by_name,
+    by_position,
+    flops_formula,
+    name_of,
+    work_call,
+)
 from inductor_passes.adapters.fx import Reading
-from inductor_passes.adapters.loops import inputs_of, loop_of, name_of, tensors_of, touches_of
+from inductor_passes.adapters.loops import inputs_of, loop_of, tensors_of, touches_of
 from inductor_passes.ir.program import Program
 from inductor_passes.machine import attention
 from inductor_passes.machine.cluster import Cluster, ClusterCost, Work, nodes_spanned
@@ -68,11 +76,11 @@ def work_of_node(node: Node, nbytes: int, kernels: int) -> Work:
     flops = flops_of(node)
     if not flops:
         return Work(0, nbytes, kernels=kernels)
-    attends = _attends(node)
+    is_attention = attends(node)
     dtype = next((str(v.dtype) for v in inputs_of(node)), "torch.float32").removeprefix("torch.")
-    if attends and _is_causal(node):
+    if is_attention and _is_causal(node):
         flops //= 2
-    return Work(flops, nbytes, "attention" if attends else "matmul", dtype, kernels)
+    return Work(flops, nbytes, "attention" if is_attention else "matmul", dtype, kernels)
 
 
 def flops_of(node: Node) -> int:
@@ -81,11 +89,11 @@ def flops_of(node: Node) -> int:
     The formulas are given plain sizes: to compute with a symbol could guard on it, on this rank
     alone.
     """
-    call = call_of(node)
+    call = work_call(node)
     target = getattr(call.target, "overloadpacket", call.target)
-    count = attention.FLOPS.get(name_of(node)) or flops_formula(target)
-    if count is None:
-        if _attends(node):
+    ours, count = attention.OPERATORS.get(name_of(node)), flops_formula(target)
+    if ours is None and count is None:
+        if attends(node):
             _warn_of_formula(name_of(node), "there is no formula for it")
         return 0
 
@@ -94,16 +102,12 @@ def flops_of(node: Node) -> int:
 
     args, kwargs = torch.fx.node.map_arg((call.args, call.kwargs), plain)
     try:
-        return count(*args, **kwargs, out_val=plain(node))  # type: ignore[no-any-return]
+        if ours is not None:
+            return ours.flops(by_position(Call(call.target, args, kwargs)))
+        return count(*args, **kwargs, out_val=plain(node))  # type: ignore[no-any-return,misc]
     except Exception as error:  # most formulas are torch's, and so is what they raise
         _warn_of_formula(name_of(node), f"{type(error).__name__}: {error}")
         return 0
-
-
-def _attends(node: Node) -> bool:
-    """Whether a node is attention, to judge by its name: torch's operators and other libraries'."""
-    name = name_of(node).lower()
-    return "attention" in name or "attn" in name
 
 
 _without_formula: set[str] = set()
@@ -132,10 +136,8 @@ def _plain(value: Any) -> Any:
 
 
 def _is_causal(node: Node) -> bool:
-    call = call_of(node)
-    names = [a.name for a in call.target._schema.arguments] if has_schema(call) else []
-    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    return given.get("is_causal") is True
+    given = by_name(work_call(node))
+    return True in (given.get("is_causal"), given.get("causal"))
 
 
 def nodes_of(program: Program, ranks_per_node: int) -> dict[str, int]:

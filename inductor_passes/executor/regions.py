@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from inductor_passes.adapters import _torch
 from inductor_passes.adapters.fx import piece_of, place_of
+from inductor_passes.adapters.submodules import attribute_of, is_submodule, submodule_text
 from inductor_passes.executor.rematerialize import Facts, live, made_again, moved_up
 from inductor_passes.executor.updates import apart, is_write_to_input, moved_down, nodes_of_updates
 from inductor_passes.planner.units import Piece
@@ -204,7 +205,7 @@ def _needed(graph: Graph, pieces: Sequence[Node | list[Node]], facts: Facts) -> 
 def _region(nodes: Sequence[Node], needed: Set[Node], facts: Facts) -> Region:
     own = _in_place(nodes)
     again = _in_place(made_again(set(_inputs(own)), needed, facts.cheap))
-    inputs = [node for node in _inputs([*again, *own]) if not _is_submodule(node)]
+    inputs = [node for node in _inputs([*again, *own]) if not is_submodule(node)]
     outputs = [node for node in own if node in needed]
     return Region((*again, *own), tuple(inputs), tuple(outputs))
 
@@ -222,21 +223,12 @@ def _inputs(nodes: Sequence[Node]) -> list[Node]:
     return list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in here))
 
 
-def _is_submodule(node: Node) -> bool:
-    return node.op == "get_attr" and isinstance(_attribute(node), GraphModule)
-
-
-def _attribute(node: Node) -> Any:
-    module = node.graph.owning_module
-    return operator.attrgetter(str(node.target))(module)
-
-
 def structure_of(region: Region) -> str:
     """What tells the code of a region from others': operators, wiring, constants, layouts."""
     number = {n: i for i, n in enumerate((*region.inputs, *region.nodes))}
 
     def named(node: Node) -> Any:
-        return _Name(f"%{number[node]}" if node in number else _submodule_text(node))
+        return _Name(f"%{number[node]}" if node in number else submodule_text(node))
 
     lines = [_torch.layout_text(node.meta["val"]) for node in region.inputs]
     lines += [
@@ -251,15 +243,6 @@ class _Name(str):
         return str(self)
 
 
-def _submodule_text(node: Node) -> str:
-    """The code of a submodule that is an argument, and of those inside it; one that holds
-    anything but submodules is like no other."""
-    module = _attribute(node)
-    inner = [m for m in module.modules() if isinstance(m, GraphModule)]
-    held = [n for m in inner for n in m.graph.find_nodes(op="get_attr") if not _is_submodule(n)]
-    return f"<{id(module) if held else module.print_readable(print_output=False)}>"
-
-
 def graph_of(region: Region) -> GraphModule:
     """The region as a graph by itself."""
     root, graph = torch.nn.Module(), Graph()
@@ -271,7 +254,7 @@ def graph_of(region: Region) -> GraphModule:
     def own(node: Node) -> Node:
         if node not in made:  # a submodule
             name = str(node.target).replace(".", "_")
-            setattr(root, name, _attribute(node))
+            setattr(root, name, attribute_of(node))
             made[node] = graph.get_attr(name)
             made[node].meta = dict(node.meta)
         return made[node]

@@ -1,36 +1,45 @@
 """Floating-point operations of attention, by formulas of our own.
 
 torch's differ by version: before 2.12 they refuse grouped queries, before 2.13 there is none for
-flex attention, before 2.15 none for the CPU's operators. A plan is to depend on no version.
+flex attention, before 2.15 none for the CPU's operators. A plan is to depend on no version. And
+torch has none for the flash-attn package, which Hugging Face's ``"flash_attention_2"`` calls.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
-
-Shape = tuple[int, ...]
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
-def _forward(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Two matmuls: scores of the query and key, output of the scores and value."""
-    return _scores(query, key) * 2 * (query[-1] + value[-1])
+class Attention(NamedTuple):
+    """An operator: where its arguments are, and how its tensors lie.
 
+    Attributes:
+        query: place of the query among the arguments; key and value are behind it.
+        backward: whether it computes gradients.
+        length: dimension of the key that counts its tokens.
+        longest: place of the length of the longest key, where sequences are packed behind one
+            another; each is taken to be so long, since where they begin is data.
+    """
 
-def _backward(grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Five matmuls: the scores once more, and the gradients of scores, value, query and key."""
-    return _scores(query, key) * 2 * (3 * query[-1] + 2 * value[-1])
+    query: int = 0
+    backward: bool = False
+    length: int = -2  # of [batch, heads, tokens, channels]
+    longest: int | None = None
 
+    def flops(self, args: Sequence[Any]) -> int:
+        """Operations of a call with these arguments, of tensors their shapes.
 
-def _flex_backward(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    return _backward(query, query, key, value)
-
-
-def _scores(query: Shape, key: Shape) -> int:
-    """How many scores there are, ``[batch, heads of the query, queries, keys]``: a head of the
-    key may serve several of the query. What a mask leaves out is in it."""
-    return math.prod(query[:-1]) * key[-2]
+        Scores are ``[batch, heads of the query, queries, keys]``: a head of the key may serve
+        several of the query. What a mask or a window leaves out is counted. Forward is two matmuls:
+        scores of query and key, output of scores and value. Backward is five: the scores once more,
+        and the gradients of scores, value, query and key.
+        """
+        query, key, value = args[self.query : self.query + 3]
+        keys = key[self.length] if self.longest is None else args[self.longest]
+        channels = 3 * query[-1] + 2 * value[-1] if self.backward else query[-1] + value[-1]
+        return int(math.prod(query[:-1]) * keys * 2 * channels)
 
 
 _FUSED = (
@@ -41,10 +50,17 @@ _FUSED = (
     "aten::_scaled_dot_product_fused_attention_overrideable",
 )
 
-# By the operator's name; called with its arguments, of tensors their shapes.
-FLOPS: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(_FUSED, _forward),
-    **{f"{name}_backward": _backward for name in _FUSED},
-    "flex_attention": _forward,
-    "flex_attention_backward": _flex_backward,
+OPERATORS = {
+    **dict.fromkeys(_FUSED, Attention()),
+    **dict.fromkeys((f"{name}_backward" for name in _FUSED), Attention(1, backward=True)),
+    "flex_attention": Attention(),
+    "flex_attention_backward": Attention(backward=True),
+    "torch_attn::_varlen_attn": Attention(longest=6),
+    "torch_attn::_varlen_attn_backward": Attention(1, backward=True, longest=9),
+    # [batch, tokens, heads, channels], or packed; as flash-attn 2 has registered them since 2.7.
+    "flash_attn::_flash_attn_forward": Attention(length=-3),
+    "flash_attn::_flash_attn_backward": Attention(1, backward=True, length=-3),
+    "flash_attn::_flash_attn_varlen_forward": Attention(longest=6),
+    "flash_attn::_flash_attn_varlen_backward": Attention(1, backward=True, longest=12),
 }
+"""By the operator's name."""

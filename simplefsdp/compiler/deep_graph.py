@@ -180,7 +180,8 @@ class Deep:
             owner = None if there is made else pytree.tree_leaves(there.meta["val"])[leaf]
             return _torch.fake_again(value, owner)
 
-        made.meta["val"] = pytree.tree_map(renewed, made.meta.get("val"))
+        if "val" in made.meta:  # a graph that an operator takes has none
+            made.meta["val"] = pytree.tree_map(renewed, made.meta["val"])
 
 
 def _homes(place: dict[Node, Place]) -> dict[int | None, tuple[Place, int]]:

@@ -63,7 +63,7 @@ def few_layers_traced(
     short = shorten(gm) if _torch.can_cut() else None
     if short is not None:
         layers_of, graphs = short.numbering.layers, _Graphs(short)
-        cut = _torch.Cut(graphs.take_out, graphs.lengthen, lambda: graphs.left_out[-1].kept)
+        cut = _torch.Cut(graphs.take_out, graphs.lengthen, lambda: graphs.last.kept)
         try:
             code = compiled(short.gm, cut)
         except RankMismatchError:
@@ -87,13 +87,21 @@ class _Graphs:
     def __init__(self, short: Shortened) -> None:
         self.short, self.left_out, self.are_long = short, list[LeftOut](), False
 
+    @property
+    def last(self) -> LeftOut:
+        if not self.left_out:
+            raise ValueError("the joint graph does not call the layers that are left out")
+        return self.left_out[-1]
+
     def take_out(self, graph: Graph) -> None:
-        self.left_out.append(take_out(graph, self.short))
+        """Of a joint graph; Inductor asks for those that operators take as arguments, too."""
+        if graph.find_nodes(op="call_function", target=layers.default):
+            self.left_out.append(take_out(graph, self.short))
 
     def lengthen(
         self, forward: GraphModule, backward: GraphModule, outputs: int
     ) -> tuple[GraphModule, GraphModule]:
-        found = lengthen(forward, backward, self.left_out[-1], outputs)
+        found = lengthen(forward, backward, self.last, outputs)
         self.are_long = True
         return found
 

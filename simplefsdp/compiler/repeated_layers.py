@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
 from inductor_passes.adapters._torch import is_view
+from inductor_passes.adapters.submodules import is_submodule, submodule_text
 from simplefsdp import provenance
 from simplefsdp._torch.exact import exactly
 
@@ -94,31 +95,31 @@ def laid_out(graph: Graph, numbering: Numbering, template: int) -> LayeredGraph:
 
 
 def _moved_to_layers(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
-    """``body`` with what a forward graph makes at its end for backward, of one result of a layer,
-    directly behind that: views, and a norm's ``rsqrt / size``."""
+    """``body`` with what a forward graph makes at its end for backward alone, of the results of a
+    layer, directly behind these: views, a norm's ``rsqrt / size`` and ``x - mean``."""
     end = body.index(last[0]) if last else len(body)
-    moved: dict[Node, list[Node]] = {}
-    early = set(body[:end])
+    returned: set[Node] = set()
+    for node in reversed(body[end:]):
+        others = [user for user in node.users if user.op != "output"]
+        if not others or (is_view(node) and returned.issuperset(others)):
+            returned.add(node)
+    home = {node: i for i, node in enumerate(body[:end])}
+    moved: dict[int, list[Node]] = {}
     for node in body[end:]:
-        viewed = _arguments(node)
-        is_returned = all(user.op == "output" for user in node.users)
-        if len(viewed) == 1 and viewed[0] in early and (is_view(node) or is_returned):
-            moved.setdefault(viewed[0], []).append(node)
-            early.add(node)
-
-    def behind(node: Node) -> Iterator[Node]:
-        yield node
-        for view in moved.get(node, ()):
-            yield from behind(view)
-
-    stay = [node for node in body[end:] if node not in early]
-    return [*(found for node in body[:end] for found in behind(node)), *stay]
+        arguments = _arguments(node)
+        if node in returned and arguments and home.keys() >= {*arguments}:
+            home[node] = max(home[argument] for argument in arguments)
+            moved.setdefault(home[node], []).append(node)
+    stay = [node for node in body[end:] if node not in home]
+    ahead = (found for i, node in enumerate(body[:end]) for found in (node, *moved.get(i, ())))
+    return [*ahead, *stay]
 
 
 def _run(numbers: Sequence[int], layers: Sequence[Sequence[Node]], template: int) -> range:
     """Indices of the layers around ``template`` that do the same, one behind the other."""
     at = numbers.index(template) if template in numbers else 0
-    targets = [[node.target for node in nodes] for nodes in layers]
+    # Graphs that operators take have a name for each layer: their code is compared behind this.
+    targets = [[n.op if n.op == "get_attr" else n.target for n in nodes] for nodes in layers]
     if 0 < at < len(layers):
         step = numbers[at] - numbers[at - 1]
 
@@ -178,11 +179,13 @@ def _compare(layout: LayeredGraph, numbering: Numbering) -> None:
     """Compare all layers with the template."""
     template = layout.template
     inner = {template - 1, template + 1, *range(1, len(layout.layers) - 1)} - {0}
+    members = [node for nodes in layout.layers for node in nodes]
+    code = {node: submodule_text(node) for node in members if is_submodule(node)}
     for k, nodes in enumerate(layout.layers):
         for ours, theirs in zip(layout.layers[template], nodes, strict=True):
             # What the outer ones refer to may lie outside of the layers that are alike.
             one, other = (
-                _described(node, layout, at, numbering, references=k in inner)
+                (code.get(node, node.target), *_described(node, layout, at, numbering, k in inner))
                 for node, at in ((ours, template), (theirs, k))
             )
             if one != other:
@@ -218,9 +221,9 @@ def _values(node: Node) -> list[object]:
 
 
 def _described(
-    node: Node, layout: LayeredGraph, layer: int, numbering: Numbering, *, references: bool
-) -> object:
-    """What matters of a node, the same in layers that are alike."""
+    node: Node, layout: LayeredGraph, layer: int, numbering: Numbering, references: bool
+) -> tuple[object, ...]:
+    """What matters of a node but for its target, the same in layers that are alike."""
 
     def refer(argument: Any) -> Any:
         if not isinstance(argument, Node):
@@ -235,4 +238,4 @@ def _described(
 
     marks = provenance.renamed(node.meta.get("custom") or {}, moved)
     arguments = map_aggregate((node.args, node.kwargs), refer)
-    return node.op, node.target, arguments, _values(node), marks
+    return node.op, arguments, _values(node), marks

@@ -11,10 +11,12 @@ one's when the graph has been partitioned (``lengthen.py``)::
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +33,9 @@ from simplefsdp.compiler.dedupe import gathers_of
 from simplefsdp.compiler.repeated_layers import Numbering
 from simplefsdp.compiler.stand_in import stand_in
 from simplefsdp.frontend.gather import gather
+from simplefsdp.rank_logging import speaks
+
+log = logging.getLogger("simplefsdp")
 
 HEAD, TAIL = 3, 2
 """Layers that are traced before and behind the template at least: where a graph begins or ends, a
@@ -243,10 +248,10 @@ def _without(
 ) -> Shortened | None:
     """``gm`` with a stand-in for the layers ``left_out``, in front of the template."""
     template, last = layers[left_out.stop], layers[left_out.stop - 1]
-    for layer in (layers[i] for i in left_out):
-        users = {user for node in layer.nodes for user in node.users}
-        if not users <= layer.at.keys() | layers[layer.number + 1].at.keys():
-            return None  # not only the next one reads what it makes
+    if others := _read_elsewhere([layers[i] for i in (*left_out, left_out.stop)]):
+        if all(node.op == "output" for node in others):
+            _warn_of_outputs(numbering.layers)
+        return None
     skipped = {node for i in left_out for node in layers[i].nodes}
     skipped |= {n for n in gm.graph.find_nodes(op="get_attr") if skipped.issuperset(n.users)}
     renamed = {node for layer in layers[left_out.stop :] for node in layer.nodes}
@@ -268,6 +273,29 @@ def _without(
     short = graph_module(gm, graph)
     short.meta = gm.meta
     return Shortened(short, numbering, left_out.start, len(left_out), len(template.own))
+
+
+def _read_elsewhere(layers: Sequence[_Layer]) -> set[Node]:
+    """What reads a value of any but the last of ``layers``, and is in neither it nor the next."""
+    return {
+        user
+        for layer, following in pairwise(layers)
+        for node in layer.nodes
+        for user in node.users
+        if user not in layer.at and user not in following.at
+    }
+
+
+@cache
+def _warn_of_outputs(layers: str) -> None:
+    if speaks():
+        log.warning(
+            "%s: forward returns values of each layer, as Hugging Face's models do with "
+            "use_cache=True or output_hidden_states=True: they stay in memory until backward, "
+            "which adds zeros for their gradients, and no layer's compilation serves another's. "
+            "To train, set model.config.use_cache = False",
+            layers,
+        )
 
 
 def _renumber(node: Node, numbering: Numbering, by: int) -> None:

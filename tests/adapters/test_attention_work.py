@@ -96,6 +96,37 @@ def test_attention_that_nobody_knows_is_named_once(monkeypatch, caplog) -> None:
     assert line.startswith("somebodys::fast_attn: its floating") and "no formula" in line
 
 
+def test_attention_that_writes_its_gradients() -> None:
+    """As the flash-attn package's backward: AOTAutograd has another operator call it."""
+    made: list[GraphModule] = []
+    tensors = [torch.ones(BATCH, LENGTH, heads, CHANNELS) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    def keep(gm: GraphModule, _: object) -> Callable[..., object]:
+        made.append(gm)
+        return make_boxed_func(gm.forward)
+
+    with torch.library._scoped_library("flash_attn", "FRAGMENT") as library:
+        library.define(
+            "_flash_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
+            "Tensor lse, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, float dropout_p, "
+            "float softmax_scale, bool causal) -> Tensor"
+        )
+        for key in ("CPU", "Meta"):
+            library.impl("_flash_attn_backward", lambda *args: args[5].clone(), key)
+        op = torch.ops.flash_attn._flash_attn_backward
+
+        def backward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            grads = [torch.empty_like(given) for given in (q, k, v)]
+            op(q, q, k, v, q, q.sum(-1), *grads, 0.0, 1.0, True)
+            return grads[0].sin()
+
+        torch.compile(backward, backend=aot_autograd(fw_compiler=keep))(*tensors)
+        (node,) = [n for n in made[0].graph.nodes if "auto_functionalized" in str(n.target)]
+        work = roofline.work_of_node(node, 0, 1)
+        assert (work.flops, work.kind) == (5 * ONE // 2, "attention")  # half of it is masked
+        assert _torch.multiplies_matrices(node)
+
+
 def with_state(graph: Graph, how: str, op: object, *args: object, **kwargs: object) -> Node:
     """``op`` as activation checkpointing has it run, in one of the three ways."""
     if how == "graphsafe":

@@ -685,6 +685,7 @@ def test_multiplies_matrices():
     assert found == ["mm"]
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     assert _torch.multiplies_matrices(Graph().call_function(attention))
+    assert _torch.multiplies_matrices(Graph().call_function(torch.ops.higher_order.flex_attention))
 
 
 def test_is_lookup_of_seed():

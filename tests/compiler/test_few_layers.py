@@ -118,6 +118,21 @@ def one_negative(model: Model) -> Model:
     return model
 
 
+class Chooses(Layer):
+    """An operator takes graphs, which have other names in each layer."""
+
+    def forward(self, x, mask):
+        twice, half = (lambda x: x * 2.0), (lambda x: x * 0.5)
+        return super().forward(torch.cond(x.sum() > 0, twice, half, (x,)), mask)
+
+
+class PostNorm(Layer):
+    """As BERT's: what a layer gives is normed, and the next one begins with a product."""
+
+    def forward(self, x, mask):
+        return self.norm(x + self.down(F.gelu(self.up(x))) * mask * self.scale)
+
+
 class ByPolicy(Layer):
     """What is kept is said by a function, which may count layers."""
 
@@ -170,6 +185,17 @@ class ReturnsAll(Model):
         return self.head(x) + torch.stack(seen).sum()
 
 
+class ReturnsEach(Model):
+    """As Hugging Face's language models give back what layers have in their caches."""
+
+    def forward(self, x):
+        x, mask, seen = self.embed(x), x.gt(0.5), []
+        for layer in self.layers:
+            x = layer(x, mask)
+            seen.append(x.sin())
+        return self.head(x), seen
+
+
 def another(model: Model) -> Model:
     model.layers[4] = TwoTimes()
     return model
@@ -212,9 +238,10 @@ CASES = {
     "written buffers": (lambda: Model(layer=Normed), 0),
     "buffers without count": (lambda: Model(layer=NoCount), 0),
     "dropout": (lambda: Model(layer=Drops), LEFT_OUT),
+    "graphs": (lambda: Model(layer=Chooses), LEFT_OUT),
     "each is returned": (ReturnsAll, 0),
     "one is another": (lambda: another(Model(depth=10)), 0),
-    "tied": (lambda: tied(Model()), 0),
+    "tied": (lambda: tied(Model()), LEFT_OUT),
     "one sign": (lambda: one_negative(Model(layer=Signed)), 0),
     "policy": (lambda: Model(layer=ByPolicy), 0),
     "unused": (Unused, 0),
@@ -278,6 +305,29 @@ def test_an_output_without_gradient_has_no_stand_in(solo_mesh):
     torch.testing.assert_close(compiled(x), plain(x))
 
 
+@pytest.mark.parametrize("layer", [PostNorm, Chooses])
+def test_as_inductor_cuts(fake_mesh, caplog, layer):
+    """What its decompositions make for backward stands at the end of forward."""
+    caplog.set_level(logging.DEBUG, "simplefsdp")
+    model, x = simple_fsdp(Model(layer=layer), fake_mesh(2)), torch.rand(2, 4, DIM)
+    with no_kernels():
+        step(model, x, executor="regions")
+    assert left_out(caplog.text) == LEFT_OUT
+
+
+def test_what_each_layer_returns_is_said_to_cost(fake_mesh, caplog):
+    shorten._warn_of_outputs.cache_clear()
+    model = simple_fsdp(ReturnsEach(), fake_mesh(2))
+    model.compile(backend="simplefsdp", options={"executor": "aot_eager", "bucketing": "manual"})
+    with torch.no_grad():
+        model(torch.rand(4, DIM))  # to generate, caches are what is wanted
+    assert "use_cache" not in caplog.text
+    for _ in range(2):
+        model(torch.rand(4, DIM))[0].sum().backward()
+        torch._dynamo.reset()
+    assert caplog.text.count("layers: forward returns values of each layer") == 1
+
+
 def test_sizes_that_depend_on_data(solo_mesh, caplog):
     caplog.set_level(logging.DEBUG, "simplefsdp")
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
@@ -304,7 +354,7 @@ def test_a_failure_of_the_first_try_is_not_the_users(solo_mesh, monkeypatch, cap
     assert "since they differ: what nobody thought of" in caplog.text
 
 
-def differing(mesh, executor: str) -> list[str]:
+def differing(mesh, executor: str, layer: type[nn.Module] = Layer) -> list[str]:
     """Names of the numbers that are not those of all layers, to the bit."""
     lengthened, original = [], lengthen.lengthen
 
@@ -313,7 +363,7 @@ def differing(mesh, executor: str) -> list[str]:
         lengthened.append(args)
         return graphs
 
-    plain, x = Model(), torch.rand(4, DIM)
+    plain, x = Model(layer=layer), torch.rand(2, 4, DIM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lengthen, "lengthen", counted)
         few = step(simple_fsdp(copy.deepcopy(plain), mesh), x, executor=executor)
@@ -339,10 +389,11 @@ def test_on_ranks_that_hold_different_shards(pools):
 
 @pytest.mark.slow
 @pytest.mark.inductor
+@pytest.mark.parametrize("layer", [Layer, PostNorm, Chooses])
 @pytest.mark.parametrize("executor", ["inductor", "regions"])
-def test_generated_code(fake_mesh, executor):
+def test_generated_code(fake_mesh, executor, layer):
     """A gather repeats this rank's shard; on ranks, graphs are compared above."""
-    assert differing(fake_mesh(2), executor) == []
+    assert differing(fake_mesh(2), executor, layer) == []
 
 
 def test_each_layer_keeps_its_names(fake_mesh, caplog):

@@ -32,6 +32,7 @@ from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from inductor_passes.adapters._torch_calls import call_of
 from inductor_passes.executor import regional
@@ -74,6 +75,7 @@ CASES = {
     "uneven": Case(vocab=4099, ffn=1537, checkpointing="selective"),
     "tensor_parallel": Case(tp=2),
     "cudagraphs": Case(cudagraphs=True),
+    "flex": Case(attention="flex"),
 }
 _ATTENTION = {
     "flash": torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -83,11 +85,24 @@ _OTHERS = {"all_gather_into_tensor": "gather", "all_reduce": "all_reduce"}  # te
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
+def _causal(q: Tensor) -> BlockMask:
+    """As ``create_block_mask`` makes it, of sizes that the model knows."""
+    blocks = q.shape[-2] // 128
+    counts = torch.ones(1, 1, blocks, dtype=torch.int32, device=q.device)
+    at = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32, device=q.device)
+    shape = q.shape[-2], q.shape[-2]
+    return BlockMask.from_kv_blocks(
+        counts, at, counts, at, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=shape
+    )
+
+
 @contextmanager
 def _attending_by(name: str) -> Iterator[None]:
     """Take that kernel; torch's own choice asks the device."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Any:
+        if name == "flex":
+            return flex_attention(q, k, v, block_mask=_causal(q), enable_gqa=enable_gqa)
         if name == "cudnn":
             return _ATTENTION[name](q, k, v, None, True, 0.0, is_causal, False)[0]
         return _ATTENTION[name](q, k, v, 0.0, is_causal, False)[0]
@@ -148,7 +163,7 @@ def events_of(rehearsal: Rehearsal) -> list[str]:
         elif op.kind == "compute":
             name = node_name(nodes, op.name)
             found += ["product"] if name in _PRODUCTS else []
-            found += ["attention"] if "scaled_dot_product" in name else []
+            found += ["attention"] if "attention" in name else []
     return found
 
 

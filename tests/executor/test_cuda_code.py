@@ -98,7 +98,7 @@ def of_gathers(sequence: list[str]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["auto", "hybrid", "uneven"])
+@pytest.mark.parametrize("name", ["auto", "hybrid", "uneven", "flex"])
 def test_what_was_planned_is_what_runs(name, compiled):
     for planned, code in parts(compiled(name)):
         assert len(launches(planned)) >= 3 and planned.count("product") > 14

@@ -30,16 +30,23 @@ def attended(key_heads: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("key_heads", [6, 2, 1])  # less: grouped queries
 @pytest.mark.parametrize("backward", ATTENTION)
 def test_operations_of_attention(backward: str, key_heads: int) -> None:
-    for name, count in attention.FLOPS.items():
-        if name.endswith("_backward") == bool(backward):
-            grad, *inputs = attended(key_heads)
-            is_aten = name.startswith("aten::")
-            given = [grad, *inputs] if backward and is_aten else inputs
-            shapes = [tuple(tensor.shape) for tensor in given]
-            assert count(*shapes, None, None) == ATTENTION[backward], name
-            theirs = flop_registry.get(getattr(_aten, name[6:], None)) if is_aten else None
+    for name, operator in attention.OPERATORS.items():
+        if operator.backward == bool(backward):
+            given = attended(key_heads)[1 - operator.query :]
+            args = [laid(tensor.shape, operator) for tensor in given]
+            args += [KEYS if i == operator.longest else None for i in range(len(args), 15)]
+            assert operator.flops(args) == ATTENTION[backward], name
+            theirs = flop_registry.get(getattr(_aten, name[6:], None))
             if theirs and (key_heads == HEADS or torch.__version__ >= "2.12"):
-                assert count(*shapes) == theirs(*given), name
+                assert operator.flops(args) == theirs(*given), name
+
+
+def laid(shape: torch.Size, operator: attention.Attention) -> tuple[int, ...]:
+    """Of ``[batch, heads, tokens, channels]`` as the operator takes it."""
+    batch, heads, tokens, channels = shape
+    if operator.longest is not None:
+        return batch * tokens, heads, channels
+    return (batch, tokens, heads, channels) if operator.length == -3 else (*shape,)
 
 
 def test_flex_attention_is_counted_by_its_name() -> None:
@@ -60,4 +67,4 @@ def test_flex_attention_is_counted_by_its_name() -> None:
 def test_every_fused_attention_has_a_formula() -> None:
     names = {f"aten::{name}" for name in dir(_aten) if name.startswith("_scaled_dot_product_")}
     parts = {n for n in names if "math" in n or "quantized" in n or "_out" in n}
-    assert not names - parts - {*attention.FLOPS}
+    assert not names - parts - attention.OPERATORS.keys()
