@@ -25,6 +25,7 @@ from simplefsdp._torch.dynamo import (
     assigns_data,
     backend_traced_for,
     breaks_the_graph,
+    code_number,
     compile_modules_of_torch_too,
     graph_break_of,
     guarded,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
 # Where code is not the user's.
@@ -227,6 +228,13 @@ def place_called() -> CodePlace | None:
             inner = place
         frame = frame.f_back
     return found
+
+
+def code_number() -> int | None:
+    """Dynamo's number of the code that it compiles, one for all graphs that it makes of that; None
+    if it compiles none."""
+    found = CompileContext.current_compile_id()
+    return None if found is None else found.frame_id
 
 
 def source_name(source: Any) -> str:

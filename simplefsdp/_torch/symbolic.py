@@ -135,6 +135,8 @@ def open_inputs(gm: GraphModule) -> dict[int, OpenSize]:
         symbol, env, hint = value.node.expr, value.node.shape_env, getattr(value.node, "hint", None)
         if env is not None and hint is not None and hint > 0:  # else it is no size
             bounds = env.bound_sympy(symbol)  # of a number that is no size there may be none
+            if bounds is None:  # a number that stands for the lengths of a nested tensor's parts
+                continue
             least, most = (int(min(max(end, 1), ENDLESS)) for end in (bounds.lower, bounds.upper))
             name = input_name(node) or str(symbol)
             found[place] = OpenSize(symbol, name, int(hint), least, most)

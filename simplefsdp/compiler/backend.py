@@ -25,6 +25,7 @@ from simplefsdp.compiler.dedupe import dedupe_gathers, gathers_of, reduce_in_sec
 from simplefsdp.compiler.executor import executor_of
 from simplefsdp.compiler.local_inputs import compile_with_local_inputs
 from simplefsdp.compiler.machine import cluster_for
+from simplefsdp.compiler.names import named_as_before
 from simplefsdp.compiler.options import Options, parse_options
 from simplefsdp.compiler.reshard import decide_resharding
 from simplefsdp.errors import told_plainly
@@ -72,10 +73,11 @@ def simplefsdp(
     choice = parse_options(options if mode is None else {**(options or {}), "mode": mode})
     _refuse_unwrapped(gm, example_inputs)
     breaks.enter(gm)
-    specs = dedupe_gathers(gm, example_inputs)
+    dedupe_gathers(gm, example_inputs)
     gathered = _gathered_inputs(gm)
     _refuse_checkpoint_by_hooks([example_inputs[place] for place in gathered])
     missing = _without_values(gathered, example_inputs)
+    specs, gathered = named_as_before(gm, choice), _gathered_inputs(gm)
     params = [value for value in example_inputs if isinstance(value, DTensor)]
     device, shapes = _device_of(params), _shapes(gathered, example_inputs)
     chosen = replace(choice, executor=executor_of(choice, shapes, device))
@@ -86,10 +88,7 @@ def simplefsdp(
     _refuse_cudagraphs(choice, device)
     begin_preparing(chosen.executor, device.type)
     timeout_s = choice.rank_guard_timeout_s
-    ranks = ranks_of([param.device_mesh for param in params])
-    if len(ranks) > 1 and not timeout_s:
-        say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")
-        ranks = ()
+    ranks = _ranks_to_meet(params, timeout_s)
     lines = [
         *_communicated(gm, params, choice, specs, settings, adjusted=adjust is not None),
         _named(missing),
@@ -116,6 +115,15 @@ def simplefsdp(
         compiled = called(compile_graph(whole, inputs, whole_step=True))
     compiled = refreshing(compiled, kept_places, ranks, timeout_s)
     return _refusing_emptied(compiled, gathered, ranks, timeout_s)
+
+
+def _ranks_to_meet(params: Sequence[DTensor], timeout_s: float) -> tuple[int, ...]:
+    """The ranks that compare what they are about to do; none if they are told not to."""
+    ranks = ranks_of([param.device_mesh for param in params])
+    if len(ranks) > 1 and not timeout_s:
+        say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")
+        return ()
+    return ranks
 
 
 def _refusing_emptied(

@@ -201,6 +201,23 @@ def test_dynamo_names_inputs_and_modules():
     assert isinstance(weight.meta["example_value"], nn.Parameter)
 
 
+def test_dynamo_numbers_code():
+    found = []
+
+    def backend(gm, inputs):
+        found.append(_torch.code_number())
+        return gm
+
+    torch._dynamo.reset()
+    one, other = (
+        torch.compile(f, backend=backend, dynamic=False) for f in (lambda x: x + 1, lambda x: x + 2)
+    )
+    for function, rows in ((one, 3), (other, 3), (one, 4)):
+        function(torch.ones(rows))
+    assert len(found) == 3 and found[0] == found[2] != found[1]
+    assert _torch.code_number() is None
+
+
 def test_the_partitioner_obeys_recompute_tags():
     from torch._functorch import partitioners
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from simplefsdp import simple_fsdp
 from simplefsdp.compiler import compilation
+from simplefsdp.compiler.observers import observing
 from simplefsdp.rank_guard import RankMismatchError
 
 GROUP_TIMEOUT_S, SLOW_S = 1.0, 3.0
@@ -44,6 +46,33 @@ def run_a_step(slow_calls, timeout_s, backward, executor="aot_eager"):
         except RankMismatchError as error:
             return str(error)
     return len(calls)
+
+
+def run_experts(rows):
+    """Experts that are alike and compiled apart; how many graphs this rank compiles."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    plain = copy.deepcopy(experts)
+    simple_fsdp(experts)
+    for expert in experts:
+        options = {"executor": "aot_eager", "rank_guard_timeout_s": 20}
+        expert.compile(backend="simplefsdp", options=options)
+    graphs = []
+    with observing(graphs.append):
+        for run in (plain, experts):
+            given = [torch.ones(count, 8) for count in rows[dist.get_rank()]]
+            sum(e(x).sum() for e, x in zip(run, given, strict=True)).backward()
+    for wanted, got in zip(plain.parameters(), experts.parameters(), strict=True):
+        dist.all_reduce(wanted.grad)
+        torch.testing.assert_close(got.grad.full_tensor(), wanted.grad / dist.get_world_size())
+    return len(graphs)
+
+
+def test_a_rank_that_compiles_alone_for_a_module_like_others(pools):
+    """One row is another graph. The other rank runs what was compiled for the first experts."""
+    first, alone = pools(2).run(run_experts, [[4, 5, 6], [4, 5, 1]])
+    assert alone > first > 1
 
 
 @pytest.mark.slow(quick=["slow_calls0-False"])

@@ -84,6 +84,38 @@ def test_gradients_with_written_buffers(solo_mesh, kind, executor):
         torch.testing.assert_close(got, wanted)
 
 
+class MemoryBank(nn.Module):
+    """Features are compared with a queue, which the loop writes to before it calls backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 4)
+        self.register_buffer("queue", torch.rand(4, 6))
+
+    def forward(self, x):
+        return self.linear(x) @ self.queue.clone().detach()
+
+
+@pytest.mark.slow(quick=["aot_eager", "regions"])
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor", "regions"])
+def test_an_input_that_is_written_to_before_backward(solo_mesh, executor):
+    """Inductor takes the clone for a copy in vain. Never is the gradient that of the new value."""
+    torch._dynamo.reset()
+    plain, x = MemoryBank(), torch.rand(8, 5)
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    model.compile(backend="simplefsdp", options={"executor": executor})
+    losses = [run(x).square().sum() for run in (plain, model)]
+    for run in (plain, model):
+        run.queue.zero_()
+    losses[0].backward()
+    if executor == "aot_eager":
+        losses[1].backward()
+        torch.testing.assert_close(model.linear.weight.grad.to_local(), plain.linear.weight.grad)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[1].backward()
+
+
 def test_not_a_view_is_kept_but_what_reads_it():
     """A view would show what was written."""
 

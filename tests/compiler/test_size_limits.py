@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from typing import get_args
@@ -325,3 +326,19 @@ def test_what_fails_before_a_call_is_told_once_and_ends_nothing(fake_mesh, caplo
 def test_a_static_graph_is_called_as_it_is(fake_mesh):
     gm = torch.fx.symbolic_trace(nn.Tanh())
     assert SizeLimits(gm).watching(gm) is gm
+
+
+def test_a_nested_tensor_has_a_number_that_is_no_size(solo_mesh):
+    """It stands for the lengths of the parts, and has no bounds."""
+    torch._dynamo.reset()
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    model.compile(backend="simplefsdp", options=OPTIONS)
+    for rows in (3, 4):
+        parts = [torch.rand(rows, 8), torch.rand(5, 8)]
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+        losses = [run(x).values().square().sum() for run in (plain, model)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+    torch.testing.assert_close(model[0].weight.grad.to_local(), plain[0].weight.grad)

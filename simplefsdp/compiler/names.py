@@ -1,0 +1,55 @@
+"""What parameters are called in a graph that is like one of before.
+
+Dynamo runs code that it made of one module for others like it (experts, layers that are compiled
+apart), with their parameters; that they have other names, it does not see. One rank may have to
+compile such code anew, as for a batch of a size that no other has. What it then communicates, the
+ranks have agreed on under the names of the first: with these there is nobody to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+
+from simplefsdp import _torch
+from simplefsdp.compiler.dedupe import gathers_of, specs_of
+from simplefsdp.compiler.options import Options
+from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.rank_guard import decisions
+
+
+def named_as_before(gm: GraphModule, options: Options) -> list[GatherSpec]:
+    """Give the gathers of ``gm``, in place, the names that they had in the first graph of the same
+    code that gathers the same under the same ``options``; return how each is done. Where buckets
+    are given by names, these stay."""
+    specs, code = specs_of(gm), _torch.code_number()
+    if not specs or code is None or options.buckets is not None:
+        return specs
+    read = tuple(map(_read, gathers_of(gm)))
+    key = ("names", code, torch.is_grad_enabled(), repr(options), read)
+    first: tuple[str, ...] = decisions().setdefault(key, tuple(spec.fqn for spec in specs))
+    for node, fqn in zip(gathers_of(gm), first, strict=True):
+        node.args = (node.args[0], fqn, *node.args[2:])
+    return specs_of(gm)
+
+
+def _read(gather: Node) -> Hashable:
+    """What is gathered: by its name from where the code stands, how, and what reads it."""
+    param, _, fields = gather.args
+    assert isinstance(param, Node)
+    value = param.meta["example_value"]
+    layout = value.placements if isinstance(value, DTensor) else ()
+    deferral = tuple(sorted((key, str(kind)) for key, kind in gather.kwargs.items()))
+    return (
+        _torch.input_name(param) or param.name,
+        tuple(str(user.target) for user in gather.users),
+        (*value.shape,),
+        value.dtype,
+        layout,
+        value.requires_grad,
+        fields,
+        deferral,
+    )
