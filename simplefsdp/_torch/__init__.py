@@ -93,6 +93,7 @@ from simplefsdp._torch.tensors import (
     order_of_saved,
     reached,
     reduces_in_param_dtype,
+    storage_number,
     storage_of,
     storage_use_count,
     tree_map_only,

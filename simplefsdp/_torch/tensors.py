@@ -86,6 +86,11 @@ def storage_of(value: object) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
 
 
+def storage_number(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from others that are there, even one that holds nothing."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:
     """A fake tensor like ``tensor``, on the storage of ``owner``, or on one of its own."""
     from torch._subclasses.fake_tensor import FakeTensor

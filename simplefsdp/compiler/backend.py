@@ -29,7 +29,7 @@ from simplefsdp.compiler.names import named_as_before
 from simplefsdp.compiler.options import Options, parse_options
 from simplefsdp.compiler.reshard import decide_resharding
 from simplefsdp.errors import told_plainly
-from simplefsdp.frontend import living, uninitialised
+from simplefsdp.frontend import assigned, living, uninitialised
 from simplefsdp.frontend.accumulation import noting_backwards
 from simplefsdp.frontend.after_wrap import stands_for_shard
 from simplefsdp.frontend.gather import GatherSpec
@@ -114,7 +114,7 @@ def simplefsdp(
         whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))
     compiled = refreshing(compiled, kept_places, ranks, timeout_s)
-    return _refusing_emptied(compiled, gathered, ranks, timeout_s)
+    return _refusing_lost_values(compiled, gathered, ranks, timeout_s)
 
 
 def _ranks_to_meet(params: Sequence[DTensor], timeout_s: float) -> tuple[int, ...]:
@@ -126,14 +126,14 @@ def _ranks_to_meet(params: Sequence[DTensor], timeout_s: float) -> tuple[int, ..
     return ranks
 
 
-def _refusing_emptied(
+def _refusing_lost_values(
     compiled: Callable[..., Any],
     gathered: Mapping[int, str],
     ranks: Sequence[int],
     timeout_s: float,
 ) -> Callable[..., Any]:
     """``compiled``, that refuses parameters that ``to_empty`` took the values of after
-    compiling."""
+    compiling, and what was assigned to ``.data``."""
     checked = uninitialised.last_emptied()
 
     def call(*args: Any) -> Any:
@@ -145,6 +145,7 @@ def _refusing_emptied(
                 agree(what, [_named(missing)], ranks, timeout_s, remember=False)
                 uninitialised.refuse(missing)
             checked = emptied
+        assigned.refuse_assigned((fqn, args[place]) for place, fqn in gathered.items())
         return compiled(*args)
 
     return call

@@ -28,6 +28,7 @@ from simplefsdp.frontend.accumulation import (
     sums_stay,
 )
 from simplefsdp.frontend.after_wrap import check_before_eager_forward, note_replaced
+from simplefsdp.frontend.assigned import refuse_assigned
 from simplefsdp.frontend.eager_guard import eager_forward, note_gather
 from simplefsdp.frontend.gather import ON_META, gather
 from simplefsdp.frontend.reading import (
@@ -275,6 +276,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
         torch.compiler.reset()  # what was compiled breaks here, and would go on to; gather raises
     fqn, now = layout.spec.fqn, _now(module, name)
     if isinstance(param, DTensor):
+        refuse_assigned([(fqn, param)])
         if "kept" in now:
             kept.refresh([param], ranks_of([param.device_mesh]))
         else:

@@ -29,6 +29,7 @@ from simplefsdp.frontend.arguments import (
     ignored_among,
     without_override,
 )
+from simplefsdp.frontend.assigned import refuse_assigned
 from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.frontend.living import remember_fqns
 from simplefsdp.frontend.outside import handle_operators
@@ -75,7 +76,7 @@ def simple_fsdp(
     parallelism made DTensors are sharded further. Make the optimizer, and register hooks on
     parameters, after the wrap: the parameters are new objects, on the mesh's type of device. To
     write values outside of forward use ``copy_``, ``fill_`` and the like: what is assigned by
-    ``param.data = values`` is lost, as for every DTensor.
+    ``param.data = values`` is lost, as for every DTensor; the next forward raises.
 
     Args:
         model: the module; its parameters become DTensors of the true global shape.
@@ -136,6 +137,7 @@ def simple_fsdp(
         key: parameter_like(param, shard(param, dp, layouts[key].tensor_parallel))
         for key, (_, param) in originals.items()
     }
+    refuse_assigned((layouts[key].spec.fqn, param) for key, param in shards.items())
     # Nothing above changed the model, so an error there leaves it as it was.
     for module in own:
         _install(module, layouts, shards)

@@ -1,0 +1,33 @@
+"""Parameters that something was assigned to by ``param.data = values``.
+
+A DTensor loses that: it computes with its shard, which is an attribute of its own. What is
+assigned changes its storage, though, in which nothing is; by that it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.distributed.tensor import DTensor
+
+from simplefsdp._torch import storage_number
+
+# Of a parameter: its own id, since a copy has its attributes, and the number of its storage.
+_STORAGE = "_simple_fsdp_storage"
+
+
+def refuse_assigned(named: Iterable[tuple[str, object]]) -> None:
+    """Raise if anything was assigned to one of these parameters, given with their FQNs, since it
+    was seen first."""
+    for fqn, param in named:
+        if isinstance(param, DTensor):
+            now, before = (id(param), storage_number(param)), param.__dict__.get(_STORAGE)
+            if now == before:
+                continue
+            if before is not None and before[0] == now[0]:
+                raise ValueError(
+                    f"{fqn}: something was assigned to its .data, which a DTensor loses: it has "
+                    "the values of before. Write `with torch.no_grad(): param.copy_(values)`, also "
+                    "in an optimizer that puts weights back, such as SAM"
+                )
+            setattr(param, _STORAGE, now)
