@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
-class Attention(NamedTuple):
+class AttentionOp(NamedTuple):
     """An operator: where its arguments are, and how its tensors lie.
 
     Attributes:
@@ -51,16 +51,16 @@ _FUSED = (
 )
 
 OPERATORS = {
-    **dict.fromkeys(_FUSED, Attention()),
-    **dict.fromkeys((f"{name}_backward" for name in _FUSED), Attention(1, backward=True)),
-    "flex_attention": Attention(),
-    "flex_attention_backward": Attention(backward=True),
-    "torch_attn::_varlen_attn": Attention(longest=6),
-    "torch_attn::_varlen_attn_backward": Attention(1, backward=True, longest=9),
+    **dict.fromkeys(_FUSED, AttentionOp()),
+    **dict.fromkeys((f"{name}_backward" for name in _FUSED), AttentionOp(1, backward=True)),
+    "flex_attention": AttentionOp(),
+    "flex_attention_backward": AttentionOp(backward=True),
+    "torch_attn::_varlen_attn": AttentionOp(longest=6),
+    "torch_attn::_varlen_attn_backward": AttentionOp(1, backward=True, longest=9),
     # [batch, tokens, heads, channels], or packed; as flash-attn 2 has registered them since 2.7.
-    "flash_attn::_flash_attn_forward": Attention(length=-3),
-    "flash_attn::_flash_attn_backward": Attention(1, backward=True, length=-3),
-    "flash_attn::_flash_attn_varlen_forward": Attention(longest=6),
-    "flash_attn::_flash_attn_varlen_backward": Attention(1, backward=True, longest=12),
+    "flash_attn::_flash_attn_forward": AttentionOp(length=-3),
+    "flash_attn::_flash_attn_backward": AttentionOp(1, backward=True, length=-3),
+    "flash_attn::_flash_attn_varlen_forward": AttentionOp(longest=6),
+    "flash_attn::_flash_attn_varlen_backward": AttentionOp(1, backward=True, longest=12),
 }
 """By the operator's name."""

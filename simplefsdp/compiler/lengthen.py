@@ -74,7 +74,8 @@ def few_layers_traced(
             log.debug("%s: all layers are traced, since they differ: %s", layers_of, error)
         else:
             if graphs.are_long:
-                log.debug("%s: %d layers were not traced", layers_of, short.more)
+                count = short.more * short.numbering.period
+                log.debug("%s: %d layers were not traced", layers_of, count)
                 return code
             log.debug("%s: all layers are traced, for there is no backward", layers_of)
     return compiled(gm, None)

@@ -29,9 +29,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Numbering:
-    """The numbers of layers in FQNs, and in module paths, which begin with other modules."""
+    """The numbers of layers in FQNs, and in module paths, which begin with other modules.
+
+    Where kinds of layers alternate, as attention of a window and of all, ``period`` of them count
+    as one.
+    """
 
     layers: str
+    period: int = 1
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -40,14 +45,14 @@ class Numbering:
     def of(self, fqn: str) -> int | None:
         """The number of the layer that a parameter is in."""
         found = self._pattern.match(fqn)
-        return int(found[1]) if found else None
+        return int(found[1]) // self.period if found else None
 
     def moved(self, path: str, by: int, at_least: int = 0) -> str:
         """``path`` in a layer further on, if its number is ``at_least`` so much."""
         found = self._pattern.search(path)
-        if found is None or int(found[1]) < at_least:
+        if found is None or (number := int(found[1])) // self.period < at_least:
             return path
-        return f"{path[: found.start(1)]}{int(found[1]) + by}{path[found.end(1) :]}"
+        return f"{path[: found.start(1)]}{number + by * self.period}{path[found.end(1) :]}"
 
     def stack_moved(
         self, stack: Mapping[str, tuple[str, object]], by: int, at_least: int = 0

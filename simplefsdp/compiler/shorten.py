@@ -15,7 +15,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -44,6 +44,9 @@ layer's nodes are others, and so may be those of the next one."""
 LEAST = 2
 """Layers that must be left out, or all are traced."""
 
+MOST_KINDS = 8
+"""Of layers that alternate; each kind is traced so often, or all are."""
+
 
 @dataclass(frozen=True)
 class Shortened:
@@ -68,16 +71,17 @@ def shorten(gm: GraphModule) -> Shortened | None:
     if not _is_plain(gm, numbering):
         return None
     body = [node for node in gm.graph.nodes if node.op.startswith("call_")]
-    begins = _begins(body, numbering)
-    if list(begins) != list(range(len(begins))) or len(begins) < HEAD + 1 + TAIL + LEAST:
-        return None
-    cuts = [*begins.values(), len(body)]
-    layers = [_Layer(gm, body[i:j], number) for number, (i, j) in enumerate(pairwise(cuts))]
-    described = [
-        layer.described(before, numbering)
-        for before, layer in zip([None, *layers[:-1]], layers, strict=True)
-    ]
-    first, last = _longest_run(described)
+    layers = _layers(gm, body, numbering)
+    described = _described(layers, numbering)
+    for period in range(1, MOST_KINDS + 1):
+        if _repeats(described, period) >= (HEAD + LEAST) * period:
+            together = replace(numbering, period=period)
+            return _shorten(gm, layers if period == 1 else _layers(gm, body, together), together)
+    return None
+
+
+def _shorten(gm: GraphModule, layers: Sequence[_Layer], numbering: Numbering) -> Shortened | None:
+    first, last = _longest_run(_described(layers, numbering))
     first, last = max(first + 1, HEAD), min(last, len(layers) - 1 - TAIL)
     if last - first < LEAST or not _passes_gradients(layers[first - 1], layers[first]):
         return None
@@ -85,6 +89,29 @@ def shorten(gm: GraphModule) -> Shortened | None:
     if not own or any(map(_reads_what_is_written, layers[first : last + 2])):
         return None
     return _without(gm, layers, range(first, last), numbering)
+
+
+def _layers(gm: GraphModule, body: Sequence[Node], numbering: Numbering) -> list[_Layer]:
+    """The layers, one behind the other; none if they do not stand so."""
+    begins = _begins(body, numbering)
+    if list(begins) != list(range(len(begins))):
+        return []
+    cuts = [*begins.values(), len(body)]
+    return [_Layer(gm, body[i:j], number) for number, (i, j) in enumerate(pairwise(cuts))]
+
+
+def _described(layers: Sequence[_Layer], numbering: Numbering) -> list[list[Hashable]]:
+    pairs = zip([None, *layers[:-1]], layers, strict=True)
+    return [layer.described(before, numbering) for before, layer in pairs]
+
+
+def _repeats(described: Sequence[list[Hashable]], period: int) -> int:
+    """How many layers, one behind the other, are like the one ``period`` ahead, and that many."""
+    most = here = 0
+    for before, layer in zip(described, described[period:], strict=False):
+        here = here + 1 if before == layer else 0
+        most = max(most, here)
+    return most + period if most else 0
 
 
 def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:

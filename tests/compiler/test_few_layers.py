@@ -133,6 +133,21 @@ class PostNorm(Layer):
         return self.norm(x + self.down(F.gelu(self.up(x))) * mask * self.scale)
 
 
+class Windowed(Layer):
+    """Layers of two kinds take turns, as those that attend to a window and to all."""
+
+    window = False
+
+    def forward(self, x, mask):
+        return super().forward(x.tanh() if self.window else x, mask)
+
+
+def in_turns(model: Model, period: int) -> Model:
+    for i, layer in enumerate(model.layers):
+        layer.window = i % period > 0
+    return model
+
+
 class ByPolicy(Layer):
     """What is kept is said by a function, which may count layers."""
 
@@ -246,6 +261,8 @@ CASES = {
     "policy": (lambda: Model(layer=ByPolicy), 0),
     "unused": (Unused, 0),
     "two lists": (ThenOthers, 0),
+    "in turns": (lambda: in_turns(Model(2 * DEPTH + 1, Windowed), 2), 2 * LEFT_OUT + 2),
+    "out of turn": (lambda: in_turns(Model(DEPTH, Windowed), 2), 0),
     "few": (lambda: Model(depth=DEPTH - LEFT_OUT + 1), 0),
 }
 

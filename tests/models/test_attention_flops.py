@@ -41,7 +41,7 @@ def test_operations_of_attention(backward: str, key_heads: int) -> None:
                 assert operator.flops(args) == theirs(*given), name
 
 
-def laid(shape: torch.Size, operator: attention.Attention) -> tuple[int, ...]:
+def laid(shape: torch.Size, operator: attention.AttentionOp) -> tuple[int, ...]:
     """Of ``[batch, heads, tokens, channels]`` as the operator takes it."""
     batch, heads, tokens, channels = shape
     if operator.longest is not None:
