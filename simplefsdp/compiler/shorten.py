@@ -73,16 +73,22 @@ def shorten(gm: GraphModule) -> Shortened | None:
     body = [node for node in gm.graph.nodes if node.op.startswith("call_")]
     layers = _layers(gm, body, numbering)
     described = _described(layers, numbering)
-    for period in range(1, MOST_KINDS + 1):
-        if _repeats(described, period) >= (HEAD + LEAST) * period:
-            together = replace(numbering, period=period)
-            return _shorten(gm, layers if period == 1 else _layers(gm, body, together), together)
-    return None
+    # The shortest of those by which most layers are like others.
+    period = max(range(1, MOST_KINDS + 1), key=lambda period: _repeats(described, period))
+    if _repeats(described, period) < (HEAD + LEAST) * period:
+        return None
+    tail = TAIL + (len(layers) % period > 0)
+    if period > 1:
+        numbering = replace(numbering, period=period)
+        layers = _layers(gm, body, numbering)
+    return _shorten(gm, layers, numbering, tail)
 
 
-def _shorten(gm: GraphModule, layers: Sequence[_Layer], numbering: Numbering) -> Shortened | None:
+def _shorten(
+    gm: GraphModule, layers: Sequence[_Layer], numbering: Numbering, tail: int
+) -> Shortened | None:
     first, last = _longest_run(_described(layers, numbering))
-    first, last = max(first + 1, HEAD), min(last, len(layers) - 1 - TAIL)
+    first, last = max(first + 1, HEAD), min(last, len(layers) - 1 - tail)
     if last - first < LEAST or not _passes_gradients(layers[first - 1], layers[first]):
         return None
     own = all(layer.reads_its_own_parameters(numbering) for layer in layers)

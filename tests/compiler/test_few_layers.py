@@ -261,7 +261,7 @@ CASES = {
     "policy": (lambda: Model(layer=ByPolicy), 0),
     "unused": (Unused, 0),
     "two lists": (ThenOthers, 0),
-    "in turns": (lambda: in_turns(Model(2 * DEPTH + 1, Windowed), 2), 2 * LEFT_OUT + 2),
+    "in turns": (lambda: in_turns(Model(2 * DEPTH + 1, Windowed), 2), 2 * LEFT_OUT),
     "out of turn": (lambda: in_turns(Model(DEPTH, Windowed), 2), 0),
     "few": (lambda: Model(depth=DEPTH - LEFT_OUT + 1), 0),
 }
