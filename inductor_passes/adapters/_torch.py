@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from inductor_passes.adapters._torch_calls import (
@@ -82,7 +83,13 @@ def is_view(node: Node) -> bool:
 def multiplies_matrices(node: Node) -> bool:
     """Whether a node is a matmul, a convolution or attention."""
     packet = getattr(work_call(node).target, "overloadpacket", None)
-    return packet in flop_registry or (node.op == "call_function" and attends(node))
+    return packet in flop_registry or (attends(node) and _is_of_heads(node.meta.get("val")))
+
+
+def _is_of_heads(value: Any) -> bool:
+    """Whether a traced value is as attention's, and not as an index of its mask."""
+    tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+    return any(v.is_floating_point() and v.dim() > 2 for v in tensors)
 
 
 _STORED = "inductor_realize_to_strides"

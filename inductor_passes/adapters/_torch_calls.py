@@ -82,7 +82,9 @@ def work_call(node: Node) -> Call:
     arguments, as the backward of the flash-attn package does, where AOTAutograd has another call
     return what it would write."""
     if node.target in _FUNCTIONALIZED:
-        return Call(node.args[0], (), node.kwargs)
+        target: Any = node.args[0]
+        names = {argument.name for argument in target._schema.arguments}
+        return Call(target, (), {k: v for k, v in node.kwargs.items() if k in names})
     return call_of(node)
 
 

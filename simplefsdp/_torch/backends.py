@@ -18,7 +18,7 @@ from simplefsdp._torch.cache_files import broken_files_removed
 from simplefsdp._torch.cpp_kernels import kernels_together
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
 from simplefsdp._torch.graph_key import wrappers
-from simplefsdp._torch.one_graph import AS_ONE, AsOne, as_if_cut, nothing_recomputed_yet
+from simplefsdp._torch.one_graph import AS_ONE, AsOne, as_if_cut, partitioning
 from simplefsdp._torch.padding import padding_without_benchmarks
 from simplefsdp._torch.saved_code import giving_entry
 
@@ -124,7 +124,7 @@ def compile_with_inductor(
     patches = {key: value for key, value in patches.items() if key in known}
     users = {key: getattr(config, key) for key in patches}
     # Torch's own lookup would skip tracing, and with it `observe`.
-    with giving_entry(results.entry), padding_without_benchmarks(), nothing_recomputed_yet():
+    with giving_entry(results.entry), padding_without_benchmarks(), partitioning():
         whole = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
     return cast(CompiledFunction, whole)
 
@@ -290,7 +290,7 @@ def compile_with_aot_eager(
         decompositions=decompositions,
         keep_inference_input_mutations=True,
     )
-    with nothing_recomputed_yet():
+    with partitioning():
         return backend(gm, example_inputs)  # type: ignore[no-any-return]
 
 

@@ -11,7 +11,7 @@ saved. So that graph is cut here, as AOTAutograd would, and the two are put one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Final, Literal
 
 import torch
@@ -28,13 +28,22 @@ _COPY = torch.ops.aten.copy_.default
 _TANGENT = "tangents_1"
 
 
-def nothing_recomputed_yet() -> AbstractContextManager[None]:
-    """Keep AOTAutograd from recomputing what is checkpointed in a graph with its own backward: it
-    knows nothing of what the cut chooses, and refuses random ops (since 2.12)."""
+def partitioning() -> AbstractContextManager[None]:
+    """How AOTAutograd is to choose what backward computes again.
+
+    It saves no views, but what they are views of. Of a view it takes no notice when that is written
+    to before backward, and gradients are silently wrong, as torch's are (2.11 to 2.15) where
+    Inductor has removed a clone that the user made against this, of a memory bank's queue, as one
+    in vain; of an input autograd takes notice, and raises.
+
+    And it leaves a graph with its own backward alone: it knows nothing of what the cut chooses, and
+    refuses random ops (since 2.12).
+    """
     from torch._functorch import config
 
     name = "remat_using_tags_for_fwd_loss_bwd_graph"
-    return config.patch({name: False}) if hasattr(config, name) else nullcontext()
+    others = {name: False} if hasattr(config, name) else {}
+    return config.patch({"recompute_views": True, **others})
 
 
 def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:

@@ -37,7 +37,8 @@ def named_as_before(gm: GraphModule, options: Options) -> list[GatherSpec]:
 
 
 def _read(gather: Node) -> Hashable:
-    """What is gathered: by its name from where the code stands, how, and what reads it."""
+    """What is gathered: by its name from where the code stands, and how. What the ranks
+    would not compare is not to be in it: how often this rank reads it, say."""
     param, _, fields = gather.args
     assert isinstance(param, Node)
     value = param.meta["example_value"]
@@ -45,7 +46,6 @@ def _read(gather: Node) -> Hashable:
     deferral = tuple(sorted((key, str(kind)) for key, kind in gather.kwargs.items()))
     return (
         _torch.input_name(param) or param.name,
-        tuple(str(user.target) for user in gather.users),
         (*value.shape,),
         value.dtype,
         layout,

@@ -31,7 +31,6 @@ _CASTS = {
 
 def tag_for_recompute(graph: Graph) -> None:
     """The joint-graph pass: what of the forward the backward does again."""
-    view_inputs_again(graph)
     save_what_reads_written_inputs(graph)
     tag_in_one_graph(graph)
 
@@ -61,20 +60,6 @@ def tag_gather_chains(graph: Graph) -> None:
             node.meta["ac_graph_id"] = _LAST_AC_GRAPH_ID
         elif is_wait(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def view_inputs_again(graph: Graph) -> None:
-    """Have backward make views of inputs again, of inputs that forward saves. Autograd raises if
-    one of these was written to in between. Of a view that forward saves it takes no notice, and
-    gradients are silently wrong, as torch's are (2.11 to 2.15): a clone of the input that the user
-    made against this, as of the queue of a memory bank, is gone by then, as Inductor copies
-    nothing in vain."""
-    views: set[Node] = set(graph.find_nodes(op="placeholder"))
-    for node in graph.nodes:
-        if node.op == "call_function" and _is_view(node) and views.issuperset(node.all_input_nodes):
-            views.add(node)
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = _LAST_AC_GRAPH_ID
 
 
 def save_what_reads_written_inputs(graph: Graph) -> None:

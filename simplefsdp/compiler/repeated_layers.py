@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
-from inductor_passes.adapters._torch import is_view
+from inductor_passes.adapters._torch import is_collective_start, is_random, is_view
 from inductor_passes.adapters.submodules import is_submodule, submodule_text
 from simplefsdp import provenance
 from simplefsdp._torch.exact import exactly
@@ -105,6 +105,8 @@ def _moved_to_layers(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
     end = body.index(last[0]) if last else len(body)
     returned: set[Node] = set()
     for node in reversed(body[end:]):
+        if node.is_impure() or is_random(node) or is_collective_start(node):
+            continue  # whose order counts
         others = [user for user in node.users if user.op != "output"]
         if not others or (is_view(node) and returned.issuperset(others)):
             returned.add(node)

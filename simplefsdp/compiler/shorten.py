@@ -71,7 +71,8 @@ def shorten(gm: GraphModule) -> Shortened | None:
     if not _is_plain(gm, numbering):
         return None
     body = [node for node in gm.graph.nodes if node.op.startswith("call_")]
-    layers = _layers(gm, body, numbering)
+    if not (layers := _layers(gm, body, numbering)):
+        return None
     described = _described(layers, numbering)
     # The shortest of those by which most layers are like others.
     period = max(range(1, MOST_KINDS + 1), key=lambda period: _repeats(described, period))
@@ -80,7 +81,7 @@ def shorten(gm: GraphModule) -> Shortened | None:
     tail = TAIL + (len(layers) % period > 0)
     if period > 1:
         numbering = replace(numbering, period=period)
-        layers = _layers(gm, body, numbering)
+        layers = _layers(gm, body, numbering)  # which stand as those do that they are made of
     return _shorten(gm, layers, numbering, tail)
 
 
@@ -281,9 +282,8 @@ def _without(
 ) -> Shortened | None:
     """``gm`` with a stand-in for the layers ``left_out``, in front of the template."""
     template, last = layers[left_out.stop], layers[left_out.stop - 1]
-    if others := _read_elsewhere([layers[i] for i in (*left_out, left_out.stop)]):
-        if all(node.op == "output" for node in others):
-            _warn_of_outputs(numbering.layers)
+    if elsewhere := _read_elsewhere([layers[i] for i in (*left_out, left_out.stop)]):
+        _tell_of_outputs(elsewhere, template.taken(last), numbering.layers)
         return None
     skipped = {node for i in left_out for node in layers[i].nodes}
     skipped |= {n for n in gm.graph.find_nodes(op="get_attr") if skipped.issuperset(n.users)}
@@ -308,25 +308,34 @@ def _without(
     return Shortened(short, numbering, left_out.start, len(left_out), len(template.own))
 
 
-def _read_elsewhere(layers: Sequence[_Layer]) -> set[Node]:
-    """What reads a value of any but the last of ``layers``, and is in neither it nor the next."""
-    return {
-        user
+def _read_elsewhere(layers: Sequence[_Layer]) -> list[Node]:
+    """What any but the last of ``layers`` makes, and is read by others than it and the next one."""
+    return [
+        node
         for layer, following in pairwise(layers)
         for node in layer.nodes
-        for user in node.users
-        if user not in layer.at and user not in following.at
-    }
+        if any(user not in layer.at and user not in following.at for user in node.users)
+    ]
+
+
+def _tell_of_outputs(found: Sequence[Node], passed: Sequence[Node], layers: str) -> None:
+    """Warn if forward returns of each layer something of the size of what goes from one to the
+    next, with gradients, as caches of keys and values are; not of a loss."""
+    most = max(node.meta["example_value"].numel() for node in passed)
+    returned = (node for node in found if any(user.op == "output" for user in node.users))
+    for value in (node.meta.get("example_value") for node in returned):
+        if isinstance(value, Tensor) and value.requires_grad and 16 * value.numel() >= most:
+            _warn_of_outputs(layers)
 
 
 @cache
 def _warn_of_outputs(layers: str) -> None:
     if speaks():
         log.warning(
-            "%s: forward returns values of each layer, as Hugging Face's models do with "
-            "use_cache=True or output_hidden_states=True: they stay in memory until backward, "
-            "which adds zeros for their gradients, and no layer's compilation serves another's. "
-            "To train, set model.config.use_cache = False",
+            "%s: forward returns activations of each layer: they stay in memory until backward, "
+            "which adds zeros for their gradients, and all layers are traced. If they are caches "
+            "of keys and values, as of Hugging Face's models at their defaults, set "
+            "model.config.use_cache = False to train",
             layers,
         )
 

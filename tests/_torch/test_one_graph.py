@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from simplefsdp._torch import updates
-from simplefsdp._torch.one_graph import as_if_cut, nothing_recomputed_yet
+from simplefsdp._torch.one_graph import as_if_cut, partitioning
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -78,7 +78,7 @@ def test_autograds_own_recomputation_can_be_switched_off():
     from torch._functorch import config
 
     name = "remat_using_tags_for_fwd_loss_bwd_graph"
-    with nothing_recomputed_yet():
+    with partitioning():
         assert not getattr(config, name, False)
 
 

@@ -685,7 +685,14 @@ def test_multiplies_matrices():
     assert found == ["mm"]
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     assert _torch.multiplies_matrices(Graph().call_function(attention))
-    assert _torch.multiplies_matrices(Graph().call_function(torch.ops.higher_order.flex_attention))
+    flex = Graph().call_function(torch.ops.higher_order.flex_attention)
+    for shape, dtype, multiplies in (
+        ((1, 2, 3, 4), torch.bfloat16, True),
+        ((1, 2, 3), torch.int64, False),  # of another library's, such as an index
+        ((2,), torch.float32, False),
+    ):
+        flex.meta["val"] = (torch.empty(shape, dtype=dtype, device="meta"),)
+        assert _torch.multiplies_matrices(flex) == multiplies
 
 
 def test_is_lookup_of_seed():

@@ -75,6 +75,45 @@ def test_a_rank_that_compiles_alone_for_a_module_like_others(pools):
     assert alone > first > 1
 
 
+class InParts(nn.Module):
+    """Reads its weights as often as this rank has parts of its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return sum(self.down(self.up(part).exp()).sum() for part in x.split(2))
+
+
+def run_in_parts(rows):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    plain = nn.ModuleList(InParts() for _ in range(3))
+    experts = simple_fsdp(copy.deepcopy(plain))
+    options = {"executor": "aot_eager", "rank_guard_timeout_s": 20, "cluster": "h100"}
+    for expert in experts:
+        expert.compile(backend="simplefsdp", dynamic=False, options=options)
+    names = []
+    for i, count in enumerate(rows[dist.get_rank()]):
+        graphs = []
+        with observing(graphs.append):
+            for run in (plain, experts):
+                run[i](torch.ones(count, 8)).backward()
+        programs = [graph.rehearsal.reading.program for graph in graphs]
+        names.append([{f for _, op in p.starts() for f in op.collective.fqns} for p in programs])
+    for wanted, got in zip(plain.parameters(), experts.parameters(), strict=True):
+        dist.all_reduce(wanted.grad)
+        torch.testing.assert_close(got.grad.full_tensor(), wanted.grad / dist.get_world_size())
+    return names
+
+
+def test_names_do_not_depend_on_how_often_a_rank_reads(pools):
+    """Else two ranks would take other modules' names for one that both compile, and other plans."""
+    one, other = pools(2).run(run_in_parts, [[4, 2, 1], [2, 4, 1]])
+    assert one == other
+
+
 @pytest.mark.slow(quick=["slow_calls0-False"])
 @pytest.mark.parametrize(("slow_calls", "backward"), [([1], False), ([2], True)])
 def test_a_rank_that_compiles_slowly_is_waited_for(pools, slow_calls, backward):

@@ -207,8 +207,26 @@ class ReturnsEach(Model):
         x, mask, seen = self.embed(x), x.gt(0.5), []
         for layer in self.layers:
             x = layer(x, mask)
-            seen.append(x.sin())
+            seen.append(self.of(x))
         return self.head(x), seen
+
+    def of(self, x):
+        return x.sin()
+
+
+class ReturnsLosses(ReturnsEach):
+    def of(self, x):
+        return x.square().mean()
+
+
+class StartsAtOne(Model):
+    """What a list's first member is for, comes last."""
+
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for layer in (*self.layers[1:], self.layers[0]):
+            x = layer(x, mask)
+        return self.head(x)
 
 
 def another(model: Model) -> Model:
@@ -256,6 +274,7 @@ CASES = {
     "graphs": (lambda: Model(layer=Chooses), LEFT_OUT),
     "each is returned": (ReturnsAll, 0),
     "one is another": (lambda: another(Model(depth=10)), 0),
+    "the first comes last": (StartsAtOne, 0),
     "tied": (lambda: tied(Model()), LEFT_OUT),
     "one sign": (lambda: one_negative(Model(layer=Signed)), 0),
     "policy": (lambda: Model(layer=ByPolicy), 0),
@@ -334,15 +353,21 @@ def test_as_inductor_cuts(fake_mesh, caplog, layer):
 
 def test_what_each_layer_returns_is_said_to_cost(fake_mesh, caplog):
     shorten._warn_of_outputs.cache_clear()
-    model = simple_fsdp(ReturnsEach(), fake_mesh(2))
-    model.compile(backend="simplefsdp", options={"executor": "aot_eager", "bucketing": "manual"})
+    options = {"executor": "aot_eager", "bucketing": "manual"}
+    mesh = fake_mesh(2)
+    model = simple_fsdp(ReturnsLosses(), mesh)
+    model.compile(backend="simplefsdp", options=options)
+    torch.stack(model(torch.rand(4, DIM))[1]).sum().backward()
+    torch._dynamo.reset()
+    model = simple_fsdp(ReturnsEach(), mesh)
+    model.compile(backend="simplefsdp", options=options)
     with torch.no_grad():
         model(torch.rand(4, DIM))  # to generate, caches are what is wanted
     assert "use_cache" not in caplog.text
     for _ in range(2):
         model(torch.rand(4, DIM))[0].sum().backward()
         torch._dynamo.reset()
-    assert caplog.text.count("layers: forward returns values of each layer") == 1
+    assert caplog.text.count("layers: forward returns activations of each layer") == 1
 
 
 def test_sizes_that_depend_on_data(solo_mesh, caplog):
