@@ -683,16 +683,15 @@ def test_multiplies_matrices():
     graph = trace(lambda a: ((a @ a) + 1).relu().conj(), torch.ones(3, 3))
     found = [n.name for n in graph.nodes if _torch.multiplies_matrices(n)]
     assert found == ["mm"]
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert _torch.multiplies_matrices(Graph().call_function(attention))
-    flex = Graph().call_function(torch.ops.higher_order.flex_attention)
-    for shape, dtype, multiplies in (
-        ((1, 2, 3, 4), torch.bfloat16, True),
-        ((1, 2, 3), torch.int64, False),  # of another library's, such as an index
-        ((2,), torch.float32, False),
-    ):
-        flex.meta["val"] = (torch.empty(shape, dtype=dtype, device="meta"),)
-        assert _torch.multiplies_matrices(flex) == multiplies
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    for target in (fused, torch.ops.higher_order.flex_attention):
+        node = Graph().call_function(target)
+        node.meta["val"] = (torch.empty(1, 2, 3, 4, dtype=torch.bfloat16, device="meta"),)
+        assert _torch.multiplies_matrices(node)
+    # Of another library's, such as an index.
+    for shape, dtype in (((1, 2, 3), torch.int64), ((2,), torch.float32)):
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        assert not _torch.multiplies_matrices(node)
 
 
 def test_is_lookup_of_seed():
