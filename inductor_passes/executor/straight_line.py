@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ from torch.fx import GraphModule, Node
 from inductor_passes.adapters import _torch
 from inductor_passes.adapters._torch_calls import run_by_itself
 from inductor_passes.adapters._torch_code import is_kept_code
+from inductor_passes.adapters.submodules import attribute_of
 from inductor_passes.executor.regions import Region
 
 Compiled = Callable[[list[Any]], Any]
@@ -82,7 +82,7 @@ class _Writer:
         lines += ["    args.clear()", *self._dropped(n for n in inputs if n not in self.last)]
         for node in self.gm.graph.nodes:
             if node.op == "get_attr":
-                self.scope[self.name[node]] = operator.attrgetter(str(node.target))(self.gm)
+                self.scope[self.name[node]] = attribute_of(node)
         for i, piece in enumerate(self.pieces):
             if isinstance(piece, Node):
                 lines += self._call_node(i, piece)

@@ -83,12 +83,12 @@ def storage_of(value: object) -> int | None:
     """What tells a fake tensor's storage from others; None for anything else."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
+    return storage_number(value) if isinstance(value, FakeTensor) else None
 
 
 def storage_number(tensor: torch.Tensor) -> int:
     """What tells a tensor's storage from others that are there, even one that holds nothing."""
-    return int(tensor.untyped_storage()._cdata)
+    return tensor.untyped_storage()._cdata
 
 
 def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:

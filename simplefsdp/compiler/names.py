@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from simplefsdp import _torch
-from simplefsdp.compiler.dedupe import gathers_of, specs_of
+from simplefsdp.compiler.dedupe import gathers_of
 from simplefsdp.compiler.options import Options
-from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.frontend.gather import GatherSpec, spec_of
 from simplefsdp.rank_guard import decisions
 
 
@@ -25,20 +25,19 @@ def named_as_before(gm: GraphModule, options: Options) -> list[GatherSpec]:
     """Give the gathers of ``gm``, in place, the names that they had in the first graph of the same
     code that gathers the same under the same ``options``; return how each is done. Where buckets
     are given by names, these stay."""
-    specs, code = specs_of(gm), _torch.code_number()
-    if not specs or code is None or options.buckets is not None:
-        return specs
-    read = tuple(map(_read, gathers_of(gm)))
-    key = ("names", code, torch.is_grad_enabled(), repr(options), read)
-    first: tuple[str, ...] = decisions().setdefault(key, tuple(spec.fqn for spec in specs))
-    for node, fqn in zip(gathers_of(gm), first, strict=True):
-        node.args = (node.args[0], fqn, *node.args[2:])
-    return specs_of(gm)
+    gathers, code = gathers_of(gm), _torch.code_number()
+    if gathers and code is not None and options.buckets is None:
+        read = tuple(map(_read, gathers))
+        key = ("names", code, torch.is_grad_enabled(), repr(options), read)
+        first = decisions().setdefault(key, [node.args[1] for node in gathers])
+        for node, fqn in zip(gathers, first, strict=True):
+            node.args = (node.args[0], fqn, *node.args[2:])
+    return list(map(spec_of, gathers))
 
 
 def _read(gather: Node) -> Hashable:
-    """What is gathered: by its name from where the code stands, and how. What the ranks
-    would not compare is not to be in it: how often this rank reads it, say."""
+    """What is gathered: by its name from where the code stands, and how. What the ranks would not
+    compare is not to be in it: how often this rank reads it, say."""
     param, _, fields = gather.args
     assert isinstance(param, Node)
     value = param.meta["example_value"]

@@ -27,6 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from inductor_passes.adapters.submodules import attribute_of
 from inductor_passes.ir.buckets import repeated_modules
 from simplefsdp._torch import graph_module, has_policy, is_plain_tensor
 from simplefsdp.compiler.dedupe import gathers_of
@@ -71,24 +72,19 @@ def shorten(gm: GraphModule) -> Shortened | None:
     if not _is_plain(gm, numbering):
         return None
     body = [node for node in gm.graph.nodes if node.op.startswith("call_")]
-    if not (layers := _layers(gm, body, numbering)):
-        return None
+    layers, tail = _layers(body, numbering), TAIL
     described = _described(layers, numbering)
-    # The shortest of those by which most layers are like others.
-    period = max(range(1, MOST_KINDS + 1), key=lambda period: _repeats(described, period))
-    if _repeats(described, period) < (HEAD + LEAST) * period:
+    runs = {period: _longest_run(described, period) for period in range(1, MOST_KINDS + 1)}
+    # The shortest of those by which most layers are like the one so far ahead.
+    period = max(runs, key=lambda period: _length(runs[period]) - period)
+    if _length(runs[period]) < (HEAD + LEAST) * period:
         return None
-    tail = TAIL + (len(layers) % period > 0)
     if period > 1:
+        tail += len(layers) % period > 0  # the last ones are no whole period
         numbering = replace(numbering, period=period)
-        layers = _layers(gm, body, numbering)  # which stand as those do that they are made of
-    return _shorten(gm, layers, numbering, tail)
-
-
-def _shorten(
-    gm: GraphModule, layers: Sequence[_Layer], numbering: Numbering, tail: int
-) -> Shortened | None:
-    first, last = _longest_run(_described(layers, numbering))
+        layers = _layers(body, numbering)
+        runs[1] = _longest_run(_described(layers, numbering))
+    first, last = runs[1]
     first, last = max(first + 1, HEAD), min(last, len(layers) - 1 - tail)
     if last - first < LEAST or not _passes_gradients(layers[first - 1], layers[first]):
         return None
@@ -98,27 +94,18 @@ def _shorten(
     return _without(gm, layers, range(first, last), numbering)
 
 
-def _layers(gm: GraphModule, body: Sequence[Node], numbering: Numbering) -> list[_Layer]:
+def _layers(body: Sequence[Node], numbering: Numbering) -> list[_Layer]:
     """The layers, one behind the other; none if they do not stand so."""
     begins = _begins(body, numbering)
     if list(begins) != list(range(len(begins))):
         return []
     cuts = [*begins.values(), len(body)]
-    return [_Layer(gm, body[i:j], number) for number, (i, j) in enumerate(pairwise(cuts))]
+    return [_Layer(body[i:j], number) for number, (i, j) in enumerate(pairwise(cuts))]
 
 
 def _described(layers: Sequence[_Layer], numbering: Numbering) -> list[list[Hashable]]:
-    pairs = zip([None, *layers[:-1]], layers, strict=True)
+    pairs = zip([None, *layers], layers, strict=False)
     return [layer.described(before, numbering) for before, layer in pairs]
-
-
-def _repeats(described: Sequence[list[Hashable]], period: int) -> int:
-    """How many layers, one behind the other, are like the one ``period`` ahead, and that many."""
-    most = here = 0
-    for before, layer in zip(described, described[period:], strict=False):
-        here = here + 1 if before == layer else 0
-        most = max(most, here)
-    return most + period if most else 0
 
 
 def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
@@ -162,8 +149,8 @@ class _Layer:
     """The nodes of a layer, from its first gather to the next one's, and the inputs that only it
     reads, in the order of first use."""
 
-    def __init__(self, gm: GraphModule, nodes: Sequence[Node], number: int) -> None:
-        self.gm, self.nodes, self.number = gm, nodes, number
+    def __init__(self, nodes: Sequence[Node], number: int) -> None:
+        self.nodes, self.number = nodes, number
         self.at = {node: i for i, node in enumerate(nodes)}
         used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
         here = [n for n in used if n.op == "placeholder" and all(u in self.at for u in n.users)]
@@ -189,7 +176,7 @@ class _Layer:
             if node in self.own:
                 return "own", self.own[node], _value(node)
             if node.op == "get_attr":
-                return "attribute", _submodule(self.gm, node)
+                return "attribute", _submodule(node)
             return ("before", known[node]) if node in known else node
 
         lines: list[Hashable] = []
@@ -203,10 +190,10 @@ class _Layer:
         return lines
 
 
-def _submodule(gm: GraphModule, node: Node) -> Hashable:
+def _submodule(node: Node) -> Hashable:
     """What a submodule computes, whatever its nodes are called; any other attribute is itself. A
     region with a policy of the user's of what to keep is like none: a policy may count layers."""
-    module = operator.attrgetter(str(node.target))(gm)
+    module = attribute_of(node)
     if not isinstance(module, GraphModule) or has_policy(module):
         return id(module)
     number = {n: i for i, n in enumerate(module.graph.nodes)}
@@ -214,7 +201,7 @@ def _submodule(gm: GraphModule, node: Node) -> Hashable:
     for inner in module.graph.nodes:
         target: Any = inner.target
         if inner.op == "get_attr":
-            target = _submodule(module, inner)
+            target = _submodule(inner)
         elif inner.op == "placeholder":
             target = None
         referring = map_arg((inner.args, inner.kwargs), lambda n: ("here", number[n]))
@@ -249,13 +236,18 @@ def _of_tensor(value: Tensor) -> Hashable:
     return layout
 
 
-def _longest_run(described: Sequence[list[Hashable]]) -> tuple[int, int]:
-    """The first and the last of the most layers, one behind the other, that are alike."""
-    best = begin = 0, 0
-    for i, (before, layer) in enumerate(pairwise(described), 1):
-        begin = (begin[0], i) if before == layer else (i, i)
-        best = max(best, begin, key=lambda run: run[1] - run[0])
+def _longest_run(described: Sequence[list[Hashable]], period: int = 1) -> tuple[int, int]:
+    """The first and the last of the most layers, one behind the other, that are like the one
+    ``period`` ahead, but for the first of them."""
+    best = begin = 0, period - 1
+    for i, (before, layer) in enumerate(zip(described, described[period:], strict=False), period):
+        begin = (begin[0], i) if before == layer else (i - period + 1, i)
+        best = max(best, begin, key=_length)
     return best
+
+
+def _length(run: tuple[int, int]) -> int:
+    return run[1] - run[0] + 1
 
 
 def _passes_gradients(before: _Layer, layer: _Layer) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from simplefsdp._torch import storage_number
 
@@ -16,18 +16,17 @@ from simplefsdp._torch import storage_number
 _STORAGE = "_simple_fsdp_storage"
 
 
-def refuse_assigned(named: Iterable[tuple[str, object]]) -> None:
-    """Raise if anything was assigned to one of these parameters, given with their FQNs, since it
-    was seen first."""
+def refuse_assigned(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if anything was assigned to one of these parameters, DTensors given with their FQNs,
+    since it was seen first."""
     for fqn, param in named:
-        if isinstance(param, DTensor):
-            now, before = (id(param), storage_number(param)), param.__dict__.get(_STORAGE)
-            if now == before:
-                continue
-            if before is not None and before[0] == now[0]:
-                raise ValueError(
-                    f"{fqn}: something was assigned to its .data, which a DTensor loses: it has "
-                    "the values of before. Write `with torch.no_grad(): param.copy_(values)`, also "
-                    "in an optimizer that puts weights back, such as SAM"
-                )
-            setattr(param, _STORAGE, now)
+        now, before = (id(param), storage_number(param)), param.__dict__.get(_STORAGE)
+        if now == before:
+            continue
+        if before is not None and before[0] == now[0]:
+            raise ValueError(
+                f"{fqn}: something was assigned to its .data, which a DTensor loses: it has the "
+                "values of before. Write `with torch.no_grad(): param.copy_(values)`, also in an "
+                "optimizer that puts weights back, such as SAM"
+            )
+        setattr(param, _STORAGE, now)
