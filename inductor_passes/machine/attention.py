@@ -39,7 +39,8 @@ class AttentionOp(NamedTuple):
         query, key, value = args[self.query : self.query + 3]
         keys = key[self.length] if self.longest is None else args[self.longest]
         channels = 3 * query[-1] + 2 * value[-1] if self.backward else query[-1] + value[-1]
-        return int(math.prod(query[:-1]) * keys * 2 * channels)
+        flops: int = math.prod(query[:-1]) * keys * 2 * channels  # a SymInt, if sizes are
+        return flops
 
 
 _FUSED = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
@@ -47,6 +48,13 @@ def laid(shape: torch.Size, operator: attention.AttentionOp) -> tuple[int, ...]:
     if operator.longest is not None:
         return batch * tokens, heads, channels
     return (batch, tokens, heads, channels) if operator.length == -3 else (*shape,)
+
+
+def test_sizes_may_be_open() -> None:
+    seq = sympy.Symbol("seq")
+    for name, operator in attention.OPERATORS.items():
+        args = [seq if i == operator.longest else (BATCH, HEADS, seq, WIDE) for i in range(15)]
+        assert operator.flops(args).free_symbols == {seq}, name
 
 
 def test_flex_attention_is_counted_by_its_name() -> None:
