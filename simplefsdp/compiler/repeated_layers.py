@@ -126,7 +126,9 @@ def _run(numbers: Sequence[int], layers: Sequence[Sequence[Node]], template: int
     """Indices of the layers around ``template`` that do the same, one behind the other."""
     at = numbers.index(template) if template in numbers else 0
     # Graphs that operators take have a name for each layer: their code is compared behind this.
-    targets = [[n.op if n.op == "get_attr" else n.target for n in nodes] for nodes in layers]
+    targets = [
+        [(n.op if n.op == "get_attr" else n.target, _values(n)) for n in nodes] for nodes in layers
+    ]
     if 0 < at < len(layers):
         step = numbers[at] - numbers[at - 1]
 
@@ -142,7 +144,7 @@ def _run(numbers: Sequence[int], layers: Sequence[Sequence[Node]], template: int
             return range(first, last + 1)
     raise ValueError(
         f"layer {template} and those next to it are not one behind the other in the traced graph, "
-        "with the same ops"
+        "with the same ops and sizes"
     )
 
 

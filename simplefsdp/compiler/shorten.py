@@ -85,7 +85,9 @@ def shorten(gm: GraphModule) -> Shortened | None:
         layers = _layers(body, numbering)
         runs[1] = _longest_run(_described(layers, numbering))
     first, last = runs[1]
-    first, last = max(first + 1, HEAD), min(last, len(layers) - 1 - tail)
+    # Next to the template is one that follows one like it: backward begins a layer's nodes where
+    # those of the layer ahead of it end.
+    first, last = max(first + 2, HEAD), min(last, len(layers) - 1 - tail)
     if last - first < LEAST or not _passes_gradients(layers[first - 1], layers[first]):
         return None
     own = all(layer.reads_its_own_parameters(numbering) for layer in layers)

@@ -234,6 +234,13 @@ def another(model: Model) -> Model:
     return model
 
 
+def wide_first(model: Model) -> Model:
+    """As of DeepSeek-V3 the first layers are no mixtures of experts."""
+    for layer in model.layers[:3]:
+        layer.up, layer.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM, bias=False)
+    return model
+
+
 class TwoTimes(Layer):
     def forward(self, x, mask):
         return 2 * super().forward(x, mask)
@@ -275,7 +282,8 @@ CASES = {
     "each is returned": (ReturnsAll, 0),
     "one is another": (lambda: another(Model(depth=10)), 0),
     "the first comes last": (StartsAtOne, 0),
-    "tied": (lambda: tied(Model()), LEFT_OUT),
+    "wide first": (lambda: wide_first(Model(depth=DEPTH + 2)), LEFT_OUT),
+    "tied": (lambda: tied(Model(depth=DEPTH + 1)), LEFT_OUT),
     "one sign": (lambda: one_negative(Model(layer=Signed)), 0),
     "policy": (lambda: Model(layer=ByPolicy), 0),
     "unused": (Unused, 0),
