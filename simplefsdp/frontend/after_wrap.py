@@ -111,8 +111,12 @@ def _refuse_originals(optimizer: Optimizer, *_: Any) -> None:
                     )
 
 
-def check_before_eager_forward(model: nn.Module) -> None:
-    """Refuse a trainable parameter that came after the wrap; say if a mode keeps it eager."""
+def refuse_unsharded(model: nn.Module) -> None:
+    """Refuse a trainable parameter that came after the wrap.
+
+    Raises:
+        ValueError: ``model`` has one.
+    """
     ignored = ignored_params([model])
     for fqn, param in model.named_parameters():
         is_ours = isinstance(param, DTensor) or stands_for_shard(param)
@@ -124,6 +128,14 @@ def check_before_eager_forward(model: nn.Module) -> None:
                 "of its own; add parameters (get_peft_model, resize_token_embeddings) first, then "
                 "call simple_fsdp"
             )
+
+
+run_as_it_is(refuse_unsharded)
+
+
+def check_before_eager_forward(model: nn.Module) -> None:
+    """See that no parameter came after the wrap; say if a mode keeps the model eager."""
+    refuse_unsharded(model)
     mode = dispatch_mode()
     if mode is not None:
         _warn_of_mode(mode)

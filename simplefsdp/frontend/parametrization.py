@@ -18,8 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp._torch import cast_floating_point, is_to_empty, run_as_it_is, with_own_code
-from simplefsdp.frontend import control, init_flow, kept, living, recurrent, refused, uninitialised
+from simplefsdp._torch import is_to_empty, run_as_it_is
+from simplefsdp.frontend import (
+    control,
+    forwards,
+    generation,
+    init_flow,
+    kept,
+    living,
+    recurrent,
+    refused,
+    uninitialised,
+)
 from simplefsdp.frontend.accumulation import (
     begin_anew,
     carry_over,
@@ -27,20 +37,16 @@ from simplefsdp.frontend.accumulation import (
     note_backward,
     sums_stay,
 )
-from simplefsdp.frontend.after_wrap import check_before_eager_forward, note_replaced
+from simplefsdp.frontend.after_wrap import note_replaced
 from simplefsdp.frontend.assigned import refuse_assigned
-from simplefsdp.frontend.eager_guard import eager_forward, note_gather
+from simplefsdp.frontend.eager_guard import note_gather
 from simplefsdp.frontend.gather import ON_META, gather
 from simplefsdp.frontend.reading import (
-    OWN,
     accessors,
     in_forward,
     in_traced_forward,
     marked,
-    marked_own,
-    plain,
     read_only,
-    shards_explained,
 )
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
@@ -68,8 +74,7 @@ def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
         if name not in vars(subclass):
             setattr(subclass, name, _Gathering(name))
     if module.__class__ is not subclass and "forward" in module.__dict__:
-        own = module.__dict__[OWN] = module.__dict__["forward"]
-        module.__dict__["forward"] = MethodType(marked_own(own), module)
+        module.__dict__["forward"] = forwards.set_on(module, module.__dict__["forward"])
     module.__class__ = subclass
     living.note(module)
     recurrent.drop_second_list(module)
@@ -89,6 +94,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         **control.register_into(cls),
         **refused.members(cls),
         **accessors(cls),
+        **generation.members(cls),
     }
     if _has_forward(cls):
         members["forward"] = marked(cls)
@@ -137,8 +143,12 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
             note_replaced(self, name, param, layout.spec.fqn)
         cls.register_parameter(self, name, param)
 
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        # Libraries set it that fuse the last layer and the loss.
+        cls.__setattr__(self, name, forwards.set_on(self, value) if name == "forward" else value)
+
     methods = (_save_to_state_dict, _load_from_state_dict, _apply, __setstate__, register_parameter)
-    return {method.__name__: method for method in methods}
+    return {method.__name__: method for method in (*methods, __setattr__)}
 
 
 def _is_initialiser(cls: type[nn.Module], name: str) -> bool:
@@ -167,12 +177,11 @@ def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """
     model.__dict__[POLICY] = policy
     use_subclass(model, ())
-    own = model.__dict__.get("forward")
-    if own is not None:
-        model.__dict__["forward"] = MethodType(_casting_forward(own.__func__), model)
+    if "forward" in model.__dict__:
+        model.__dict__["forward"] = forwards.set_on(model, model.__dict__["forward"])
     cls = type(model)
     if _CASTS not in vars(cls):
-        cls.forward = _casting_forward(cls.forward)  # type: ignore[method-assign]
+        cls.forward = forwards.casting(cls.forward)  # type: ignore[method-assign]
         setattr(cls, _CASTS, True)
 
 
@@ -198,7 +207,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     cls = type(module)
     if not callable(getattr(cls, name, None)):
         raise ValueError(f"name: {cls.__name__} has no method {name!r}")
-    module.__dict__[name] = MethodType(_casting_forward(marked(cls, name)), module)
+    module.__dict__[name] = MethodType(forwards.casting(marked(cls, name)), module)
 
 
 class _Gathering:
@@ -309,30 +318,6 @@ def _plain_attribute(module: nn.Module, name: str) -> Any:
     if name in module._buffers:
         return module._buffers[name]
     return nn.Module.__getattr__(module, name)
-
-
-def _casting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def cast_and_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        policy = self.__dict__.get(POLICY)
-        if policy is None:  # an inner instance of the root's class
-            return forward(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            check_before_eager_forward(self)
-            with eager_forward(), shards_explained():
-                return plain(cast_around(self, policy, args, kwargs))
-        return cast_around(self, policy, args, kwargs)
-
-    def cast_around(self: nn.Module, policy: Any, args: Any, kwargs: Any) -> Any:
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = cast_floating_point((args, kwargs), policy.param_dtype)
-        output = forward(self, *args, **kwargs)
-        if policy.output_dtype is not None:
-            output = cast_floating_point(output, policy.output_dtype)
-        return output
-
-    # What Dynamo gives up on is a code: after an exception in one model, not that of all models.
-    return with_own_code(cast_and_forward, f"{forward.__module__}.{forward.__qualname__}")
 
 
 def _shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from simplefsdp.frontend.eager_guard import number_of_forward
 from simplefsdp.frontend.placement import share_memory
 
 Forward = Callable[..., Any]
-OWN = "_simple_fsdp_own_forward"  # on a module whose forward was set on it
+_OWN = "_simple_fsdp_own_forward"  # on a module whose forward was set on it, with a number
 
 
 def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
@@ -49,16 +51,32 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
     )
 
 
-def marked_own(forward: Forward) -> Forward:
-    """As :func:`marked`, of a forward that was set on a module itself, and is now under ``OWN``:
-    there, a copy of the module has a copy of what it is bound to."""
+def marked_own(module: nn.Module, forward: Forward) -> Forward:
+    """As :func:`marked`, of a forward that is set on ``module`` itself."""
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        function = forward.__func__
 
-    def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, OWN)(*args, **kwargs)
+        def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(self, *args, **kwargs)
 
-    return _torch.with_own_code(
-        functools.update_wrapper(forward_of_wrapped, forward), repr(forward)
-    )
+    else:
+        function = forward
+        # There, a copy of the module has a copy of what it is bound to. Each has a name of its own:
+        # it may call the one that was set before.
+        name = f"{_OWN}_{sum(key.startswith(_OWN) for key in module.__dict__)}"
+        module.__dict__[name] = forward
+
+        def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self, name)(*args, **kwargs)
+
+        with suppress(TypeError, ValueError):  # trainers ask for the names of a model's inputs
+            ours = inspect.signature(forward)
+            first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            forward_of_wrapped.__signature__ = ours.replace(  # type: ignore[attr-defined]
+                parameters=[first, *ours.parameters.values()]
+            )
+    functools.update_wrapper(forward_of_wrapped, function)
+    return _torch.with_own_code(forward_of_wrapped, repr(forward))
 
 
 def in_forward() -> bool:

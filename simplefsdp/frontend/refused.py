@@ -62,9 +62,10 @@ def _save_pretrained(cls: type[nn.Module]) -> Callable[..., Any]:
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("state_dict") is None:
             raise ValueError(
-                f"{cls.__name__}.save_pretrained: would write this rank's shards; call "
+                f"{cls.__name__}.save_pretrained: would write this rank's shards; call it on rank "
+                "0 inside `with simplefsdp.unsharded(model):`, or, of a model of transformers, "
                 "simplefsdp.save_pretrained(model, folder) on all ranks (of PEFT's models, that of "
-                "simplefsdp.integrations.peft), or this inside `with simplefsdp.unsharded(model):`"
+                "simplefsdp.integrations.peft)"
             )
         return cls.save_pretrained(self, *args, **kwargs)  # type: ignore[attr-defined]
 

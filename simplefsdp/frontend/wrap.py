@@ -199,7 +199,8 @@ def _check_parameter(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"{fqn}: is a {type(local).__name__}, which says by {' and '.join(names)}() how FSDP2 "
             "is to gather it; simple_fsdp does not support that yet, and would ignore it. Wrap the "
-            "model without that subclass (for torchao: without float8 all-gather)"
+            "model without that subclass (for torchao: float8 without its all-gather, int8 with "
+            "module_swap=True; BitNet needs FSDP2)"
         )
 
 

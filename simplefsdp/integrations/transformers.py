@@ -1,12 +1,19 @@
 """transformers' ``Trainer`` for wrapped models.
 
 ``from simplefsdp.integrations.transformers import Trainer`` is all that changes in a script, but
-for the wrap. For a trainer of another library, put this one first::
+for the wrap. For a trainer of another library, put this one first. If it changes the model itself,
+as TRL's do (adapters by ``peft_config``, a reference), let it have the plain model and ``wrap``::
 
     class SFT(Trainer, trl.SFTTrainer): ...
+
+    def wrap(model):
+        simple_fsdp(model).compile(backend="simplefsdp")
+
+    SFT(model, args=args, train_dataset=data, peft_config=config, wrap=wrap).train()
 """
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,8 @@ from torch import nn
 from transformers.trainer import SCHEDULER_NAME
 from transformers.utils.import_utils import is_peft_available
 
+from simplefsdp.frontend.after_wrap import refuse_unsharded
+from simplefsdp.frontend.full_parameters import unsharded
 from simplefsdp.integrations import checkpoint
 from simplefsdp.integrations.accelerate import Accelerator
 
@@ -36,12 +45,16 @@ _REFUSED = {
 class Trainer(transformers.Trainer):
     """A ``Trainer`` of a model wrapped by simple_fsdp.
 
-    Wrap and compile the model first. Losses, accumulation, clipping and evaluation mean what they
-    mean with DDP. ``save_model`` writes a folder for ``from_pretrained``. A checkpoint holds shards
-    instead, in its folder ``simplefsdp``, unless ``save_only_model``; ``resume_from_checkpoint``
-    goes on from them (on CPU bit for bit; kernels of CUDA may round otherwise the next time), and
-    ``load_best_model_at_end`` works. Of a PEFT model both hold the adapters only. Every rank must
-    call ``train``, ``evaluate``, ``save_model`` and so on.
+    Wrap and compile the model first, or let ``wrap`` do so. Losses, accumulation, clipping and
+    evaluation mean what they mean with DDP. ``save_model`` writes a folder for ``from_pretrained``.
+    A checkpoint holds shards instead, in its folder ``simplefsdp``, unless ``save_only_model``;
+    ``resume_from_checkpoint`` goes on from them (on CPU bit for bit; kernels of CUDA may round
+    otherwise the next time), and ``load_best_model_at_end`` works. Of a PEFT model both hold the
+    adapters only. Every rank must call ``train``, ``evaluate``, ``save_model`` and so on.
+
+    Args:
+        wrap: called with the model, and with the reference model of TRL's trainers, when all else
+            has been made; must call simple_fsdp. Whatever else is given goes to the trainer.
 
     Raises:
         ValueError: the model is not wrapped, or an argument does not go with one that is.
@@ -51,12 +64,46 @@ class Trainer(transformers.Trainer):
     optimizer: Any
     lr_scheduler: Any
 
+    def __init__(
+        self, *args: Any, wrap: Callable[[nn.Module], object] | None = None, **kwargs: Any
+    ) -> None:
+        self._wraps = wrap is not None
+        try:
+            super().__init__(*args, **kwargs)
+            for model in (self.model, getattr(self, "ref_model", None)) if wrap else ():
+                if isinstance(model, nn.Module) and not checkpoint.has_wrapped(model):
+                    wrap(model)  # type: ignore[misc]
+            _check_model(self.model)
+            refuse_unsharded(self.model)
+            if wrap is not None and self.model_init is not None:
+                raise ValueError("model_init: would be called again in train(); give the model")
+        except (RuntimeError, ValueError) as error:
+            if wrap is None:
+                error.add_note(
+                    "if the trainer adds to the model itself, as by peft_config, give it the plain "
+                    "one, and Trainer(..., wrap=function) the function that calls simple_fsdp"
+                )
+            raise
+
     def create_accelerator_and_postprocess(self) -> None:
         """Before anything else is made: refuse what would not work. Then have our accelerator."""
-        _check(self.model, self.args)
+        if not self._wraps:
+            _check_model(self.model)
+        _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         # Made with all arguments of this release of transformers; ours adds methods only.
         self.accelerator.__class__ = Accelerator
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self._wraps:  # else it is moved in shards
+            super()._move_model_to_device(model, device)
+
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
+        """As the trainer's; ranks must have equally many batches."""
+        loader = super().get_train_dataloader()
+        if not self.accelerator.even_batches and self.args.dataloader_drop_last:
+            self.accelerator.even_batches = True  # they are, as sentence-transformers makes them
+        return loader
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # the accelerator's clip_grad_norm_ takes any parameters
@@ -72,6 +119,12 @@ class Trainer(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         keep = self.args.should_save
+        if getattr(super()._save, "__func__", None) is not transformers.Trainer._save:
+            # Another library's, as sentence-transformers': it asks the model itself.
+            with unsharded(self.model):
+                if keep:
+                    super()._save(output_dir)
+            return
         if self._peft:
             from simplefsdp.integrations.peft import adapter_state_dict
 
@@ -138,17 +191,20 @@ def _shards(folder: str) -> Path:
     return Path(folder, checkpoint.FOLDER)
 
 
-def _check(model: nn.Module | None, args: transformers.TrainingArguments) -> None:
+def _check_model(model: nn.Module | None) -> None:
     if model is None or not checkpoint.has_wrapped(model):
         raise ValueError(
             f"model: expected one that simple_fsdp wrapped, got {type(model).__name__}; wrap it "
-            "before the Trainer is made, or use transformers.Trainer"
+            "before the Trainer is made, give it wrap=, or use transformers.Trainer"
         )
     if hasattr(model, "_orig_mod"):
         raise ValueError(
             "model: torch.compile() put it into another module, of which the Trainer cannot tell "
             'what its forward takes; call model.compile(backend="simplefsdp")'
         )
+
+
+def _check_arguments(args: transformers.TrainingArguments) -> None:
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):
             raise ValueError(f"TrainingArguments.{name}: not for a wrapped model; {instead}")

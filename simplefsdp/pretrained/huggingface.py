@@ -4,6 +4,7 @@
 """
 
 import copy
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+
+log = logging.getLogger("simplefsdp")
 
 NameOf = Callable[[str], tuple[str, bool]]
 Revert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -99,6 +102,13 @@ def as_in_files(model: Any, tensors: dict[str, Tensor]) -> tuple[dict[str, Tenso
 def write_configs(model: Any, folder: Path) -> None:
     """``config.json``, and ``generation_config.json`` if the model generates, if it has them."""
     if not is_transformers(model):
+        if hasattr(model, "save_pretrained"):
+            log.warning(
+                "%s is no model of transformers: weights are written, and nothing else that its "
+                "from_pretrained may read; for all of it, have rank 0 call its own save_pretrained "
+                "inside `with simplefsdp.unsharded(model):`",
+                type(model).__name__,
+            )
         return
     config = copy.deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")

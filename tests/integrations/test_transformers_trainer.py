@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import assert_equal, fresh_state, llama, sentences, values_of, wrapped
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from simplefsdp import simple_fsdp
 from simplefsdp.integrations import checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -263,12 +266,12 @@ def test_what_the_trainer_does_otherwise_is_what_transformers_calls():
 
     own = {name for name, value in vars(Trainer).items() if inspect.isfunction(value)}
     assert own > {"save_model", "_load_from_checkpoint"}
-    for name in own:
+    for name in own - {"__init__"}:
         theirs = inspect.signature(getattr(transformers.Trainer, name)).parameters.values()
         ours = inspect.signature(getattr(Trainer, name)).parameters.values()
         assert [(p.kind, p.default) for p in ours] == [(p.kind, p.default) for p in theirs], name
     source = inspect.getsource(transformers.Trainer)
-    for name in own - {"create_accelerator_and_postprocess"}:
+    for name in own - {"__init__", "create_accelerator_and_postprocess"}:
         assert f"self.{name}(" in source, name
 
 
@@ -279,3 +282,118 @@ def test_a_trainer_of_another_library_may_come_behind_it():
         pass
 
     assert Both.mro()[1:4] == [Trainer, transformers.Seq2SeqTrainer, transformers.Trainer]
+
+
+class Adding(transformers.Trainer):
+    """As TRL's: adds to the model, and has another to compare it with."""
+
+    def __init__(self, model, args, **others):
+        model.extra = nn.Parameter(torch.zeros(4))
+        super().__init__(model, args, **others)
+        self.ref_model = llama()
+
+
+def test_what_a_trainer_adds_itself_is_wrapped(solo_mesh, tmp_path):
+    from simplefsdp.integrations.transformers import Trainer
+
+    class Both(Trainer, Adding):
+        pass
+
+    args = arguments(tmp_path, eval_strategy="no")
+    trainer = Both(llama(), args, wrap=simple_fsdp)
+    for param in (*trainer.model.parameters(), *trainer.ref_model.parameters()):
+        assert isinstance(param, DTensor)
+    with pytest.raises(ValueError, match="extra: is not sharded") as error:
+        Both(wrapped(llama(), options=None), args)
+    assert "Trainer(..., wrap=function)" in error.value.__notes__[0]
+    with pytest.raises(ValueError, match="expected one that simple_fsdp wrapped"):
+        Both(llama(), args, wrap=lambda model: None)
+
+
+class Asking(transformers.Trainer):
+    """As sentence-transformers': has the model write itself, and batches as they come."""
+
+    def get_train_dataloader(self):
+        self.accelerator.even_batches = False
+        return super().get_train_dataloader()
+
+    def _save(self, output_dir=None, state_dict=None):
+        self.model.save_pretrained(output_dir)
+
+
+def _asking(folder):
+    from simplefsdp.integrations.transformers import Trainer
+
+    class Both(Trainer, Asking):
+        pass
+
+    fresh_state()
+    args = arguments(folder, max_steps=1, eval_strategy="no", dataloader_drop_last=True)
+    trainer = Both(wrapped(llama(), options=None), args, train_dataset=sentences(33))
+    trainer.train()
+    trainer.save_model(str(folder / "asked"))
+    return values_of(trainer.model)
+
+
+def test_a_trainer_that_has_the_model_write_itself(pools, tmp_path):
+    for values in pools(RANKS).run(_asking, tmp_path):
+        saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "asked")
+        assert_equal(values_of(saved), values)
+
+
+def _words():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(29))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def _trl(folder, kind, batch_size):
+    """Three steps of a trainer of TRL, which adds adapters, or sets the model's forward."""
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from simplefsdp.integrations.transformers import Trainer
+
+    fresh_state()
+    names = ("prompt", "chosen", "rejected") if kind == "dpo" else ("text",)
+    rows = [{n: " ".join(f"w{(i * j + len(n)) % 29}" for j in range(5)) for n in names}
+            for i in range(24)]  # fmt: skip
+    base, config = {
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "adapters": (trl.SFTTrainer, trl.SFTConfig),
+        "all": (trl.SFTTrainer, trl.SFTConfig),
+    }[kind]
+    args = config(str(folder), use_cpu=True, max_steps=3, logging_steps=1, report_to=[], bf16=False,
+                  per_device_train_batch_size=batch_size, learning_rate=1e-2, save_strategy="no",
+                  gradient_checkpointing=False, disable_tqdm=True)  # fmt: skip
+    more = {"train_dataset": Dataset.from_list(rows), "processing_class": _words()}
+    if kind != "all":
+        torch.manual_seed(3)
+        more["peft_config"] = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    if dist.is_initialized():
+
+        def wrap(model):
+            wrapped(model, options=None)
+
+        trainer = type("Both", (Trainer, base), {})(llama(), args=args, wrap=wrap, **more)
+    else:
+        trainer = base(llama(), args=args, **more)
+    trainer.train()
+    return logged(trainer, "loss", "grad_norm"), values_of(trainer.model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all", "adapters", "dpo"])
+def test_trainers_of_trl(pools, tmp_path, kind):
+    pytest.importorskip("trl")
+    expected, plain = _trl(tmp_path, kind, 4)
+    assert len(expected) == 3
+    for log, values in pools(RANKS).run(_trl, tmp_path, kind, 2):
+        for entry, other in zip(log, expected, strict=True):
+            assert entry == pytest.approx(other, rel=1e-4)
+        assert_equal(values, plain, tolerance=1e-4)

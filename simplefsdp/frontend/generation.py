@@ -1,0 +1,45 @@
+"""Hugging Face's ``generate`` where ranks share a model.
+
+Each token is a forward, which gathers: a rank whose texts have ended must go on for as long as any
+other, or those wait for it for ever. ``generate`` does so by ``synced_gpus=True``, which it takes
+by itself for modules with a mark of FSDP2's; Dynamo would guard less of a module with that mark.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from simplefsdp.frontend.kept import kept_of
+from simplefsdp.frontend.wrapped import LAYOUTS
+
+
+def members(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """For the subclass of ``cls``: its ``generate``, if it is one that can wait for other ranks."""
+    own = getattr(cls, "generate", None)
+    if not inspect.isfunction(own) or "synced_gpus" not in inspect.signature(own).parameters:
+        return {}
+
+    @functools.wraps(own)
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("synced_gpus") is None and _gathers(self):
+            kwargs["synced_gpus"] = True
+        return own(self, *args, **kwargs)
+
+    return {"generate": generate}
+
+
+def _gathers(model: nn.Module) -> bool:
+    """Whether a forward sends something: not if each rank has, or keeps, full parameters."""
+    return any(
+        layout.spec.shard_ranks > 1
+        and isinstance(module._parameters.get(name), DTensor)
+        and kept_of(module, name) is None
+        for module in model.modules()
+        for name, layout in module.__dict__.get(LAYOUTS, {}).items()
+    )
