@@ -21,7 +21,7 @@ _FILES = {__file__, reading.__file__}
 
 def set_on(module: nn.Module, forward: Any) -> Any:
     """What ``module`` is to have as its own ``forward``, before or after the wrap."""
-    if not callable(forward):
+    if not callable(forward) or isinstance(forward, nn.Module):  # which is a submodule
         return forward
     file = _file_of(module, forward)
     # One of ours comes back: somebody else's took its place for a while.

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,23 +23,29 @@ from simplefsdp.frontend.wrapped import LAYOUTS
 def members(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """For the subclass of ``cls``: its ``generate``, if it is one that can wait for other ranks."""
     own = getattr(cls, "generate", None)
-    if not inspect.isfunction(own) or "synced_gpus" not in inspect.signature(own).parameters:
+    if not inspect.isfunction(own):
+        return {}
+    signature = inspect.signature(own)
+    if "synced_gpus" not in signature.parameters:
         return {}
 
     @functools.wraps(own)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("synced_gpus") is None and _gathers(self):
-            kwargs["synced_gpus"] = True
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        if given.get("synced_gpus") is None and _all_ranks_gather(self):
+            return own(self, *args, **{**kwargs, "synced_gpus": True})
         return own(self, *args, **kwargs)
 
     return {"generate": generate}
 
 
-def _gathers(model: nn.Module) -> bool:
-    """Whether a forward sends something: not if each rank has, or keeps, full parameters."""
+def _all_ranks_gather(model: nn.Module) -> bool:
+    """Whether a forward sends something, among all ranks, whom transformers asks whether they are
+    done; not if each rank has, or keeps, full parameters."""
     return any(
-        layout.spec.shard_ranks > 1
-        and isinstance(module._parameters.get(name), DTensor)
+        isinstance(param := module._parameters.get(name), DTensor)
+        and layout.spec.shard_ranks > 1
+        and param.device_mesh.size() == dist.get_world_size()
         and kept_of(module, name) is None
         for module in model.modules()
         for name, layout in module.__dict__.get(LAYOUTS, {}).items()

@@ -18,7 +18,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -59,6 +59,12 @@ def marked_own(module: nn.Module, forward: Forward) -> Forward:
         def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             return function(self, *args, **kwargs)
 
+    elif isinstance(forward, FunctionType):
+        function = forward
+
+        def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
     else:
         function = forward
         # There, a copy of the module has a copy of what it is bound to. Each has a name of its own:
@@ -69,14 +75,21 @@ def marked_own(module: nn.Module, forward: Forward) -> Forward:
         def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             return getattr(self, name)(*args, **kwargs)
 
-        with suppress(TypeError, ValueError):  # trainers ask for the names of a model's inputs
-            ours = inspect.signature(forward)
-            first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-            forward_of_wrapped.__signature__ = ours.replace(  # type: ignore[attr-defined]
-                parameters=[first, *ours.parameters.values()]
-            )
     functools.update_wrapper(forward_of_wrapped, function)
-    return _torch.with_own_code(forward_of_wrapped, repr(forward))
+    for key in [key for key in vars(forward_of_wrapped) if key.startswith("_torchdynamo")]:
+        delattr(forward_of_wrapped, key)  # by which Dynamo would call what is inside
+    if function is forward:
+        _tell_arguments(forward_of_wrapped, forward)
+    tells_apart = f"{getattr(forward, '__qualname__', type(forward).__name__)} {id(forward)}"
+    return _torch.with_own_code(forward_of_wrapped, tells_apart)
+
+
+def _tell_arguments(method: Any, forward: Forward) -> None:
+    """Give ``method`` the arguments of ``forward``: trainers ask for the names of a model's."""
+    with suppress(TypeError, ValueError):
+        ours = inspect.signature(forward)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        method.__signature__ = ours.replace(parameters=[first, *ours.parameters.values()])
 
 
 def in_forward() -> bool:

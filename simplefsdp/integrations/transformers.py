@@ -13,7 +13,8 @@ as TRL's do (adapters by ``peft_config``, a reference), let it have the plain mo
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from simplefsdp.frontend.after_wrap import refuse_unsharded
 from simplefsdp.frontend.full_parameters import unsharded
 from simplefsdp.integrations import checkpoint
 from simplefsdp.integrations.accelerate import Accelerator
+from simplefsdp.pretrained.together import together
+from simplefsdp.rank_guard import ranks_of_model
 
 # Arguments that would do harm, or nothing, and what to do instead.
 _POLICY = "pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) to simple_fsdp"
@@ -37,6 +40,7 @@ _REFUSED = {
     "deepspeed": _SHARDED,
     "fp16_full_eval": _POLICY,
     "bf16_full_eval": _POLICY,
+    "precompute_ref_log_probs": "TRL takes the model for a plain one then; leave it out",
     "auto_find_batch_size": "where one rank runs out of memory and others do not, these would wait "
     "for it for ever; set per_device_train_batch_size",
 }
@@ -67,35 +71,31 @@ class Trainer(transformers.Trainer):
     def __init__(
         self, *args: Any, wrap: Callable[[nn.Module], object] | None = None, **kwargs: Any
     ) -> None:
-        self._wraps = wrap is not None
-        try:
+        self._waits_for_wrap = wrap is not None
+        with _explained():
             super().__init__(*args, **kwargs)
             for model in (self.model, getattr(self, "ref_model", None)) if wrap else ():
                 if isinstance(model, nn.Module) and not checkpoint.has_wrapped(model):
                     wrap(model)  # type: ignore[misc]
+            self._waits_for_wrap = False
             _check_model(self.model)
             refuse_unsharded(self.model)
-            if wrap is not None and self.model_init is not None:
-                raise ValueError("model_init: would be called again in train(); give the model")
-        except (RuntimeError, ValueError) as error:
-            if wrap is None:
-                error.add_note(
-                    "if the trainer adds to the model itself, as by peft_config, give it the plain "
-                    "one, and Trainer(..., wrap=function) the function that calls simple_fsdp"
-                )
-            raise
+        if wrap is not None and self.place_model_on_device:
+            self._move_model_to_device(self.model, self.args.device)  # what is not sharded
 
     def create_accelerator_and_postprocess(self) -> None:
         """Before anything else is made: refuse what would not work. Then have our accelerator."""
-        if not self._wraps:
+        if not self._waits_for_wrap:
             _check_model(self.model)
+        elif self.model is None:
+            raise ValueError("model_init: with wrap=, expected the model itself")
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         # Made with all arguments of this release of transformers; ours adds methods only.
         self.accelerator.__class__ = Accelerator
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not self._wraps:  # else it is moved in shards
+        if not self._waits_for_wrap:  # else it is moved in shards
             super()._move_model_to_device(model, device)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
@@ -121,7 +121,8 @@ class Trainer(transformers.Trainer):
         keep = self.args.should_save
         if getattr(super()._save, "__func__", None) is not transformers.Trainer._save:
             # Another library's, as sentence-transformers': it asks the model itself.
-            with unsharded(self.model):
+            ranks = ranks_of_model(self.model)
+            with unsharded(self.model, writeback=False), together("what save_model does", ranks):
                 if keep:
                     super()._save(output_dir)
             return
@@ -185,6 +186,20 @@ class Trainer(transformers.Trainer):
         from peft import PeftModel
 
         return isinstance(self.model, PeftModel)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Around the trainer's own set-up: what parameters that it adds to a wrapped model end in."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if any(words in str(error) for words in ("mixed torch.Tensor and DTensor", "not sharded")):
+            error.add_note(
+                "if the trainer adds to the model itself, as by peft_config, give it the plain "
+                "one, and Trainer(..., wrap=function) the function that calls simple_fsdp"
+            )
+        raise
 
 
 def _shards(folder: str) -> Path:

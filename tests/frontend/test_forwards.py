@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import types
+import weakref
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from simplefsdp import simple_fsdp
+from simplefsdp import simple_fsdp, unsharded
+from simplefsdp.frontend.reading import ReadOnlyParameter
 
 EAGER = {"executor": "aot_eager", "bucketing": "none"}
 
@@ -122,6 +125,32 @@ def test_one_around_another_and_back_again(solo_mesh):
     assert set(model.__dict__) == fields
     del model.forward
     torch.testing.assert_close(model(x), once)
+
+
+def test_one_that_is_set_where_parameters_are_full(solo_mesh):
+    model, x = simple_fsdp(Model(), solo_mesh), torch.randn(2, 4)
+    seen = []
+    with unsharded(model):
+        model.forward = lambda x: seen.append(type(model.head.weight)) or fused(model, x)
+        model(x)
+    model(x)
+    assert seen == [nn.Parameter, ReadOnlyParameter]
+
+
+def test_a_module_as_forward_is_a_submodule(solo_mesh):
+    model = simple_fsdp(Model(), solo_mesh)
+    model.forward = nn.Linear(4, 4)
+    assert "forward.weight" in model.state_dict()
+
+
+def test_functions_are_not_held(solo_mesh):
+    """A closure holds what it captured; some set one for each step."""
+    model = simple_fsdp(Model(), solo_mesh)
+    model.forward = of_function(model)
+    held = weakref.ref(model.forward.__func__)
+    model.forward = of_function(model)
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize("kind", ["method", "partial"])

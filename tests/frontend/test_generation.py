@@ -19,7 +19,7 @@ def test_ranks_wait_for_others_where_they_gather(fake_mesh):
     mesh = fake_mesh(2)
     model = simple_fsdp(Model(4, 4), mesh)
     assert model.generate(1) is True and model.generate(1, top_k=3) is True
-    assert model.generate(1, synced_gpus=False) is False
+    assert model.generate(1, synced_gpus=False) is False and model.generate(1, False) is False
     model.unshard()
     assert model.generate(1) is None
     model.reshard()
@@ -28,6 +28,11 @@ def test_ranks_wait_for_others_where_they_gather(fake_mesh):
         assert model.generate(1) is None
     assert simple_fsdp(Model(4, 4), mesh, mode="replicate").generate(1) is None
     assert simple_fsdp(nn.Sequential(Model(4, 4)), mesh)[0].generate(1) is True
+
+
+def test_some_ranks_do_not_wait_for_all(fake_mesh):
+    some = fake_mesh(2, 4, names=("a", "b"))["b"]
+    assert simple_fsdp(Model(4, 4), some).generate(1) is None
 
 
 def generated() -> int:
