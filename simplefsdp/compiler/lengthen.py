@@ -206,7 +206,10 @@ def lengthen(
         for number, names in left_out.inputs_of.items()
         for example, name in zip(left_out.example, names, strict=True)
     }
-    layouts = [laid_out(gm.graph, short.numbering, short.template) for gm in (forward, backward)]
+    layouts = [
+        laid_out(gm.graph, short.numbering, short.template, are_compared=True)
+        for gm in (forward, backward)
+    ]
     _refuse_outputs_of_layers(layouts[0], outputs)
     ahead = Deep(layouts[0], short.numbering, short.more, own=own)
     behind = Deep(layouts[1], short.numbering, short.more, ahead.renamed)

@@ -77,9 +77,15 @@ class LayeredGraph:
     place: dict[Node, Place]
 
 
-def laid_out(graph: Graph, numbering: Numbering, template: int) -> LayeredGraph:
+def laid_out(
+    graph: Graph, numbering: Numbering, template: int, *, are_compared: bool = False
+) -> LayeredGraph:
     """Find the layers of a graph; each begins with its first collective. A ValueError if those
-    around the one with the number ``template`` are not alike."""
+    around the one with the number ``template`` are not alike.
+
+    With ``are_compared``, it is known which layers are like the template: beside them there may be
+    some with the same operators, and other sizes. Else they are a sign that others differ, too.
+    """
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     begins: dict[int, Node] = {}
     for node in body:
@@ -89,7 +95,7 @@ def laid_out(graph: Graph, numbering: Numbering, template: int) -> LayeredGraph:
     body = _moved_to_layers(body, [*begins.values()][-1:])
     at_of = {node: at for at, node in enumerate(body)}
     cuts = [at_of[node] for node in begins.values()]
-    run = _run(list(begins), [body[i:j] for i, j in pairwise(cuts)], template)
+    run = _run(list(begins), [body[i:j] for i, j in pairwise(cuts)], template, are_compared)
     layers = [body[cuts[i] : cuts[i + 1]] for i in run]
     before, after = body[: cuts[run[0]]], body[cuts[run[-1] + 1] :]
     numbers = [list(begins)[i] for i in run]
@@ -122,12 +128,15 @@ def _moved_to_layers(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
     return [*ahead, *stay]
 
 
-def _run(numbers: Sequence[int], layers: Sequence[Sequence[Node]], template: int) -> range:
+def _run(
+    numbers: Sequence[int], layers: Sequence[Sequence[Node]], template: int, of_one_size: bool
+) -> range:
     """Indices of the layers around ``template`` that do the same, one behind the other."""
     at = numbers.index(template) if template in numbers else 0
     # Graphs that operators take have a name for each layer: their code is compared behind this.
     targets = [
-        [(n.op if n.op == "get_attr" else n.target, _values(n)) for n in nodes] for nodes in layers
+        [(n.op if n.op == "get_attr" else n.target, of_one_size and _values(n)) for n in nodes]
+        for nodes in layers
     ]
     if 0 < at < len(layers):
         step = numbers[at] - numbers[at - 1]
@@ -144,7 +153,7 @@ def _run(numbers: Sequence[int], layers: Sequence[Sequence[Node]], template: int
             return range(first, last + 1)
     raise ValueError(
         f"layer {template} and those next to it are not one behind the other in the traced graph, "
-        "with the same ops and sizes"
+        "with the same ops"
     )
 
 

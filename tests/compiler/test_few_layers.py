@@ -395,7 +395,7 @@ def test_dropout_of_generated_code_draws_anew_in_each_layer(fake_mesh, caplog):
 
 
 def test_a_failure_of_the_first_try_is_not_the_users(solo_mesh, monkeypatch, caplog):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("what nobody thought of")
 
     monkeypatch.setattr(lengthen, "laid_out", fail)

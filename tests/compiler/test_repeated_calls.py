@@ -196,7 +196,7 @@ OF_OTHERS = {
     "dropout": ALL,
     "each is returned": ALL,
     "one is another": DEPTH,  # of ten
-    "tied": ALL,
+    "tied": DEPTH,  # of nine
     "one sign": DEPTH - 2,
     "policy": 0,
     "two lists": ALL + 3,
