@@ -213,9 +213,7 @@ def test_adapters_are_not_a_model(solo_mesh, tmp_path):
 
 def test_its_own_method_would_write_shards(solo_mesh, tmp_path):
     model = simple_fsdp(plain_model(llama()), solo_mesh)
-    with pytest.raises(
-        ValueError, match=r"shards; .* simplefsdp\.save_pretrained\(model, folder\)"
-    ):
+    with pytest.raises(ValueError, match=r"shards; .* simplefsdp\.save_pretrained\(model"):
         model.save_pretrained(tmp_path / "x")
     assert not (tmp_path / "x").exists()
     with unsharded(model):
