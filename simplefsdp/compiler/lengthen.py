@@ -207,7 +207,7 @@ def lengthen(
         for example, name in zip(left_out.example, names, strict=True)
     }
     layouts = [
-        laid_out(gm.graph, short.numbering, short.template, are_compared=True)
+        laid_out(gm.graph, short.numbering, short.template, of_one_size=True)
         for gm in (forward, backward)
     ]
     _refuse_outputs_of_layers(layouts[0], outputs)

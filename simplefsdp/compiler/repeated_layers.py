@@ -78,13 +78,13 @@ class LayeredGraph:
 
 
 def laid_out(
-    graph: Graph, numbering: Numbering, template: int, *, are_compared: bool = False
+    graph: Graph, numbering: Numbering, template: int, *, of_one_size: bool = False
 ) -> LayeredGraph:
     """Find the layers of a graph; each begins with its first collective. A ValueError if those
     around the one with the number ``template`` are not alike.
 
-    With ``are_compared``, it is known which layers are like the template: beside them there may be
-    some with the same operators, and other sizes. Else they are a sign that others differ, too.
+    Layers with the same operators and other sizes are a sign that layers which are not in the graph
+    differ, too: an error. With ``of_one_size``, for whom knows the others, they are left out.
     """
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     begins: dict[int, Node] = {}
@@ -95,7 +95,7 @@ def laid_out(
     body = _moved_to_layers(body, [*begins.values()][-1:])
     at_of = {node: at for at, node in enumerate(body)}
     cuts = [at_of[node] for node in begins.values()]
-    run = _run(list(begins), [body[i:j] for i, j in pairwise(cuts)], template, are_compared)
+    run = _run(list(begins), [body[i:j] for i, j in pairwise(cuts)], template, of_one_size)
     layers = [body[cuts[i] : cuts[i + 1]] for i in run]
     before, after = body[: cuts[run[0]]], body[cuts[run[-1] + 1] :]
     numbers = [list(begins)[i] for i in run]

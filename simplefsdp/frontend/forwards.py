@@ -23,19 +23,16 @@ def set_on(module: nn.Module, forward: Any) -> Any:
     """What ``module`` is to have as its own ``forward``, before or after the wrap."""
     if not callable(forward) or isinstance(forward, nn.Module):  # which is a submodule
         return forward
-    file = _file_of(module, forward)
-    # One of ours comes back: somebody else's took its place for a while.
-    function = forward.__func__ if file in _FILES else marked_own(module, forward)
-    casts = POLICY in module.__dict__ and file != __file__
-    return MethodType(casting(function) if casts else function, module)
+    if _is_ours(module, forward):  # and comes back: another took its place for a while
+        return forward
+    return MethodType(casting(marked_own(module, forward)), module)
 
 
-def _file_of(module: nn.Module, forward: Any) -> str | None:
-    """Where the code of a method of ``module`` is."""
+def _is_ours(module: nn.Module, forward: Any) -> bool:
     if not isinstance(forward, MethodType) or forward.__self__ is not module:
-        return None
+        return False
     code = getattr(forward.__func__, "__code__", None)
-    return None if code is None else code.co_filename
+    return code is not None and code.co_filename in _FILES
 
 
 def casting(forward: Forward) -> Forward:

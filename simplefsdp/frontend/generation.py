@@ -33,7 +33,7 @@ def members(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(self, *args, **kwargs).arguments
         if given.get("synced_gpus") is None and _all_ranks_gather(self):
-            return own(self, *args, **{**kwargs, "synced_gpus": True})
+            kwargs["synced_gpus"] = True
         return own(self, *args, **kwargs)
 
     return {"generate": generate}

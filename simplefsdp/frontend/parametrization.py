@@ -58,6 +58,7 @@ from simplefsdp.frontend.wrapped import (
     ParameterLayout,
     check_placed_alike,
     is_wrapped,
+    know_own_forward,
 )
 from simplefsdp.rank_guard import ranks_of
 
@@ -73,9 +74,8 @@ def use_subclass(module: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         if name not in vars(subclass):
             setattr(subclass, name, _Gathering(name))
-    if module.__class__ is not subclass and "forward" in module.__dict__:
-        module.__dict__["forward"] = forwards.set_on(module, module.__dict__["forward"])
     module.__class__ = subclass
+    know_own_forward(module)
     living.note(module)
     recurrent.drop_second_list(module)
 
@@ -177,8 +177,6 @@ def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """
     model.__dict__[POLICY] = policy
     use_subclass(model, ())
-    if "forward" in model.__dict__:
-        model.__dict__["forward"] = forwards.set_on(model, model.__dict__["forward"])
     cls = type(model)
     if _CASTS not in vars(cls):
         cls.forward = forwards.casting(cls.forward)  # type: ignore[method-assign]

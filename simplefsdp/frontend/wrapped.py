@@ -114,6 +114,13 @@ def ignored_params(models: Iterable[nn.Module]) -> set[int]:
     return found
 
 
+def know_own_forward(module: nn.Module) -> None:
+    """Have the forward that was set on ``module`` before it had our class known as one, too: our
+    class does so where it is set."""
+    if "forward" in module.__dict__:
+        module.forward = module.__dict__["forward"]
+
+
 @contextmanager
 def plain_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Give ``modules`` their own classes back: reading a parameter gives what is registered."""
@@ -125,5 +132,4 @@ def plain_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, cls in wrapped:
             module.__class__ = cls
-            if "forward" in module.__dict__:  # set meanwhile, it is to be known as one, too
-                module.forward = module.__dict__["forward"]
+            know_own_forward(module)  # that was set meanwhile

@@ -74,11 +74,10 @@ class Trainer(transformers.Trainer):
         self._waits_for_wrap = wrap is not None
         with _explained():
             super().__init__(*args, **kwargs)
-            for model in (self.model, getattr(self, "ref_model", None)) if wrap else ():
-                if isinstance(model, nn.Module) and not checkpoint.has_wrapped(model):
-                    wrap(model)  # type: ignore[misc]
-            self._waits_for_wrap = False
-            _check_model(self.model)
+            if wrap is not None:
+                _wrap_each(wrap, self.model, getattr(self, "ref_model", None))
+                _check_model(self.model)
+                self._waits_for_wrap = False
             refuse_unsharded(self.model)
         if wrap is not None and self.place_model_on_device:
             self._move_model_to_device(self.model, self.args.device)  # what is not sharded
@@ -186,6 +185,12 @@ class Trainer(transformers.Trainer):
         from peft import PeftModel
 
         return isinstance(self.model, PeftModel)
+
+
+def _wrap_each(wrap: Callable[[nn.Module], object], *models: object) -> None:
+    for model in models:
+        if isinstance(model, nn.Module) and not checkpoint.has_wrapped(model):
+            wrap(model)
 
 
 @contextmanager

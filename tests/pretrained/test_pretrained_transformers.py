@@ -213,7 +213,8 @@ def test_adapters_are_not_a_model(solo_mesh, tmp_path):
 
 def test_its_own_method_would_write_shards(solo_mesh, tmp_path):
     model = simple_fsdp(plain_model(llama()), solo_mesh)
-    with pytest.raises(ValueError, match=r"shards; .* simplefsdp\.save_pretrained\(model"):
+    told = r"shards; call it on rank 0 .* simplefsdp\.save_pretrained\(model, folder\) on all ranks"
+    with pytest.raises(ValueError, match=told):
         model.save_pretrained(tmp_path / "x")
     assert not (tmp_path / "x").exists()
     with unsharded(model):
