@@ -21,16 +21,17 @@ from simplefsdp._torch.graph_key import wrappers
 from simplefsdp._torch.one_graph import AS_ONE, AsOne, as_if_cut, partitioning
 from simplefsdp._torch.padding import padding_without_benchmarks
 from simplefsdp._torch.saved_code import giving_entry
+from simplefsdp._torch.users_passes import GraphPass, after_the_users
 
 CompiledFunction = Callable[..., Any]
 GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
-GraphPass = Callable[[Graph], None]
 
 
 class Passes(NamedTuple):
     """What Inductor runs of ours."""
 
-    joint: GraphPass  # mutates the joint graph before it is partitioned
+    before: GraphPass  # mutates the joint graph before Inductor does
+    joint: GraphPass  # mutates it before it is partitioned
     # Mutates the forward and the backward graph just before they are lowered.
     graph: GraphPass | None
     # Permutes Inductor's scheduler nodes, last of all. Its pickle becomes part of the FX-graph
@@ -108,18 +109,15 @@ def compile_with_inductor(
         results.code(is_backward, code)
         return code
 
-    joint, graph_pass, scheduler, uuid = passes
-    patches = _after_the_users("joint_custom_post_pass", joint, uuid) | _ORDER_STAYS
+    graph_pass, scheduler, uuid = passes.graph, passes.scheduler, passes.uuid
+    patches = _joint_patches(passes, cut) | _ORDER_STAYS
     if graph_pass is not None:
-        patches |= _after_the_users("post_grad_custom_post_pass", graph_pass, uuid)
+        patches |= after_the_users("post_grad_custom_post_pass", graph_pass, uuid)
         patches |= _TORCH_BUCKETING_OFF
     if scheduler is not None:
         patches |= _scheduler_patches(scheduler)
     if cudagraphs:
         patches |= {"triton.cudagraphs": True}
-    if isinstance(cut, Cut):
-        patches |= _after_the_users("joint_custom_pre_pass", cut.before, uuid)
-        patches |= partitioner(cut, uuid)
     known = config.get_config_copy()
     patches = {key: value for key, value in patches.items() if key in known}
     users = {key: getattr(config, key) for key in patches}
@@ -127,6 +125,19 @@ def compile_with_inductor(
     with giving_entry(results.entry), padding_without_benchmarks(), partitioning():
         whole = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
     return cast(CompiledFunction, whole)
+
+
+def _joint_patches(passes: Passes, cut: Cut | AsOne | None) -> dict[str, Any]:
+    patches = after_the_users("joint_custom_post_pass", passes.joint, passes.uuid)
+    if isinstance(cut, Cut):
+        patches |= partitioner(cut, passes.uuid)
+
+    def before(graph: Graph) -> None:
+        if isinstance(cut, Cut):
+            cut.before(graph)
+        passes.before(graph)
+
+    return patches | after_the_users("joint_custom_pre_pass", before, passes.uuid)
 
 
 def _static_inputs(graph: GraphModule, kwargs: dict[str, Any], static: set[str]) -> list[int]:
@@ -196,41 +207,6 @@ def _stable_mesh_hashes(inputs: Sequence[Any]) -> Iterator[None]:
     finally:
         for key, mesh in meshes.items():
             mesh._hash = before[key]
-
-
-def _after_the_users(name: str, function: GraphPass, identity: Callable[[], str]) -> dict[str, Any]:
-    """The setting that makes ``function`` a pass of Inductor's, after the user's of that name,
-    which its caches can key on."""
-    from torch._inductor import config, custom_graph_pass
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    users = getattr(config, name)
-    in_turn = users if isinstance(users, (list, tuple)) else [users] if users is not None else []
-
-    class _Pass(CustomGraphPass):
-        def __call__(self, graph: Graph) -> None:
-            function(graph)
-
-        def uuid(self) -> Any:
-            return identity()
-
-    if not in_turn:
-        return {name: _Pass()}
-    if hasattr(custom_graph_pass, "get_custom_graph_passes"):  # since 2.13
-        return {name: [*in_turn, _Pass()]}
-    (first,) = in_turn
-
-    class _Both(_Pass):
-        def __call__(self, graph: Graph) -> None:
-            first(graph)
-            function(graph)
-
-        def uuid(self) -> Any:
-            theirs = first.uuid() if isinstance(first, CustomGraphPass) else None
-            # None: a pass that no cache can know goes past the cache, as it does without us.
-            return None if theirs is None else (theirs, identity())
-
-    return {name: _Both()}
 
 
 def compile_with_aot_eager(

@@ -22,6 +22,7 @@ from simplefsdp import provenance
 # it for the boundary between two regions. No region of the user's has an id this high.
 _LAST_AC_GRAPH_ID = 1 << 30
 
+_GATHERS = {torch.ops._c10d_functional.all_gather_into_tensor.default}
 _CASTS = {
     torch.ops.aten._to_copy.default,
     torch.ops.aten.clone.default,
@@ -32,6 +33,7 @@ _CASTS = {
 def tag_for_recompute(graph: Graph) -> None:
     """The joint-graph pass: what of the forward the backward does again."""
     save_what_reads_written_inputs(graph)
+    save_copies_of_inputs(graph)
     tag_in_one_graph(graph)
 
 
@@ -48,9 +50,11 @@ def tag_gather_chains(graph: Graph) -> None:
         if node.op != "call_function":
             continue
         sources = node.all_input_nodes
-        # Backward nodes may carry a copied mark, but only a true chain begins at a graph input.
-        goes_on = all(source.op == "placeholder" or source in chain_reshards for source in sources)
-        if sources and goes_on and provenance.gathered_fqn(node) is not None:
+        # Backward nodes may carry a copied mark, but only a true chain begins at a graph input, or,
+        # where a class of tensors says what is sent and what becomes of it, at the gather.
+        begins = node.target in _GATHERS or all(source.op == "placeholder" for source in sources)
+        goes_on = any(source in chain_reshards for source in sources)
+        if sources and (begins or goes_on) and provenance.gathered_fqn(node) is not None:
             chain_reshards[node] = provenance.reshards_after_forward(node)
         elif _is_view_or_cast(node) and sources[0] in chain_reshards:
             chain_reshards[node] = chain_reshards[sources[0]]
@@ -74,6 +78,23 @@ def save_what_reads_written_inputs(graph: Graph) -> None:
             if _is_view(user):
                 left.append(user)
             elif user.op == "call_function" and user.target is not copy:
+                _must_save(user)
+
+
+def save_copies_of_inputs(graph: Graph) -> None:
+    """Keep the copies that the model makes of inputs, which may be written to before backward: the
+    queue of a contrastive loss, say. Inductor takes a copy for one in vain, and keeps the input:
+    here, before it does, the copies become some that also turn no dimension around."""
+    inputs = graph.find_nodes(op="placeholder")
+    left = [node for node in inputs if "tangents" not in str(node.target)]
+    if len(left) == len(inputs):  # there is no backward
+        return
+    while left:
+        for user in list(left.pop().users):
+            if _is_view(user):
+                left.append(user)
+            elif user.target is torch.ops.aten.clone.default and not user.kwargs:
+                user.target, user.args = torch.ops.prims.rev.default, (*user.args, [])
                 _must_save(user)
 
 
