@@ -115,6 +115,12 @@ def agree(
     return True
 
 
+def was_agreed(lines: Sequence[str], ranks: Sequence[int]) -> bool:
+    """Whether :func:`agree` would not wait for the others."""
+    key = (tuple(ranks), _digest(lines))
+    return len(ranks) < 2 or key in _agreed.get(dist.group.WORLD, ())
+
+
 def have_the_same(what: str, line: str, ranks: Sequence[int], timeout_s: float) -> bool:
     """Whether all of ``ranks`` have one line; all must call this now, and are waited for."""
     return len(ranks) < 2 or _compared(what, [line], ranks, timeout_s, _LATE)[1] == _EQUAL

@@ -7,7 +7,6 @@ and says what moved, when a new release of PyTorch moves it.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplefsdp._torch.backends import (
-    GraphPass,
     Passes,
     Results,
     compile_with_aot_eager,
@@ -65,9 +64,11 @@ from simplefsdp._torch.processes import (
 )
 from simplefsdp._torch.repeated_calls import REPEATED, inline_repeated_calls, reset_repeated_calls
 from simplefsdp._torch.saved_code import (
+    BackwardLaterError,
     backward_compiled_at_once,
     can_save_code,
     dump_code,
+    expect_backward_later,
     load_code,
 )
 from simplefsdp._torch.tensors import (
@@ -97,9 +98,11 @@ from simplefsdp._torch.tensors import (
     storage_of,
     storage_use_count,
     tree_map_only,
+    watch_collectives_in_place,
     watch_writes_to_dtensors,
 )
 from simplefsdp._torch.trace_once import trace_repeated_calls_once
+from simplefsdp._torch.users_passes import GraphPass
 
 name_backend("simplefsdp", "simplefsdp.compiler.backend")
 compile_modules_of_torch_too("simplefsdp", "simplefsdp.compiler.backend.simplefsdp")

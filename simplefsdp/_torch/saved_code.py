@@ -96,6 +96,22 @@ def backward_compiled_at_once() -> Iterator[None]:
         yield
 
 
+class BackwardLaterError(Exception):
+    """Raised by a compiler of backward graphs that AOTAutograd calls with the forward, as it does
+    where sizes are open: to be called again when the backward first runs."""
+
+
+@functools.cache
+def expect_backward_later() -> None:
+    """Let AOTAutograd, which then does so, not warn of it."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        raised = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        return not isinstance(raised, BackwardLaterError)
+
+    logging.getLogger("torch._functorch._aot_autograd.graph_compile").addFilter(wanted)
+
+
 @functools.cache
 def _give_entries() -> None:
     """Once for all threads: who compiles elsewhere has torch's cache as ever."""

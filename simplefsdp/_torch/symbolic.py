@@ -121,6 +121,19 @@ def _sizes_of_inputs(graph: Graph) -> Iterator[Any]:
                     yield size
 
 
+def open_layouts(gm: GraphModule) -> str:
+    """Which numbers of the layouts of a Dynamo graph's inputs are symbols: ranks that compile the
+    same model together may have met other sizes before, and left others open."""
+    found = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        numbers = [value]
+        if isinstance(value, torch.Tensor):
+            numbers = [*value.shape, *value.stride(), value.storage_offset()]
+        found.append("".join("s" if isinstance(n, torch.SymInt) else "." for n in numbers))
+    return " ".join(found)
+
+
 def open_inputs(gm: GraphModule) -> dict[int, OpenSize]:
     """The sizes that a Dynamo graph was traced without, by their places among its inputs; numbers
     that a user passes are among them, as they may be sizes.

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -63,6 +63,26 @@ def is_plain_tensor(value: object) -> bool:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
+
+
+@contextmanager
+def watch_collectives_in_place(*, only_if: bool) -> Iterator[list[str]]:
+    """Gives a list to which, if so told, the name comes of each collective, called inside, that
+    writes to its argument: a compiler that traces does not see those."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace == "c10d":
+                names.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    with Watch() if only_if else nullcontext():
+        yield names
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

@@ -27,10 +27,15 @@ from simplefsdp.compiler.lengthen import few_layers_traced
 from simplefsdp.compiler.observed import Observed, meet_compiled, observe
 from simplefsdp.compiler.options import Options
 from simplefsdp.compiler.plans import Compilation
-from simplefsdp.compiler.recompute import tag_for_recompute, tag_in_one_graph
+from simplefsdp.compiler.recompute import (
+    save_copies_of_inputs,
+    tag_for_recompute,
+    tag_in_one_graph,
+)
 from simplefsdp.compiler.size_limits import SizeLimits
 from simplefsdp.compiler.warm_start import WarmStart
 from simplefsdp.provenance import carried_fqn
+from simplefsdp.rank_guard import have_the_same
 from simplefsdp.rank_logging import say
 
 _numbers = itertools.count()
@@ -69,7 +74,9 @@ def compile_with_passes(
     ranks."""
     number, grad = next(_numbers), torch.is_grad_enabled()
     limits = SizeLimits(gm)
-    compilation = Compilation(options, settings, tuple(ranks), grad, number, limits, whole_step)
+    compilation = Compilation(
+        options, settings, tuple(ranks), grad, number, limits, whole_step, alone=not together
+    )
     warm = WarmStart(gm, example_inputs, compilation)
 
     def compile_for(compilation: Compilation) -> Callable[..., Any]:
@@ -85,7 +92,16 @@ def compile_with_passes(
     if code is None and warm.shared:
         alone = compilation._replace(ranks=())
         code = by_one_rank(compilation, warm, lambda: compile_for(alone))
-    return compile_for(compilation) if code is None else code
+    if code is not None:
+        return code
+    # Where sizes are open AOTAutograd compiles the backward with the forward: then all ranks do, or
+    # one would compare its backward with others that run their forwards, and wait for it there.
+    from simplefsdp._torch.symbolic import open_layouts  # imports Dynamo, which calls us
+
+    what, timeout_s = "which sizes are open", compilation.timeout_s
+    alike = not together or have_the_same(what, open_layouts(gm), ranks, timeout_s)
+    with nullcontext() if alike else _torch.backward_compiled_at_once():
+        return compile_for(compilation)
 
 
 class _Compiler:
@@ -125,7 +141,7 @@ class _Compiler:
         return _torch.compile_with_inductor(
             graph,
             self.example_inputs,
-            _torch.Passes(tag, passes, scheduler, self._uuid),
+            _torch.Passes(save_copies_of_inputs, tag, passes, scheduler, self._uuid),
             observe=self._by_regions if self.executor == "regions" else self._note,
             lowering=lowering,
             cudagraphs=self.compilation.options.cudagraphs,

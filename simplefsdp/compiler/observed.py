@@ -18,6 +18,7 @@ from inductor_passes.adapters import fx
 from inductor_passes.adapters.in_place import write_inputs_early
 from inductor_passes.adapters.lookups import look_up_once
 from inductor_passes.adapters.matmuls import add_matmuls_in_place
+from inductor_passes.adapters.scalars import reduce_at_once
 from inductor_passes.adapters.unrounded import write_sums_unrounded
 from inductor_passes.ir.text import to_text
 from inductor_passes.passes import REMEDY, PassError, rehearse
@@ -74,11 +75,12 @@ def observe(
         add_matmuls_in_place(gm.graph)
     write_sums_unrounded(gm.graph)
     look_up_once(gm.graph, carried_fqn)
+    reduce_at_once(gm.graph)
     found, choice = _planned(gm, part, compilation)
     seconds = time.perf_counter() - begin
     lines = launches(found) if isinstance(found, Rehearsal) else [_cannot(found)]
     try:
-        _agree(f"the {part} graph to compile", lines, choice.number, compilation)
+        _agree(f"the {part} graph to compile", part, lines, choice.number, compilation)
     except RankMismatchError as error:
         raise error from (found if isinstance(found, Exception) else None)
     ranges, said = _tell(gm, part, found, compilation)
@@ -103,7 +105,7 @@ def agree_again(observed: Observed, is_backward: bool, compilation: Compilation)
     if observed.asked is not None:
         decide = functools.partial(plans.text_of_plan, observed.planned)
         number = plans.decision_for_all(observed.asked, compilation, decide).number
-    _agree(f"the {part} graph to compile", observed.launches, number, compilation)
+    _agree(f"the {part} graph to compile", part, observed.launches, number, compilation)
     if observed.said:
         say("%s", observed.said)
     meet_compiled(observed._replace(number=number), compilation, is_backward)
@@ -118,7 +120,7 @@ def meet_compiled(observed: Observed, compilation: Compilation, is_backward: boo
     """
     part = compilation.part(is_backward)
     lines = [part, f"gradients {compilation.grad}", *observed.launches]
-    _agree(f"running the {part} graph", lines, observed.number, compilation, late=_COMPILING)
+    _agree(f"running the {part} graph", part, lines, observed.number, compilation, late=_COMPILING)
 
 
 _COMPILING = (
@@ -128,10 +130,17 @@ _COMPILING = (
 
 
 def _agree(
-    what: str, lines: Sequence[str], number: int, compilation: Compilation, late: str = ""
+    what: str,
+    part: Part,
+    lines: Sequence[str],
+    number: int,
+    compilation: Compilation,
+    late: str = "",
 ) -> None:
     """Compare lines across ranks, anew for each plan that is made; 0 is the number of none."""
     lines = [*lines, *([f"plan {number}"] if number else [])]
+    if not rank_guard.was_agreed(lines, compilation.ranks):
+        compilation.wait_no_longer(part)
     rank_guard.agree(what, lines, compilation.ranks, compilation.timeout_s, late=late)
 
 
@@ -151,7 +160,7 @@ def _planned(
 
     try:
         return rehearse(gm, compilation.settings, carried_fqn, choose), choice
-    except RankMismatchError:
+    except (RankMismatchError, _torch.BackwardLaterError):
         raise
     except Exception as error:
         return error, choice

@@ -54,6 +54,7 @@ class Compilation(NamedTuple):
     # Whether the forward graph computes its gradients itself, from its last input on, and uses
     # them.
     whole_step: bool = False
+    alone: bool = False  # the other ranks have this compiled, or something like it
 
     @property
     def timeout_s(self) -> float:
@@ -64,6 +65,14 @@ class Compilation(NamedTuple):
     def identity(self) -> str:
         """The passes' identity for caches."""
         return identity(self.settings)
+
+    def wait_no_longer(self, part: Part) -> None:
+        """Called before this rank waits for others that have not agreed on a graph: raises if it is
+        the backward of a graph that this rank compiles alone, and compiles with its forward, while
+        they wait in theirs. In backward they will come."""
+        if self.alone and part == "backward" and not _torch.in_backward():
+            _torch.expect_backward_later()
+            raise _torch.BackwardLaterError
 
     def part(self, is_backward: bool) -> Part:
         """What a graph of this compilation is."""
@@ -82,7 +91,7 @@ class Decision(NamedTuple):
 class Asked(NamedTuple):
     """What one rank plans for all."""
 
-    part: str  # of a step, for messages
+    part: Part  # of a step
     # Whether it is of a training step. What is freed in an evaluation is kept in a training step,
     # which may communicate the same.
     grad: bool
@@ -147,6 +156,7 @@ def decision_for_all(asked: Asked, compilation: Compilation, decide: Callable[[]
     ranks = compilation.ranks
     decision = decision_before(asked, ranks)
     if decision is None:
+        compilation.wait_no_longer(asked.part)
         of_settings = hashlib.sha256(asked.settings.encode()).hexdigest()[:16]
         subject = [f"grad {asked.grad}, settings {of_settings}", *asked.lines]
         what = f"the plan of the {asked.part} graph"

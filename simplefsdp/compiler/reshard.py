@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from inductor_passes.adapters import fx
 from inductor_passes.adapters.roofline import cost_of, fused_program
+from inductor_passes.adapters.scalars import reduce_at_once
 from inductor_passes.adapters.unrounded import write_sums_unrounded
 from inductor_passes.planner.keep import Costed, choose_kept
 from inductor_passes.rehearsal import Settings, no_garbage_collection, room_nbytes
@@ -94,6 +95,7 @@ def _choose(
         return frozenset()
     for graph in graphs.values():
         write_sums_unrounded(graph.graph)
+        reduce_at_once(graph.graph)
     cluster = settings.auto.cluster
     readings = [fx.read(graphs[part].graph, provenance.carried_fqn) for part in (False, True)]
     forward, backward = (Costed(fused_program(r), cost_of(r, cluster)) for r in readings)

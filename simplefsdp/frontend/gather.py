@@ -19,15 +19,18 @@ import functools
 import json
 import logging
 import math
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
 from simplefsdp import provenance
 from simplefsdp._torch import backend_traced_for, has_no_data, local_of, local_tensor
+from simplefsdp.frontend import tensor_class
 from simplefsdp.frontend.placement import off_the_wire, on_the_wire
 
 _collectives = torch.ops._c10d_functional
@@ -57,6 +60,8 @@ class GatherSpec(NamedTuple):
     # The compiler recomputes the gather in backward; ``"auto"`` until a planner has decided
     # (``reshard.py``).
     reshard_after_forward: bool | Literal["auto"]
+    # What the parameter's class adds to its gather (``tensor_class.py``); "" for a plain tensor.
+    tensor_class: str = ""
 
     def arguments(self) -> tuple[str, str]:
         """What :func:`gather` is told of it: the FQN, and the other fields as one text.
@@ -99,17 +104,40 @@ def padded_rows(spec: GatherSpec) -> int:
 
 def gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
     """The full parameter of which this rank has ``shard``; collective."""
+    if spec.tensor_class:
+        return _gather_as_class(shard, spec)
     if spec.param_dtype is not None and shard.is_floating_point():
         shard = shard.to(spec.param_dtype)
     if spec.shard_ranks == 1:
         # A view, because autograd does not let a custom function return its input unchanged.
         return shard.view_as(shard)
-    padded = _pad_rows(on_the_wire(shard), padded_rows(spec)).contiguous()
-    sent = _collectives.wait_tensor(
-        _collectives.all_gather_into_tensor(padded, spec.shard_ranks, spec.shard_group)
-    )
-    full = off_the_wire(sent, shard.dtype)
+    full = _all_gather(_pad_rows(on_the_wire(shard), padded_rows(spec)), shard.dtype, spec)
     return full if full.shape[0] == spec.rows else full[: spec.rows]
+
+
+def _all_gather(padded: Tensor, dtype: torch.dtype, spec: GatherSpec) -> Tensor:
+    sent = _collectives.wait_tensor(
+        _collectives.all_gather_into_tensor(padded.contiguous(), spec.shard_ranks, spec.shard_group)
+    )
+    return off_the_wire(sent, dtype)
+
+
+def _gather_as_class(shard: Tensor, spec: GatherSpec) -> Tensor:
+    """As the parameter's class would have it."""
+    is_split = spec.shard_ranks > 1
+    policy = MixedPrecisionPolicy(param_dtype=spec.param_dtype, reduce_dtype=spec.reduce_dtype)
+    sending = tensor_class.sending(
+        _pad_rows(shard, padded_rows(spec)) if is_split else shard.view_as(shard),
+        spec.tensor_class,
+        spec.shard_group,
+        policy,
+        [spec.rows] if is_split else [],
+    )
+    with provenance.gather_of(spec.fqn, reshard_after_forward=spec.reshard_after_forward):
+        outputs = sending.tensors
+        if is_split:
+            outputs = [_all_gather(on_the_wire(t), t.dtype, spec) for t in outputs]
+        return sending.received(outputs)
 
 
 class Deferral(NamedTuple):
@@ -295,7 +323,8 @@ def gather(
         raise ValueError(f"{fqn or 'a parameter'}: {ON_META}")
     if has_no_data(local_tensor(param)) and backend_traced_for() == "inductor":
         _warn_of_torchs_backend()
-    with provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward):
+    marked = provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward)
+    with nullcontext() if spec.tensor_class else marked:  # which marks what is gathered
         try:
             return _Gather.apply(local_of(param), spec, Deferral(**deferral), kept)  # type: ignore[no-any-return]
         except RuntimeError as error:

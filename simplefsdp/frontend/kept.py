@@ -52,7 +52,10 @@ def keep(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for name, layout in module.__dict__.get(LAYOUTS, {}).items():
             param = module._parameters.get(name)
-            if not isinstance(param, DTensor) or name in module.__dict__.get(KEPT, {}):
+            # What a class of tensors has gathered is not its values: it is gathered as ever.
+            if layout.spec.tensor_class or not isinstance(param, DTensor):
+                continue
+            if name in module.__dict__.get(KEPT, {}):
                 continue
             if param.is_meta:
                 raise ValueError(f"{layout.spec.fqn}: {ON_META}")

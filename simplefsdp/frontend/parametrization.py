@@ -41,6 +41,7 @@ from simplefsdp.frontend.after_wrap import note_replaced
 from simplefsdp.frontend.assigned import refuse_assigned
 from simplefsdp.frontend.eager_guard import note_gather
 from simplefsdp.frontend.gather import ON_META, gather
+from simplefsdp.frontend.placement import local_part
 from simplefsdp.frontend.reading import (
     accessors,
     in_forward,
@@ -295,8 +296,10 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     else:
         full = _gathered(param, layout, now, fqn)
         note_backward(full, param, now.get("until", "all"))
-    uninitialised.refuse(uninitialised.without_values([(fqn, param, full)]))
-    return full if layout.tensor_parallel is not None else read_only(full, fqn)
+    looks_plain = layout.tensor_parallel is None and not layout.spec.tensor_class
+    values = local_part(param) if layout.spec.tensor_class else full
+    uninitialised.refuse(uninitialised.without_values([(fqn, param, values)]))
+    return read_only(full, fqn) if looks_plain else full
 
 
 def _gathered(param: Tensor, layout: ParameterLayout, now: dict[str, Any], fqn: str) -> Tensor:

@@ -49,6 +49,12 @@ class DataParallel:
         """Name and size of the group along each of ``dims`` that is a dimension of > 1 ranks."""
         return tuple(group for group in map(self.group_of, dims) if group[1] > 1)
 
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks that share the shards, on a 1-D mesh; where nothing is sharded, the copies."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        return DeviceMesh.from_group(self.mesh.get_group(self.shard_dim), self.mesh.device_type)
+
     def placements(self, *, sharded: bool) -> tuple[Placement, ...]:
         """Placements of a parameter on ``mesh``; all copies if it cannot be sharded."""
         return tuple(
@@ -122,7 +128,9 @@ def dtensor_of(
 def parameter_like(param: Tensor, value: Tensor) -> nn.Parameter:
     """``value`` in the place of ``param``: as trainable, with the marks a user put on it."""
     made = nn.Parameter(value, requires_grad=param.requires_grad)
-    made.__dict__.update(param.__dict__)  # such as no_weight_decay
+    # Such as no_weight_decay, but not what belongs to the class of a tensor.
+    own = vars(param.detach())
+    made.__dict__.update({name: mark for name, mark in vars(param).items() if name not in own})
     if (override := grad_dtype_override(param)) is not None:
         made.grad_dtype = override.dtype
     return made
@@ -144,8 +152,9 @@ def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     return TensorParallel(param.device_mesh, param.placements, param.shape, param.stride())
 
 
-def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor:
-    """``param`` as a DTensor sharded over the data-parallel mesh.
+def shard(local: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor:
+    """A parameter as a DTensor sharded over the data-parallel mesh; ``local`` is all of it that
+    tensor parallelism has given to this rank.
 
     Rank 0 of each data-parallel group speaks for all: its values are scattered (or broadcast),
     so that ranks that were not seeded alike still hold one model. Tensors without data, on meta
@@ -153,7 +162,7 @@ def shard(param: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
     (tensor, data), in which plain left-to-right ``Shard`` placements describe exactly what was
     done: first split by tensor parallelism, then each part by us, uneven sizes included.
     """
-    local = local_part(param.detach())
+    local = local.detach()
     placements = dp.placements(sharded=local.dim() > 0)
     if has_no_data(local):
         sharded = _own_part(local, dp.mesh, placements)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import REPEATED, has_hooks, mend_gloo_gathers
+from simplefsdp.frontend import tensor_class
 from simplefsdp.frontend.after_wrap import is_original, mark_original
 from simplefsdp.frontend.arguments import (
     Dtypes,
@@ -116,6 +117,10 @@ def simple_fsdp(
     for module, path in own.items():
         _refuse_second_reference(module, path, originals)
     check_placements(originals.values(), shard_placement_fn)
+    values = {
+        key: tensor_class.plain_of(fqn, local_part(param))
+        for key, (fqn, param) in originals.items()
+    }
     dtypes = {key: dtypes_of(fqn, param, policy) for key, (fqn, param) in originals.items()}
     policy = without_override(policy)
     agree(
@@ -125,16 +130,18 @@ def simple_fsdp(
             f"{fqn}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
             for fqn, p in originals.values()
         ]
-        + [f"{fqn}: {dtypes[key]}" for key, (fqn, _) in originals.items()],
+        + [f"{fqn}: {dtypes[key]} {values[key].name}" for key, (fqn, _) in originals.items()],
         ranks_of([mesh]),
         remember=False,  # what this rank wraps a second time, another may wrap another model for
     )
     layouts = {
-        key: _layout(fqn, param, dp, dtypes[key], reshard_after_forward)
+        key: _layout(fqn, param, dp, dtypes[key], reshard_after_forward, values[key].name)
         for key, (fqn, param) in originals.items()
     }
+    if any(value.name for value in values.values()):
+        tensor_class.note_mesh(dp.group_of(dp.shard_dim)[0], dp.shard_mesh())
     shards = {
-        key: parameter_like(param, shard(param, dp, layouts[key].tensor_parallel))
+        key: parameter_like(param, shard(values[key].plain, dp, layouts[key].tensor_parallel))
         for key, (_, param) in originals.items()
     }
     refuse_assigned((layouts[key].spec.fqn, param) for key, param in shards.items())
@@ -192,16 +199,6 @@ def _check_parameter(fqn: str, param: nn.Parameter) -> None:
             f"{fqn}: is tied to a parameter that an earlier simple_fsdp call sharded, and "
             "would come apart from it; wrap a module that holds both"
         )
-    # By these torch says how a tensor subclass is gathered; we do not ask them.
-    local = local_part(param)
-    names = [n for n in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(local, n)]
-    if names:
-        raise ValueError(
-            f"{fqn}: is a {type(local).__name__}, which says by {' and '.join(names)}() how FSDP2 "
-            "is to gather it; simple_fsdp does not support that yet, and would ignore it. Wrap the "
-            "model without that subclass (for torchao: float8 without its all-gather, int8 with "
-            "module_swap=True; BitNet needs FSDP2)"
-        )
 
 
 def _refuse_second_reference(module: nn.Module, path: str, originals: Originals) -> None:
@@ -226,6 +223,7 @@ def _layout(
     dp: DataParallel,
     dtypes: Dtypes,
     reshard_after_forward: bool | Literal["auto"],
+    tensor_class_name: str,
 ) -> ParameterLayout:
     tp, local = tensor_parallel_of(param), local_part(param)
     shard_group, shard_ranks = dp.group_of(dp.shard_dim if local.dim() else None)
@@ -243,6 +241,7 @@ def _layout(
         averages=dp.averages,
         divide_factor=None,
         reshard_after_forward=reshard_after_forward,
+        tensor_class=tensor_class_name,
     )
     placements = dp.placements(sharded=local.dim() > 0)
     return ParameterLayout(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from inductor_passes.adapters.scalars import reduce_at_once
 from inductor_passes.adapters.unrounded import write_sums_unrounded
 from inductor_passes.rehearsal import no_garbage_collection
 from simplefsdp import _torch
@@ -88,6 +89,7 @@ def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> Tr
         graphs.update(_torch.graphs_of(gm, example_inputs, tag))
         for graph in graphs.values():
             write_sums_unrounded(graph.graph, torch.device("cpu" if on_cpu else "cuda"))
+            reduce_at_once(graph.graph)
         return _stop
 
     # Every trace is a compilation of the same code for Dynamo, which gives up after a few.

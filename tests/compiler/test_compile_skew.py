@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from datetime import timedelta
 
@@ -125,3 +126,55 @@ def test_the_others_say_who_still_compiles(pools):
     assert "running the backward graph: after 1 s, rank 1 did not get to" in waited
     assert "still compile it" in waited and "rank_guard_timeout_s" in waited
     assert "rank 0 gave up waiting for rank 1" in late
+
+
+class Pair(nn.Module):
+    """Keeps sizes for its backward, which is then compiled with its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, x):
+        return self.linear(x).reshape(x.shape[0] * x.shape[1], 8)
+
+
+def run_lengths(evaluated, trained, options):
+    """Two steps, of several forwards and one backward each, with this rank's lengths."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    rank, warned = dist.get_rank(), []
+    plain = Pair()
+    model = simple_fsdp(copy.deepcopy(plain))
+    model.compile(backend="simplefsdp", options={"rank_guard_timeout_s": 20, **options})
+    with torch.no_grad():
+        for length in evaluated[rank]:
+            model(torch.ones(2, length, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.Handler, "handle", lambda self, record: warned.append(record.msg))
+        for _ in range(2):
+            batches = [torch.randn(2, length, 4) for length in trained[rank]]
+            for run in (plain, model):
+                sum(run(batch).square().mean() for batch in batches).backward()
+    for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
+        dist.all_reduce(wanted.grad)
+        torch.testing.assert_close(got.grad.full_tensor(), wanted.grad / dist.get_world_size())
+    return [message for message in warned if "backwards" in str(message)]
+
+
+@pytest.mark.slow(quick=["manual", "auto"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"executor": "aot_eager", "bucketing": "manual"}, id="manual"),
+        pytest.param({"executor": "aot_eager"}, id="auto"),
+        pytest.param({}, id="code"),
+    ],
+)
+def test_a_rank_that_leaves_sizes_open_alone(pools, options):
+    """The other has met one size only: in its evaluation, or in the forwards before a backward."""
+    for evaluated, trained in (
+        (((8, 8), (8, 6)), ((8,), (8,))),
+        (((), ()), ((8, 8, 8), (8, 6, 5))),
+    ):
+        assert pools(2).run(run_lengths, evaluated, trained, options) == [[], []]

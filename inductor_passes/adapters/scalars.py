@@ -1,0 +1,111 @@
+"""Numbers that ranks reduce one by one, where all are known when the graph begins: reduced at once.
+
+A parameter that is gathered in float8 is scaled by the largest value that any rank has of it. Each
+such number is a collective of four bytes that takes the wire's latency, and its gather waits for
+it::
+
+    shard ─ abs ─ max ─ all_reduce ─ scale ─ cast ─ gather        of every parameter, or
+    shards ─ abs ─ max ─ cat ─ all_reduce ─ scales ─ casts ─ gathers
+
+What is reduced is the same, element by element, and so are the results, to the bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from inductor_passes.adapters import _torch
+
+_aten = torch.ops.aten
+_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+_MOST_NODES = 16  # between inputs and such a number: more may be work that is done later on purpose
+
+
+def reduce_at_once(graph: Graph) -> None:
+    """Reduce in one all-reduce, at the beginning of ``graph``, the single numbers that are made of
+    its inputs alone; in place.
+
+    Args:
+        graph: of aten operators, with the values of nodes in ``meta["val"]``.
+    """
+    alike: defaultdict[tuple[object, ...], list[tuple[Node, list[Node]]]] = defaultdict(list)
+    for start in _before_writes(graph):
+        if start.target is not _ALL_REDUCE or start.meta["val"].numel() != 1:
+            continue
+        if any(user.target is not _torch.WAIT for user in start.users):
+            continue
+        made_of = _made_of_inputs(start)
+        if made_of is not None:
+            number, operation, group = start.args
+            alike[operation, group, number.meta["val"].dtype].append((start, made_of))  # type: ignore[union-attr]
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for found in alike.values():
+        if len(found) > 1:
+            _reduce([start for start, _ in found], [n for _, nodes in found for n in nodes], places)
+
+
+def _before_writes(graph: Graph) -> Iterator[Node]:
+    """Nodes that read the inputs as they were given."""
+    for node in graph.nodes:
+        if any(True for _ in _torch.mutated_arguments(node)):
+            return
+        yield node
+
+
+def _made_of_inputs(start: Node) -> list[Node] | None:
+    """The nodes that lead from inputs of the graph to what ``start`` sends; None if they are many,
+    or wait for others."""
+    found: dict[Node, None] = {}
+    left = list(start.all_input_nodes)
+    while left:
+        node = left.pop()
+        if node.op in ("placeholder", "get_attr") or node in found:
+            continue
+        is_pure = node.target is operator.getitem or (
+            _torch.is_op(node) and not _torch.is_random(node) and not _torch.is_wait(node)
+        )
+        if not is_pure or _torch.is_collective_start(node) or len(found) == _MOST_NODES:
+            return None
+        found[node] = None
+        left += node.all_input_nodes
+    return list(found)
+
+
+def _reduce(starts: list[Node], made_of: list[Node], places: dict[Node, int]) -> None:
+    graph, first = starts[0].graph, starts[0]
+    begin = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    for node in sorted(set(made_of), key=places.__getitem__):
+        if node is begin:
+            begin = begin.next
+        else:
+            begin.prepend(node)
+    with graph.inserting_before(begin):
+        parts = [_call(start, _aten.view.default, start.args[0], [1]) for start in starts]
+        numbers = _call(first, _aten.cat.default, parts)
+        sent = _call(first, _ALL_REDUCE, numbers, *first.args[1:])
+        reduced = _call(first, _torch.WAIT, sent)
+        for place, start in enumerate(starts):
+            one = _call(start, _aten.select.int, reduced, 0, place)
+            shape = list(start.meta["val"].shape)
+            # Of its own memory: what a forward leaves for backward may be written to there.
+            result = _call(start, _aten.clone.default, _call(start, _aten.view.default, one, shape))
+            for wait in start.users:
+                wait.replace_all_uses_with(result)
+    for node in [*(wait for start in starts for wait in start.users), *starts]:
+        graph.erase_node(node)
+
+
+def _call(like: Node, target: torch._ops.OpOverload, *args: Any) -> Node:
+    """A node where others are inserted, told to come from where ``like`` does."""
+    node: Node = like.graph.call_function(target, args)
+    node.meta = {key: value for key, value in like.meta.items() if key != "val"}
+    mode = _torch.fake_mode_of(like.meta["val"])
+    with mode:
+        node.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
+    return node
