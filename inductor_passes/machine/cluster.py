@@ -178,12 +178,15 @@ class Cluster:
         return max(by_bytes, by_flops) + work.kernels * self.launch_us
 
     def peak(self, dtype: str) -> Peak:
-        """The peak of a dtype; of one that is not listed, the slowest that is, with a warning."""
+        """The peak of a dtype; of one that is not listed, the slowest that is, or of float8 that of
+        bfloat16, with a warning."""
         if dtype in self.peaks:
             return self.peaks[dtype]
-        slowest = min(self.peaks, key=lambda name: self.peaks[name].tflops)
-        _warn(f"cluster {self.name!r} has no peak for {dtype}; counted as {slowest}")
-        return self.peaks[slowest]
+        name = min(self.peaks, key=lambda name: self.peaks[name].tflops)
+        if dtype.startswith("float8") and "bfloat16" in self.peaks:
+            name = "bfloat16"
+        _warn(f"cluster {self.name!r} has no peak for {dtype}; counted as {name}")
+        return self.peaks[name]
 
     def link_of(self, collective: Collective, nodes: int | None = None) -> Link:
         """The link of a collective whose group spans ``nodes``: the fewest, if that is not known.

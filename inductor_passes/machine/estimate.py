@@ -74,7 +74,8 @@ def estimated(device: Device) -> Cluster:
     half /= 2 if words & _HALVED else 1
     half = next((_SOLD_AS[word] for word in words if word in _SOLD_AS), half)
     half, single, double = (float(f"{tflops:.3g}") for tflops in (half, single, double))
-    peaks = gpu_peaks(half, single, double, matmul=0.65, attention=0.45)
+    fractions = {"matmul": 0.65, "attention": 0.45}
+    peaks = gpu_peaks(half, single, double, **fractions, float8=known >= (8, 9))
     if known < (8, 0):
         peaks = {**peaks, "bfloat16": peaks["float32"]}  # there are no units for it
     linked = _has_nvlink(device)

@@ -7,6 +7,7 @@ machine with ``simplefsdp calibrate`` where a few per cent matter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from inductor_passes.ir.program import CollectiveKind
 from inductor_passes.machine.cluster import Cluster, Peak, Wire
@@ -95,16 +96,20 @@ def _small_gpu_ramp(large: float) -> Ramp:
 
 
 def gpu_peaks(
-    half: float, single: float, double: float, *, matmul: float, attention: float
+    half: float, single: float, double: float, *, matmul: float, attention: float, float8: bool
 ) -> Mapping[str, Peak]:
-    """Peaks from the data sheet, dense; fp32 without TF32, as is torch's default."""
+    """Peaks from the data sheet, dense; fp32 without TF32, as is torch's default. In float8, where
+    there is any, they are twice those of half precision (989 and 1979 of an H100, 2250 and 4500 of
+    a B200, 362 and 733 of an L40S); a matmul reaches the same fraction of it (estimated)."""
     halves = Peak(half, _small_gpu_ramp(matmul), _small_gpu_ramp(attention))
+    eighths = replace(halves, tflops=2 * half)
     plain = _small_gpu_ramp(0.85)
     return {
         "bfloat16": halves,
         "float16": halves,
         "float32": Peak(single, plain, _small_gpu_ramp(0.5)),
         "float64": Peak(double, plain, _small_gpu_ramp(0.5)),
+        **({"float8_e4m3fn": eighths, "float8_e5m2": eighths} if float8 else {}),
     }
 
 
@@ -144,7 +149,7 @@ def _a100(name: str, memory_gb_s: float, memory_gb: float) -> Cluster:
     NVLink: 0.70 of an H100's, from a bus bandwidth of 230-250 GB/s on 8 (nccl-tests, measured)
     against 345; network: half, a 200 Gb/s card per GPU: estimated.
     """
-    peaks = gpu_peaks(312.0, 19.5, 19.5, matmul=0.80, attention=0.60)
+    peaks = gpu_peaks(312.0, 19.5, 19.5, matmul=0.80, attention=0.60, float8=False)
     return gpu_node(name, peaks, memory_gb_s, memory_gb, nvlink=0.70, network=0.5)
 
 
@@ -156,7 +161,7 @@ def _h100() -> Cluster:
     one; an H100 that trains for long has less power to spare): estimated; 0.53 attention
     (cuDNN's 526 TFLOP/s, measured, see above). Links: measured, see above.
     """
-    peaks = gpu_peaks(989.0, 67.0, 67.0, matmul=0.65, attention=0.53)
+    peaks = gpu_peaks(989.0, 67.0, 67.0, matmul=0.65, attention=0.53, float8=True)
     return gpu_node("h100", peaks, 3350.0, 80.0)
 
 
@@ -166,7 +171,7 @@ def _h200() -> Cluster:
     0.79 matmul: measured, 769-798 TFLOP/s of 989 on a large one. The rest as for an H100:
     estimated.
     """
-    peaks = gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.53)
+    peaks = gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.53, float8=True)
     return gpu_node("h200", peaks, 4800.0, 141.0)
 
 
@@ -179,7 +184,7 @@ def _b200() -> Cluster:
     much slower as on an H100. NVLink twice an H100's, the same network (400 Gb/s per GPU):
     estimated.
     """
-    peaks = gpu_peaks(2250.0, 75.0, 37.0, matmul=0.70, attention=0.48)
+    peaks = gpu_peaks(2250.0, 75.0, 37.0, matmul=0.70, attention=0.48, float8=True)
     return gpu_node("b200", peaks, 8000.0, 180.0, nvlink=2.0)
 
 

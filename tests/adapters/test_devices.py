@@ -108,6 +108,9 @@ def test_an_estimate_is_near_the_data_sheet(name: str) -> None:
     assert cluster.peaks["float32"].tflops == pytest.approx(single, rel=0.1)
     bf16 = "float16" if capability >= (8, 0) else "float32"
     assert cluster.peaks["bfloat16"] == cluster.peaks[bf16]
+    eighths = cluster.peaks.get("float8_e4m3fn")
+    assert (eighths is not None) == (capability >= (8, 9))
+    assert eighths is None or eighths.tflops == 2 * cluster.peaks["float16"].tflops
     of_an_h100 = cluster.link("gather", 8, 1).gb_s / preset("h100").link("gather", 8, 1).gb_s
     assert (of_an_h100 > 0.3) == (link == "NVLink")
     for per_node in (1, 2, 4, 8, 16):

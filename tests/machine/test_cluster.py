@@ -344,3 +344,11 @@ def test_compute_slows_beside_nccl() -> None:
     beside = {name: cluster.compute_beside for name, cluster in PRESETS.items()}
     gpus = ("a100", "a100-40gb", "h100", "h200", "b200")
     assert beside == {"cpu-gloo": 1.0} | dict.fromkeys(gpus, 0.85)
+
+
+def test_float8_that_was_not_measured_counts_as_bfloat16(caplog):
+    h100 = preset("h100")
+    assert h100.peak("float8_e5m2").tflops == 2 * h100.peak("bfloat16").tflops
+    with caplog.at_level(logging.WARNING):
+        assert preset("a100").peak("float8_e4m3fn") == preset("a100").peak("bfloat16")
+    assert "'a100' has no peak for float8_e4m3fn; counted as bfloat16" in caplog.text
