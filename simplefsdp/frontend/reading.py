@@ -134,13 +134,17 @@ def _get_parameter(self: nn.Module, target: str) -> Any:
     return getattr(self.get_submodule(owner), name)
 
 
+# What torch says of shards where a plain tensor is meant.
+_OF_SHARDS = ("mixed torch.Tensor and DTensor", "sharding strategy")
+
+
 @contextmanager
 def shards_explained() -> Iterator[None]:
     """Around a forward: what torch's error of shards beside plain tensors comes from."""
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
+        if any(text in str(error) for text in _OF_SHARDS):
             error.add_note(
                 "in forward, parameters() and named_parameters() give shards: read each parameter "
                 "by its name (self.weight), or by self.get_parameter(name)"
