@@ -144,6 +144,7 @@ def recipe(kind: str) -> str:
     return MODEL + code.replace('.compile(backend="simplefsdp")', SOON)
 
 
+@pytest.mark.slow
 def test_a_whole_step(tmp_path):
     (code,) = blocks("python step")
     code = code.replace("max_norm=1.0", "max_norm=1.0, options={'executor': 'aot_eager'}")
@@ -156,6 +157,7 @@ dist.destroy_process_group()
     on_ranks(tmp_path, PRELUDE + start + code + check, 2)
 
 
+@pytest.mark.slow
 def test_a_folder_of_hugging_face(tmp_path):
     pytest.importorskip("transformers")
     start = "dist.init_process_group('gloo')\nfolder = 'given'\n"
@@ -191,6 +193,7 @@ def test_adapters_of_peft(tmp_path):
     assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_names_that_other_libraries_are_given(tmp_path):
     code = ""
     (name,) = re.findall(r"`(import simplefsdp\.integrations\.lightning)`", README)

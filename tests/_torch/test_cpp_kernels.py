@@ -75,6 +75,7 @@ def check(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert ones.tolist() == [18.0, 18.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_kernels_of_several_modules_are_one_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with libraries(monkeypatch) as sources:
         with kernels_together():

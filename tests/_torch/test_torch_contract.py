@@ -456,6 +456,7 @@ def test_a_reset_of_torchs_reaches_a_backend(monkeypatch):
     assert called
 
 
+@pytest.mark.slow
 def test_a_backend_is_known_by_name_without_being_installed():
     """In a process that finds no package's metadata, as from a checkout on the path."""
     code = """

@@ -524,6 +524,7 @@ def test_fusions_with_what_is_one_with_others_by_now():
     assert order.index("launch") < order.index("product")
 
 
+@pytest.mark.slow(quick=["False-False", "True-False", "True-True"])
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("frees", [False, True])
 def test_fusions_that_hold_more(asked, frees):
@@ -545,6 +546,7 @@ def test_fusions_that_hold_more(asked, frees):
     )
 
 
+@pytest.mark.slow(quick=["False"])
 @pytest.mark.parametrize("frees", [False, True])
 def test_fusions_that_come_later(frees):
     """Two loops read the same, the second a product, too: as one, what the first is the last to

@@ -187,6 +187,7 @@ def test_a_failure_is_told_by_the_exit_code_until_it_is_mended(module, kit_of):
     assert [module("run").main() for _ in range(3)] == [1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_part_that_has_said_its_line_is_done_however_long_it_takes_to_leave(
     module, kit_of, capsys
 ):

@@ -16,6 +16,7 @@ from mutated_files import TARGETS, Target
 from mutations import try_files
 
 
+@pytest.mark.slow
 def test_changed_files_are_read_or_refused_in_one_line() -> None:
     found = try_files(30 * len(TARGETS), seed=1)
     assert found.bad == []

@@ -147,6 +147,7 @@ assert optimize is torch._dynamo.optimize and "_dynamo" in optimize.__module__
 """
 
 
+@pytest.mark.slow
 def test_the_very_first_compile_imports_this_package():
     command = [sys.executable, "-c", FIRST_CONTACT]
     run = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -321,6 +322,7 @@ def test_cuda_graphs_need_cuda(fake_mesh):
         run(torch.ones(2, 4))
 
 
+@pytest.mark.slow
 def test_one_log_line_per_graph(fake_mesh, caplog):
     model = simple_fsdp(Zoo(), fake_mesh(4))
     compiled = torch.compile(model, backend="simplefsdp", options={**EAGER, "bucketing": "none"})

@@ -225,7 +225,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(quick=["seen by all", "held by the first"])
+@pytest.mark.slow(quick=["seen by all"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_changed_is_seen_by_the_layers_that_see_it(solo_mesh, caplog, case):
     make, expected = CASES[case]

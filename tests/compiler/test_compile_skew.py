@@ -115,7 +115,7 @@ def test_names_do_not_depend_on_how_often_a_rank_reads(pools):
     assert one == other
 
 
-@pytest.mark.slow(quick=["slow_calls0-False"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("slow_calls", "backward"), [([1], False), ([2], True)])
 def test_a_rank_that_compiles_slowly_is_waited_for(pools, slow_calls, backward):
     assert pools(2).run(run_a_step, slow_calls, 60, backward) == [0, max(slow_calls)]

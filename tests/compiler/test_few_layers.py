@@ -324,7 +324,7 @@ def left_out(text: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.slow(quick=["checkpointed", "dropout", "two lists"])
+@pytest.mark.slow(quick=["checkpointed"])
 @pytest.mark.parametrize("case", CASES)
 def test_it_computes_what_all_layers_do(solo_mesh, caplog, case):
     make, expected = CASES[case]
@@ -349,6 +349,7 @@ def test_an_output_without_gradient_has_no_stand_in(solo_mesh):
     torch.testing.assert_close(compiled(x), plain(x))
 
 
+@pytest.mark.slow(quick=["PostNorm"])
 @pytest.mark.parametrize("layer", [PostNorm, Chooses])
 def test_as_inductor_cuts(fake_mesh, caplog, layer):
     """What its decompositions make for backward stands at the end of forward."""
@@ -359,6 +360,7 @@ def test_as_inductor_cuts(fake_mesh, caplog, layer):
     assert left_out(caplog.text) == LEFT_OUT
 
 
+@pytest.mark.slow
 def test_what_each_layer_returns_is_said_to_cost(fake_mesh, caplog):
     shorten._warn_of_outputs.cache_clear()
     options = {"executor": "aot_eager", "bucketing": "manual"}
@@ -378,6 +380,7 @@ def test_what_each_layer_returns_is_said_to_cost(fake_mesh, caplog):
     assert caplog.text.count("layers: forward returns activations of each layer") == 1
 
 
+@pytest.mark.slow
 def test_sizes_that_depend_on_data(solo_mesh, caplog):
     caplog.set_level(logging.DEBUG, "simplefsdp")
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
@@ -394,6 +397,7 @@ def test_dropout_of_generated_code_draws_anew_in_each_layer(fake_mesh, caplog):
     assert not left_out(caplog.text)
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_first_try_is_not_the_users(solo_mesh, monkeypatch, caplog):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("what nobody thought of")
@@ -446,6 +450,7 @@ def test_generated_code(fake_mesh, executor, layer):
     assert differing(fake_mesh(2), executor, layer) == []
 
 
+@pytest.mark.slow
 def test_each_layer_keeps_its_names(fake_mesh, caplog):
     seen: list[object] = []
     caplog.set_level(logging.DEBUG, "simplefsdp")

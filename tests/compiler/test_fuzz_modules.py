@@ -158,7 +158,7 @@ def launches(program: Program) -> int:
     return sum(op.collective.kind != "other" for _, op in program.starts())
 
 
-@pytest.mark.slow(quick=["2", "5"])
+@pytest.mark.slow(quick=["2"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_module(fake_mesh, monkeypatch, seed):
     rng = random.Random(seed)

@@ -118,6 +118,7 @@ def test_fullgraph_refuses_as_torch_does(fake_mesh):
         model(torch.ones(2, 4, WIDTH))
 
 
+@pytest.mark.slow
 def test_the_graphs_of_a_call_are_one_step_of_the_report(fake_mesh):
     model = compiled(simple_fsdp(InARow(), fake_mesh(2)))
     x = torch.ones(2, 4, WIDTH)
@@ -183,6 +184,7 @@ class Masked(nn.Module):
         return self.after(x)
 
 
+@pytest.mark.slow
 def test_an_operator_that_depends_on_data_breaks_the_graph_as_it_does_for_torch(solo_mesh, caplog):
     torch.manual_seed(0)
     plain = Masked()

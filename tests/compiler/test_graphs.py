@@ -51,7 +51,7 @@ def sharded_fqns(model: nn.Module, *, trainable: bool = False) -> list[str]:
     )
 
 
-@pytest.mark.slow(quick=["reshard-checkpointed", "keep-plain"])
+@pytest.mark.slow(quick=["reshard-checkpointed"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 def test_one_gather_and_one_reduce_per_parameter(fake_mesh, reshard, recompute):
@@ -69,6 +69,7 @@ def test_one_gather_and_one_reduce_per_parameter(fake_mesh, reshard, recompute):
         assert again == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hybrid_shard", "replicate"])
 def test_collectives_of_the_other_modes(fake_mesh, mode):
     mesh = fake_mesh(2, 2) if mode == "hybrid_shard" else fake_mesh(4)
@@ -124,6 +125,7 @@ class Selective(nn.Module):
         return x
 
 
+@pytest.mark.slow(quick=["reshard-aot_eager", "keep-aot_eager"])
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 def test_selective_activation_checkpointing(fake_mesh, reshard, executor):
@@ -140,6 +142,7 @@ def test_selective_activation_checkpointing(fake_mesh, reshard, executor):
     assert len(calls(captured.backward[0], torch.ops.aten.mm.default)) == 2 * 3
 
 
+@pytest.mark.slow
 def test_every_node_of_a_chain_carries_its_fqn(fake_mesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = simple_fsdp(Zoo(), fake_mesh(4), mp_policy=policy)
@@ -297,6 +300,7 @@ class Attention(nn.Module):
         return F.dropout(x, 0.1)
 
 
+@pytest.mark.slow(quick=["aot_eager"])
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 def test_checkpointed_attention_and_dropout_run(fake_mesh, executor):
     """Torch 2.12 and 2.13 fail on random CPU ops in a checkpointed region beside DTensors."""

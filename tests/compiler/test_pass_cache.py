@@ -67,6 +67,7 @@ def test_the_second_compilation_hits(fake_mesh):
     assert found == [(0, 2), (2, 0)]  # forward and backward
 
 
+@pytest.mark.slow
 def test_with_layers_that_are_not_traced(fake_mesh, caplog):
     mesh = fake_mesh(4)
     with fresh_cache(), caplog.at_level("DEBUG", "simplefsdp"):

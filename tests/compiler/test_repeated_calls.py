@@ -310,7 +310,7 @@ class Changeable(Scaled):
         return super().forward(x, mask) + self.drop(x)
 
 
-@pytest.mark.slow(quick=["buffer"])
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_layer_that_is_changed_later_is_traced_anew(solo_mesh, caplog, change):
     """Dynamo did not follow the layer: that it guards it nevertheless is our doing."""
@@ -436,7 +436,7 @@ TRAPS = {
 }
 
 
-@pytest.mark.slow(quick=["hook", "frozen", "one and true", "hooks that hold"])
+@pytest.mark.slow(quick=["hook"])
 @pytest.mark.parametrize("trap", TRAPS)
 def test_what_tells_layers_apart_that_no_guard_of_torchs_would(solo_mesh, trap):
     """Each of these gave the first layer's graph for all."""

@@ -43,6 +43,7 @@ def test_memory_decides(fake_mesh, caplog):
     assert kept_by(graphs_of(mesh, True, memory_budget_gb=1.0)) == {FQNS[0]}
 
 
+@pytest.mark.slow
 def test_another_batch_keeps_what_the_first_one_kept(fake_mesh):
     """One rank may compile again, alone; it must launch what the others launch."""
     mesh, kept = fake_mesh(64), []

@@ -387,7 +387,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.slow(quick=["buckets", "cluster", "names", "policy", "factor"])
+@pytest.mark.slow(quick=["buckets", "names", "policy", "factor"])
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_something_else_has_another_name(fake_mesh, what):
     mesh = fake_mesh(4)

@@ -342,6 +342,17 @@ def test_log_lines(compiled):
         assert exposed and float(exposed[1]) > float(exposed[2]) > 0, line
 
 
+@pytest.mark.slow(
+    quick=[
+        "1-1-flat",
+        "2-3-coalesced",
+        "2-3-flat",
+        "1-3-coalesced",
+        "1-3-flat",
+        "20-20-coalesced",
+        "20-20-flat",
+    ]
+)
 @pytest.mark.parametrize("layout", get_args(BucketLayout))
 @pytest.mark.parametrize(("gathers", "reduces"), [(1, 1), (2, 3), (1, 3), (20, 20)])
 def test_other_limits(fake_mesh, layout, gathers, reduces):

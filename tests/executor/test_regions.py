@@ -225,6 +225,7 @@ def test_it_computes_what_the_whole_graph_does(solo_mesh, monkeypatch):
             torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_layers(solo_mesh):
     class Drops(nn.Module):
         def __init__(self) -> None:
@@ -327,7 +328,7 @@ class Scaled(Gated):
         return x
 
 
-@pytest.mark.slow(quick=["Gated-manual"])
+@pytest.mark.slow
 @pytest.mark.parametrize("bucketing", ["manual", "auto"])
 @pytest.mark.parametrize("model_class", [Several, Gated, Scaled])
 def test_operators_with_several_results(solo_mesh, model_class, bucketing):
@@ -364,6 +365,7 @@ class Branches(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_submodules_inside_submodules_tell_regions_apart(solo_mesh):
     model, x = Branches(), torch.rand(4, DIM)
     wanted = model(x)

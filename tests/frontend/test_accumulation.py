@@ -68,13 +68,7 @@ def train_beside(mode, executor, bucketing, precision="fp32", build=Zoo, toleran
         assert [bool(reduces(graph)) for graph in graphs.backward] == [False, True]
 
 
-@pytest.mark.slow(
-    quick=[
-        "fully_shard-eager-none-fp32-Zoo",
-        "replicate-eager-none-fp32-Zoo",
-        "replicate-aot_eager-manual-fp32-Small",
-    ]
-)
+@pytest.mark.slow(quick=["fully_shard-eager-none-fp32-Zoo", "replicate-eager-none-fp32-Zoo"])
 @pytest.mark.parametrize(
     ("mode", "executor", "bucketing", "precision", "build"),
     [
@@ -142,6 +136,7 @@ def tensor_parallel(executor):
         check_grads(plain, model)
 
 
+@pytest.mark.slow(quick=["eager"])
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
 def test_tensor_parallel_parameters(pools, executor):
     pools(4).run(tensor_parallel, executor)
@@ -213,6 +208,7 @@ def in_turns(executor):
             m.zero_grad()
 
 
+@pytest.mark.slow(quick=["eager"])
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
 def test_what_is_frozen_in_turns(pools, executor):
     pools(2).run(in_turns, executor)
@@ -596,6 +592,7 @@ class Sometimes(nn.Module):
         return self.head(x if drop else self.layer(x))
 
 
+@pytest.mark.slow(quick=["eager", "aot_eager"])
 @pytest.mark.parametrize("executor", ["eager", "aot_eager", "inductor"])
 def test_what_the_last_backward_has_no_gradient_of_still_waits(solo_mesh, executor):
     plain = Sometimes()

@@ -68,7 +68,7 @@ def kept(executor, how):
     assert found == [True, False, False, True, True]
 
 
-@pytest.mark.slow(quick=["eager-how0", "aot_eager-how2"])
+@pytest.mark.slow(quick=["eager-how0"])
 @pytest.mark.parametrize(
     ("executor", "how"),
     [("eager", {}), ("aot_eager", {"fused": True}), ("aot_eager", {"foreach": True})],
@@ -105,6 +105,7 @@ def written_by_one_rank():
         run(*mine(rows(0)))
 
 
+@pytest.mark.slow
 def test_what_one_rank_alone_would_gather_is_told(pools):
     pools(2).run(written_by_one_rank)
     pools(2).stop()  # one rank has asked the others once more than they it

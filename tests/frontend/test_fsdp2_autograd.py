@@ -139,6 +139,7 @@ def train_with_containers(kind: str) -> None:
             train_beside(plain, model, call, rows, steps=1, tolerance=tolerance)
 
 
+@pytest.mark.slow(quick=["list", "tuple", "dict", "named_tuple", "dataclass"])
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_activations_in_containers(pools, kind):
     pools(2).run(train_with_containers, kind)
@@ -202,6 +203,9 @@ def train_model(build, executor: str) -> None:
     train_beside(plain, model, call_of(model, executor), rows)
 
 
+@pytest.mark.slow(
+    quick=["eager-Views", "eager-Custom", "eager-Gives", "aot_eager-Custom", "aot_eager-Gives"]
+)
 @pytest.mark.parametrize("build", [Views, Custom, Gives])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_model(pools, build, executor):
@@ -284,6 +288,15 @@ WAYS = {
 }
 
 
+@pytest.mark.slow(
+    quick=[
+        "twice_through_one_graph",
+        "by_autograd_grad",
+        "with_hooks_of_modules",
+        "changed_output",
+        "gradient_penalty",
+    ]
+)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_way_of_backward(pools, way):
     pools(2).run(two_mlps, way, WAYS[way])

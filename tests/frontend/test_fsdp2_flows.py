@@ -100,6 +100,16 @@ FLOWS = {
 }
 
 
+@pytest.mark.slow(
+    quick=[
+        "accumulate",
+        "two_forwards",
+        "a_part_by_itself",
+        "as_float64",
+        "under_autocast",
+        "in_inference_mode",
+    ]
+)
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.__name__)
 def test_a_flow(pools, flow):
     pools(2).run(two_mlps, flow, EXECUTORS if FLOWS[flow] else ("eager",))

@@ -51,6 +51,7 @@ def train_biases(freeze_first: bool) -> None:
     assert len(reduces(captured.backward[0])) in (1, 2)
 
 
+@pytest.mark.slow(quick=["True"])
 @pytest.mark.parametrize("freeze_first", [True, False])
 def test_only_biases_train(pools, freeze_first):
     pools(2).run(train_biases, freeze_first)
@@ -97,6 +98,7 @@ def train_many_times(executor: str) -> None:
     train_beside(plain, model, call_of(model, executor), rows)
 
 
+@pytest.mark.slow(quick=["eager"])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_frozen_and_trained_layers_read_many_times(pools, executor):
     pools(2).run(train_many_times, executor)

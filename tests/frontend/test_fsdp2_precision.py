@@ -69,6 +69,7 @@ def test_dtypes_of_compute_and_reduce(pools, param_dtype, reduce_dtype, toleranc
     pools(2).run(accumulate, param_dtype, reduce_dtype, tolerance, "eager")
 
 
+@pytest.mark.slow
 def test_dtypes_of_compute_and_reduce_compiled(pools):
     # Compiled, an intermediate may keep its fp32.
     pools(2).run(accumulate, BF16, FP32, 1e-2, "aot_eager")

@@ -168,6 +168,17 @@ def train(name: str) -> None:
             assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+@pytest.mark.slow(
+    quick=[
+        "no_inputs",
+        "called_twice",
+        "unused",
+        "recomputed",
+        "recomputed_reentrant",
+        "checkpoint_wrapper",
+        "composable_checkpoint",
+    ]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains(pools, name):
     pools(2).run(train, name)
@@ -195,6 +206,7 @@ def run_chunked_loss() -> None:
         check_grads(plain, model)
 
 
+@pytest.mark.slow
 def test_a_loss_in_chunks(pools):
     pools(2).run(run_chunked_loss)
 

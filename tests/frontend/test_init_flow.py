@@ -131,6 +131,7 @@ def compare_with_plain(rank_seed: int) -> list[int]:
     return pending
 
 
+@pytest.mark.slow(quick=["2"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_flows_end_with_the_plain_models_values(pools, ranks):
     pending = pools(ranks).run(compare_with_plain, 0)[0]

@@ -85,21 +85,20 @@ def test_eager_equals_one_process(pools, ranks, mode, precision):
     pools(ranks).run(compare_with_one_process, mode, precision, True, "eager")
 
 
-@pytest.mark.slow(quick=["2-fully_shard-bf16", "2-replicate-fp32"])
+@pytest.mark.slow(quick=["2-replicate-fp32"])
 @pytest.mark.parametrize(("ranks", "mode", "precision"), RANKS_MODE_PRECISION)
 def test_compiled_graphs_equal_one_process(pools, ranks, mode, precision):
     pools(ranks).run(compare_with_one_process, mode, precision, True, "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2])
 def test_kept_from_forward_to_backward_equals_one_process(pools, ranks):
     """In fp32: see the generated code below."""
     pools(ranks).run(compare_with_one_process, "fully_shard", "bf16", False, "aot_eager")
 
 
-@pytest.mark.slow(
-    quick=["2-fully_shard-fp32-False-Zoo-inductor", "2-fully_shard-fp32-True-Zoo-regions"]
-)
+@pytest.mark.slow(quick=["2-fully_shard-fp32-False-Zoo-inductor"])
 @pytest.mark.parametrize(
     ("ranks", "mode", "precision", "reshard", "build", "executor"),
     [
@@ -135,7 +134,7 @@ def compare_variant(executor, kind):
     compare_with_one_process("fully_shard", "fp32", True, executor, **kind)
 
 
-@pytest.mark.slow(quick=["2-mixed_dtypes"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [{"mixed": True}, {"recompute": True}], ids=["mixed_dtypes", "checkpointed"]
 )
@@ -176,6 +175,9 @@ def compare_with_fsdp2(mode, precision, executor):
             optimizer.zero_grad()
 
 
+@pytest.mark.slow(
+    quick=["4-hybrid_shard-fp32-eager", "4-hybrid_shard-bf16-eager", "2-fully_shard-fp32-aot_eager"]
+)
 @pytest.mark.parametrize(
     ("ranks", "mode", "precision", "executor"),
     [

@@ -130,6 +130,7 @@ def test_a_step_is_one_compilation(fake_mesh, tmp_path):
     assert plan.graphs["backward 2"].module_of  # what it gets from forward has the names there
 
 
+@pytest.mark.slow
 def test_cache_hits_are_seen(fake_mesh):
     mesh, seen = fake_mesh(4), []
     for _ in range(2):

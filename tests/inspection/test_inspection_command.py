@@ -83,6 +83,7 @@ def run(arguments: str) -> int:
     return int(exit_.value.code or 0)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users(capsys):
     files = "--json report.json --graph graphs.txt --diff"
     assert run(f"{EXAMPLE} --ranks 8 --bucketing manual --compare none {files}") == 0
@@ -113,6 +114,7 @@ def test_a_model_of_the_users(capsys):
     parse(before.split("\n", 2)[2])
 
 
+@pytest.mark.slow
 def test_torchs_own_passes(capsys):
     """On 2.13 each carries every parameter once; an older torch says what it lacks."""
     names = ("torch-auto", "torch-manual")
@@ -166,6 +168,7 @@ def check_graph(graph):
         assert (bucket["reason"] in Reason.__args__) == (bucket["exposed_us"] > 1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_of_ours(capsys):
     options = "--model debug --layers 1 --seq-len 16 --ranks 4 --tp 2 --cluster cpu-gloo"
     assert run(f"{options} --json report.json") == 0
@@ -227,6 +230,7 @@ def test_bad_targets(capsys, build, batch, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits(capsys):
     assert run(f"{EXAMPLE} --memory-budget-gb 0.001") == 2
     assert "memory budget: no schedule fits 1,000,000 bytes" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def _train(options):
     return log, values_of(model), accelerator.get_state_dict(model)
 
 
-@pytest.mark.slow(quick=["not compiled"])
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, None], ids=["compiled", "not compiled"])
 def test_trains_as_one_process_does(pools, options):
     fresh_state()

@@ -280,6 +280,7 @@ def test_all_public_names_are_there_when_asked_for() -> None:
         _ = simplefsdp.nothing
 
 
+@pytest.mark.slow
 def test_a_file_is_there_when_asked_for() -> None:
     """Once all of them were, as the package imported them. Each in a process of its own."""
     code = (

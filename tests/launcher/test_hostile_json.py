@@ -286,6 +286,7 @@ def test_a_compiler_cache_that_cannot_be_written(
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_compiler_cache_that_cannot_be_written_is_left_on_import(tmp_path: Path) -> None:
     """Torch fails on import, with a traceback."""
     (tmp_path / "a file").touch()

@@ -44,7 +44,7 @@ def llava(generator):
     return transformers.LlavaForConditionalGeneration(config), inputs
 
 
-@pytest.mark.slow(quick=["auto"])
+@pytest.mark.slow
 @pytest.mark.parametrize("bucketing", ["auto", "manual"])
 def test_a_model_that_makes_a_cache(fake_mesh, bucketing):
     """``use_cache=True``: the constants of the cache are inputs that move with the order."""

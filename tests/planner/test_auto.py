@@ -36,7 +36,7 @@ def text_of(plan: Plan) -> str:
     return "; ".join(f"{' '.join(b.starts)} ({b.window})" for b in plan.buckets)
 
 
-@pytest.mark.slow(quick=["forward", "mixed"])
+@pytest.mark.slow(quick=["forward"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_plan_is_better(kind):
     for seed in range(EXHAUSTED[kind]):
@@ -152,7 +152,7 @@ def anonymous(plan: Plan) -> Plan:
     return replace(plan, buckets=tuple(replace(b, starts=()) for b in plan.buckets))
 
 
-@pytest.mark.slow(quick=["backward", "random"])
+@pytest.mark.slow(quick=["random"])
 @pytest.mark.parametrize("kind", [*KINDS, "random"])
 def test_names_do_not_matter(kind):
     for seed in range(8):

@@ -228,6 +228,7 @@ def tensor_parallel(folder: Path, names: tuple[str, str], piece_nbytes: int) -> 
     save_pretrained(model, folder / "again")
 
 
+@pytest.mark.slow(quick=["33554432-names1", "60-names0", "60-names1"])
 @pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")])
 @pytest.mark.parametrize("piece_nbytes", [1 << 25, 60])
 def test_tensor_parallel_parameters(pools, tmp_path, names, piece_nbytes):

@@ -232,6 +232,7 @@ def test_what_comes_behind_may_not_look_into_the_middle(fake_mesh):
         deepen(step, "layers", DEPTH)
 
 
+@pytest.mark.slow(quick=["order1-one behind"])
 @pytest.mark.parametrize(
     ("order", "message"),
     [

@@ -40,7 +40,7 @@ def test_what_is_not_wrapped(fake_mesh):
         trace(nn.Linear(2, 2), torch.ones(1, 2))
 
 
-@pytest.mark.slow(quick=["True"])
+@pytest.mark.slow
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_checkpointed_attention_is_recomputed_on_a_gpu_only(fake_mesh, on_cpu):
     mesh, config = fake_mesh(8), replace(CONFIGS["debug"], n_layers=2)

@@ -68,7 +68,7 @@ def seen():
         yield found
 
 
-@pytest.mark.slow(quick=["SGD-options0", "RMSprop-options2", "Rprop-options8"])
+@pytest.mark.slow(quick=["SGD-options0"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -153,6 +153,7 @@ def test_learning_rates_change_without_compiling(solo_mesh, seen):
     assert [graph.part for graph in seen] == ["step"]
 
 
+@pytest.mark.slow
 def test_other_hyperparameters_are_compiled_anew(solo_mesh, seen):
     plain, model, own, others = pair(solo_mesh)
     step = compile_step(loss_with(model), others, options=OPTIONS)
@@ -166,6 +167,7 @@ def test_other_hyperparameters_are_compiled_anew(solo_mesh, seen):
     assert len(seen) == 2  # the first one is still there
 
 
+@pytest.mark.slow
 def test_another_batch_size_is_compiled_anew(solo_mesh, seen):
     plain, model, own, others = pair(solo_mesh)
     step = compile_step(loss_with(model), others, options=OPTIONS)
@@ -210,6 +212,7 @@ def test_loaded_state_counts(solo_mesh, seen):
     assert len(seen) == 2
 
 
+@pytest.mark.slow
 def test_state_is_made_again_of_parameters_that_come_later(solo_mesh):
     """As in progressive unfreezing; and of all, where it was dropped."""
     plain, model, *_ = pair(solo_mesh)
@@ -293,6 +296,7 @@ def test_an_optimizer_that_cannot_be_followed_is_refused(solo_mesh):
         step(torch.randn(4, WIDTH))
 
 
+@pytest.mark.slow
 def test_a_gradient_that_does_not_arrive_is_told_by_name(solo_mesh):
     _, model, _, others = pair(solo_mesh)
     loss = loss_with(model)
@@ -341,6 +345,7 @@ def test_a_plain_model_is_refused(solo_mesh):
         compile_step(loss_with(plain), own, options=OPTIONS)(torch.randn(4, WIDTH))
 
 
+@pytest.mark.slow
 def test_backward_gathers_and_computes_again_what_is_not_kept(fake_mesh, seen):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = simple_fsdp(Net(), fake_mesh(4), mp_policy=policy)
@@ -359,6 +364,7 @@ def test_backward_gathers_and_computes_again_what_is_not_kept(fake_mesh, seen):
     assert len(merged) == len({*merged}) == 3  # what is gathered again has a bucket of its own
 
 
+@pytest.mark.slow(quick=["None"])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_by_regions_an_update_is_one(fake_mesh, monkeypatch, max_norm):
     cut, pieces = regional.cut, []
@@ -377,6 +383,7 @@ def test_by_regions_an_update_is_one(fake_mesh, monkeypatch, max_norm):
     assert [n for n in written if n] == [3, 3, 3, 3]  # a parameter and its two moments
 
 
+@pytest.mark.slow
 def test_by_regions_updates_are_those_of_the_plain_model(solo_mesh):
     """Of one rank, where views of what is written to are read: writes stand by themselves."""
     plain, model, own, others = pair(solo_mesh)
@@ -387,6 +394,7 @@ def test_by_regions_updates_are_those_of_the_plain_model(solo_mesh):
     check(plain, model)
 
 
+@pytest.mark.slow
 def test_rows_of_a_gathered_table_are_stored(fake_mesh, seen):
     class Rows(nn.Module):
         def __init__(self) -> None:
@@ -404,6 +412,7 @@ def test_rows_of_a_gathered_table_are_stored(fake_mesh, seen):
     assert [node.name for node in nodes if is_stored(node)] == ["embedding"]
 
 
+@pytest.mark.slow
 def test_state_of_the_optimizer_is_not_counted_as_memory_of_the_step(fake_mesh, seen):
     model = simple_fsdp(Net(), fake_mesh(4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -528,6 +537,7 @@ def test_a_gradient_that_nobody_uses_is_refused(solo_mesh):
         step(torch.randn(4, WIDTH))
 
 
+@pytest.mark.slow
 def test_state_in_another_dtype_is_compiled_anew(solo_mesh, seen):
     plain, model, own, others = pair(solo_mesh, torch.optim.SGD, momentum=0.9)
     step = compile_step(loss_with(model), others, options=OPTIONS)

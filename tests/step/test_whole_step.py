@@ -90,7 +90,7 @@ MODES = [
 ]
 
 
-@pytest.mark.slow(quick=["2-fully_shard-fp32-aot_eager"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mode", "precision", "executor"), MODES)
 def test_trains_as_one_process(pools, ranks, mode, precision, executor):
     pools(ranks).run(train_beside, mode, precision, executor)

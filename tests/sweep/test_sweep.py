@@ -157,6 +157,7 @@ def swept(build, inputs) -> CellSweep:
     return CellSweep(SweptModel("model", wrapped, inputs, "layers", 1), ParallelOptions(), H100)
 
 
+@pytest.mark.slow
 def test_convolutions():
     sweep = swept(_Pictures, lambda batch, seq: (torch.zeros(batch, 3, seq, seq),))
     compare(sweep, Cell(3, 30, 2), Cell(4, 32, 2), Cell(2, 18, 2))
