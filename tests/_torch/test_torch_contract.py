@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import pickle
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.fx.traceback as fx_traceback
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -872,3 +875,34 @@ def test_a_function_is_traced_anew_where_a_question_has_another_answer():
     for answer in (True, False, True):
         answers["now"] = answer
         assert compiled(x).item() == (1 if answer else -1)
+
+
+def test_a_backwards_compiler_is_called_again_when_it_could_not_with_the_forward():
+    """AOTAutograd calls it with the forward where sizes are kept for backward."""
+    in_backward, warned = [], []
+
+    def forward(gm, inputs):
+        return make_boxed_func(gm.forward)
+
+    def backward(gm, inputs):
+        in_backward.append(_torch.in_backward())
+        if not in_backward[-1]:
+            _torch.expect_backward_later()
+            raise _torch.BackwardLaterError
+        return make_boxed_func(gm.forward)
+
+    @torch.compile(
+        backend=aot_autograd(fw_compiler=forward, bw_compiler=backward),
+        dynamic=True,
+        fullgraph=True,
+    )
+    def function(x):
+        return x.sin().reshape(x.shape[0] * x.shape[1])
+
+    x = torch.ones(3, 4, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.Handler, "handle", lambda self, record: warned.append(record))
+        function(x).sum().backward()
+    assert in_backward == [False, True]
+    assert not any(record.exc_info for record in warned)
+    torch.testing.assert_close(x.grad, x.detach().cos())
