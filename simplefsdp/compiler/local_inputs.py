@@ -1,9 +1,13 @@
-"""Graphs whose inputs or outputs alias one another get parameters as plain local tensors.
+"""Graphs that AOTAutograd compiles only if no input is a tensor subclass, as our parameters are.
 
-AOTAutograd compiles such graphs, but not if an input is a tensor subclass, and our parameters are
-DTensors. A graph break makes them: ``for image in features`` hands views of one tensor from one
-graph to the next. So the DTensors of these graphs are made inside, of local tensors that the
-compiled function is called with; what is communicated stays the same.
+Their DTensors are made inside, of local tensors that the compiled function is called with; what is
+communicated stays the same. There are two kinds:
+
+- Inputs or outputs alias one another. A graph break makes them: ``for image in features`` hands
+  views of one tensor from one graph to the next.
+- An input is a result of the step before, which forward detaches: the state of truncated
+  backpropagation through time. AOTAutograd then detaches it itself, or backward would go on into
+  that step, whose graph is gone.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from simplefsdp.frontend.gather import gather, spec_of
 from simplefsdp.frontend.placement import dtensor_of
 
 CompiledFunction = Callable[..., Any]
+_DETACH = {"detach", torch.detach, torch.Tensor.detach}
 Backend = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
 
 
@@ -32,7 +37,12 @@ def compile_with_local_inputs(
     unwrapped = {i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)}
     placeholders = gm.graph.find_nodes(op="placeholder")
     (output,) = gm.graph.find_nodes(op="output")
-    if not unwrapped or not (_alias(placeholders) or _alias(output.all_input_nodes)):
+    must_be = (
+        _alias(placeholders)
+        or _alias(output.all_input_nodes)
+        or _is_cut_off(gm, [n for i, n in enumerate(placeholders) if i not in unwrapped])
+    )
+    if not unwrapped or not must_be:
         return compile_graph(gm, example_inputs)
     inputs = list(example_inputs)
     for i in sorted(unwrapped, reverse=True):
@@ -51,6 +61,14 @@ def _alias(nodes: Iterable[Node]) -> bool:
     found = [_torch.storage_of(node.meta.get("example_value")) for node in nodes]
     storages = [storage for storage in found if storage is not None]
     return len(set(storages)) < len(storages)
+
+
+def _is_cut_off(gm: GraphModule, inputs: Iterable[Node]) -> bool:
+    """Whether a Dynamo graph may lead no gradient to an input that has been computed."""
+    values = [(node, node.meta.get("example_value")) for node in inputs]
+    computed = [n for n, v in values if isinstance(v, torch.Tensor) and v.grad_fn is not None]
+    detached = any(user.target in _DETACH for node in computed for user in node.users)
+    return detached or (bool(computed) and any(map(_torch.sets_grad_mode, gm.graph.nodes)))
 
 
 def _take_local(gm: GraphModule, placeholder: Node, last: Node, param: DTensor) -> torch.Tensor:

@@ -74,6 +74,11 @@ def check_modules(modules: Mapping[nn.Module, str]) -> None:
                 f"{path or 'model'}: is a DistributedDataParallel; pass the module that is in it, "
                 "with mode='replicate' to have copies, too"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{path or 'model'}: was made by torch.jit, whose code reads its own parameters; "
+                "pass the module that it was made of, or name its parameters in ignored_params"
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             _check_embedding(module, path or "model")
 

@@ -331,8 +331,10 @@ def gather(
             if "functorch" in str(error):
                 raise ValueError(
                     f"{fqn}: a sharded parameter cannot be gathered inside a transform of "
-                    "torch.func (grad, jvp, vmap, ...); use torch.autograd.grad, or transform "
-                    "inside `with simplefsdp.unsharded(model):`, on each rank by itself"
+                    "torch.func (grad, jvp, vmap, ...): in forward read it before, `weight = "
+                    "self.weight`, and transform a function that uses it; else use "
+                    "torch.autograd.grad, or transform inside `with simplefsdp.unsharded(model):`, "
+                    "on each rank by itself"
                 ) from error
             error.add_note(
                 f"{fqn} was being gathered. If ranks lost each other there: one has ended, "

@@ -183,7 +183,10 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two plain tensors lie in the same memory, at least in part; empty ones do not."""
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+    try:
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+    except NotImplementedError:  # inside a transform of torch.func, a tensor has no memory
+        return False
 
 
 def is_float8(dtype: torch.dtype) -> bool:

@@ -324,6 +324,34 @@ def test_transforms_of_functions(fake_mesh, executor):
         assert torch.func.grad(lambda v: model(v).sum())(x).shape == x.shape
 
 
+class Transforms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        weight, bias = self.linear.weight, self.linear.bias
+        rows = torch.vmap(lambda row: nn.functional.linear(row, weight, bias))(x)
+        value, tangent = torch.func.jvp(lambda v: v @ weight.T, (x,), (x,))
+        return rows + value * tangent + torch.func.grad(lambda v: (v @ weight).sin().sum())(x)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_transforms_of_functions_that_use_a_weight(solo_mesh, executor):
+    plain = Transforms()
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    for run in (plain, call_of(model, executor)):
+        mean(run(numbers(2, DIM))).backward()
+    for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), wanted.grad)
+
+
+def test_a_module_of_torch_jit_is_named(fake_mesh):
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"0: was made by torch\.jit"):
+        simple_fsdp(model, fake_mesh(2))
+
+
 def assign_data(module) -> None:
     module.row.data = torch.zeros(1, DIM)
 

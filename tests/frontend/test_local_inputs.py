@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -34,3 +36,34 @@ def test_the_sizes_of_parameters_stay_numbers(fake_mesh, rank):
     values = [node.meta.get("val") for nodes in read for node in nodes]
     sizes = [size for v in values if isinstance(v, torch.Tensor) for size in v.shape]
     assert len(sizes) > 10 and all(isinstance(size, int) for size in sizes)
+
+
+class Remembers(nn.Module):
+    """Truncated backpropagation through time: the state is that of the call before."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.cell, self.state, self.how = nn.GRUCell(4, 4), None, how
+
+    def forward(self, x):
+        state = torch.zeros_like(x) if self.state is None else self.state
+        if self.how == "no_grad":
+            with torch.no_grad():
+                state = state * 1
+        self.state = self.cell(x, state.detach() if self.how == "detach" else state)
+        return self.state
+
+
+@pytest.mark.slow(quick=["detach-aot_eager", "no_grad-aot_eager"])
+@pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("how", ["detach", "no_grad"])
+def test_a_state_that_is_cut_off(solo_mesh, how, executor):
+    plain = Remembers(how)
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    model.compile(backend="simplefsdp", options={"executor": executor, "bucketing": "manual"})
+    for step in range(3):
+        x = torch.rand(2, 4, generator=torch.Generator().manual_seed(step))
+        for run in (plain, model):
+            run(x).square().sum().backward()
+    for wanted, got in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), wanted.grad)
