@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from beside import Mlp
+from beside import DIM, Mlp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -81,7 +81,15 @@ def as_sent(weight: Tensor) -> Tensor:
     return weight + (there - weight).detach()
 
 
-class MlpAsSent(Mlp):
+class Even(Mlp):
+    """Of rows that two ranks can share evenly, as such classes need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 8), nn.Linear(8, DIM, bias=False)
+
+
+class MlpAsSent(Even):
     """What one process computes that has all of the weights."""
 
     def forward(self, x):
@@ -89,9 +97,9 @@ class MlpAsSent(Mlp):
         return self.row * functional.linear(x, as_sent(self.down.weight))
 
 
-def mlp(cls=SentAsInt8, like: nn.Module | None = None) -> Mlp:
+def mlp(cls=SentAsInt8, like: nn.Module | None = None) -> Even:
     """One of which ranks send the matrices as ``cls`` says, with the values of ``like``."""
-    made = Mlp()
+    made = Even()
     if like is not None:
         made.load_state_dict(like.state_dict())
     for layer in (made.up, made.down):

@@ -21,29 +21,31 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.adapters import _torch
+from inductor_passes.adapters.fx import FqnOf
 
 _aten = torch.ops.aten
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
-_MOST_NODES = 16  # between inputs and such a number: more may be work that is done later on purpose
 
 
-def reduce_at_once(graph: Graph) -> None:
+def reduce_at_once(graph: Graph, fqn_of: FqnOf) -> None:
     """Reduce in one all-reduce, at the beginning of ``graph``, the single numbers that are made of
-    its inputs alone; in place.
+    its inputs alone, without matmuls; in place.
 
     Args:
         graph: of aten operators, with the values of nodes in ``meta["val"]``.
+        fqn_of: of the parameter whose gradient a start reduces, or None: those are bucketed later.
     """
     alike: defaultdict[tuple[object, ...], list[tuple[Node, list[Node]]]] = defaultdict(list)
     for start in _before_writes(graph):
-        if start.target is not _ALL_REDUCE or start.meta["val"].numel() != 1:
+        if start.target is not _ALL_REDUCE or fqn_of(start) is not None or not _is_one(start):
             continue
         if any(user.target is not _torch.WAIT for user in start.users):
             continue
         made_of = _made_of_inputs(start)
         if made_of is not None:
             number, operation, group = start.args
-            alike[operation, group, number.meta["val"].dtype].append((start, made_of))  # type: ignore[union-attr]
+            value = number.meta["val"]  # type: ignore[union-attr]
+            alike[operation, group, value.dtype, value.device].append((start, made_of))
     places = {node: place for place, node in enumerate(graph.nodes)}
     for found in alike.values():
         if len(found) > 1:
@@ -58,28 +60,41 @@ def _before_writes(graph: Graph) -> Iterator[Node]:
         yield node
 
 
+def _is_one(start: Node) -> bool:
+    number = start.meta["val"].numel()
+    return isinstance(number, int) and number == 1  # a symbol is asked nothing
+
+
 def _made_of_inputs(start: Node) -> list[Node] | None:
-    """The nodes that lead from inputs of the graph to what ``start`` sends; None if they are many,
-    or wait for others."""
+    """The nodes that lead from inputs of the graph to what ``start`` sends; None if they are work
+    that may be done late on purpose, or wait for others."""
     found: dict[Node, None] = {}
     left = list(start.all_input_nodes)
     while left:
         node = left.pop()
-        if node.op in ("placeholder", "get_attr") or node in found:
+        if node.op == "placeholder" or node in found:
             continue
-        is_pure = node.target is operator.getitem or (
-            _torch.is_op(node) and not _torch.is_random(node) and not _torch.is_wait(node)
-        )
-        if not is_pure or _torch.is_collective_start(node) or len(found) == _MOST_NODES:
+        is_pure = node.op == "get_attr" or node.target is operator.getitem or _is_light(node)
+        if not is_pure:
             return None
         found[node] = None
         left += node.all_input_nodes
     return list(found)
 
 
+def _is_light(node: Node) -> bool:
+    return (
+        _torch.is_op(node)
+        and not _torch.is_random(node)
+        and not _torch.is_wait(node)
+        and not _torch.is_collective_start(node)
+        and not _torch.multiplies_matrices(node)
+    )
+
+
 def _reduce(starts: list[Node], made_of: list[Node], places: dict[Node, int]) -> None:
     graph, first = starts[0].graph, starts[0]
-    begin = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    begin = next(node for node in graph.nodes if node.op != "placeholder")
     for node in sorted(set(made_of), key=places.__getitem__):
         if node is begin:
             begin = begin.next

@@ -70,6 +70,7 @@ from simplefsdp._torch.saved_code import (
     dump_code,
     expect_backward_later,
     load_code,
+    may_be_compiled_later,
 )
 from simplefsdp._torch.tensors import (
     accumulates,

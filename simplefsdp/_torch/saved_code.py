@@ -34,6 +34,7 @@ from inductor_passes.adapters._torch_code import (
     without_callables,
 )
 from simplefsdp._torch.cpp_kernels import kernels_together
+from simplefsdp._torch.processes import in_backward
 
 log = logging.getLogger("simplefsdp")
 
@@ -99,6 +100,16 @@ def backward_compiled_at_once() -> Iterator[None]:
 class BackwardLaterError(Exception):
     """Raised by a compiler of backward graphs that AOTAutograd calls with the forward, as it does
     where sizes are open: to be called again when the backward first runs."""
+
+    def __str__(self) -> str:
+        return "the backward is compiled when it first runs"
+
+
+def may_be_compiled_later() -> bool:
+    """Whether AOTAutograd, which calls a compiler of a backward graph, would call it again."""
+    from torch._functorch import config as functorch_config
+
+    return not in_backward() and not functorch_config.force_non_lazy_backward_lowering
 
 
 @functools.cache

@@ -90,8 +90,8 @@ def compile_with_passes(
 
     code = warm.code(together=together)
     if code is None and warm.shared:
-        alone = compilation._replace(ranks=())
-        code = by_one_rank(compilation, warm, lambda: compile_for(alone))
+        for_all = compilation._replace(ranks=())
+        code = by_one_rank(compilation, warm, lambda: compile_for(for_all))
     if code is not None:
         return code
     # Where sizes are open AOTAutograd compiles the backward with the forward: then all ranks do, or

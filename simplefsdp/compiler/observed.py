@@ -75,7 +75,7 @@ def observe(
         add_matmuls_in_place(gm.graph)
     write_sums_unrounded(gm.graph)
     look_up_once(gm.graph, carried_fqn)
-    reduce_at_once(gm.graph)
+    reduce_at_once(gm.graph, carried_fqn)
     found, choice = _planned(gm, part, compilation)
     seconds = time.perf_counter() - begin
     lines = launches(found) if isinstance(found, Rehearsal) else [_cannot(found)]

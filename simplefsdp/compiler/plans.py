@@ -70,7 +70,7 @@ class Compilation(NamedTuple):
         """Called before this rank waits for others that have not agreed on a graph: raises if it is
         the backward of a graph that this rank compiles alone, and compiles with its forward, while
         they wait in theirs. In backward they will come."""
-        if self.alone and part == "backward" and not _torch.in_backward():
+        if self.alone and part == "backward" and _torch.may_be_compiled_later():
             _torch.expect_backward_later()
             raise _torch.BackwardLaterError
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_passes.adapters._torch import is_view, is_wait
+from inductor_passes.adapters._torch import is_view, is_wait, layout_text
 from simplefsdp import provenance
 
 # The partitioner saves a recomputed node that feeds a checkpoint region of a *higher* id, taking
@@ -23,6 +23,12 @@ from simplefsdp import provenance
 _LAST_AC_GRAPH_ID = 1 << 30
 
 _GATHERS = {torch.ops._c10d_functional.all_gather_into_tensor.default}
+# Operators that copy, with the place of what they copy.
+_COPIES = {
+    torch.ops.aten.clone.default: 0,
+    torch.ops.aten._to_copy.default: 0,
+    torch.ops.aten.copy.default: 1,
+}
 _CASTS = {
     torch.ops.aten._to_copy.default,
     torch.ops.aten.clone.default,
@@ -90,12 +96,24 @@ def save_copies_of_inputs(graph: Graph) -> None:
     if len(left) == len(inputs):  # there is no backward
         return
     while left:
-        for user in list(left.pop().users):
+        source = left.pop()
+        for user in list(source.users):
+            if provenance.gathered_fqn(user) is not None:
+                continue  # a parameter, which nobody writes to in between
             if _is_view(user):
                 left.append(user)
-            elif user.target is torch.ops.aten.clone.default and not user.kwargs:
-                user.target, user.args = torch.ops.prims.rev.default, (*user.args, [])
-                _must_save(user)
+            elif _is_copy(user, source):
+                user.target, user.args, user.kwargs = torch.ops.prims.rev.default, (source, []), {}
+                if "recompute" not in user.meta:  # or the user has it computed again
+                    _must_save(user)
+
+
+def _is_copy(node: Node, source: Node) -> bool:
+    """Whether a node gives the values of ``source``, and lies as it does."""
+    if node.target not in _COPIES or node.args[_COPIES[node.target]] is not source:
+        return False
+    new, old = node.meta["val"], source.meta["val"]
+    return [layout_text(new), new.device] == [layout_text(old), old.device]
 
 
 def save_cpu_random_ops(graph: Graph) -> None:

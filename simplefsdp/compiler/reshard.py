@@ -95,7 +95,7 @@ def _choose(
         return frozenset()
     for graph in graphs.values():
         write_sums_unrounded(graph.graph)
-        reduce_at_once(graph.graph)
+        reduce_at_once(graph.graph, provenance.carried_fqn)
     cluster = settings.auto.cluster
     readings = [fx.read(graphs[part].graph, provenance.carried_fqn) for part in (False, True)]
     forward, backward = (Costed(fused_program(r), cost_of(r, cluster)) for r in readings)

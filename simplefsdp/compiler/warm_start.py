@@ -197,11 +197,14 @@ def _name(gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilati
         raise _torch.UnknownGraphError("cudagraphs")
     if breaks.is_between_breaks():  # of which more is said
         raise _torch.UnknownGraphError("the graph breaks")
+    specs = specs_of(gm)
+    if any(spec.tensor_class for spec in specs):
+        raise _torch.UnknownGraphError("methods of a class that is not ours are traced")
     more = [
         compilation.identity,
         repr(options.executor),
         repr((compilation.ranks, compilation.grad)),
-        *_groups(specs_of(gm)),
+        *_groups(specs),
     ]
     return _torch.key_of_graph(gm, example_inputs, more, gather)
 

@@ -126,12 +126,10 @@ def _gather_as_class(shard: Tensor, spec: GatherSpec) -> Tensor:
     """As the parameter's class would have it."""
     is_split = spec.shard_ranks > 1
     policy = MixedPrecisionPolicy(param_dtype=spec.param_dtype, reduce_dtype=spec.reduce_dtype)
+    # Where nothing is sharded, copies are.
+    group = spec.shard_group or next((name for name, _ in spec.copy_groups), "")
     sending = tensor_class.sending(
-        _pad_rows(shard, padded_rows(spec)) if is_split else shard.view_as(shard),
-        spec.tensor_class,
-        spec.shard_group,
-        policy,
-        [spec.rows] if is_split else [],
+        shard.view_as(shard), spec.tensor_class, group, spec.shard_ranks, policy
     )
     with provenance.gather_of(spec.fqn, reshard_after_forward=spec.reshard_after_forward):
         outputs = sending.tensors

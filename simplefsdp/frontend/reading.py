@@ -146,8 +146,9 @@ def shards_explained() -> Iterator[None]:
     except RuntimeError as error:
         if any(text in str(error) for text in _OF_SHARDS):
             error.add_note(
-                "in forward, parameters() and named_parameters() give shards: read each parameter "
-                "by its name (self.weight), or by self.get_parameter(name)"
+                "if it is of what parameters() or named_parameters() gave: in forward these give "
+                "shards; read each parameter by its name (self.weight), or by "
+                "self.get_parameter(name)"
             )
         raise
 

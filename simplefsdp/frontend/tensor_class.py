@@ -8,7 +8,8 @@ Two methods of the subclass say it, as for FSDP2:
 
 The shard itself is the plain tensor that the subclass holds, and so are gradients and checkpoints:
 what the subclass adds are constants, which :class:`TensorClass` keeps. A gather makes the subclass
-again, of this rank's rows.
+again, of this rank's rows. It is told neither the module nor the policy's casts of inputs and
+outputs.
 
     shard ─ wrapped ─ fsdp_pre_all_gather ─▶ gathers ─▶ fsdp_post_all_gather ─ full
 """
@@ -16,7 +17,6 @@ again, of this rank's rows.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,10 +46,9 @@ class TensorClass:
         )
 
 
-# A graph holds their names. A name says all that there is to say: it is the same on all ranks, and
-# in the process that loads the code which this one compiled.
+# A graph holds their names.
 _named: dict[str, TensorClass] = {}
-# By the name of the process group that shards are spread over.
+# By the name of a process group that shards are spread over, or copies where nothing is sharded.
 _meshes: dict[str, DeviceMesh] = {}
 
 
@@ -58,27 +57,28 @@ def extends(tensor: Tensor) -> bool:
     return any(hasattr(tensor, name) for name in METHODS)
 
 
-class Plain(NamedTuple):
-    """What a tensor holds, and the name of what its class adds to that; "" if it adds nothing."""
+class Held(NamedTuple):
+    """The plain tensor that a parameter's value is or holds."""
 
-    plain: Tensor
-    name: str
+    tensor: Tensor
+    name: str  # of what the class adds to it; "" if it adds nothing
 
 
-def plain_of(fqn: str, tensor: Tensor) -> Plain:
-    """The plain tensor that ``tensor``, the value of the parameter ``fqn``, is or holds.
+def held_by(fqn: str, value: Tensor, ranks: int) -> Held:
+    """What ``value``, of the parameter ``fqn``, holds, if it can be sharded over ``ranks``.
 
     Raises:
-        ValueError: it holds several tensors, or one of another shape or dtype, or says only half.
+        ValueError: it holds several tensors, or one of another shape or dtype; its class says only
+            half, or has no text of its own for what it adds; or its rows are uneven.
     """
-    if not extends(tensor):
-        return Plain(tensor, "")
-    cls: Any = type(tensor)
-    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if not extends(value):
+        return Held(value, "")
+    cls: Any = type(value)
+    flatten = getattr(value, "__tensor_flatten__", None)
     names, context = ([], None) if flatten is None else flatten()
-    held = [getattr(tensor, name) for name in names]
-    complete = all(hasattr(tensor, name) for name in METHODS)
-    alike = len(held) == 1 and (held[0].shape, held[0].dtype) == (tensor.shape, tensor.dtype)
+    held = [getattr(value, name) for name in names]
+    complete = all(hasattr(value, name) for name in METHODS)
+    alike = len(held) == 1 and (held[0].shape, held[0].dtype) == (value.shape, value.dtype)
     if not complete or not alike:
         raise ValueError(
             f"{fqn}: is a {cls.__name__}, which says by {' and '.join(METHODS)}() how FSDP2 is to "
@@ -86,15 +86,21 @@ def plain_of(fqn: str, tensor: Tensor) -> Plain:
             f"own shape and dtype, not {', '.join(names) or 'none'}. Wrap the model without that "
             "subclass (for torchao: int8 with module_swap=True)"
         )
-    return Plain(held[0], _name_of(TensorClass(cls, names[0], context)))
-
-
-def _name_of(found: TensorClass) -> str:
-    cls, context = found.cls, re.sub(" at 0x[0-9a-f]+", "", repr(found.context))
-    name = f"{cls.__module__}.{cls.__qualname__} {context}"
-    while _named.setdefault(name, found) != found:  # which says other things by the same words
-        name += "'"
-    return name
+    text = repr(context)
+    if " at 0x" in text or "tensor(" in text:  # another may have the same, or this one another
+        raise ValueError(
+            f"{fqn}: is a {cls.__name__}, which adds to its tensor what no text tells: {text}; "
+            "give it a __repr__, without tensors, that says all of it"
+        )
+    # FSDP2 refuses it, too: the class would see other rows than there are, or none.
+    if value.dim() and value.shape[0] % ranks:
+        raise ValueError(
+            f"{fqn}: is a {cls.__name__} of {value.shape[0]} rows, which {ranks} ranks cannot "
+            "share evenly; leave it a plain tensor (for torchao: by module_filter_fn)"
+        )
+    name = f"{cls.__module__}.{cls.__qualname__} {text}"
+    _named[name] = TensorClass(cls, names[0], context)
+    return Held(held[0], name)
 
 
 def note_mesh(group: str, mesh: DeviceMesh) -> None:
@@ -110,43 +116,44 @@ class Sending(NamedTuple):
 
 
 def sending(
-    padded: Tensor, name: str, group: str, policy: MixedPrecisionPolicy, rows: Sequence[int]
+    shard: Tensor, name: str, group: str, ranks: int, policy: MixedPrecisionPolicy
 ) -> Sending:
     """What the class of that ``name`` says of the gather of a parameter; may be collective.
 
     Args:
-        padded: this rank's rows, with padding, in the parameter's dtype.
-        name: that :func:`plain_of` gave.
-        group: name of the process group that shards are spread over.
-        policy: its ``param_dtype`` is what the model computes in; None for that of ``padded``.
-        rows: how many all ranks have without padding; none if they are not split.
+        shard: this rank's rows, in the parameter's dtype.
+        name: that :func:`held_by` gave.
+        group: name of the process group that shards are spread over, see :func:`note_mesh`.
+        ranks: that share the shards.
+        policy: its ``param_dtype`` is what the model computes in; None for that of ``shard``.
 
     Raises:
         ValueError: a compiler traces this, and would not see all that is sent.
     """
-    wrapped = _named[name].wrapped(padded)
-    size = torch.Size((*rows, *padded.shape[len(rows) :]))
+    wrapped, is_traced = _named[name].wrapped(shard), has_no_data(shard)
     arguments: tuple[Any, ...] = (_meshes[group],)
     if len(inspect.signature(wrapped.fsdp_pre_all_gather).parameters) > 1:
+        size = torch.Size((shard.shape[0] * ranks, *shard.shape[1:]) if shard.dim() else ())
         arguments += (size, torch.empty(size, device="meta").stride(), None, policy)
-    with watch_collectives_in_place(only_if=has_no_data(padded)) as unseen:
+    with watch_collectives_in_place(only_if=is_traced) as unseen:
         tensors, metadata = wrapped.fsdp_pre_all_gather(*arguments)
-    if unseen:  # each rank would compute with what it has itself
-        raise ValueError(
-            f"{type(wrapped).__name__}.fsdp_pre_all_gather() calls {unseen[0]} of "
-            "torch.distributed, which writes to its argument, so the compiler does not see it; "
-            "have it call torch.distributed._functional_collectives, or do not compile the model"
-        )
+    _refuse(wrapped, unseen)
 
     def received(outputs: Sequence[Tensor]) -> Tensor:
-        outputs = tuple(_without_padding(tensor, rows) for tensor in outputs)
-        dtype = padded.dtype if policy.param_dtype is None else policy.param_dtype
+        dtype = shard.dtype if policy.param_dtype is None else policy.param_dtype
         full: Tensor
-        full, _ = wrapped.fsdp_post_all_gather(outputs, metadata, dtype)
+        with watch_collectives_in_place(only_if=is_traced) as unseen:
+            full, _ = wrapped.fsdp_post_all_gather(tuple(outputs), metadata, dtype)
+        _refuse(wrapped, unseen)
         return full
 
     return Sending(tensors, received)
 
 
-def _without_padding(full: Tensor, rows: Sequence[int]) -> Tensor:
-    return full[slice(*rows)] if rows and full.shape[0] != rows[0] else full
+def _refuse(wrapped: Any, unseen: Sequence[str]) -> None:
+    if unseen:  # each rank would compute with what it has itself
+        raise ValueError(
+            f"{type(wrapped).__name__}: its {' or '.join(METHODS)}() calls {unseen[0]} of "
+            "torch.distributed, which writes to its argument, so the compiler does not see it; "
+            "have it call torch.distributed._functional_collectives, or do not compile the model"
+        )

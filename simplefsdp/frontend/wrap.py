@@ -117,8 +117,9 @@ def simple_fsdp(
     for module, path in own.items():
         _refuse_second_reference(module, path, originals)
     check_placements(originals.values(), shard_placement_fn)
+    shard_ranks = dp.group_of(dp.shard_dim)[1]
     values = {
-        key: tensor_class.plain_of(fqn, local_part(param))
+        key: tensor_class.held_by(fqn, local_part(param), shard_ranks)
         for key, (fqn, param) in originals.items()
     }
     dtypes = {key: dtypes_of(fqn, param, policy) for key, (fqn, param) in originals.items()}
@@ -139,9 +140,11 @@ def simple_fsdp(
         for key, (fqn, param) in originals.items()
     }
     if any(value.name for value in values.values()):
-        tensor_class.note_mesh(dp.group_of(dp.shard_dim)[0], dp.shard_mesh())
+        mesh_of_shards = dp.shard_mesh()
+        tensor_class.note_mesh(mesh_of_shards.get_group().group_name, mesh_of_shards)
+        tensor_class.note_mesh("", mesh_of_shards)  # of one rank
     shards = {
-        key: parameter_like(param, shard(values[key].plain, dp, layouts[key].tensor_parallel))
+        key: parameter_like(param, shard(values[key].tensor, dp, layouts[key].tensor_parallel))
         for key, (_, param) in originals.items()
     }
     refuse_assigned((layouts[key].spec.fqn, param) for key, param in shards.items())

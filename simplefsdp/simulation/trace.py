@@ -26,6 +26,7 @@ from simplefsdp.compiler.recompute import (
 )
 from simplefsdp.frontend.control import change_specs
 from simplefsdp.frontend.wrapped import is_wrapped
+from simplefsdp.provenance import carried_fqn
 
 
 class TracedStep(NamedTuple):
@@ -89,7 +90,7 @@ def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> Tr
         graphs.update(_torch.graphs_of(gm, example_inputs, tag))
         for graph in graphs.values():
             write_sums_unrounded(graph.graph, torch.device("cpu" if on_cpu else "cuda"))
-            reduce_at_once(graph.graph)
+            reduce_at_once(graph.graph, carried_fqn)
         return _stop
 
     # Every trace is a compilation of the same code for Dynamo, which gives up after a few.

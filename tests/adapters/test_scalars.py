@@ -29,9 +29,11 @@ def three(a, b, c):
 
 
 def deep(a, b, c):
-    for _ in range(20):
-        b = b.sin()
-    return largest(a), largest(b)
+    return largest(a), largest(b @ b)
+
+
+def with_constants(a, b, c):
+    return largest(a * torch.tensor(2.0)), largest(b * torch.tensor(3.0))
 
 
 def write_first(a, b, c):
@@ -51,7 +53,8 @@ def others(a, b, c):
     ("function", "sizes"),
     [
         pytest.param(three, [3], id="of inputs"),
-        pytest.param(deep, [1, 1], id="much work before one"),
+        pytest.param(deep, [1, 1], id="a matmul before one"),
+        pytest.param(with_constants, [2], id="of constants, too"),
         pytest.param(write_first, [1, 1], id="an input was written"),
         pytest.param(in_turn, [1, 1], id="one after the other"),
         pytest.param(others, [1, 1, 1, 4], id="another operation, dtype, or many numbers"),
@@ -63,7 +66,7 @@ def test_what_is_reduced_at_once(function, sizes):
         made: GraphModule = make_fx(function, tracing_mode="fake")(A, B, C)
         inputs = (A, B.clone(), C.clone())
         wanted = made(*inputs)
-        reduce_at_once(made.graph)
+        reduce_at_once(made.graph, lambda start: None)
         made.graph.lint()
         made.recompile()
         starts = made.graph.find_nodes(op="call_function", target=_all_reduce)
@@ -75,3 +78,13 @@ def test_what_is_reduced_at_once(function, sizes):
                 assert isinstance(node.meta["val"], torch.Tensor), node
     finally:
         dist.destroy_process_group()
+
+
+def test_gradients_are_left_to_their_buckets():
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        made: GraphModule = make_fx(three, tracing_mode="fake")(A, B, C)
+    finally:
+        dist.destroy_process_group()
+    reduce_at_once(made.graph, lambda start: "weight")
+    assert len(made.graph.find_nodes(op="call_function", target=_all_reduce)) == 3

@@ -92,15 +92,27 @@ class MemoryBank(nn.Module):
         self.linear = nn.Linear(5, 4)
         self.register_buffer("queue", torch.rand(4, 6))
 
+    copied = staticmethod(torch.clone)
+
     def forward(self, x):
-        return self.linear(x) @ self.queue.clone().detach()
+        return self.linear(x) @ self.copied(self.queue).detach()
 
 
-@pytest.mark.slow(quick=["aot_eager", "regions"])
+COPIES = {
+    "clone": torch.clone,
+    "contiguous": lambda q: q.clone(memory_format=torch.contiguous_format),
+    "to": lambda q: q.to(q.dtype, copy=True),
+    "copy_": lambda q: torch.empty_like(q).copy_(q),
+}
+
+
+@pytest.mark.slow(quick=["clone-aot_eager", "clone-regions", "to-inductor"])
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor", "regions"])
-def test_an_input_that_is_written_to_before_backward(solo_mesh, executor):
+@pytest.mark.parametrize("copied", COPIES)
+def test_an_input_that_is_written_to_before_backward(solo_mesh, copied, executor, monkeypatch):
     """Inductor, by itself, takes the clone for a copy in vain."""
     torch._dynamo.reset()
+    monkeypatch.setattr(MemoryBank, "copied", staticmethod(COPIES[copied]))
     plain, x = MemoryBank(), torch.rand(8, 5)
     model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
     model.compile(backend="simplefsdp", options={"executor": executor})

@@ -26,7 +26,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import init_weights, simple_fsdp, unsharded
+from simplefsdp.compiler import warm_start
 from simplefsdp.compiler.observers import CompiledGraph, observing
+from simplefsdp.frontend.kept import kept_of
 from simplefsdp.simulation.trace import trace
 
 
@@ -84,12 +86,13 @@ def test_without_values_and_other_dtypes(fake_mesh):
     model = simple_fsdp(meta(lambda: mlp(ToldAll).up), fake_mesh(2), mp_policy=policy)
     init_weights(model, seed=0)
     assert model(numbers(4, DIM)).dtype == torch.bfloat16
-    assert ToldAll.told == (torch.Size((7, DIM)), (DIM, 1), torch.bfloat16)
+    assert ToldAll.told == (torch.Size((8, DIM)), (DIM, 1), torch.bfloat16)
 
 
 def test_full_parameters_are_kept_of_others_only(fake_mesh):
     model = simple_fsdp(mlp(), fake_mesh(2))
     model.unshard()
+    assert kept_of(model.up, "weight") is None and kept_of(model.up, "bias") is not None
     mean(model(numbers(4, DIM))).backward()
     assert model.up.weight.grad is not None
     model.reshard()
@@ -112,6 +115,19 @@ class Halves(SentAsInt8):
     other = torch.zeros(1)
 
 
+class Nameless(SentAsInt8):
+    def __tensor_flatten__(self):
+        return ["held"], object()
+
+
+class ToldMesh(SentAsInt8):
+    told = ""
+
+    def fsdp_pre_all_gather(self, mesh):
+        ToldMesh.told = mesh.get_group().group_name
+        return super().fsdp_pre_all_gather(mesh)
+
+
 class SaysHalf(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh):
         raise NotImplementedError
@@ -125,6 +141,34 @@ def test_what_cannot_be_gathered_so_is_named(fake_mesh):
         simple_fsdp(layer, mesh)
     with pytest.raises(ValueError, match=r"up.weight: is a Halves, .*, not held, other"):
         simple_fsdp(mlp(Halves), mesh)
+    with pytest.raises(ValueError, match=r"up.weight: is a Nameless, .* no text tells: .*object"):
+        simple_fsdp(mlp(Nameless), mesh)
+
+
+def test_uneven_rows_are_refused(fake_mesh):
+    with pytest.raises(ValueError, match=r"weight: is a SentAsInt8 of 8 rows, which 3 ranks"):
+        simple_fsdp(mlp(), fake_mesh(3))
+
+
+def test_classes_are_told_of_their_own_mesh(fake_mesh):
+    mesh = fake_mesh(2, 2, names=("a", "b"))
+    one, other = (
+        simple_fsdp(mlp(ToldMesh).up, mesh[name], mode=mode)
+        for name, mode in (("a", "replicate"), ("b", "fully_shard"))
+    )
+    for model, name in ((one, "a"), (other, "b"), (one, "a")):
+        model(numbers(4, DIM))
+        assert ToldMesh.told == mesh.get_group(name).group_name
+
+
+def test_code_that_has_its_methods_in_it_is_not_kept(fake_mesh):
+    model, names = simple_fsdp(mlp(), fake_mesh(2)), []
+    with pytest.MonkeyPatch.context() as patch:
+        key_of = warm_start._torch.key_of_graph
+        patch.setattr(warm_start._torch, "key_of_graph", lambda *a: names.append(a) or key_of(*a))
+        model.compile(backend="simplefsdp", options={"bucketing": "none"})
+        model(numbers(4, DIM))
+    assert not names
 
 
 def test_a_collective_that_the_compiler_does_not_see_is_refused(fake_mesh):
