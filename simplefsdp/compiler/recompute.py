@@ -27,6 +27,7 @@ _GATHERS = {torch.ops._c10d_functional.all_gather_into_tensor.default}
 _COPIES = {
     torch.ops.aten.clone.default: 0,
     torch.ops.aten._to_copy.default: 0,
+    torch.ops.prims.convert_element_type.default: 0,
     torch.ops.aten.copy.default: 1,
 }
 _CASTS = {
