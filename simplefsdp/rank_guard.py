@@ -101,7 +101,7 @@ def agree(
     """
     if len(ranks) < 2:
         return True
-    agreed, key = _agreed.setdefault(dist.group.WORLD, set()), (tuple(ranks), _digest(lines))
+    agreed, key = _agreed.setdefault(dist.group.WORLD, set()), _key(lines, ranks)
     if remember and key in agreed:
         return False
     timeout_s = waiting_s() if timeout_s is None else timeout_s
@@ -117,8 +117,11 @@ def agree(
 
 def was_agreed(lines: Sequence[str], ranks: Sequence[int]) -> bool:
     """Whether :func:`agree` would not wait for the others."""
-    key = (tuple(ranks), _digest(lines))
-    return len(ranks) < 2 or key in _agreed.get(dist.group.WORLD, ())
+    return len(ranks) < 2 or _key(lines, ranks) in _agreed.get(dist.group.WORLD, ())
+
+
+def _key(lines: Sequence[str], ranks: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    return tuple(ranks), _digest(lines)
 
 
 def have_the_same(what: str, line: str, ranks: Sequence[int], timeout_s: float) -> bool:

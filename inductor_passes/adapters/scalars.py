@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.adapters import _torch
+from inductor_passes.adapters.copies import Calls
 from inductor_passes.adapters.fx import FqnOf
 
 _aten = torch.ops.aten
@@ -100,27 +101,25 @@ def _reduce(starts: list[Node], made_of: list[Node], places: dict[Node, int]) ->
             begin = begin.next
         else:
             begin.prepend(node)
+    calls = Calls(graph)
+
+    def call(like: Node, target: torch._ops.OpOverload, *args: Any) -> Node:
+        """Told to come from where ``like`` does."""
+        node = calls(target, *args)
+        node.meta = {**like.meta, "val": node.meta["val"]}
+        return node
+
     with graph.inserting_before(begin):
-        parts = [_call(start, _aten.view.default, start.args[0], [1]) for start in starts]
-        numbers = _call(first, _aten.cat.default, parts)
-        sent = _call(first, _ALL_REDUCE, numbers, *first.args[1:])
-        reduced = _call(first, _torch.WAIT, sent)
+        parts = [call(start, _aten.view.default, start.args[0], [1]) for start in starts]
+        numbers = call(first, _aten.cat.default, parts)
+        sent = call(first, _ALL_REDUCE, numbers, *first.args[1:])
+        reduced = call(first, _torch.WAIT, sent)
         for place, start in enumerate(starts):
-            one = _call(start, _aten.select.int, reduced, 0, place)
+            one = call(start, _aten.select.int, reduced, 0, place)
             shape = list(start.meta["val"].shape)
             # Of its own memory: what a forward leaves for backward may be written to there.
-            result = _call(start, _aten.clone.default, _call(start, _aten.view.default, one, shape))
+            result = call(start, _aten.clone.default, call(start, _aten.view.default, one, shape))
             for wait in start.users:
                 wait.replace_all_uses_with(result)
     for node in [*(wait for start in starts for wait in start.users), *starts]:
         graph.erase_node(node)
-
-
-def _call(like: Node, target: torch._ops.OpOverload, *args: Any) -> Node:
-    """A node where others are inserted, told to come from where ``like`` does."""
-    node: Node = like.graph.call_function(target, args)
-    node.meta = {key: value for key, value in like.meta.items() if key != "val"}
-    mode = _torch.fake_mode_of(like.meta["val"])
-    with mode:
-        node.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
-    return node

@@ -139,7 +139,7 @@ def _agree(
 ) -> None:
     """Compare lines across ranks, anew for each plan that is made; 0 is the number of none."""
     lines = [*lines, *([f"plan {number}"] if number else [])]
-    if not rank_guard.was_agreed(lines, compilation.ranks):
+    if compilation.alone and not rank_guard.was_agreed(lines, compilation.ranks):
         compilation.wait_no_longer(part)
     rank_guard.agree(what, lines, compilation.ranks, compilation.timeout_s, late=late)
 

@@ -150,8 +150,9 @@ def test_uneven_rows_are_refused(fake_mesh):
         simple_fsdp(mlp(), fake_mesh(3))
 
 
-def test_classes_are_told_of_their_own_mesh(fake_mesh):
-    mesh = fake_mesh(2, 2, names=("a", "b"))
+@pytest.mark.parametrize("ranks", [1, 2])  # among one there is no gather, and no group of it
+def test_classes_are_told_of_their_own_mesh(fake_mesh, ranks):
+    mesh = fake_mesh(ranks, 2, names=("a", "b"))
     one, other = (
         simple_fsdp(mlp(ToldMesh).up, mesh[name], mode=mode)
         for name, mode in (("a", "replicate"), ("b", "fully_shard"))
