@@ -22,8 +22,10 @@ from inductor_passes.adapters._torch_calls import (
     call_of,
     generator_written_by,
     has_schema,
+    makes_view,
     saves_generator,
     work_call,
+    written_by,
 )
 from inductor_passes.ir.sizes import Size, is_open
 
@@ -73,11 +75,7 @@ def is_saved(name: str) -> bool:
 
 def is_view(node: Node) -> bool:
     """Whether a node's one result is a view of its first tensor argument."""
-    if not is_op(node):
-        return False
-    returns = node.target._schema.returns  # type: ignore[union-attr]
-    alias = returns[0].alias_info if len(returns) == 1 else None
-    return alias is not None and not alias.is_write
+    return is_op(node) and makes_view(node.target)
 
 
 def multiplies_matrices(node: Node) -> bool:
@@ -163,11 +161,10 @@ def mutated_arguments(node: Node) -> Iterable[Node]:
     if not has_schema(call):
         return node.all_input_nodes
     found = generator_written_by(node)
-    for i, argument in enumerate(call.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = call.args[i] if i < len(call.args) else call.kwargs.get(argument.name)
-            values = value if isinstance(value, (list, tuple)) else [value]
-            found += [v for v in values if isinstance(v, Node)]
+    for i, name in written_by(call.target):
+        value = call.args[i] if i < len(call.args) else call.kwargs.get(name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        found += [v for v in values if isinstance(v, Node)]
     return found
 
 

@@ -6,6 +6,7 @@ contract.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -75,6 +76,24 @@ def run_by_itself(node: Node) -> Call:
 def has_schema(call: Call) -> bool:
     """Whether a call is of an operator that has a schema."""
     return isinstance(call.target, torch._ops.OpOverload)
+
+
+@functools.cache
+def written_by(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that an operator writes in place."""
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
+def makes_view(operator: Any) -> bool:
+    """Whether an operator's one result is a view of its first tensor argument."""
+    returns = operator._schema.returns
+    alias = returns[0].alias_info if len(returns) == 1 else None
+    return alias is not None and not alias.is_write
 
 
 def work_call(node: Node) -> Call:

@@ -66,7 +66,8 @@ class Facts:
         ]
         self.loops = {node: loop for node in single if (loop := loop_of(node)) is not None}
         self.views = {node for node in single if _torch.is_view(node)}
-        self.written = {root_of(n) for w in self.writes for n in _torch.mutated_arguments(w)}
+        self.roots: dict[Node, Node] = {}
+        self.written = {self.root(n) for w in self.writes for n in _torch.mutated_arguments(w)}
         self.cheap = {n for n in single if self._is_cheap(n) and not self.is_written(n)}
 
     def _is_cheap(self, node: Node) -> bool:
@@ -78,9 +79,15 @@ class Facts:
 
     def is_written(self, *nodes: Node) -> bool:
         """Whether one of ``nodes`` is, or reads, what is written to in place."""
-        return any(
-            root_of(n) in self.written for node in nodes for n in (node, *node.all_input_nodes)
+        return bool(self.written) and any(
+            self.root(n) in self.written for node in nodes for n in (node, *node.all_input_nodes)
         )
+
+    def root(self, node: Node) -> Node:
+        """See :func:`root_of`."""
+        if node not in self.roots:
+            self.roots[node] = root_of(node)
+        return self.roots[node]
 
     def is_kernel(self, node: Node) -> bool:
         """Whether a node is an op by itself, such as a matrix product."""
@@ -132,12 +139,14 @@ def _where(group: Sequence[Node], at: Mapping[Node, int], facts: Facts) -> int:
     made_there = [n for n in inputs if at.get(n) == target]
     if target < 0 or facts.is_written(*group):
         return own
-    if any(root_of(n) not in facts.loops for n in made_there):
+    if any(facts.root(n) not in facts.loops for n in made_there):
         return own
     made = [node for node in group if not members.issuperset(node.users)]
     ends = [n for n in inputs if all(at.get(u, own) <= target or u in members for u in n.users)]
     # What the graph was given may be kept by who gave it.
-    freed = sum(min(nbytes_of(n), nbytes_of(root_of(n))) for n in ends if n.op == "call_function")
+    freed = sum(
+        min(nbytes_of(n), nbytes_of(facts.root(n))) for n in ends if n.op == "call_function"
+    )
     return target if sum(map(nbytes_of, made)) <= freed else own
 
 

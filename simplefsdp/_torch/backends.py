@@ -21,6 +21,7 @@ from simplefsdp._torch.graph_key import wrappers
 from simplefsdp._torch.one_graph import AS_ONE, AsOne, as_if_cut, partitioning
 from simplefsdp._torch.padding import padding_without_benchmarks
 from simplefsdp._torch.saved_code import giving_entry
+from simplefsdp._torch.system_info import triton_by_version
 from simplefsdp._torch.users_passes import GraphPass, after_the_users
 
 CompiledFunction = Callable[..., Any]
@@ -98,7 +99,7 @@ def compile_with_inductor(
         if cut == AS_ONE:
             graph = as_if_cut(graph, kwargs.get("static_input_idxs") or ())
         take_strides_of_inputs(graph.graph, inputs)
-        with broken_files_removed(), kernels_together():
+        with broken_files_removed(), kernels_together(), triton_by_version(inputs):
             with config.patch(users):
                 code: Any = observe(graph, is_backward)
             if code is None:

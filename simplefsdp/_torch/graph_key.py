@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from simplefsdp._torch.dynamo import has_policy
+from simplefsdp._torch.system_info import triton_by_version
 
 OURS = ("simplefsdp", "inductor_passes")
 _OPERATORS = {"aten", "prims", "_c10d_functional", "inductor"}
@@ -60,7 +61,8 @@ def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
     _refuse_settings()
     try:
         FxGraphCache._check_can_cache(gm, example_inputs, {})
-        details = FxGraphHashDetails(gm, example_inputs, {}, [])
+        with triton_by_version(example_inputs):
+            details = FxGraphHashDetails(gm, example_inputs, {}, [])
         vars(details).update(gm=None, example_inputs=())  # which are told otherwise
         yield FxGraphCachePickler(gm).get_hash(details)
     except Exception as error:

@@ -15,6 +15,7 @@ from simplefsdp.compiler.repeated_layers import LayeredGraph, Numbering, Place
 
 # What an input is called now: by its name, and the number of its layer as it was and as it is.
 Renamed = Callable[[str, int, int], str | None]
+_Home = tuple[Place, int]  # the first node that has a storage, and which of its values
 
 
 class Deep:
@@ -44,6 +45,8 @@ class Deep:
         self.layout, self.numbering, self.name_of, self.own = layout, numbering, name_of, own
         self.graph, self.at, self.made = Graph(), dict[Place, Node](), dict[Node, Node]()
         self.homes = _homes(layout.place)
+        self.values: dict[Node, tuple[list[tuple[Any, _Home | None]], pytree.TreeSpec]] = {}
+        self.stacks: dict[tuple[int, int, int], dict[str, Any]] = {}
         self.place_of = {node.name: place for node, place in layout.place.items()}
         template, n = layout.template, len(layout.layers)
         rises = layout.numbers[1] > layout.numbers[0]
@@ -127,7 +130,7 @@ class Deep:
         made = self._made(node, name, self._referring(deep, layer), by)
         self.at[Place(deep, member)] = made
         if is_copy:
-            self._renew(made, deep)
+            self._renew(made, node, deep)
         else:
             self.made[node] = made
 
@@ -136,7 +139,9 @@ class Deep:
     ) -> Node:
         target = name if node.op == "placeholder" else node.target
         arguments, keywords = map_arg((node.args, node.kwargs), refer)
-        made = self.graph.create_node(node.op, target, arguments, keywords, name, node.type)
+        made = self.graph.create_node(node.op, target, (), {}, name, node.type)
+        # Given to `create_node`, they are looked through for symbols, which takes longer than all.
+        made.args, made.kwargs = arguments, keywords
         made.meta = self._renumbered(node.meta, by, at_least)
         return made
 
@@ -161,32 +166,56 @@ class Deep:
             found["custom"] = provenance.renamed(meta["custom"], moved)
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
             if by and meta.get(key):
-                found[key] = self.numbering.stack_moved(meta[key], by, at_least)
+                found[key] = self._stack_moved(meta[key], by, at_least)
         return found
 
-    def _renew(self, made: Node, deep: int) -> None:
-        """Give a copy values of its own: who tracks memory goes by their storages. Not those of
-        open sizes, which are for formulas alone; to make them takes a ms each."""
-        source = self.sources[deep]
+    def _stack_moved(self, stack: dict[str, Any], by: int, at_least: int) -> dict[str, Any]:
+        """Nodes of a module share one stack, and so do their copies."""
+        key = (id(stack), by, at_least)
+        if key not in self.stacks:
+            self.stacks[key] = self.numbering.stack_moved(stack, by, at_least)
+        return self.stacks[key]
 
-        def renewed(value: object) -> object:
-            if isinstance(value, Tensor) and any(isinstance(n, SymInt) for n in value.shape):
-                return value
-            home = self.homes.get(_torch.storage_of(value))
-            if home is None:
-                return value
-            (layer, member), leaf = home
-            there = self.at.get(Place(deep - (source - layer), member), made)
-            owner = None if there is made else pytree.tree_leaves(there.meta["val"])[leaf]
-            return _torch.fake_again(value, owner)
+    def _renew(self, made: Node, node: Node, deep: int) -> None:
+        """Give a copy of ``node`` values of its own: who tracks memory goes by their storages."""
+        if "val" not in node.meta:  # a graph that an operator takes has none
+            return
+        values, spec = self._values_of(node)
+        own = [
+            value if home is None else self._renewed(value, home, made, deep)
+            for value, home in values
+        ]
+        made.meta["val"] = own[0] if spec.is_leaf() else pytree.tree_unflatten(own, spec)
 
-        if "val" in made.meta:  # a graph that an operator takes has none
-            made.meta["val"] = pytree.tree_map(renewed, made.meta["val"])
+    def _renewed(self, value: Tensor, home: _Home, made: Node, deep: int) -> Tensor:
+        (layer, member), leaf = home
+        there = self.at.get(Place(deep - (self.sources[deep] - layer), member), made)
+        if there is made:
+            return _torch.fake_again(value, None)
+        owner = there.meta["val"]
+        owner = owner if isinstance(owner, Tensor) else pytree.tree_leaves(owner)[leaf]
+        return _torch.fake_again(value, owner)
+
+    def _values_of(self, node: Node) -> tuple[list[tuple[Any, _Home | None]], pytree.TreeSpec]:
+        """The values of a node that is copied, and the home of those that each copy has of its own.
+        Those of open sizes have none: they are for formulas alone, and to make one takes a ms."""
+        if node not in self.values:
+            leaves, spec = pytree.tree_flatten(node.meta["val"])
+            is_open = [
+                isinstance(v, Tensor) and any(isinstance(n, SymInt) for n in v.shape)
+                for v in leaves
+            ]
+            found = [
+                (v, None if open_ else self.homes.get(_torch.storage_of(v)))
+                for v, open_ in zip(leaves, is_open, strict=True)
+            ]
+            self.values[node] = found, spec
+        return self.values[node]
 
 
-def _homes(place: dict[Node, Place]) -> dict[int | None, tuple[Place, int]]:
+def _homes(place: dict[Node, Place]) -> dict[int | None, _Home]:
     """The first of the placed nodes that has each storage, and where in its value."""
-    found: dict[int | None, tuple[Place, int]] = {}
+    found: dict[int | None, _Home] = {}
     for node in sorted(place):
         for leaf, value in enumerate(pytree.tree_leaves(node.meta.get("val"))):
             found.setdefault(_torch.storage_of(value), (place[node], leaf))

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from simplefsdp import _torch
+from simplefsdp import _torch, simple_fsdp
 from simplefsdp._torch import backends, checkpoints, tensors, trace_once
 from simplefsdp.checkpoints.metadata import metadata_of, read_metadata
 from simplefsdp.frontend import reading, recurrent
@@ -906,3 +906,24 @@ def test_a_backwards_compiler_is_called_again_when_it_could_not_with_the_forward
     assert in_backward == [False, True]
     assert not any(record.exc_info for record in warned)
     torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+def test_keys_of_code_for_the_cpu_hash_no_files_of_triton(monkeypatch, solo_mesh):
+    """A second of each process; torch's own keys do."""
+    from torch._inductor import codecache
+    from torch._inductor.utils import fresh_cache
+
+    asked = []
+    monkeypatch.setattr(codecache, "triton_key", lambda: asked.append("files"))
+    model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+    torch._dynamo.reset()
+    model.compile(backend="simplefsdp", options={"executor": "inductor"})
+    codecache.CacheBase.get_system.cache_clear()
+    try:
+        with fresh_cache():
+            model(torch.ones(2, 4)).sum().backward()
+            assert asked == []
+            torch.compile(torch.sin)(torch.ones(2))
+            assert asked == ["files"]
+    finally:
+        codecache.CacheBase.get_system.cache_clear()  # it knows what is no key
