@@ -17,7 +17,7 @@ from inductor_passes.adapters.packs import has_kernel
 from inductor_passes.ir.buckets import assign_by_module, repeated_modules
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.rehearsal import Auto, Settings
-from simplefsdp import _torch
+from simplefsdp import _torch, rank_sequence
 from simplefsdp.compiler import breaks
 from simplefsdp.compiler.cache_key import sources
 from simplefsdp.compiler.compilation import Extension, begin_preparing, compile_with_passes
@@ -32,7 +32,7 @@ from simplefsdp.errors import told_plainly
 from simplefsdp.frontend import assigned, living, uninitialised
 from simplefsdp.frontend.accumulation import noting_backwards
 from simplefsdp.frontend.after_wrap import stands_for_shard
-from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.frontend.gather import GatherSpec, spec_of
 from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
 from simplefsdp.rank_guard import agree, forget_decisions, ranks_of
@@ -107,14 +107,36 @@ def simplefsdp(
         compile_with_passes, options=chosen, settings=settings, ranks=ranks, together=together
     )
     until, sums, kept_places = _told_of_now(gm)
+    sent = _sent(gm)
     if extension is None:
         compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
         compiled = noting_backwards(compiled, until, sums)
     else:
         whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))
+    compiled = _noting_gathers(compiled, sent, ranks)
     compiled = refreshing(compiled, kept_places, ranks, timeout_s)
     return _refusing_lost_values(compiled, gathered, ranks, timeout_s)
+
+
+def _sent(gm: GraphModule) -> rank_sequence.Gathered:
+    """What a call gathers from other ranks."""
+    sent = (n for n in gathers_of(gm) if spec_of(n).shard_ranks > 1 and "kept" not in n.kwargs)
+    return rank_sequence.gathered(str(node.args[1]) for node in sent)
+
+
+def _noting_gathers(
+    compiled: Callable[..., Any], sent: rank_sequence.Gathered, ranks: Sequence[int]
+) -> Callable[..., Any]:
+    """``compiled``, each call of which is compared with other ranks' calls, some calls later."""
+    if len(ranks) < 2 or not sent.fqns:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        rank_sequence.note(ranks, sent)
+        return compiled(*args)
+
+    return call
 
 
 def _ranks_to_meet(params: Sequence[DTensor], timeout_s: float) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ Compiled ranks compare their graphs before they run one. Eager ones have none: e
 forward gathers, and if it has not gathered just that before, compares it with the others when the
 forward ends. One that took another branch has by then gathered something else than the others, or
 waits in a gather that they have ended without: they wait for it no longer than the rank guard does.
+A rank that changes over to a branch that all have taken before is told some forwards later
+(``rank_sequence.py``).
 
-What is not seen: a rank that changes over to a branch that all have taken before, and a forward
-that others do not begin. Those end with the process group's timeout.
+What is not seen: a forward that others do not begin. It ends with the process group's timeout.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from itertools import count
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from simplefsdp import rank_sequence
 from simplefsdp._torch import run_as_it_is
 from simplefsdp.rank_guard import agree, ranks_of
 
@@ -29,6 +31,7 @@ class _Forward(threading.local):
         self.depth = 0
         self.number = 0
         self.gathered: dict[DeviceMesh, list[str]] = {}
+        self.sent: dict[DeviceMesh, list[str]] = {}
 
 
 _now = _Forward()
@@ -40,17 +43,20 @@ def number_of_forward() -> int:
     return _now.number if _now.depth else 0
 
 
-def note_gather(mesh: DeviceMesh, fqn: str) -> None:
-    """A parameter that lies on ``mesh`` is about to be gathered, eagerly."""
+def note_gather(mesh: DeviceMesh, fqn: str, *, sends: bool) -> None:
+    """A parameter that lies on ``mesh`` is about to be gathered, eagerly; which ``sends``
+    something, or does not, as each rank has it whole."""
     if _now.depth:
         _now.gathered.setdefault(mesh, []).append(fqn)
+        if sends:
+            _now.sent.setdefault(mesh, []).append(fqn)
 
 
 @contextmanager
 def eager_forward() -> Iterator[None]:
     """One forward of a wrapped model."""
     if not _now.depth:
-        _now.number, _now.gathered = next(_numbers), {}
+        _now.number, _now.gathered, _now.sent = next(_numbers), {}, {}
     _now.depth += 1
     try:
         yield
@@ -58,7 +64,9 @@ def eager_forward() -> Iterator[None]:
         _now.depth -= 1
     if not _now.depth:
         for mesh, fqns in _now.gathered.items():
-            agree("what a forward gathers eagerly", ["eager", *fqns], ranks_of([mesh]))
+            ranks = ranks_of([mesh])
+            agree("what a forward gathers eagerly", ["eager", *fqns], ranks)
+            rank_sequence.note(ranks, rank_sequence.gathered(_now.sent.get(mesh, ())))
 
 
 run_as_it_is(eager_forward.__wrapped__)  # type: ignore[attr-defined]

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 from simplefsdp.frontend.control import reshard, unshard
 from simplefsdp.models.build import cross_entropy
@@ -70,7 +69,6 @@ def _gathered_once(model: nn.Module) -> Iterator[None]:
 def sample(session: Session) -> str:
     """Continue the beginning of the held-out text; the same on every rank.
 
-    The model always sees a window of one length, the unused end of which causal attention hides.
     Rank 0 chooses each byte, so that rounding cannot lead ranks to different texts.
     """
     config, device = session.plan.config, session.rank.device
@@ -78,9 +76,8 @@ def sample(session: Session) -> str:
     text = session.corpus.validation[:PROMPT_NBYTES].long()
     with _gathered_once(session.model):
         for _ in range(config.run.sample_tokens):
-            seen = text[-_WINDOW:]
-            window = F.pad(seen, (0, _WINDOW - len(seen)))[None].to(device)
-            logits = session.model(window)[0, len(seen) - 1, :_BYTE_VALUES].float().cpu()
+            window = text[-_WINDOW:][None].to(device)
+            logits = session.model(window)[0, -1, :_BYTE_VALUES].float().cpu()
             weights = torch.softmax(logits / _TEMPERATURE, dim=-1)
             chosen = torch.multinomial(weights, 1, generator=generator).to(device)
             dist.broadcast(chosen, src=0)

@@ -14,6 +14,8 @@ from simplefsdp import simple_fsdp
 from simplefsdp.frontend import eager_guard
 from simplefsdp.rank_guard import RankMismatchError, agree, waiting_s
 
+AOT = {"executor": "aot_eager"}
+
 
 class Branching(nn.Module):
     """Two layers alike; which of them it uses is set from outside."""
@@ -96,8 +98,9 @@ def wait_as_the_environment_says():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIMPLEFSDP_TIMEOUT_S", "1")
         if dist.get_rank() == 0:
+            mesh = next(model.parameters()).device_mesh
             with pytest.raises(RankMismatchError) as caught, eager_guard.eager_forward():
-                eager_guard.note_gather(next(model.parameters()).device_mesh, "layers.0.weight")
+                eager_guard.note_gather(mesh, "layers.0.weight", sends=True)
             return str(caught.value)
     return ""
 
@@ -127,3 +130,48 @@ def test_what_was_gathered_before_is_not_asked_again(monkeypatch, solo_mesh):
     asked.clear()
     model(torch.ones(2, 4))  # what a forward that failed has gathered is forgotten
     assert asked == [["eager", "layers.0.weight", "layers.1.weight"]]
+
+
+def change_over_to_a_known_branch(compiled):
+    """Both ranks have taken both branches; then each takes another one, over and over."""
+    torch._dynamo.reset()
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = simple_fsdp(Branching(), DeviceMesh.from_group(group, "cpu"))
+    run = torch.compile(model, backend="simplefsdp", options=AOT) if compiled else model
+    x = torch.ones(2, 4)
+    for model.order in ([0, 1], [1, 0]):
+        run(x)
+    for _ in range(20):
+        model.order = [0, 1] if dist.get_rank() == 0 else [1, 0]
+        try:
+            run(x)
+        except RankMismatchError as error:
+            return str(error)
+        except RuntimeError:  # rank 0 waits for the other, which has ended
+            return "alone"
+    return ""
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_branch_that_others_do_not_take_now_is_told_soon(own_ranks, compiled):
+    first, second = own_ranks.run(change_over_to_a_known_branch, compiled)
+    own_ranks.stop()  # one has ended
+    assert first == "alone"
+    assert "rank 1 gathered layers." in second and "their values were mixed up" in second
+
+
+def go_on_alone(compiled):
+    """Rank 0 alone evaluates a model that each rank has whole; then all train."""
+    torch._dynamo.reset()
+    model = simple_fsdp(Branching(), init_device_mesh("cpu", (2,)), mode="replicate")
+    run = torch.compile(model, backend="simplefsdp", options=AOT) if compiled else model
+    run(torch.ones(2, 4))
+    for _ in range(20 if dist.get_rank() == 0 else 0):
+        run(torch.ones(2, 4))
+    for _ in range(20):
+        run(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_sends_nothing_may_be_run_alone(pools, compiled):
+    pools(2).run(go_on_alone, compiled)
