@@ -67,9 +67,7 @@ def test_order_and_number_count(two):
 def test_many_parameters_are_told_by_the_first_and_the_last(two):
     many = gathered([f"layers.{i}.weight" for i in range(FIRST)])
     two[0].note(many)
-    with pytest.raises(
-        RankMismatchError, match=r"layers\.15\.weight \(16 parameters\)"
-    ):
+    with pytest.raises(RankMismatchError, match=r"layers\.15\.weight \(16 parameters\)"):
         two[1].note(gathered(many.fqns[::-1]))
 
 
