@@ -79,19 +79,19 @@ def has_schema(call: Call) -> bool:
 
 
 @functools.cache
-def written_by(operator: Any) -> tuple[tuple[int, str], ...]:
+def written_by(target: Any) -> tuple[tuple[int, str], ...]:
     """Places and names of the arguments that an operator writes in place."""
     return tuple(
         (i, argument.name)
-        for i, argument in enumerate(operator._schema.arguments)
+        for i, argument in enumerate(target._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 
 @functools.cache
-def makes_view(operator: Any) -> bool:
+def makes_view(target: Any) -> bool:
     """Whether an operator's one result is a view of its first tensor argument."""
-    returns = operator._schema.returns
+    returns = target._schema.returns
     alias = returns[0].alias_info if len(returns) == 1 else None
     return alias is not None and not alias.is_write
 

@@ -51,6 +51,7 @@ class Facts:
         loops: those of one result that Inductor can fuse.
         views: those of one result.
         writes: what writes in place.
+        roots: what :func:`root_of` has found.
         written: values that are written to in place, or of which something is a view that is.
         cheap: what may be repeated: constants, views, and loops that make each element of a few of
             those in its place, by few instructions; of nothing that is written to in place.

@@ -99,7 +99,7 @@ def compile_with_inductor(
         if cut == AS_ONE:
             graph = as_if_cut(graph, kwargs.get("static_input_idxs") or ())
         take_strides_of_inputs(graph.graph, inputs)
-        with broken_files_removed(), kernels_together(), triton_by_version(inputs):
+        with broken_files_removed(), kernels_together(), triton_by_version(graph, inputs):
             with config.patch(users):
                 code: Any = observe(graph, is_backward)
             if code is None:

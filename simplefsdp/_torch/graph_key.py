@@ -61,7 +61,7 @@ def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
     _refuse_settings()
     try:
         FxGraphCache._check_can_cache(gm, example_inputs, {})
-        with triton_by_version(example_inputs):
+        with triton_by_version(gm, example_inputs):
             details = FxGraphHashDetails(gm, example_inputs, {}, [])
         vars(details).update(gm=None, example_inputs=())  # which are told otherwise
         yield FxGraphCachePickler(gm).get_hash(details)

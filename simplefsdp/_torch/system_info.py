@@ -5,27 +5,59 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-from unittest.mock import patch
 
+import torch
 from torch import Tensor
+from torch.fx import GraphModule
+
+from inductor_passes.adapters.loops import tensors_of
+
+_by_version: ContextVar[bool] = ContextVar("by_version", default=False)
 
 
 @contextmanager
-def triton_by_version(example_inputs: Sequence[Any]) -> Iterator[None]:
-    """Inside, keys tell the version of Triton, not a hash of its files, if all inputs are on the
-    CPU, where no code comes of it: that takes each process a second."""
+def triton_by_version(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Inside, keys tell the version of Triton, not a hash of its files, if the graph and its inputs
+    are on the CPU, where no code comes of it: that takes each process a second."""
     from torch._inductor import config
+
+    _ask_here()
+    all_on_cpu = _devices(gm, example_inputs) == {"cpu"} and config.cpu_backend != "triton"
+    token = _by_version.set(all_on_cpu)
+    try:
+        yield
+    finally:
+        _by_version.reset(token)
+
+
+def _devices(gm: GraphModule, example_inputs: Sequence[Any]) -> set[str]:
+    found = {value.device.type for value in example_inputs if isinstance(value, Tensor)}
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            value = node.meta.get("val", node.meta.get("example_value"))
+            found.update(tensor.device.type for tensor in tensors_of(value))
+            device = node.kwargs.get("device")
+            if device is not None and not isinstance(device, torch.fx.Node):
+                found.add(torch.device(device).type)
+    return found
+
+
+@functools.cache
+def _ask_here() -> None:
+    """Once for all threads. Torch's own answer, once given, stands for the process, which may yet
+    compile for a GPU."""
     from torch._inductor.codecache import CacheBase
 
-    devices = {value.device.type for value in example_inputs if isinstance(value, Tensor)}
-    if devices != {"cpu"} or config.cpu_backend == "triton":
-        yield
-        return
-    # Its own answer, once given, stands for the process, which may yet compile for a GPU.
-    with patch.object(CacheBase, "get_system", staticmethod(_system)):
-        yield
+    own = CacheBase.get_system
+
+    def get_system() -> Any:
+        return _system() if _by_version.get() else own()
+
+    get_system.cache_clear = own.cache_clear  # type: ignore[attr-defined]
+    CacheBase.get_system = staticmethod(get_system)  # type: ignore[method-assign,assignment]
 
 
 @functools.cache
@@ -34,4 +66,4 @@ def _system() -> dict[str, Any]:
         triton = version("triton")
     except PackageNotFoundError:
         triton = None
-    return {"version": {"triton": triton}, "hash": f"cpu, Triton {triton}"}
+    return {"version": {"triton": triton}, "hash": f"cpu-triton-{triton}"}

@@ -107,36 +107,39 @@ def simplefsdp(
         compile_with_passes, options=chosen, settings=settings, ranks=ranks, together=together
     )
     until, sums, kept_places = _told_of_now(gm)
-    sent = _sent(gm)
+    sent = _sent(gm) if len(ranks) > 1 else []
     if extension is None:
         compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
         compiled = noting_backwards(compiled, until, sums)
     else:
         whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))
-    compiled = _noting_gathers(compiled, sent, ranks)
+    compiled = _noting_gathers(compiled, sent)
     compiled = refreshing(compiled, kept_places, ranks, timeout_s)
     return _refusing_lost_values(compiled, gathered, ranks, timeout_s)
 
 
-def _sent(gm: GraphModule) -> rank_sequence.Gathered:
-    """What a call gathers from other ranks."""
-    sent = (n for n in gathers_of(gm) if spec_of(n).shard_ranks > 1 and "kept" not in n.kwargs)
-    return rank_sequence.gathered(str(node.args[1]) for node in sent)
+def _sent(gm: GraphModule) -> list[tuple[str, rank_sequence.Gathered]]:
+    """What a call gathers from other ranks, by process group."""
+    of: dict[str, list[str]] = {}
+    for node in gathers_of(gm):
+        spec = spec_of(node)
+        if spec.shard_ranks > 1 and "kept" not in node.kwargs:
+            of.setdefault(spec.shard_group, []).append(spec.fqn)
+    return [(group, rank_sequence.gathered(fqns)) for group, fqns in of.items()]
 
 
 def _noting_gathers(
-    compiled: Callable[..., Any], sent: rank_sequence.Gathered, ranks: Sequence[int]
+    compiled: Callable[..., Any], sent: Sequence[tuple[str, rank_sequence.Gathered]]
 ) -> Callable[..., Any]:
     """``compiled``, each call of which is compared with other ranks' calls, some calls later."""
-    if len(ranks) < 2 or not sent.fqns:
-        return compiled
 
     def call(*args: Any) -> Any:
-        rank_sequence.note(ranks, sent)
+        for group, now in sent:
+            rank_sequence.note(group, now)
         return compiled(*args)
 
-    return call
+    return call if sent else compiled
 
 
 def _ranks_to_meet(params: Sequence[DTensor], timeout_s: float) -> tuple[int, ...]:

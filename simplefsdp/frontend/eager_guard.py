@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from simplefsdp import rank_sequence
 from simplefsdp._torch import run_as_it_is
-from simplefsdp.rank_guard import agree, ranks_of
+from simplefsdp.rank_guard import RankMismatchError, agree, ranks_of
 
 
 class _Forward(threading.local):
@@ -31,7 +31,7 @@ class _Forward(threading.local):
         self.depth = 0
         self.number = 0
         self.gathered: dict[DeviceMesh, list[str]] = {}
-        self.sent: dict[DeviceMesh, list[str]] = {}
+        self.sent: dict[str, list[str]] = {}  # by process group
 
 
 _now = _Forward()
@@ -43,13 +43,12 @@ def number_of_forward() -> int:
     return _now.number if _now.depth else 0
 
 
-def note_gather(mesh: DeviceMesh, fqn: str, *, sends: bool) -> None:
-    """A parameter that lies on ``mesh`` is about to be gathered, eagerly; which ``sends``
-    something, or does not, as each rank has it whole."""
+def note_gather(mesh: DeviceMesh, fqn: str, group: str) -> None:
+    """A parameter that lies on ``mesh`` is about to be gathered, eagerly, by ranks of the process
+    group with this name; "" if each rank has it whole."""
     if _now.depth:
         _now.gathered.setdefault(mesh, []).append(fqn)
-        if sends:
-            _now.sent.setdefault(mesh, []).append(fqn)
+        _now.sent.setdefault(group, []).append(fqn)
 
 
 @contextmanager
@@ -60,13 +59,21 @@ def eager_forward() -> Iterator[None]:
     _now.depth += 1
     try:
         yield
-    finally:
+    except BaseException:
         _now.depth -= 1
+        with suppress(RankMismatchError):
+            _note_sent()  # others may not fail
+        raise
+    _now.depth -= 1
     if not _now.depth:
         for mesh, fqns in _now.gathered.items():
-            ranks = ranks_of([mesh])
-            agree("what a forward gathers eagerly", ["eager", *fqns], ranks)
-            rank_sequence.note(ranks, rank_sequence.gathered(_now.sent.get(mesh, ())))
+            agree("what a forward gathers eagerly", ["eager", *fqns], ranks_of([mesh]))
+    _note_sent()
+
+
+def _note_sent() -> None:
+    for group, fqns in _now.sent.items() if not _now.depth else ():
+        rank_sequence.note(group, rank_sequence.gathered(fqns))
 
 
 run_as_it_is(eager_forward.__wrapped__)  # type: ignore[attr-defined]

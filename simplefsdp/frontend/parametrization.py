@@ -288,7 +288,8 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
         if "kept" in now:
             kept.refresh([param], ranks_of([param.device_mesh]))
         else:
-            note_gather(param.device_mesh, fqn, sends=layout.spec.shard_ranks > 1)
+            group = layout.spec.shard_group if layout.spec.shard_ranks > 1 else ""
+            note_gather(param.device_mesh, fqn, group)
     if torch.is_inference_mode_enabled():
         # Of a tensor made in that mode one could not tell that it was written to.
         with torch.inference_mode(False), torch.no_grad():
