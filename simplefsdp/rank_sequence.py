@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import Tensor
 
 from simplefsdp.rank_guard import RankMismatchError, store_of
 
-# Gathers after which sums are compared first; then after twice as many, and at least so often.
+# Tensors after which sums are compared first; then after twice as many, and at least so often.
 FIRST, PERIOD = 16, 4096
 _KEPT = 32  # sums that are left in the store, and that a rank waits to compare
 
@@ -126,6 +127,12 @@ def note(group: str, now: Gathered) -> None:
             sequence.note(now)
 
 
+def note_reduced(group: str, fqn: str, grad: Tensor) -> None:
+    """The gradient of a parameter is about to be reduced by ``group``; if it is not traced."""
+    if type(grad) is Tensor:
+        note(group, gathered([f"the gradient of {fqn}"]))
+
+
 def _sequence_of(group: str) -> RankSequence | None:
     from inductor_passes.adapters._torch import ranks_of_group
 
@@ -142,12 +149,12 @@ def _text(one: Gathered) -> str:
 
 def _told_apart(who: str, mine: str, last: str) -> str:
     count, checksum = mine.split()
-    return f"{who} has gathered {count} parameters, at the end {last} (checksum {checksum}). "
+    return f"{who} has sent {count} tensors, at the end {last} (checksum {checksum}). "
 
 
 _REMEDY = (
-    "Ranks have not gathered the same parameters in the same order, so these may have been mixed "
-    "up, and what was trained since the last checkpoint may be wrong. Let no branch depend on the "
-    "rank or on local data: seed what drops layers alike on all ranks, or turn it off; run all "
-    "heads on all ranks"
+    "Ranks have not gathered the same parameters, or reduced the same gradients, in one order, so "
+    "these may have been mixed up, and what was trained since the last checkpoint may be wrong. "
+    "Let no branch depend on the rank or on local data: seed what drops layers alike on all ranks, "
+    "or turn it off; use all heads in the loss of each rank, those of other tasks times 0"
 )

@@ -43,7 +43,7 @@ def test_one_difference_is_told(two, at, lowest_first):
     n = at + 3 * PERIOD
     if lowest_first:
         run(low, n, False)
-        with pytest.raises(RankMismatchError, match="rank 1 has gathered"):
+        with pytest.raises(RankMismatchError, match="rank 1 has sent"):
             run(high, n, True)
     else:
         run(high, n, True)  # nothing to compare with: it does not wait
@@ -61,8 +61,8 @@ def test_order_and_number_count(two):
     with pytest.raises(RankMismatchError) as caught:
         high.note(ONE)
     ends = "other.weight; then one.weight; then other.weight", "one.weight; then other.weight; then"
-    assert f"rank 0 has gathered 16 parameters, at the end {ends[0]}" in str(caught.value)
-    assert f"rank 1 has gathered 16 parameters, at the end {ends[1]}" in str(caught.value)
+    assert f"rank 0 has sent 16 tensors, at the end {ends[0]}" in str(caught.value)
+    assert f"rank 1 has sent 16 tensors, at the end {ends[1]}" in str(caught.value)
 
 
 def test_many_parameters_are_told_by_the_first_and_the_last(two):

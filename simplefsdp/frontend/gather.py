@@ -32,6 +32,7 @@ from simplefsdp import provenance
 from simplefsdp._torch import backend_traced_for, has_no_data, local_of, local_tensor
 from simplefsdp.frontend import tensor_class
 from simplefsdp.frontend.placement import off_the_wire, on_the_wire
+from simplefsdp.rank_sequence import note_reduced
 
 _collectives = torch.ops._c10d_functional
 log = logging.getLogger("simplefsdp")
@@ -190,6 +191,7 @@ def _reduce_over_shards(grad: Tensor, spec: GatherSpec) -> Tensor:
     if spec.shard_ranks == 1:
         return grad
     padded = _pad_rows(grad, padded_rows(spec) * spec.shard_ranks).contiguous()
+    note_reduced(spec.shard_group, spec.fqn, padded)
     return _collectives.wait_tensor(
         _collectives.reduce_scatter_tensor(
             padded, _operation(spec), spec.shard_ranks, spec.reduce_group
@@ -201,6 +203,7 @@ def _reduce_over_copies(grad: Tensor, shard_rows: int, spec: GatherSpec) -> Tens
     if grad.is_complex():
         return torch.view_as_complex(_reduce_over_copies(on_the_wire(grad), shard_rows, spec))
     for group, _ in spec.copy_groups:
+        note_reduced(group, spec.fqn, grad)
         grad = _collectives.wait_tensor(
             _collectives.all_reduce(grad.contiguous(), _operation(spec), group)
         )

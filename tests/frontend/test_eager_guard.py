@@ -158,7 +158,38 @@ def test_a_branch_that_others_do_not_take_now_is_told_soon(own_ranks, compiled):
     first, second = own_ranks.run(change_over_to_a_known_branch, compiled)
     own_ranks.stop()  # one has ended
     assert first == "alone"
-    assert "parameters, at the end layers." in second and "may have been mixed up" in second
+    assert "tensors, at the end layers." in second and "may have been mixed up" in second
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
+
+    def forward(self, x):
+        return [head(x) for head in self.heads]
+
+
+def learn_other_tasks(mode):
+    """Both ranks run both heads; the loss of each is of one."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = simple_fsdp(Heads(), DeviceMesh.from_group(group, "cpu"), mode=mode)
+    try:
+        for _ in range(20):
+            model(torch.ones(2, 4))[dist.get_rank()].sum().backward()
+    except RankMismatchError as error:
+        return str(error)
+    except RuntimeError:
+        return "alone"
+    return ""
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_gradients_of_other_heads_are_not_added_up_for_long(own_ranks, mode):
+    first, second = own_ranks.run(learn_other_tasks, mode)
+    own_ranks.stop()  # one has ended
+    assert first == "alone"
+    assert "the gradient of heads.1.weight" in second and "times 0" in second
 
 
 def go_on_alone(compiled):
