@@ -925,8 +925,8 @@ def test_keys_of_code_for_the_cpu_hash_no_files_of_triton(monkeypatch, solo_mesh
     try:
         with fresh_cache():
             model(torch.ones(2, 4)).sum().backward()
-            assert asked == []
-            torch.compile(torch.sin)(torch.ones(2))
-            assert asked == ["files"]
+        assert asked == []
+        codecache.CacheBase.get_system()
+        assert asked == ["files"]
     finally:
         codecache.CacheBase.get_system.cache_clear()  # it knows what is no key
