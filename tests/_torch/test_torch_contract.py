@@ -916,7 +916,13 @@ def test_keys_of_code_for_the_cpu_hash_no_files_of_triton(monkeypatch, solo_mesh
 
     if not triton_compat.HAS_TRITON:
         pytest.skip("there is no Triton")
-    asked = []
+    asked, keys, own = [], [], codecache.FxGraphHashDetails.__init__
+
+    def noting(self, *args):
+        own(self, *args)
+        keys.append(self.system_info["hash"])
+
+    monkeypatch.setattr(codecache.FxGraphHashDetails, "__init__", noting)
     monkeypatch.setattr(triton_compat, "triton_key", lambda: asked.append("files"))
     model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
     torch._dynamo.reset()
@@ -926,6 +932,8 @@ def test_keys_of_code_for_the_cpu_hash_no_files_of_triton(monkeypatch, solo_mesh
         with fresh_cache():
             model(torch.ones(2, 4)).sum().backward()
         assert asked == []
+        assert keys
+        assert all(key.startswith("cpu-triton-") for key in keys)
         codecache.CacheBase.get_system()
         assert asked == ["files"]
     finally:
