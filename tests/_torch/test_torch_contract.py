@@ -909,7 +909,7 @@ def test_a_backwards_compiler_is_called_again_when_it_could_not_with_the_forward
 
 
 def test_keys_of_code_for_the_cpu_hash_no_files_of_triton(monkeypatch, solo_mesh):
-    """A second of each process; torch's own keys do."""
+    """Half a second of each process."""
     from torch._inductor import codecache
     from torch._inductor.runtime import triton_compat
     from torch._inductor.utils import fresh_cache
@@ -934,7 +934,5 @@ def test_keys_of_code_for_the_cpu_hash_no_files_of_triton(monkeypatch, solo_mesh
         assert asked == []
         assert keys
         assert all(key.startswith("cpu-triton-") for key in keys)
-        codecache.CacheBase.get_system()
-        assert asked == ["files"]
     finally:
         codecache.CacheBase.get_system.cache_clear()  # it knows what is no key
