@@ -3,9 +3,9 @@
 Who does something new compares it with the others first (``rank_guard.py``). A rank that changes
 over to a branch that all have taken before asks nobody. If another layer of the same size is
 gathered there, no collective complains, and every rank computes with a part of each. So the ranks
-that parameters are sharded over sum up what they gather. Now and then the lowest leaves its sum in
-the process group's store, and the others look whether theirs is the same. Nobody waits: what is not
-there yet is looked at the next time. The lowest itself learns nothing of it, and ends with them.
+of a process group sum up what they gather and, eagerly, what they reduce. Now and then the lowest
+leaves its sum in the store, and the others look whether theirs is the same. Nobody waits: what is
+not there yet is looked at the next time. The lowest itself learns nothing of it; it ends with them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _by_version: ContextVar[bool] = ContextVar("by_version", default=False)
 @contextmanager
 def triton_by_version(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[None]:
     """Inside, keys tell the version of Triton, not a hash of its files, if the graph and its inputs
-    are on the CPU, where no code comes of it: that takes each process a second."""
+    are on the CPU, where no code comes of it: that takes each process half a second."""
     from torch._inductor import config
 
     _ask_here()

@@ -201,16 +201,12 @@ class Deep:
         Those of open sizes have none: they are for formulas alone, and to make one takes a ms."""
         if node not in self.values:
             leaves, spec = pytree.tree_flatten(node.meta["val"])
-            is_open = [
-                isinstance(v, Tensor) and any(isinstance(n, SymInt) for n in v.shape)
-                for v in leaves
-            ]
-            found = [
-                (v, None if open_ else self.homes.get(_torch.storage_of(v)))
-                for v, open_ in zip(leaves, is_open, strict=True)
-            ]
-            self.values[node] = found, spec
+            self.values[node] = [(value, self._home_of(value)) for value in leaves], spec
         return self.values[node]
+
+    def _home_of(self, value: Any) -> _Home | None:
+        is_open = isinstance(value, Tensor) and any(isinstance(n, SymInt) for n in value.shape)
+        return None if is_open else self.homes.get(_torch.storage_of(value))
 
 
 def _homes(place: dict[Node, Place]) -> dict[int | None, _Home]:

@@ -288,8 +288,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
         if "kept" in now:
             kept.refresh([param], ranks_of([param.device_mesh]))
         else:
-            group = layout.spec.shard_group if layout.spec.shard_ranks > 1 else ""
-            note_gather(param.device_mesh, fqn, group)
+            note_gather(param.device_mesh, fqn, layout.spec.shard_group)
     if torch.is_inference_mode_enabled():
         # Of a tensor made in that mode one could not tell that it was written to.
         with torch.inference_mode(False), torch.no_grad():
