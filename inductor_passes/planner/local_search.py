@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain, islice, product
 from math import ceil, inf
 
-from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
+from inductor_passes.ir.program import Bucket, Collective, Program, ProgramError
 from inductor_passes.machine.cost import CostModel
 from inductor_passes.machine.simulate import Memory, memory, simulate
 from inductor_passes.planner.compact import compact
@@ -32,7 +32,7 @@ from inductor_passes.planner.moves import (
     repairs,
     small_repairs,
 )
-from inductor_passes.planner.plan import Plan, scheduled
+from inductor_passes.planner.plan import Plan
 from inductor_passes.planner.regular import (
     Shape,
     by_room,
@@ -41,6 +41,7 @@ from inductor_passes.planner.regular import (
     reduce_shapes,
     regular,
 )
+from inductor_passes.planner.schedules import Schedules
 from inductor_passes.planner.segments import (
     Segment,
     State,
@@ -94,7 +95,6 @@ class LocalSearch:
         most_launches: that a plan should make.
         most: that it may make at this moment.
         peaks: most live bytes of each state that was tried, and whose memory was looked at.
-        known: merged starts of buckets that were tried.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LocalSearch:
     ) -> None:
         merged, self.first_of = glued(program, late, fqns, UNITS, budget_nbytes)
         self.program, self.cost = compact(merged, cost)
-        self.lines = lines_of(bare(self.program))
+        self.lines, self.schedules = lines_of(bare(self.program)), Schedules(self.program)
         self.fqns, self.manual, self.bound_us = fqns, manual, manual.lower_bound_us
         fits = manual.peak_nbytes <= budget_nbytes
         self.most_launches, self.most = len(manual.buckets) if fits else most_launches, inf
@@ -121,7 +121,6 @@ class LocalSearch:
         self.budget_nbytes = self.whole_nbytes = budget_nbytes
         self.less_nbytes = 0
         self.peaks: dict[State, int] = {}
-        self.known: dict[Bucket, Op] = {}
 
     def starts(self) -> list[Tried]:
         """Regular plans, the most promising first."""
@@ -169,7 +168,7 @@ class LocalSearch:
         if len(buckets) > self.most:
             return None
         try:
-            after = scheduled(self.program, buckets, self.known)
+            after = self.schedules.of(buckets)
         except ProgramError:
             return None
         timeline = simulate(after, self.cost)

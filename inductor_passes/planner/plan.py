@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inductor_passes.ir.program import Bucket, Op, Program, ProgramError
+from inductor_passes.ir.program import Bucket, Program, ProgramError
 from inductor_passes.machine.cost import CostModel
 from inductor_passes.machine.simulate import live_by_use, memory, simulate
 from inductor_passes.transform.merge import merge
@@ -52,11 +52,9 @@ class BudgetError(ValueError):
         return str(self.args[0])
 
 
-def scheduled(
-    program: Program, buckets: Sequence[Bucket], known: dict[Bucket, Op] | None = None
-) -> Program:
-    """``program`` with its buckets merged and in their order; ``known`` as for ``merge``."""
-    return overlapped(merge(program, buckets, known), OverlapPolicy())
+def scheduled(program: Program, buckets: Sequence[Bucket]) -> Program:
+    """``program`` with its buckets merged and in their order."""
+    return overlapped(merge(program, buckets), OverlapPolicy())
 
 
 def evaluate(

@@ -10,9 +10,7 @@ from inductor_passes.ir.positions import moved, places
 from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
 
 
-def merge(
-    program: Program, buckets: Sequence[Bucket], known: dict[Bucket, Op] | None = None
-) -> Program:
+def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
     """Launch the collectives of each bucket as one, under the first member's name.
 
     The merged start reads and writes what its members did; each wait stays and waits for its own
@@ -21,19 +19,15 @@ def merge(
     Args:
         program: with nothing merged.
         buckets: that share no member.
-        known: merged starts of the same program, to which those of ``buckets`` are added.
 
     Raises:
         ProgramError: a bucket's members differ in what must agree, or depend on each other.
     """
-    known = {} if known is None else known
     merged: dict[int, Op] = {}
     first_of: dict[int, int] = {}
     for bucket in buckets:
         members = _members(program, bucket)
-        if bucket not in known:
-            known[bucket] = merge_starts(bucket, [program.ops[i] for i in members])
-        merged[members[0]] = known[bucket]
+        merged[members[0]] = merge_starts(bucket, [program.ops[i] for i in members])
         for i in members:
             if i in first_of:
                 name = program.ops[i].name

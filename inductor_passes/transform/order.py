@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from math import inf
+from typing import NamedTuple
 
 from inductor_passes.ir.program import CollectiveKind, Program
 
@@ -37,6 +38,65 @@ class OverlapPolicy:
     max_inflight_gathers: int = 2
     max_pending_reduces: int = 2
 
+    def window(self, kind: CollectiveKind) -> int:
+        """Of a bucket of one kind."""
+        return self.max_inflight_gathers if kind == "gather" else self.max_pending_reduces
+
+
+class Together(NamedTuple):
+    """Collectives that are launched as one.
+
+    Attributes:
+        starts: their positions in a program.
+        window: see :class:`~inductor_passes.ir.program.Bucket`; not 0.
+    """
+
+    starts: Sequence[int]
+    window: int
+
+
+Launched = Mapping[CollectiveKind, Sequence[Together]]
+
+
+class Needs:
+    """What all orders of a program must respect, whatever is launched as one in them.
+
+    Attributes:
+        program: it.
+        followers: positions of the ops that need each op.
+        first_use: see :func:`first_uses`; of what is in a unit, where that begins.
+        unit_end: position of the last op of each op's unit, for ops that are in one.
+        views: positions.
+        in_place: the key of each op that stays where it is.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.followers = followers_of(program)
+        begin, self.unit_end = _unit_ends(program)
+        self.first_use = [begin.get(i, i) for i in first_uses(program, self.followers)]
+        self.views = [i for i, op in enumerate(program.ops) if op.kind == "view"]
+        self.in_place: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
+
+
+class _Keys:
+    """The keys of an order that is being made.
+
+    Attributes:
+        of: each op.
+        moved: of each op, whether it has another key than its own place.
+        late: ops that wait for a reduce, or need what does.
+    """
+
+    def __init__(self, needs: Needs) -> None:
+        self.of = list(needs.in_place)
+        self.moved = bytearray(len(self.of))
+        self.late: set[int] = set()
+
+    def put(self, i: int, key: Key) -> None:
+        """Give op ``i`` a key."""
+        self.of[i], self.moved[i] = key, 1
+
 
 def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = False) -> list[str]:
     """Names of the ops of ``program`` in an order that hides communication behind compute.
@@ -52,31 +112,58 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
         keep_starts: leave the sequence of the starts as it is. All ranks must launch in the same
             sequence, so it may be chosen where they all see the same program only.
     """
-    return [program.ops[i].name for i in _order(program, policy, keep_starts=keep_starts)]
+    order = order_of(Needs(program), launches_of(program, policy), keep_starts=keep_starts)
+    return [program.ops[i].name for i in order]
 
 
 def overlapped(program: Program, policy: OverlapPolicy) -> Program:
     """``program`` in the order of :func:`overlap`, which is legal because of how it is made."""
-    return program.permuted(_order(program, policy, keep_starts=False))
+    return program.permuted(order_of(Needs(program), launches_of(program, policy)))
 
 
-def _order(program: Program, policy: OverlapPolicy, *, keep_starts: bool) -> list[int]:
-    keys: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
-    followers = followers_of(program)
-    begin, end = _unit_ends(program)
-    first_use = [begin.get(i, i) for i in first_uses(program, followers)]
-    uses = _place_gathers(program, policy, keys, first_use)
-    late: set[int] = set()
-    for kind in ("reduce", "all_reduce"):
-        if buckets := _buckets(program, kind):
-            ready = _ready(program, buckets, keys, end, keep_starts=keep_starts)
-            _place_reduces(program, ready, policy, keys, late, uses)
-            _push_followers(program, keys, late)
-    if keep_starts:
-        _keep_starts(program, keys, first_use)
-    _float_views(program, keys, followers, late)
-    _pull_predecessors(program, keys, keep_starts=keep_starts)
+def launches_of(program: Program, policy: OverlapPolicy) -> Launched:
+    """What is launched as one by the labels of a program's collectives."""
+    groups: dict[CollectiveKind, dict[tuple[str, str, str], list[int]]] = {}
+    for i, op in program.starts():
+        if (c := op.collective) is not None:
+            bucket = (c.group, c.bucket, "" if c.bucket else op.name)
+            groups.setdefault(c.kind, {}).setdefault(bucket, []).append(i)
+    return {
+        kind: [Together(starts, _window(program, starts, policy.window(kind))) for starts in found]
+        for kind, found in ((kind, list(of.values())) for kind, of in groups.items())
+    }
+
+
+def _window(program: Program, starts: Iterable[int], default: int) -> int:
+    collectives = (program.ops[i].collective for i in starts)
+    return max((c.window for c in collectives if c is not None), default=0) or default
+
+
+def order_of(needs: Needs, launches: Launched, *, keep_starts: bool = False) -> list[int]:
+    """Positions in the order of :func:`overlap`."""
+    return by_key(keys_of(needs, launches, keep_starts=keep_starts))
+
+
+def by_key(keys: Sequence[Key]) -> list[int]:
+    """Positions by the keys of their ops."""
     return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def keys_of(needs: Needs, launches: Launched, *, keep_starts: bool = False) -> list[Key]:
+    """The key of each op. Starts that are launched as one have one key, unless something that must
+    be early needs one of them, and not all."""
+    keys = _Keys(needs)
+    uses = _place_gathers(needs, launches.get("gather", ()), keys)
+    for kind in ("reduce", "all_reduce"):
+        if found := launches.get(kind):
+            ready = _ready(needs, found, keys, keep_starts=keep_starts)
+            _place_reduces(needs.program, ready, keys, uses)
+            _push_followers(needs, keys)
+    if keep_starts:
+        _keep_starts(needs, keys)
+    _float_views(needs, keys)
+    _pull_predecessors(needs, keys, keep_starts=keep_starts)
+    return keys.of
 
 
 def in_sequence(program: Program, place: Sequence[int]) -> list[str]:
@@ -138,76 +225,49 @@ def _unit_ends(program: Program) -> tuple[dict[float, int], dict[float, int]]:
     return {i: first for i, first, _ in ends}, {i: last for i, _, last in ends}
 
 
-def _buckets(program: Program, kind: CollectiveKind) -> list[list[int]]:
-    """Positions of the starts of each bucket."""
-    groups: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for i, op in program.starts():
-        c = op.collective
-        if c is not None and c.kind == kind:
-            groups[c.group, c.bucket, "" if c.bucket else op.name].append(i)
-    return list(groups.values())
-
-
-def _place_gathers(
-    program: Program, policy: OverlapPolicy, keys: list[Key], first_use: list[float]
-) -> list[float]:
+def _place_gathers(needs: Needs, launches: Sequence[Together], keys: _Keys) -> list[float]:
     """Set the keys of gathers; returns where each bucket is first used, in that order."""
-    end = float(len(program.ops))
+    waits_of, end = needs.program.waits_of, float(len(needs.program.ops))
     used = [
-        (min(end, *(first_use[i] for i in starts)), starts)
-        for starts in _buckets(program, "gather")
+        (min(end, *(needs.first_use[i] for i in starts)), starts, window)
+        for starts, window in launches
     ]
     used.sort()
     ahead = len(used)
-    for k, (use, starts) in reversed(list(enumerate(used))):
+    for k, (use, starts, window) in reversed(list(enumerate(used))):
         # Never behind a bucket that is used later.
-        ahead = min(ahead, k + 1 - _window(program, starts, policy.max_inflight_gathers))
+        ahead = min(ahead, k + 1 - window)
         # The bucket's turn is just before the wait of the one that it goes ahead of, and after
         # those of earlier buckets that go ahead of the same one.
         turn = ahead + k / (2 * len(used))
         where: Key = (used[ahead][0] if ahead >= 0 else -1, _GATHER, turn)
         for i in starts:
-            keys[i] = where
-            for wait in program.waits_of[i]:
-                keys[wait] = (use, _GATHER, k + 0.5)
-    return [use for use, _ in used]
-
-
-def _window(program: Program, starts: Iterable[int], default: int) -> int:
-    collectives = (program.ops[i].collective for i in starts)
-    return max((c.window for c in collectives if c is not None), default=0) or default
+            keys.put(i, where)
+            for wait in waits_of[i]:
+                keys.put(wait, (use, _GATHER, k + 0.5))
+    return [use for use, *_ in used]
 
 
 def _ready(
-    program: Program,
-    buckets: list[list[int]],
-    keys: list[Key],
-    unit_end: Mapping[float, int],
-    *,
-    keep_starts: bool,
-) -> list[tuple[Key, list[int]]]:
+    needs: Needs, launches: Sequence[Together], keys: _Keys, *, keep_starts: bool
+) -> list[tuple[Key, Together]]:
     """Where each of the buckets, which stand as they are launched, is ready; in that order, or in
     their own: then one that is ready before its turn is ready at it."""
-    made, found = _made_at(program, keys), list[Key]()
-    for starts in buckets:
-        at = max((made[j] for i in starts for j in program.predecessors[i]), default=(-1, 0, 0))
-        found.append((unit_end.get(at[0], at[0]), _REDUCE, at[2]))
+    predecessors = needs.program.predecessors
+    made, found = _made_at(needs, keys), list[Key]()
+    for starts, _ in launches:
+        at = max((made[j] for i in starts for j in predecessors[i]), default=(-1, 0, 0))
+        found.append((needs.unit_end.get(at[0], at[0]), _REDUCE, at[2]))
     if keep_starts:
-        return list(zip(accumulate(found, max), buckets, strict=True))
-    return sorted(zip(found, buckets, strict=True))
+        return list(zip(accumulate(found, max), launches, strict=True))
+    return sorted(zip(found, launches, strict=True))
 
 
 def _place_reduces(
-    program: Program,
-    ready: list[tuple[Key, list[int]]],
-    policy: OverlapPolicy,
-    keys: list[Key],
-    late: set[int],
-    uses: list[float],
+    program: Program, ready: list[tuple[Key, Together]], keys: _Keys, uses: list[float]
 ) -> None:
     end = float(len(program.ops))
-    for k, (where, starts) in enumerate(ready):
-        window = _window(program, starts, policy.max_pending_reduces)
+    for k, (where, (starts, window)) in enumerate(ready):
         if window > 0:
             # One reduce more would be one too many: wait for the oldest just before it starts.
             due = k + window
@@ -217,58 +277,67 @@ def _place_reduces(
             use = bisect_right(uses, where[0]) - window - 1
             until = (uses[use], _GATHER, use - 0.25) if use < len(uses) else (end, _REDUCE, k)
         for i in starts:
-            keys[i] = (where[0], _REDUCE, k)
+            keys.put(i, (where[0], _REDUCE, k))
             for wait in program.waits_of[i]:
-                keys[wait] = until
-                late.add(wait)
+                keys.put(wait, until)
+                keys.late.add(wait)
 
 
-def _made_at(program: Program, keys: list[Key]) -> list[Key]:
+def _made_at(needs: Needs, keys: _Keys) -> list[Key]:
     """Key of the op that makes what each op passes on; views pass on what they read."""
-    made = list(keys)
-    for i, op in enumerate(program.ops):
-        if op.kind == "view":
-            made[i] = max((made[j] for j in program.predecessors[i]), default=(-1, 0, 0))
+    made = list(keys.of)
+    for i in needs.views:
+        made[i] = max((made[j] for j in needs.program.predecessors[i]), default=(-1, 0, 0))
     return made
 
 
-def _push_followers(program: Program, keys: list[Key], late: set[int]) -> None:
+def _push_followers(needs: Needs, keys: _Keys) -> None:
     """What needs a late op is late with it, rather than pulling it forward."""
-    for i, before in enumerate(program.predecessors):
-        behind = [keys[j] for j in before if j in late]
-        if behind:
-            late.add(i)
-            keys[i] = max(keys[i], *behind)
+    behind: set[int] = set()
+    found = list(keys.late)
+    while found:
+        new = [i for i in needs.followers[found.pop()] if i not in behind]
+        behind.update(new)
+        found += new
+    for i in sorted(behind):
+        late = [keys.of[j] for j in needs.program.predecessors[i] if j in keys.late]
+        keys.late.add(i)
+        keys.put(i, max(keys.of[i], *late))
 
 
-def _keep_starts(program: Program, keys: list[Key], first_use: list[float]) -> None:
+def _keep_starts(needs: Needs, keys: _Keys) -> None:
     """Delay a start to those before it in the sequence, but no gather beyond its first use."""
     previous: Key = (-1, 0, 0)
-    for i, op in program.starts():
+    for i, op in needs.program.starts():
         latest: Key = (inf, 0, 0)
         if op.sends == "gather":
-            latest = (first_use[i], _GATHER, inf)
-        keys[i] = previous = min(max(keys[i], previous), latest)
+            latest = (needs.first_use[i], _GATHER, inf)
+        previous = min(max(keys.of[i], previous), latest)
+        keys.put(i, previous)
 
 
-def _float_views(
-    program: Program, keys: list[Key], followers: list[list[int]], late: Set[int]
-) -> None:
+def _float_views(needs: Needs, keys: _Keys) -> None:
     """A view costs nothing and pins what it reads: it belongs to its first user."""
-    for i, op in enumerate(program.ops):
-        if op.kind == "view" and followers[i] and i not in late:
-            keys[i] = (inf, 0, 0)
+    for i in needs.views:
+        if needs.followers[i] and i not in keys.late:
+            keys.put(i, (inf, 0, 0))
 
 
-def _pull_predecessors(program: Program, keys: list[Key], *, keep_starts: bool) -> None:
+def _pull_predecessors(needs: Needs, keys: _Keys, *, keep_starts: bool) -> None:
     """Make keys grow along dependencies: what an early op needs is early with it."""
+    program, key, moved = needs.program, keys.of, keys.moved
+    near = bytearray(moved)  # what stays needs nothing earlier, unless that has moved
+    for i, has_moved in enumerate(moved):
+        for j in needs.followers[i] if has_moved else ():
+            near[j] = 1
     next_start: Key | None = None
     for i in range(len(program.ops) - 1, -1, -1):
         if keep_starts and program.ops[i].kind == "start":
-            keys[i] = min(keys[i], next_start) if next_start else keys[i]
-            next_start = keys[i]
-        for j in program.predecessors[i]:
-            keys[j] = min(keys[j], keys[i])
+            key[i] = min(key[i], next_start) if next_start else key[i]
+            next_start = key[i]
+        for j in program.predecessors[i] if near[i] else ():
+            if key[i] < key[j]:
+                key[j], near[j] = key[i], 1
 
 
 def starts_in(program: Program, order: Iterable[str]) -> list[str]:

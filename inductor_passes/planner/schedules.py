@@ -1,0 +1,92 @@
+"""Many plans of one program, each merged and in order: what a search tries.
+
+``merge`` and then ``overlapped`` look anew for what each op needs, though buckets change little of
+it. Here the order is looked for first, where nothing is merged yet, from what is known of the
+program; what is launched as one stands together in it then, and becomes one op.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from inductor_passes.ir.program import Bucket, CollectiveKind, Op, Program
+from inductor_passes.planner.plan import scheduled
+from inductor_passes.transform.merge import merge_starts
+from inductor_passes.transform.order import Key, Needs, OverlapPolicy, Together, by_key, keys_of
+
+
+class Schedules:
+    """The schedules of a program, in which nothing is merged, by buckets of all its collectives.
+
+    They are those of :func:`~inductor_passes.planner.plan.scheduled`, but for the order of waits at
+    one place, wherever merging moves nothing else, as it does not move what layers compute. In
+    other programs they may be others, which are legal, too: a plan that is found is evaluated anew.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self._needs = program, Needs(program)
+        self._starts: dict[Bucket, tuple[list[int], Op]] = {}
+        self._written = {
+            i
+            for i, op in program.starts()
+            if not program.in_place.isdisjoint(program.storages((*op.reads, *op.writes)))
+        }
+
+    def of(self, buckets: Sequence[Bucket]) -> Program:
+        """The program with ``buckets`` merged and in their order.
+
+        Raises:
+            ProgramError: a bucket's members depend on each other.
+        """
+        launches: dict[CollectiveKind, list[Together]] = {}
+        first_of: dict[int, int] = {}
+        merged: dict[int, Op] = {}
+        for bucket in buckets:
+            members, start = self._start_of(bucket)
+            if start.sends:
+                window = bucket.window or OverlapPolicy().window(start.sends)
+                launches.setdefault(start.sends, []).append(Together(members, window))
+            first_of.update(dict.fromkeys(members, members[0]))
+            merged[members[0]] = start
+        after = None
+        if self._written.isdisjoint(first_of):
+            after = self._together(keys_of(self._needs, launches), first_of, merged)
+        # Else what all of a bucket need, or touch when it is waited for, must be looked for.
+        return after or scheduled(self.program, buckets)
+
+    def _start_of(self, bucket: Bucket) -> tuple[list[int], Op]:
+        """Positions of a bucket's members, and the one start that they become."""
+        if bucket not in self._starts:
+            members = [self.program.index[name] for name in bucket.starts]
+            start = merge_starts(bucket, [self.program.ops[i] for i in members])
+            self._starts[bucket] = members, start
+        return self._starts[bucket]
+
+    def _together(
+        self, keys: Sequence[Key], first_of: Mapping[int, int], merged: Mapping[int, Op]
+    ) -> Program | None:
+        """The program by keys, with one op for the members of each bucket, where the last of them
+        stands; None if something needs one of them before."""
+        if any(keys[i] != keys[first] for i, first in first_of.items()):
+            return None
+        left = Counter(first_of.values())
+        ops: list[Op] = []
+        place: dict[int, int] = {}
+        for i in by_key(keys):
+            first = first_of.get(i, i)
+            if i in first_of:
+                left[first] -= 1
+                if left[first]:
+                    continue
+            place[first] = len(ops)
+            ops.append(merged[first] if i in first_of else self.program.ops[i])
+        start_of: dict[int, tuple[int, ...]] = {}
+        for wait, starts in self.program.start_of.items():
+            at = {place[first_of.get(start, start)]: None for start in starts}
+            if max(at) > place[wait]:
+                return None
+            start_of[place[wait]] = tuple(at)
+        after = self.program.with_ops(ops)
+        after.__dict__["start_of"] = dict(sorted(start_of.items()))
+        return after
