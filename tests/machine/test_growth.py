@@ -28,11 +28,12 @@ def steps(work: Callable[[], object]) -> int:
         count += event == "opcode"
         return note
 
+    before = sys.gettrace()
     sys.settrace(note)
     try:
         work()
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return count
 
 
