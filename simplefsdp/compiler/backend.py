@@ -17,7 +17,7 @@ from inductor_passes.adapters.packs import has_kernel
 from inductor_passes.ir.buckets import assign_by_module, repeated_modules
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.rehearsal import Auto, Settings
-from simplefsdp import _torch, rank_sequence
+from simplefsdp import _torch
 from simplefsdp.compiler import breaks
 from simplefsdp.compiler.cache_key import sources
 from simplefsdp.compiler.compilation import Extension, begin_preparing, compile_with_passes
@@ -28,11 +28,12 @@ from simplefsdp.compiler.machine import cluster_for
 from simplefsdp.compiler.names import named_as_before
 from simplefsdp.compiler.options import Options, parse_options
 from simplefsdp.compiler.reshard import decide_resharding
+from simplefsdp.compiler.sent import noting_gathers
 from simplefsdp.errors import told_plainly
 from simplefsdp.frontend import assigned, living, uninitialised
 from simplefsdp.frontend.accumulation import noting_backwards
 from simplefsdp.frontend.after_wrap import stands_for_shard
-from simplefsdp.frontend.gather import GatherSpec, spec_of
+from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
 from simplefsdp.rank_guard import agree, forget_decisions, ranks_of
@@ -107,39 +108,16 @@ def simplefsdp(
         compile_with_passes, options=chosen, settings=settings, ranks=ranks, together=together
     )
     until, sums, kept_places = _told_of_now(gm)
-    sent = _sent(gm) if len(ranks) > 1 else []
+    noting = noting_gathers(gm)
     if extension is None:
         compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
         compiled = noting_backwards(compiled, until, sums)
     else:
         whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))
-    compiled = _noting_gathers(compiled, sent)
+    compiled = noting(compiled) if len(ranks) > 1 else compiled
     compiled = refreshing(compiled, kept_places, ranks, timeout_s)
     return _refusing_lost_values(compiled, gathered, ranks, timeout_s)
-
-
-def _sent(gm: GraphModule) -> list[tuple[str, rank_sequence.Gathered]]:
-    """What a call gathers from other ranks, by process group."""
-    of: dict[str, list[str]] = {}
-    for node in gathers_of(gm):
-        spec = spec_of(node)
-        if spec.shard_ranks > 1 and "kept" not in node.kwargs:
-            of.setdefault(spec.shard_group, []).append(spec.fqn)
-    return [(group, rank_sequence.gathered(fqns)) for group, fqns in of.items()]
-
-
-def _noting_gathers(
-    compiled: Callable[..., Any], sent: Sequence[tuple[str, rank_sequence.Gathered]]
-) -> Callable[..., Any]:
-    """``compiled``, each call of which is compared with other ranks' calls, some calls later."""
-
-    def call(*args: Any) -> Any:
-        for group, now in sent:
-            rank_sequence.note(group, now)
-        return compiled(*args)
-
-    return call if sent else compiled
 
 
 def _ranks_to_meet(params: Sequence[DTensor], timeout_s: float) -> tuple[int, ...]:

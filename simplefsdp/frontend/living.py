@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp.frontend.wrapped import IGNORED, LAYOUTS, ignored_params, shards_of
 
 _NAMES = "_simple_fsdp_names"  # on the outermost module that was wrapped: its parameters' FQNs
+_FQN = "_simple_fsdp_fqn"  # of a parameter, once it was asked for
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a module may have no hash
 
 
@@ -51,6 +52,16 @@ def living_shards() -> Iterator[tuple[str, DTensor]]:
         layouts = module.__dict__.get(LAYOUTS, {})
         for name, param in shards_of(module):
             yield (layouts[name].spec.fqn if name in layouts else name), param
+
+
+def fqn_of(param: object) -> str | None:
+    """The FQN of a sharded parameter of a living module; None of anything else."""
+    if not isinstance(param, DTensor):
+        return None
+    if _FQN not in param.__dict__:
+        for fqn, other in living_shards():
+            other.__dict__.setdefault(_FQN, fqn)
+    return param.__dict__.get(_FQN)
 
 
 def ignored() -> set[int]:

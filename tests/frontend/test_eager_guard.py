@@ -138,7 +138,12 @@ def change_over_to_a_known_branch(compiled):
     torch._dynamo.reset()
     group = dist.new_group(timeout=timedelta(seconds=4))
     model = simple_fsdp(Branching(), DeviceMesh.from_group(group, "cpu"))
-    run = torch.compile(model, backend="simplefsdp", options=AOT) if compiled else model
+    run = model
+    if compiled == "whole":
+        run = torch.compile(model, backend="simplefsdp", options=AOT)
+    elif compiled == "layers":  # of which one has the other's code, and so its names
+        for layer in model.layers:
+            layer.compile(backend="simplefsdp", options=AOT)
     x = torch.ones(2, 4)
     for model.order in ([0, 1], [1, 0]):
         run(x)
@@ -153,12 +158,15 @@ def change_over_to_a_known_branch(compiled):
     return ""
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", ["nothing", "whole", "layers"])
 def test_a_branch_that_others_do_not_take_now_is_told_soon(own_ranks, compiled):
     first, second = own_ranks.run(change_over_to_a_known_branch, compiled)
     own_ranks.stop()  # one has ended
     assert first == "alone"
-    assert "tensors, at the end layers." in second and "may have been mixed up" in second
+    assert "may have been mixed up" in second
+    theirs, own = second.split("rank 1 has sent")
+    assert "layers.1.weight" in theirs.rpartition("; then ")[2]
+    assert "layers.0.weight" in own.rpartition("; then ")[2]
 
 
 class Heads(nn.Module):
