@@ -17,11 +17,13 @@ notice, and one is missing. torch lets a DTensor's operator be handled otherwise
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from simplefsdp import _torch
@@ -75,7 +77,7 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         return _torch.default_dtensor_op(op, args, kwargs)
     if _fqn_of(target) is not None:
         _begin(target, kwargs.get("generator"))
-    elif target.shape != _Last.shape:
+    elif not _is_drawn_again(target):
         return _torch.default_dtensor_op(op, args, kwargs)
     given = {name: value for name, value in kwargs.items() if name != "generator"}
     _Last.fills += 1
@@ -84,21 +86,28 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return target
 
 
+def _is_drawn_again(target: DTensor) -> bool:
+    """Whether an initialiser of torch's that fills a parameter draws into another tensor:
+    ``trunc_normal_`` does so for what it rejects."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != nn.init.__file__:
+        frame = frame.f_back
+    filled = frame.f_locals.get("tensor") if frame is not None else None
+    return isinstance(filled, DTensor) and filled is not target and _fqn_of(filled) is not None
+
+
 class _Last:
-    """The parameter that was filled last. What is drawn after it into another tensor of its shape
-    belongs to it: ``trunc_normal_`` draws again what it rejects. How often it does so may differ
-    between ranks, so these numbers are not taken from the generator that the ranks share."""
+    """The parameter that was filled last. How often what is rejected of it is drawn again may
+    differ between ranks, so that is not taken from the generator that the ranks share."""
 
     number = 0  # that the generator gave
-    shape: torch.Size | None = None
     fills = 0
 
 
 def _begin(param: DTensor, generator: torch.Generator | None) -> None:
     source = torch.default_generator if generator is None else generator
     number = torch.empty((), dtype=torch.int64, device=source.device).random_(generator=source)
-    _Last.number, _Last.shape = rank_0s(int(number), param.device_mesh), param.shape
-    _Last.fills = 0
+    _Last.number, _Last.fills = rank_0s(int(number), param.device_mesh), 0
 
 
 def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

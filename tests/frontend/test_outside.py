@@ -51,6 +51,20 @@ def test_random_fills_do_not_depend_on_the_mesh(pools, ranks):
     pools(ranks).run(compare_meshes)
 
 
+@pytest.mark.parametrize("draw", [torch.Tensor.normal_, nn.init.normal_, nn.init.trunc_normal_])
+def test_noise_of_the_shape_of_a_parameter_obeys_seeds(solo_mesh, draw):
+    model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+
+    def noise(seed):
+        torch.manual_seed(seed)
+        return draw(torch.empty_like(model.weight.detach())).full_tensor()
+
+    for fill in (nn.init.normal_, nn.init.trunc_normal_):
+        fill(model.weight)
+        assert torch.equal(noise(1), noise(1))
+        assert not torch.equal(noise(1), noise(2))
+
+
 def number_of_a_rank() -> None:
     model = simple_fsdp(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
