@@ -132,6 +132,87 @@ def test_a_saved_state_goes_on_bit_for_bit(pools, tmp_path):
     assert not list((tmp_path / "state").glob("optimizer*"))
 
 
+class _ListOfAverages:
+    """As diffusers' ``EMAModel``: a list of tensors, and numbers."""
+
+    def __init__(self, model):
+        self.shadow = [param.detach().clone() for param in model.parameters()]
+        self.steps = 0
+
+    def state_dict(self):
+        return {"shadow": self.shadow, "steps": self.steps, "stored": None}
+
+    def load_state_dict(self, state):
+        assert state["stored"] is None
+        self.shadow, self.steps = state["shadow"], state["steps"]
+
+
+class _Plain:
+    number = 3
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+def _fulls(tensors):
+    return [t.full_tensor().clone() for t in tensors]
+
+
+def _registered(folder):
+    """One optimizer of a wrapped model and of a plain one; averages of the former."""
+    from simplefsdp.integrations.accelerate import Accelerator
+
+    def parts(seed):
+        fresh_state()
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(seed)
+        model = wrapped(nn.Linear(4, 3), options=None)  # ranks have two rows, and one
+        plain = nn.Linear(3, 2)
+        every = [*model.parameters(), *plain.parameters()]
+        optimizer = torch.optim.AdamW(every, lr=1e-2)
+        averages = torch.optim.swa_utils.AveragedModel(model), _ListOfAverages(model), _Plain()
+        accelerator.register_for_checkpointing(averages[2], *averages[:2])
+        model, plain, optimizer = accelerator.prepare(model, plain, optimizer)
+        return accelerator, model, plain, optimizer, averages
+
+    def step(model, plain, optimizer):
+        plain(model(torch.ones(2, 4))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    accelerator, model, plain, optimizer, averages = parts(0)
+    step(model, plain, optimizer)
+    averages[0].update_parameters(model)
+    averages[1].steps, averages[2].number = 7, 5
+    accelerator.save_state(str(folder / "state"))
+    shadows = [*averages[0].module.parameters(), *averages[1].shadow]
+    wanted = _fulls(shadows)
+    step(model, plain, optimizer)
+    after = values_of(model), {k: v.clone() for k, v in plain.state_dict().items()}
+
+    again, model, plain, optimizer, averages = parts(1)
+    again.load_state(str(folder / "state"))
+    shadows = [*averages[0].module.parameters(), *averages[1].shadow]
+    assert all(map(torch.equal, _fulls(shadows), wanted))
+    assert (averages[1].steps, averages[2].number) == (7, 5)
+    step(model, plain, optimizer)
+    assert_equal(values_of(model), after[0])
+    assert_equal(plain.state_dict(), after[1])
+    averages[1].shadow.pop()
+    with pytest.raises(ValueError, match=r"registered_2\.shadow\.1 is only in it"):
+        again.load_state(str(folder / "state"))
+
+
+def test_averages_that_are_registered_are_saved_by_all_ranks(pools, tmp_path):
+    pools(RANKS).run(_registered, tmp_path)
+    state = tmp_path / "state"
+    assert [path.name for path in state.glob("custom*")] == ["custom_checkpoint_0.pkl"]
+    assert (state / "simplefsdp_registered" / "checksums.json").exists()
+
+
 def _refused():
     from simplefsdp.integrations.accelerate import Accelerator
 
