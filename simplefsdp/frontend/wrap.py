@@ -32,6 +32,7 @@ from simplefsdp.frontend.arguments import (
 )
 from simplefsdp.frontend.assigned import refuse_assigned
 from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.frontend.layerdrop import keep_layers
 from simplefsdp.frontend.living import remember_fqns
 from simplefsdp.frontend.outside import handle_operators
 from simplefsdp.frontend.parametrization import cast_in_forward, computes_with_parts, use_subclass
@@ -153,6 +154,7 @@ def simple_fsdp(
     for module in own:
         _install(module, layouts, shards)
         _move_buffers(module, mesh.device_type)
+        keep_layers(module)
     for fqn, param in originals.values():
         mark_original(param, fqn)
     _mark_tensor_parallel(model)
