@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from simplefsdp.frontend.wrapped import shards_of
+
 _PREFETCH = "the compiler orders gathers: bucketing='auto' chooses how far ahead each starts"
 _RESHARD = "pass reshard_after_forward to simple_fsdp"
 _NO_STREAMS = "there are no streams and no buffers of our own; leave it out"
@@ -43,6 +45,8 @@ def members(cls: type[nn.Module]) -> dict[str, Any]:
     refusing = {**missing, "__reduce_ex__": _reduce_ex(cls)}
     if hasattr(cls, "save_pretrained"):
         refusing["save_pretrained"] = _save_pretrained(cls)
+    if hasattr(cls, "resize_token_embeddings"):
+        refusing["resize_token_embeddings"] = _resize_token_embeddings(cls)
     return refusing
 
 
@@ -70,6 +74,23 @@ def _save_pretrained(cls: type[nn.Module]) -> Callable[..., Any]:
         return cls.save_pretrained(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     return save_pretrained
+
+
+def _resize_token_embeddings(cls: type[nn.Module]) -> Callable[..., Any]:
+    own: Callable[..., Any] = cls.resize_token_embeddings  # type: ignore[attr-defined]
+
+    @functools.wraps(own)
+    def resize_token_embeddings(
+        self: nn.Module, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if new_num_tokens is not None and any(map(shards_of, self.modules())):
+            raise ValueError(
+                f"{cls.__name__}.resize_token_embeddings: would make parameters that are not "
+                "sharded; call it before simple_fsdp"
+            )
+        return own(self, new_num_tokens, *args, **kwargs)
+
+    return resize_token_embeddings
 
 
 def _reduce_ex(cls: type[nn.Module]) -> Callable[..., Any]:

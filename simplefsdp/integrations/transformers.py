@@ -58,7 +58,8 @@ class Trainer(transformers.Trainer):
 
     Args:
         wrap: called with the model, and with the reference model of TRL's trainers, when all else
-            has been made; must call simple_fsdp. Whatever else is given goes to the trainer.
+            has been made, and with each model that ``model_init`` gives; must call simple_fsdp.
+            Whatever else is given goes to the trainer.
 
     Raises:
         ValueError: the model is not wrapped, or an argument does not go with one that is.
@@ -71,27 +72,33 @@ class Trainer(transformers.Trainer):
     def __init__(
         self, *args: Any, wrap: Callable[[nn.Module], object] | None = None, **kwargs: Any
     ) -> None:
-        self._waits_for_wrap = wrap is not None
+        self._wrap, self._waits_for_wrap = wrap, wrap is not None
         with _explained():
             super().__init__(*args, **kwargs)
             if wrap is not None:
                 _wrap_each(wrap, self.model, getattr(self, "ref_model", None))
-                _check_model(self.model)
                 self._waits_for_wrap = False
+            _check_model(self.model)
             refuse_unsharded(self.model)
         if wrap is not None and self.place_model_on_device:
             self._move_model_to_device(self.model, self.args.device)  # what is not sharded
 
     def create_accelerator_and_postprocess(self) -> None:
         """Before anything else is made: refuse what would not work. Then have our accelerator."""
-        if not self._waits_for_wrap:
+        if not self._waits_for_wrap and self.model is not None:  # of model_init it comes later
             _check_model(self.model)
-        elif self.model is None:
-            raise ValueError("model_init: with wrap=, expected the model itself")
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         # Made with all arguments of this release of transformers; ours adds methods only.
         self.accelerator.__class__ = Accelerator
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As the trainer's; what ``model_init`` gives is wrapped, by it or by ``wrap``."""
+        model = super().call_model_init(trial)
+        if self._wrap is not None:
+            _wrap_each(self._wrap, model)
+        _check_model(model)
+        return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self._waits_for_wrap:  # else it is moved in shards
@@ -228,3 +235,9 @@ def _check_arguments(args: transformers.TrainingArguments) -> None:
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):
             raise ValueError(f"TrainingArguments.{name}: not for a wrapped model; {instead}")
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "adafactor" in optim:
+        raise ValueError(
+            f"TrainingArguments.optim: {optim} mixes plain tensors with shards, and would fail at "
+            "its first step, as under FSDP2; set optim='adamw_torch', or pass optimizers="
+        )

@@ -230,6 +230,7 @@ def test_a_rank_that_saves_alone_does_not_hang(pools, tmp_path):
         ({"torch_compile": True}, r"torch_compile: .* call model\.compile\(\)"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size: .* per_device_train_batch_size"),
         ({"bf16_full_eval": True}, "bf16_full_eval: .* mp_policy"),
+        ({"optim": "adafactor"}, "optim: adafactor mixes plain tensors"),
     ],
 )
 def test_arguments_that_are_refused(solo_mesh, tmp_path, monkeypatch, changes, message):
@@ -245,6 +246,38 @@ def test_models_that_are_refused(solo_mesh, tmp_path):
     model = torch.compile(wrapped(llama(), options=None), backend="simplefsdp")
     with pytest.raises(ValueError, match=r'call model\.compile\(backend="simplefsdp"\)'):
         sharded(model, arguments(tmp_path))
+
+
+@pytest.mark.parametrize("wraps_itself", [True, False])
+def test_a_model_that_the_trainer_makes(solo_mesh, tmp_path, wraps_itself):
+    """As for ``hyperparameter_search``, each training begins with a new one."""
+    made = []
+
+    def plain():
+        return llama()
+
+    def model_init():
+        made.append(plain())
+        return wrapped(made[-1], options=None) if wraps_itself else made[-1]
+
+    args = arguments(tmp_path, max_steps=1, eval_strategy="no")
+    wrap = None if wraps_itself else simple_fsdp
+    trainer = sharded(None, args, model_init=model_init, wrap=wrap)
+    trainer.train()
+    first = values_of(trainer.model)
+    trainer.train()
+    assert len(made) == 3 and trainer.model is made[-1]
+    assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    assert_equal(values_of(trainer.model), first)
+    with pytest.raises(ValueError, match="simple_fsdp wrapped, got LlamaForCausalLM"):
+        sharded(None, args, model_init=plain)
+
+
+def test_embeddings_are_resized_before_the_wrap(solo_mesh):
+    model = wrapped(llama(), options=None)
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+    with pytest.raises(ValueError, match=r"resize_token_embeddings: .* before simple_fsdp"):
+        model.resize_token_embeddings(40)
 
 
 def _resume_from_model_only(folder):
