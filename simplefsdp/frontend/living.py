@@ -31,6 +31,8 @@ def remember_fqns(model: nn.Module) -> None:
     fqns: set[str] = set()
     for module in model.modules():
         module.__dict__.pop(_NAMES, None)
+        for _, param in shards_of(module):
+            param.__dict__.pop(_FQN, None)
         fqns.update(layout.spec.fqn for layout in module.__dict__.get(LAYOUTS, {}).values())
     model.__dict__[_NAMES] = frozenset(fqns)
 

@@ -1,4 +1,4 @@
-"""Patterns may name modules of the model that is compiled, and of no other."""
+"""Names of parameters: what patterns may name, and what each parameter is called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from simplefsdp import simple_fsdp
-from simplefsdp.frontend.living import known_fqns
+from simplefsdp.frontend.living import fqn_of, known_fqns
 
 
 class Named(nn.Module):
@@ -76,3 +76,33 @@ def test_a_graph_of_several_wraps(fake_mesh):
     ]
     assert known_fqns(["a.weight"]) == ["a.bias", "a.weight", "b.bias", "b.weight"]
     assert one is not other  # alive
+
+
+def test_a_parameter_has_the_name_of_the_outermost_wrap(solo_mesh):
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in layers:
+        simple_fsdp(layer, solo_mesh)
+    assert [fqn_of(layer.weight) for layer in layers] == ["weight", "weight"]
+    simple_fsdp(layers, solo_mesh)
+    assert [fqn_of(layer.weight) for layer in layers] == ["0.weight", "1.weight"]
+
+
+def test_copies_and_what_is_assigned_have_it(solo_mesh):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), solo_mesh)
+    again = copy.deepcopy(model)
+    assert fqn_of(again[0].weight) == "0.weight"
+    model.load_state_dict(again.state_dict(), assign=True)
+    assert fqn_of(model[0].weight) == "0.weight"
+
+
+def test_a_tied_parameter_has_the_first(solo_mesh):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    simple_fsdp(model, solo_mesh)
+    assert fqn_of(model[1].weight) == "0.weight"
+
+
+def test_what_is_no_shard_has_none(solo_mesh):
+    model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+    assert fqn_of(torch.ones(2)) is None
+    assert fqn_of(model.weight.detach().clone()) is None
