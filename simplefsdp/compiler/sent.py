@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from simplefsdp import rank_sequence
 from simplefsdp.compiler.dedupe import gathers_of
 from simplefsdp.frontend.gather import spec_of
-from simplefsdp.frontend.living import fqn_of
+from simplefsdp.frontend.living import fqns_of
 
 
 class _Sent:
@@ -22,23 +22,22 @@ class _Sent:
 
     Attributes:
         fqns: names in the graph, by places among its inputs, as they are gathered.
-        ids: of the parameters of the last call.
-        now: what that gathered.
+        last: names of the parameters of the last call, and what that gathered.
     """
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.fqns: list[tuple[int, str]] = []
-        self.ids: list[int] = []
-        self.now = rank_sequence.gathered(())
+        self.last = ([""], rank_sequence.gathered(()))
 
     def note(self, args: tuple[Any, ...]) -> None:
         """A call with ``args`` begins."""
-        ids = [id(args[place]) for place, _ in self.fqns]
-        if ids != self.ids:
-            names = (fqn_of(args[place]) or fqn for place, fqn in self.fqns)
-            self.ids, self.now = ids, rank_sequence.gathered(names)
-        rank_sequence.note(self.group, self.now)
+        names = fqns_of([(args[place], fqn) for place, fqn in self.fqns])
+        before, now = self.last
+        if names != before:
+            now = rank_sequence.gathered(names)
+            self.last = names, now
+        rank_sequence.note(self.group, now)
 
 
 def noting_gathers(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

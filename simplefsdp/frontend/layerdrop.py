@@ -1,7 +1,7 @@
-"""transformers' models that drop layers at random (LayerDrop) keep them where ranks share a model.
+"""transformers' models that drop layers at random (LayerDrop), where ranks share a model.
 
 Each rank draws for itself which layers it drops, and those that drop other layers would wait in
-each other's gathers. Such models ask ``is_fsdp_managed_module``, and under FSDP2 drop none. It
+each other's gathers. Most such models ask ``is_fsdp_managed_module``, and under FSDP2 drop none. It
 looks for a mark of FSDP2's, by which Dynamo would guard less; so they ask here first.
 """
 
@@ -9,43 +9,59 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from simplefsdp.rank_logging import say
+from simplefsdp.rank_logging import say, speaks
 
+log = logging.getLogger("simplefsdp")
 _QUESTION = "is_fsdp_managed_module"
-_KEEPS = "_simple_fsdp_keeps_layers"  # on a wrapped module that asks, and on what it then asks
+_KEEPS = "_simple_fsdp_keeps_layers"  # on a wrapped module that asks
 
 
-def keep_layers(module: nn.Module) -> None:
-    """Have a module that is wrapped drop no layers, if its forward asks the question."""
-    names = _globals_of(type(module).forward)
-    asked: Any = names.get(_QUESTION)
-    if not str(getattr(asked, "__module__", "")).startswith("transformers."):
-        return
-    module.__dict__[_KEEPS] = True
-    if not hasattr(asked, _KEEPS):
-        names[_QUESTION] = _asking_here_first(asked)
-    if getattr(getattr(module, "config", None), "layerdrop", 0):
-        say(
-            "%s: layerdrop drops no layer of a sharded model, as under FSDP2", type(module).__name__
+def keep_layers(modules: Iterable[nn.Module]) -> None:
+    """Have those of the modules of a model, which is being wrapped, that ask the question drop no
+    layers; warn of a model that drops some and does not ask."""
+    asking, dropping = False, ""
+    for module in modules:
+        asked = [names for cls in type(module).__mro__ for names in _asked_by(cls)]
+        for names in asked:
+            module.__dict__[_KEEPS] = asking = True
+            names[_QUESTION] = _asking_here_first(names[_QUESTION])
+        config = getattr(module.__dict__.get("config"), "__dict__", {})
+        rates = [f"{name} {rate}" for name, rate in config.items() if "layerdrop" in name and rate]
+        dropping = dropping or ", ".join(rates)
+    if dropping and asking:
+        say("%s: no layer of a sharded model is dropped, as under FSDP2", dropping)
+    elif dropping and speaks():
+        log.warning(
+            "%s: ranks that drop other layers would wait for each other, or mix them up; set it to "
+            "0, or seed ranks alike",
+            dropping,
         )
 
 
-def _globals_of(forward: Any) -> dict[str, Any]:
-    """Those of a function that reads the question among them; none of others."""
-    function = inspect.unwrap(forward)
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    return function.__globals__ if _QUESTION in names else {}
+def _asked_by(cls: type) -> list[dict[str, Any]]:
+    """The globals of a class's own forward, if that asks transformers' question."""
+    function = inspect.unwrap(forward) if callable(forward := vars(cls).get("forward")) else None
+    if _QUESTION not in getattr(getattr(function, "__code__", None), "co_names", ()):
+        return []
+    names: dict[str, Any] = function.__globals__  # type: ignore[union-attr]
+    module = getattr(names.get(_QUESTION), "__module__", None)
+    return [names] if str(module).startswith("transformers.") else []
 
 
+@functools.cache
 def _asking_here_first(asked: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
+    if hasattr(asked, "asks_here_first"):
+        return asked
+
     @functools.wraps(asked)
     def is_fsdp_managed_module(module: nn.Module) -> bool:
         return getattr(module, _KEEPS, False) or asked(module)
 
-    setattr(is_fsdp_managed_module, _KEEPS, True)
+    is_fsdp_managed_module.asks_here_first = True  # type: ignore[attr-defined]
     return is_fsdp_managed_module

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import cast
-from weakref import WeakValueDictionary
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, cast
+from weakref import WeakValueDictionary, ref
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from simplefsdp.frontend.wrapped import IGNORED, LAYOUTS, ignored_params, shards_of
 
 _NAMES = "_simple_fsdp_names"  # on the outermost module that was wrapped: its parameters' FQNs
-_FQN = "_simple_fsdp_fqn"  # of a parameter, once it was asked for
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a module may have no hash
+_fqns: dict[int, tuple[ref[Any], str]] = {}  # of parameters, by id
 
 
 def note(module: nn.Module) -> None:
@@ -28,11 +28,10 @@ def modules() -> list[nn.Module]:
 
 def remember_fqns(model: nn.Module) -> None:
     """Note the names of all parameters of ``model``, the outermost wrap so far."""
+    _fqns.clear()
     fqns: set[str] = set()
     for module in model.modules():
         module.__dict__.pop(_NAMES, None)
-        for _, param in shards_of(module):
-            param.__dict__.pop(_FQN, None)
         fqns.update(layout.spec.fqn for layout in module.__dict__.get(LAYOUTS, {}).values())
     model.__dict__[_NAMES] = frozenset(fqns)
 
@@ -56,14 +55,22 @@ def living_shards() -> Iterator[tuple[str, DTensor]]:
             yield (layouts[name].spec.fqn if name in layouts else name), param
 
 
-def fqn_of(param: object) -> str | None:
-    """The FQN of a sharded parameter of a living module; None of anything else."""
-    if not isinstance(param, DTensor):
-        return None
-    if _FQN not in param.__dict__:
-        for fqn, other in living_shards():
-            other.__dict__.setdefault(_FQN, fqn)
-    return param.__dict__.get(_FQN)
+def fqns_of(named: Sequence[tuple[object, str]]) -> list[str]:
+    """What parameters are called, each given with a name that it gets if it is of no living
+    module, as in ``torch.func.functional_call``."""
+    found = [_known_fqn(param) for param, _ in named]
+    if None in found:
+        strangers = {id(param): (ref(param), "") for param, _ in named}
+        owned = {id(param): (ref(param), fqn) for fqn, param in living_shards()}
+        _fqns.clear()
+        _fqns.update({**strangers, **owned})
+        found = [_known_fqn(param) for param, _ in named]
+    return [fqn or name for fqn, (_, name) in zip(found, named, strict=True)]
+
+
+def _known_fqn(param: object) -> str | None:
+    known, fqn = _fqns.get(id(param), (None, None))
+    return fqn if known is not None and known() is param else None
 
 
 def ignored() -> set[int]:

@@ -41,6 +41,7 @@ _SLICES: dict[Any, int] = {
     _aten.split.Tensor: 2,
     _aten.split_with_sizes.default: 2,
 }
+_TRUNC_NORMAL = nn.init._no_grad_trunc_normal_.__code__
 # How torch would add up what ranks have of a truth, and whether it must be true on all of them.
 _TRUTHS = {"sum": False, "max": False, "product": True, "min": True}
 
@@ -87,18 +88,17 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _is_drawn_again(target: DTensor) -> bool:
-    """Whether an initialiser of torch's that fills a parameter draws into another tensor:
-    ``trunc_normal_`` does so for what it rejects."""
+    """Whether torch's ``trunc_normal_``, which fills a parameter, draws again what it rejects."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != nn.init.__file__:
+    while frame is not None and frame.f_code is not _TRUNC_NORMAL:
         frame = frame.f_back
     filled = frame.f_locals.get("tensor") if frame is not None else None
     return isinstance(filled, DTensor) and filled is not target and _fqn_of(filled) is not None
 
 
 class _Last:
-    """The parameter that was filled last. How often what is rejected of it is drawn again may
-    differ between ranks, so that is not taken from the generator that the ranks share."""
+    """The parameter that was filled last. Ranks may reject values of it another number of times;
+    so what is drawn again is not taken from the generator that they share."""
 
     number = 0  # that the generator gave
     fills = 0

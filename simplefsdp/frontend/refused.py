@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-
-from simplefsdp.frontend.wrapped import shards_of
+from torch.distributed.tensor import DTensor
 
 _PREFETCH = "the compiler orders gathers: bucketing='auto' chooses how far ahead each starts"
 _RESHARD = "pass reshard_after_forward to simple_fsdp"
@@ -83,7 +82,7 @@ def _resize_token_embeddings(cls: type[nn.Module]) -> Callable[..., Any]:
     def resize_token_embeddings(
         self: nn.Module, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if new_num_tokens is not None and any(map(shards_of, self.modules())):
+        if _changes_size(self, new_num_tokens, *args, **kwargs):
             raise ValueError(
                 f"{cls.__name__}.resize_token_embeddings: would make parameters that are not "
                 "sharded; call it before simple_fsdp"
@@ -91,6 +90,18 @@ def _resize_token_embeddings(cls: type[nn.Module]) -> Callable[..., Any]:
         return own(self, new_num_tokens, *args, **kwargs)
 
     return resize_token_embeddings
+
+
+def _changes_size(
+    model: Any, wanted: int | None = None, multiple: int | None = None, *_: Any, **others: Any
+) -> bool:
+    """Whether a sharded embedding would get another number of rows, as transformers counts it."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(weight, DTensor):
+        return False
+    rows: int = weight.shape[0] if wanted is None else wanted
+    multiple = others.get("pad_to_multiple_of", multiple) or 1
+    return -(-rows // multiple) * multiple != weight.shape[0]
 
 
 def _reduce_ex(cls: type[nn.Module]) -> Callable[..., Any]:

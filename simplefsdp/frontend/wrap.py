@@ -154,7 +154,7 @@ def simple_fsdp(
     for module in own:
         _install(module, layouts, shards)
         _move_buffers(module, mesh.device_type)
-        keep_layers(module)
+    keep_layers(own)
     for fqn, param in originals.values():
         mark_original(param, fqn)
     _mark_tensor_parallel(model)

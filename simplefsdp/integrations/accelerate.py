@@ -3,7 +3,7 @@
 ``from simplefsdp.integrations.accelerate import Accelerator`` is all that changes in a script.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.frontend.wrapped import LAYOUTS
 from simplefsdp.integrations import checkpoint
+from simplefsdp.integrations.registered import Loaded, Saved
 from simplefsdp.pretrained.save import full_state_dict
-
-REGISTERED = "simplefsdp_registered"  # in accelerate's own checkpoint folder
 
 
 class Accelerator(accelerate.Accelerator):
@@ -27,9 +26,9 @@ class Accelerator(accelerate.Accelerator):
     ``backward``, ``accumulate``, ``no_sync``, ``clip_grad_norm_``, ``save_state``, ``load_state``,
     ``get_state_dict`` and ``save_model`` do to a wrapped model what they do to one in DDP, and so
     do ``save_state`` and ``load_state`` to what is registered for checkpointing, as an average of
-    it. Shards are saved by each rank, in folders of the state's whose names begin with
-    ``simplefsdp``. Other models are treated as ever. Wrap and compile the model, and make its
-    optimizer, before ``prepare``.
+    it. Shards of models and optimizers are saved by each rank, in the folder ``simplefsdp`` of the
+    state's; those of what is registered as full tensors, from the main process's CPU. Other models
+    are treated as ever. Wrap and compile the model, and make its optimizer, before ``prepare``.
     """
 
     _optimizers: list[Any]
@@ -83,12 +82,11 @@ class Accelerator(accelerate.Accelerator):
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
             weights[:] = [w for w in weights if not any(isinstance(v, DTensor) for v in w.values())]
-            shards, its_models = Path(folder, checkpoint.FOLDER), self._models_of(optimizers)
-            checkpoint.save(shards, its_models, optimizers)
-            if registered:
-                checkpoint.save_states(Path(folder, REGISTERED), _states_of(registered))
+            sharded = Path(folder, checkpoint.FOLDER)
+            checkpoint.save(sharded, self._models_with_shards(optimizers), optimizers)
 
-        with self._apart() as (optimizers, registered), self.register_save_state_pre_hook(save):
+        registered = [Saved(one, keep=self.is_local_main_process) for one in self._custom_objects]
+        with self._apart(registered) as optimizers, self.register_save_state_pre_hook(save):
             return super().save_state(output_dir, *args, **kwargs)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -96,47 +94,36 @@ class Accelerator(accelerate.Accelerator):
 
         def load(models: list[nn.Module], folder: str) -> None:
             models[:] = [model for model in models if not checkpoint.has_wrapped(model)]
-            shards, its_models = Path(folder, checkpoint.FOLDER), self._models_of(optimizers)
-            checkpoint.load(shards, its_models)
-            checkpoint.load_optimizers(shards, its_models, optimizers)
-            if registered:
-                states = checkpoint.load_states(Path(folder, REGISTERED), _states_of(registered))
-                for name, state in states.items():
-                    registered[name].load_state_dict(state)
+            sharded, ours = Path(folder, checkpoint.FOLDER), self._models_with_shards(optimizers)
+            checkpoint.load(sharded, ours)
+            checkpoint.load_optimizers(sharded, ours, optimizers)
 
-        with self._apart() as (optimizers, registered), self.register_load_state_pre_hook(load):
+        registered = [Loaded(one) for one in self._custom_objects]
+        with self._apart(registered) as optimizers, self.register_load_state_pre_hook(load):
             super().load_state(input_dir, *args, **kwargs)
 
-    def _models_of(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
+    def _models_with_shards(
+        self, optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> list[nn.Module]:
         """The wrapped models, and others of which ``optimizers`` have parameters."""
-        theirs = {p for o in optimizers for group in o.param_groups for p in group["params"]}
+        params = {p for o in optimizers for group in o.param_groups for p in group["params"]}
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
         return [
             model
             for model in models
-            if checkpoint.has_wrapped(model) or not theirs.isdisjoint(model.parameters())
+            if checkpoint.has_wrapped(model) or not params.isdisjoint(model.parameters())
         ]
 
     @contextmanager
-    def _apart(self) -> Iterator[tuple[list[torch.optim.Optimizer], dict[str, Any]]]:
-        """Inside, accelerate does not see the optimizers of wrapped models, and what is registered
-        that holds shards, of which it would save rank 0's; gives these, the latter by name."""
-        mine = {p for model in self._models_of(()) for p in model.parameters()}
-        every, all_registered = self._optimizers, self._custom_objects
-        apart = [o for o in every if any(p in mine for g in o.param_groups for p in g["params"])]
-        registered = {
-            f"registered_{i}": of
-            for i, of in enumerate(all_registered)
-            if checkpoint.is_sharded(of.state_dict())
-        }
-        hidden = {id(of) for of in registered.values()}
+    def _apart(self, registered: list[Any]) -> Iterator[list[torch.optim.Optimizer]]:
+        """Inside, accelerate does not see the optimizers of wrapped models, and ``registered`` for
+        what is registered; gives the optimizers."""
+        wrapped = {p for model in self._models_with_shards() for p in model.parameters()}
+        every, objects = self._optimizers, self._custom_objects
+        apart = [o for o in every if any(p in wrapped for g in o.param_groups for p in g["params"])]
         self._optimizers = [optimizer for optimizer in every if optimizer not in apart]
-        self._custom_objects = [of for of in all_registered if id(of) not in hidden]
+        self._custom_objects = registered
         try:
-            yield [optimizer.optimizer for optimizer in apart], registered
+            yield [optimizer.optimizer for optimizer in apart]
         finally:
-            self._optimizers, self._custom_objects = every, all_registered
-
-
-def _states_of(registered: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: of.state_dict() for name, of in registered.items()}
+            self._optimizers, self._custom_objects = every, objects

@@ -5,7 +5,7 @@ the plain model and any number of ranks read the files. A second model is ``mode
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -84,62 +84,6 @@ def load_optimizers(
     for key, optimizer in _keyed(optimizers):
         states, groups = (_nested(values, f"{key}.{of}.") for of in ("state", "param_groups"))
         _fill(folder, optimizer, _names(optimizer, models), states, groups)
-
-
-def is_sharded(state: object) -> bool:
-    """Whether a state, of dicts, lists and tuples, holds shards: only all ranks can save it."""
-    return any(isinstance(leaf, DTensor) for _, leaf in _leaves(state, ""))
-
-
-def save_states(folder: Path | str, states: Mapping[str, Any]) -> None:
-    """Write states that hold shards, as that of an average of a wrapped model, by their names;
-    every rank must call it."""
-    values = dict(leaf for name, state in states.items() for leaf in _leaves(state, name))
-    _agree_on(f"what is saved to {Path(folder).name}", values)
-    save_state_dict(values, storage_writer=ChecksumWriter(folder))
-
-
-def load_states(folder: Path | str, states: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`save_states` wrote, for ``states`` that are alike, by their names. Shards are
-    filled in place. Every rank must call it."""
-    values = dict(leaf for name, state in states.items() for leaf in _leaves(state, name))
-    files = _opened(folder)
-    stored = files.metadata.state_dict_metadata
-    if others := stored.keys() ^ values.keys():
-        raise ValueError(
-            f"checkpoint {folder}: {min(others)} is only in it, or only in what is to be loaded"
-        )
-    _check_keys(folder, stored, values)
-    _agree_on(f"what is loaded from {Path(folder).name}", values)
-    for key, value in values.items():
-        values[key] = value if isinstance(value, DTensor) else _empty_for(stored[key], None, "")
-    _fill_verified(files, values)
-    return {name: _with_leaves(state, name, values) for name, state in states.items()}
-
-
-def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What a state holds, with names of where it is."""
-    if isinstance(state, (Mapping, list, tuple)):
-        items = state.items() if isinstance(state, Mapping) else enumerate(state)
-        for key, value in items:
-            yield from _leaves(value, f"{name}.{key}")
-    else:
-        yield name, state
-
-
-def _with_leaves(state: Any, name: str, values: Mapping[str, Any]) -> Any:
-    """A state as ``state`` is, of what its leaves' names are in ``values``."""
-    if isinstance(state, Mapping):
-        return {key: _with_leaves(v, f"{name}.{key}", values) for key, v in state.items()}
-    if isinstance(state, (list, tuple)):
-        items = [_with_leaves(v, f"{name}.{i}", values) for i, v in enumerate(state)]
-        return items if isinstance(state, list) else tuple(items)
-    return values[name]
-
-
-def _agree_on(what: str, values: Mapping[str, Any]) -> None:
-    meshes = [v.device_mesh for v in values.values() if isinstance(v, DTensor)]
-    agree(what, sorted(values), ranks_of(meshes), remember=False)
 
 
 def gathered(model: nn.Module, values: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class Trainer(transformers.Trainer):
                 _wrap_each(wrap, self.model, getattr(self, "ref_model", None))
                 self._waits_for_wrap = False
             _check_model(self.model)
+            _check_optimizer(self.optimizer, self.args)
             refuse_unsharded(self.model)
         if wrap is not None and self.place_model_on_device:
             self._move_model_to_device(self.model, self.args.device)  # what is not sharded
@@ -235,8 +236,11 @@ def _check_arguments(args: transformers.TrainingArguments) -> None:
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):
             raise ValueError(f"TrainingArguments.{name}: not for a wrapped model; {instead}")
+
+
+def _check_optimizer(given: object, args: transformers.TrainingArguments) -> None:
     optim = str(getattr(args.optim, "value", args.optim))
-    if "adafactor" in optim:
+    if given is None and "adafactor" in optim:
         raise ValueError(
             f"TrainingArguments.optim: {optim} mixes plain tensors with shards, and would fail at "
             "its first step, as under FSDP2; set optim='adamw_torch', or pass optimizers="

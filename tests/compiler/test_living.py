@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from simplefsdp import simple_fsdp
-from simplefsdp.frontend.living import fqn_of, known_fqns
+from simplefsdp.frontend import living
+from simplefsdp.frontend.living import fqns_of, known_fqns
 
 
 class Named(nn.Module):
@@ -78,31 +79,44 @@ def test_a_graph_of_several_wraps(fake_mesh):
     assert one is not other  # alive
 
 
+def names_of(*params) -> list[str]:
+    return fqns_of([(param, "in the graph") for param in params])
+
+
 def test_a_parameter_has_the_name_of_the_outermost_wrap(solo_mesh):
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for layer in layers:
-        simple_fsdp(layer, solo_mesh)
-    assert [fqn_of(layer.weight) for layer in layers] == ["weight", "weight"]
+    weights = [simple_fsdp(layer, solo_mesh).weight for layer in layers]
+    assert names_of(*weights) == ["weight", "weight"]
     simple_fsdp(layers, solo_mesh)
-    assert [fqn_of(layer.weight) for layer in layers] == ["0.weight", "1.weight"]
+    assert names_of(*weights) == ["0.weight", "1.weight"]
 
 
 def test_copies_and_what_is_assigned_have_it(solo_mesh):
     model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), solo_mesh)
+    assert names_of(model[0].weight) == ["0.weight"]
     again = copy.deepcopy(model)
-    assert fqn_of(again[0].weight) == "0.weight"
+    assert names_of(again[0].weight) == ["0.weight"]
     model.load_state_dict(again.state_dict(), assign=True)
-    assert fqn_of(model[0].weight) == "0.weight"
+    assert names_of(model[0].weight) == ["0.weight"]
 
 
 def test_a_tied_parameter_has_the_first(solo_mesh):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     simple_fsdp(model, solo_mesh)
-    assert fqn_of(model[1].weight) == "0.weight"
+    assert names_of(model[1].weight) == ["0.weight"]
 
 
-def test_what_is_no_shard_has_none(solo_mesh):
+def test_what_is_in_no_model_has_that_of_the_graph(solo_mesh):
     model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
-    assert fqn_of(torch.ones(2)) is None
-    assert fqn_of(model.weight.detach().clone()) is None
+    strange = model.weight.detach().clone()
+    assert names_of(strange, model.weight, strange) == ["in the graph", "weight", "in the graph"]
+
+
+def test_who_has_the_place_of_a_parameter_that_is_gone_has_another_name(solo_mesh):
+    """An id may be that of a parameter of before."""
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), solo_mesh)
+    first, second = model[0].weight, model[1].weight
+    assert names_of(first, second) == ["0.weight", "1.weight"]
+    living._fqns[id(first)] = living._fqns[id(second)]
+    assert names_of(first) == ["0.weight"]

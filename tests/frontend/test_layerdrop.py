@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +27,11 @@ class Encoder(nn.Linear):
         return super().forward(x) if is_fsdp_managed_module(self) else x
 
 
+class Inherits(Encoder):
+    def forward(self, x):
+        return super().forward(x)
+
+
 def test_who_asks_is_answered_if_wrapped(solo_mesh):
     model, plain = simple_fsdp(nn.Sequential(Encoder(4, 4)), solo_mesh), Encoder(4, 4)
     x = torch.ones(2, 4)
@@ -32,12 +39,19 @@ def test_who_asks_is_answered_if_wrapped(solo_mesh):
     assert torch.equal(plain(x), x)
     asked = Encoder.forward.__globals__["is_fsdp_managed_module"]
     simple_fsdp(Encoder(4, 4), solo_mesh)
+    inner = simple_fsdp(Inherits(4, 4), solo_mesh)
+    assert not torch.equal(inner(x), x)
     assert Encoder.forward.__globals__["is_fsdp_managed_module"] is asked  # not again and again
 
 
-def test_others_are_left_alone(solo_mesh):
-    model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
-    assert layerdrop._KEEPS not in model.__dict__
+def test_others_are_left_alone_and_warned_of(solo_mesh, caplog):
+    for rate, config in ((0.0, "plain"), (0.1, "warned")):
+        plain = nn.Linear(4, 4)
+        plain.config = SimpleNamespace(encoder_layerdrop=rate)
+        model = simple_fsdp(plain, solo_mesh)
+        assert layerdrop._KEEPS not in model.__dict__
+        warned = "encoder_layerdrop 0.1: ranks that drop other layers" in caplog.text
+        assert warned == (config == "warned")
 
 
 def wav2vec2(dropped: float) -> nn.Module:

@@ -51,6 +51,17 @@ def test_random_fills_do_not_depend_on_the_mesh(pools, ranks):
     pools(ranks).run(compare_meshes)
 
 
+def test_an_initialiser_that_draws_into_another_tensor_obeys_seeds(solo_mesh):
+    values = {}
+    for seed in (1, 2, 1):
+        model = simple_fsdp(nn.Linear(4, 6), solo_mesh)
+        torch.manual_seed(seed)
+        nn.init.orthogonal_(model.weight)
+        value = model.weight.detach().full_tensor()
+        assert torch.equal(values.setdefault(seed, value), value)
+    assert not torch.equal(values[1], values[2])
+
+
 @pytest.mark.parametrize("draw", [torch.Tensor.normal_, nn.init.normal_, nn.init.trunc_normal_])
 def test_noise_of_the_shape_of_a_parameter_obeys_seeds(solo_mesh, draw):
     model = simple_fsdp(nn.Linear(4, 4), solo_mesh)

@@ -240,6 +240,12 @@ def test_arguments_that_are_refused(solo_mesh, tmp_path, monkeypatch, changes, m
         sharded(model, arguments(tmp_path, **changes))
 
 
+def test_an_optimizer_that_is_given_is_asked_for_nothing(solo_mesh, tmp_path):
+    model = wrapped(llama(), options=None)
+    given = torch.optim.SGD(model.parameters(), lr=0.1), None
+    assert sharded(model, arguments(tmp_path, optim="adafactor"), optimizers=given).optimizer
+
+
 def test_models_that_are_refused(solo_mesh, tmp_path):
     with pytest.raises(ValueError, match=r"simple_fsdp wrapped, got LlamaForCausalLM; wrap it"):
         sharded(llama(), arguments(tmp_path))
@@ -276,8 +282,10 @@ def test_a_model_that_the_trainer_makes(solo_mesh, tmp_path, wraps_itself):
 def test_embeddings_are_resized_before_the_wrap(solo_mesh):
     model = wrapped(llama(), options=None)
     assert model.resize_token_embeddings() is model.get_input_embeddings()
-    with pytest.raises(ValueError, match=r"resize_token_embeddings: .* before simple_fsdp"):
-        model.resize_token_embeddings(40)
+    assert model.resize_token_embeddings(32) is model.get_input_embeddings()
+    for changed in ((40,), (None, 64), (30,)):
+        with pytest.raises(ValueError, match=r"resize_token_embeddings: .* before simple_fsdp"):
+            model.resize_token_embeddings(*changed)
 
 
 def _resume_from_model_only(folder):
