@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, cast
-from weakref import WeakValueDictionary, ref
+from typing import cast
+from weakref import WeakValueDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp.frontend.wrapped import IGNORED, LAYOUTS, ignored_params, shards_of
 
+# On a parameter: how many wraps there were when its name was looked for; its id, since a copy has
+# its attributes; and its FQN. Not by weak references: torch swaps no tensor that has one.
+_FQN = "_simple_fsdp_fqn"
 _NAMES = "_simple_fsdp_names"  # on the outermost module that was wrapped: its parameters' FQNs
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a module may have no hash
-_fqns: dict[int, tuple[ref[Any], str]] = {}  # of parameters, by id
+
+
+class _Wraps:
+    count = 0  # so far
 
 
 def note(module: nn.Module) -> None:
@@ -28,7 +34,7 @@ def modules() -> list[nn.Module]:
 
 def remember_fqns(model: nn.Module) -> None:
     """Note the names of all parameters of ``model``, the outermost wrap so far."""
-    _fqns.clear()
+    _Wraps.count += 1
     fqns: set[str] = set()
     for module in model.modules():
         module.__dict__.pop(_NAMES, None)
@@ -55,22 +61,22 @@ def living_shards() -> Iterator[tuple[str, DTensor]]:
             yield (layouts[name].spec.fqn if name in layouts else name), param
 
 
-def fqns_of(named: Sequence[tuple[object, str]]) -> list[str]:
+def fqns_of(named: Sequence[tuple[Tensor, str]]) -> list[str]:
     """What parameters are called, each given with a name that it gets if it is of no living
     module, as in ``torch.func.functional_call``."""
     found = [_known_fqn(param) for param, _ in named]
     if None in found:
-        strangers = {id(param): (ref(param), "") for param, _ in named}
-        owned = {id(param): (ref(param), fqn) for fqn, param in living_shards()}
-        _fqns.clear()
-        _fqns.update({**strangers, **owned})
+        for fqn, param in [*living_shards(), *(("", param) for param, _ in named)]:
+            if _known_fqn(param) is None:
+                setattr(param, _FQN, (_Wraps.count, id(param), fqn))
         found = [_known_fqn(param) for param, _ in named]
     return [fqn or name for fqn, (_, name) in zip(found, named, strict=True)]
 
 
-def _known_fqn(param: object) -> str | None:
-    known, fqn = _fqns.get(id(param), (None, None))
-    return fqn if known is not None and known() is param else None
+def _known_fqn(param: Tensor) -> str | None:
+    """What a parameter was called since the last wrap; "" if it is of no module."""
+    count, own, fqn = param.__dict__.get(_FQN, (0, 0, None))
+    return fqn if (count, own) == (_Wraps.count, id(param)) else None
 
 
 def ignored() -> set[int]:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from simplefsdp import simple_fsdp
-from simplefsdp.frontend import living
 from simplefsdp.frontend.living import fqns_of, known_fqns
 
 
@@ -113,10 +112,10 @@ def test_what_is_in_no_model_has_that_of_the_graph(solo_mesh):
     assert names_of(strange, model.weight, strange) == ["in the graph", "weight", "in the graph"]
 
 
-def test_who_has_the_place_of_a_parameter_that_is_gone_has_another_name(solo_mesh):
-    """An id may be that of a parameter of before."""
-    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), solo_mesh)
-    first, second = model[0].weight, model[1].weight
-    assert names_of(first, second) == ["0.weight", "1.weight"]
-    living._fqns[id(first)] = living._fqns[id(second)]
-    assert names_of(first) == ["0.weight"]
+def test_a_parameter_that_was_asked_for_can_be_swapped(solo_mesh):
+    """As ``model.to(dtype)`` does with DTensors."""
+    model = simple_fsdp(nn.Linear(4, 4), solo_mesh)
+    assert names_of(model.weight) == ["weight"]
+    model.to(torch.float64)
+    assert model.weight.dtype == torch.float64
+    assert names_of(model.weight) == ["weight"]
