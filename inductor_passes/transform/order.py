@@ -67,7 +67,7 @@ class Needs:
         first_use: see :func:`first_uses`; of what is in a unit, where that begins.
         unit_end: position of the last op of each op's unit, for ops that are in one.
         views: positions.
-        in_place: the key of each op that stays where it is.
+        own_keys: of each op, if it stays where it is.
     """
 
     def __init__(self, program: Program) -> None:
@@ -76,7 +76,7 @@ class Needs:
         begin, self.unit_end = _unit_ends(program)
         self.first_use = [begin.get(i, i) for i in first_uses(program, self.followers)]
         self.views = [i for i, op in enumerate(program.ops) if op.kind == "view"]
-        self.in_place: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
+        self.own_keys: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
 
 
 class _Keys:
@@ -89,7 +89,7 @@ class _Keys:
     """
 
     def __init__(self, needs: Needs) -> None:
-        self.of = list(needs.in_place)
+        self.of = list(needs.own_keys)
         self.moved = bytearray(len(self.of))
         self.late: set[int] = set()
 

@@ -51,6 +51,7 @@ from simplefsdp._torch.dynamo import (
 )
 from simplefsdp._torch.gloo import mend_gloo_gathers
 from simplefsdp._torch.graph_key import UnknownGraphError, key_of_graph, meshes_of
+from simplefsdp._torch.initialisers import filled_by_trunc_normal
 from simplefsdp._torch.one_graph import AS_ONE, AsOne
 from simplefsdp._torch.processes import (
     dispatch_mode,

@@ -54,7 +54,6 @@ def _asked_by(cls: type) -> list[dict[str, Any]]:
     return [names] if str(module).startswith("transformers.") else []
 
 
-@functools.cache
 def _asking_here_first(asked: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
     if hasattr(asked, "asks_here_first"):
         return asked

@@ -17,13 +17,11 @@ notice, and one is missing. torch lets a DTensor's operator be handled otherwise
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from simplefsdp import _torch
@@ -41,7 +39,6 @@ _SLICES: dict[Any, int] = {
     _aten.split.Tensor: 2,
     _aten.split_with_sizes.default: 2,
 }
-_TRUNC_NORMAL = nn.init._no_grad_trunc_normal_.__code__
 # How torch would add up what ranks have of a truth, and whether it must be true on all of them.
 _TRUTHS = {"sum": False, "max": False, "product": True, "min": True}
 
@@ -89,10 +86,7 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _is_drawn_again(target: DTensor) -> bool:
     """Whether torch's ``trunc_normal_``, which fills a parameter, draws again what it rejects."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _TRUNC_NORMAL:
-        frame = frame.f_back
-    filled = frame.f_locals.get("tensor") if frame is not None else None
+    filled = _torch.filled_by_trunc_normal()
     return isinstance(filled, DTensor) and filled is not target and _fqn_of(filled) is not None
 
 

@@ -78,9 +78,10 @@ def _converted(state: Any, other: Any, convert: Callable[[Tensor, Any], Any]) ->
 
     def item(key: Any) -> Any:
         try:
-            return _converted(state[key], other[key], convert)
+            counterpart = other[key]
         except (KeyError, IndexError, TypeError):
-            return _converted(state[key], None, convert)
+            counterpart = None
+        return _converted(state[key], counterpart, convert)
 
     if isinstance(state, Tensor):
         return convert(state, other)

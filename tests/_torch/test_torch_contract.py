@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from simplefsdp import _torch, simple_fsdp
@@ -936,3 +937,19 @@ def test_keys_of_code_for_the_cpu_hash_no_files_of_triton(monkeypatch, solo_mesh
         assert all(key.startswith("cpu-triton-") for key in keys)
     finally:
         codecache.CacheBase.get_system.cache_clear()  # it knows what is no key
+
+
+def test_trunc_normal_calls_what_it_fills_tensor():
+    """By that name `_torch.initialisers` finds it, in the frame of this function."""
+    filled = torch.empty(3)
+    found = []
+
+    class Looking(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            found.append(_torch.filled_by_trunc_normal())
+            return function(*args, **(kwargs or {}))
+
+    with Looking():
+        nn.init.trunc_normal_(filled)
+    assert any(one is filled for one in found)
+    assert _torch.filled_by_trunc_normal() is None

@@ -265,6 +265,19 @@ def test_states_keep_their_kinds(solo_mesh):
         Loaded(new).load_state_dict(state)
 
 
+def test_what_a_state_cannot_be_cut_by_is_told(solo_mesh, monkeypatch):
+    """Not taken for a place that the state of now has not."""
+    from simplefsdp.integrations import registered
+
+    def fail(*_):
+        raise TypeError("no such placement")
+
+    shard = wrapped(nn.Linear(4, 4), options=None).weight.detach()
+    monkeypatch.setattr(registered, "distribute", fail)
+    with pytest.raises(TypeError, match="no such placement"):
+        registered.Loaded(_Holder({"a": [shard]})).load_state_dict({"a": [shard.full_tensor()]})
+
+
 def test_others_only_help(solo_mesh):
     from simplefsdp.integrations.registered import Saved
 
