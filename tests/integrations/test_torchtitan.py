@@ -133,6 +133,7 @@ def test_the_loss_in_chunks_gathers_once_and_reduces_once(own_ranks):
 
 
 def _loss_in_chunks() -> None:
+    import titan_on_cpu  # noqa: F401  before torchtitan, in whichever order these tests run
     from sent import Sent
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -171,6 +172,8 @@ def test_refuses_what_it_cannot_do(own_ranks):
 def _refusals() -> None:
     from dataclasses import replace
     from types import SimpleNamespace
+
+    import titan_on_cpu  # noqa: F401  as above
 
     import simplefsdp.integrations.torchtitan as ours
 
