@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, NamedTuple
 
 from inductor_passes.ir.program import Program
@@ -100,19 +99,20 @@ def run(
     """
     lane_free: dict[str, Any] = {}
     done: dict[int, Any] = {}
-    zero = now
+    zero = in_transfer_until = now
     for i, op in enumerate(program.ops):
         if op.kind == "compute":
             alone = us(i)
             end = now + alone
             if lane_free:
-                in_transfer = reduce(later, lane_free.values()) - now
+                in_transfer = in_transfer_until - now
                 end = end + slowed_us(alone, in_transfer, compute_beside, later, sooner)
             yield i, i, now, end
             now = end
         elif op.collective is not None:
             begin = later(now, lane_free.get(op.collective.group, zero))
             done[i] = lane_free[op.collective.group] = begin + us(i)
+            in_transfer_until = later(in_transfer_until, done[i])
             yield i, i, begin, done[i]
         elif op.kind == "wait":
             for start in program.start_of[i]:
@@ -121,18 +121,29 @@ def run(
                 now = end
 
 
-def simulate(program: Program, cost: CostModel) -> Timeline:
-    """What a :func:`run` of ``program`` takes by a cost model."""
-    ops = program.ops
-    took = [
+def total_us(program: Program, cost: CostModel) -> float:
+    """What :func:`simulate` says that ``program`` takes, and nothing else."""
+    us, total = _took(program, cost).__getitem__, 0.0
+    for i, _, _, end in run(program, us, cost.compute_beside):
+        if program.ops[i].collective is None:
+            total = end
+    return total
+
+
+def _took(program: Program, cost: CostModel) -> list[float]:
+    return [
         cost.collective_us(op.collective)
         if op.collective is not None
         else cost.compute_us(program, op)
         if op.kind == "compute"
         else 0.0
-        for op in ops
+        for op in program.ops
     ]
 
+
+def simulate(program: Program, cost: CostModel) -> Timeline:
+    """What a :func:`run` of ``program`` takes by a cost model."""
+    ops, took = program.ops, _took(program, cost)
     total = compute = wire = slowed = 0.0
     exposed: dict[str, float] = {op.name: 0.0 for _, op in program.starts()}
     spans: list[Span] = []

@@ -18,6 +18,7 @@ from inductor_passes.planner.parts import in_parts
 from inductor_passes.planner.plan import BudgetError, Plan, budget_error, default_budget, evaluate
 from inductor_passes.planner.regular import least
 from inductor_passes.planner.segments import State, bare, lines_of, named_buckets
+from inductor_passes.planner.small import Small, small_program
 from inductor_passes.planner.tried import launches_price
 from inductor_passes.transform.windows import buckets_by_module
 
@@ -97,6 +98,7 @@ class _Planner:
         late: the program with each gather late and each wait early.
         manual: the plan by module, or, if that cannot be made, the one with single collectives.
         work: ops that a search simulates; None: as many as the program's size says.
+        small: what the last search was tried on.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class _Planner:
         self.program, self.cost, self.fqns, self.work = program, cost, fqns, work
         self.bound_us = lower_bound_us(program, cost)
         self.late = bare(program)
+        self.small: Small | None = None
         self.assignment = assign_by_module(fqns)
         by_module = self.evaluated(buckets_by_module(program, self.assignment))
         self.manual = by_module or self.least
@@ -183,10 +186,12 @@ class _Planner:
         if _is_enough(manual) and (plan := self._as_good(smaller, budget_nbytes)):
             return replace(plan, budget_nbytes=budget_nbytes)
         halves = _of_halves(self.program, self.cost, self.fqns, budget_nbytes, self.work, share)
+        self.small = small_program(
+            self.program, self.late, self.cost, self.fqns, budget_nbytes, self.small
+        )
         search = LocalSearch(
             self.program,
-            self.late,
-            self.cost,
+            self.small,
             self.fqns,
             manual=manual,
             budget_nbytes=budget_nbytes,

@@ -265,13 +265,39 @@ class _Runs:
         buffers = {s: Buffer(s, nbytes) for s, nbytes in size.items()}
         buffers |= {buffer.name: buffer for buffer in self.scratch.values()}
         ends = {side: self._storages(getattr(self.bare, side)) for side in ("inputs", "outputs")}
-        used = {name for op in self.ops for name in (*op.reads, *op.writes)}
-        used.update(*ends.values())
-        return replace(
-            self.bare,
-            ops=tuple(self.ops),
-            buffers={name: buffer for name, buffer in buffers.items() if name in used},
-            inputs=ends["inputs"],
-            resident=frozenset(self._storages(sorted(self.bare.resident))),
-            outputs=ends["outputs"],
-        )
+        resident = frozenset(self._storages(sorted(self.bare.resident)))
+        made = Program(tuple(self.ops), buffers, ends["inputs"], resident, ends["outputs"])
+        return _with_few_buffers(made)
+
+
+def _with_few_buffers(program: Program) -> Program:
+    """What the same ops read and write as one buffer; and no op reads what is there throughout, or
+    takes nothing. Whatever the order of the ops, the bytes that are alive are the same."""
+    ends = [frozenset(end) for end in (program.inputs, program.resident, program.outputs)]
+    own = program.in_place
+    free = {n for n in program.inputs if n in program.resident or not program.buffers[n].nbytes}
+    free -= own
+    ops = [replace(op, reads=tuple(n for n in op.reads if n not in free)) for op in program.ops]
+    uses: defaultdict[str, list[int]] = defaultdict(list)
+    for i, op in enumerate(ops):
+        for k, names in enumerate((op.reads, op.writes)):
+            for name in names:
+                uses[name].append(2 * i + k)
+    first: dict[object, str] = {}
+    nbytes: defaultdict[str, int] = defaultdict(int)
+    as_one: dict[str, str] = {}
+    for name in [name for name in program.buffers if name in uses or name in ends[0]]:
+        alike = name if name in own else (*uses[name], *(name in end for end in ends))
+        as_one[name] = first.setdefault(alike, name)
+        nbytes[as_one[name]] += program.buffers[name].nbytes
+
+    def those(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(as_one[name] for name in names))
+
+    return Program(
+        tuple(replace(op, reads=those(op.reads), writes=those(op.writes)) for op in ops),
+        {name: Buffer(name, size) for name, size in nbytes.items()},
+        those(program.inputs),
+        frozenset(those(program.resident)),
+        those(program.outputs),
+    )

@@ -17,10 +17,8 @@ from itertools import chain, islice, product
 from math import ceil, inf
 
 from inductor_passes.ir.program import Bucket, Collective, Program, ProgramError
-from inductor_passes.machine.cost import CostModel
-from inductor_passes.machine.simulate import Memory, memory, simulate
-from inductor_passes.planner.compact import compact
-from inductor_passes.planner.glue import glued, room_of
+from inductor_passes.machine.simulate import Memory, memory, total_us
+from inductor_passes.planner.glue import room_of
 from inductor_passes.planner.invariant import common_ops
 from inductor_passes.planner.moves import (
     all_turned,
@@ -41,20 +39,16 @@ from inductor_passes.planner.regular import (
     reduce_shapes,
     regular,
 )
-from inductor_passes.planner.schedules import Schedules
 from inductor_passes.planner.segments import (
     Segment,
     State,
-    bare,
-    lines_of,
     named_buckets,
     plain_buckets,
     state_of,
 )
+from inductor_passes.planner.small import Small
 from inductor_passes.planner.tried import LAUNCHES, Score, Tried, alive, launches_price
 
-# Parts of what a kind sends, of which none is larger than collectives that are glued together.
-UNITS = 48
 # Plans in a row that are no better, after which a climb ends; and how many of these are moves of
 # what stands still, before all buckets of a kind are moved.
 PATIENCE, FIRST_MOVES = 120, 40
@@ -78,8 +72,7 @@ class LocalSearch:
 
     Args:
         program: with nothing merged.
-        late: it, :func:`~inductor_passes.planner.segments.bare`.
-        cost: of it.
+        small: it, with as few ops as plans need.
         fqns: of the parameters, in the order in which members travel.
         manual: the plan by module, or the one that takes least memory. If it fits, no plan should
             make more launches.
@@ -94,14 +87,14 @@ class LocalSearch:
         whole_nbytes: the budget that was given; ends of climbs may have left less of it.
         most_launches: that a plan should make.
         most: that it may make at this moment.
+        compute_us: of all computes.
         peaks: most live bytes of each state that was tried, and whose memory was looked at.
     """
 
     def __init__(
         self,
         program: Program,
-        late: Program,
-        cost: CostModel,
+        small: Small,
         fqns: Sequence[str],
         *,
         manual: Plan,
@@ -109,14 +102,13 @@ class LocalSearch:
         work: int,
         most_launches: float = inf,
     ) -> None:
-        merged, self.first_of = glued(program, late, fqns, UNITS, budget_nbytes)
-        self.program, self.cost = compact(merged, cost)
-        self.lines, self.schedules = lines_of(bare(self.program)), Schedules(self.program)
+        self.program, self.cost, self.first_of, self.lines, self.schedules = small
         self.fqns, self.manual, self.bound_us = fqns, manual, manual.lower_bound_us
         fits = manual.peak_nbytes <= budget_nbytes
         self.most_launches, self.most = len(manual.buckets) if fits else most_launches, inf
         self.allowed = self.left = work // max(1, len(common_ops(self.program, self.cost)))
         self.sent = {op.name: op.collective for _, op in program.starts() if op.collective}
+        self.compute_us = sum(self.cost.op_us.values())
         self.seen: set[frozenset[Segment]] = set()
         self.budget_nbytes = self.whole_nbytes = budget_nbytes
         self.less_nbytes = 0
@@ -149,7 +141,7 @@ class LocalSearch:
         """What does not fit by little may, mended, be better than what fits; and what stands still
         can be moved, but not what is computed and sent."""
         over = tried.memory.peak_nbytes / max(1.0, self.budget_nbytes)
-        least_us = max(tried.timeline.wire_us, tried.timeline.compute_us)
+        least_us = max(tried.wire_us, self.compute_us)
         return (tried.score.price_us + least_us) * max(1.0, over)
 
     def by_buckets(self, buckets: Sequence[Bucket]) -> Tried | None:
@@ -171,17 +163,17 @@ class LocalSearch:
             after = self.schedules.of(buckets)
         except ProgramError:
             return None
-        timeline = simulate(after, self.cost)
+        step_us = total_us(after, self.cost)
         share = launches_price(len(buckets), len(self.manual.buckets))
-        price_us = timeline.total_us + share * self.bound_us
+        price_us = step_us + share * self.bound_us
         if price_us >= below_us:
             return None
         held = memory(after)
         self.peaks[state] = held.peak_nbytes
         if below_us < inf and held.peak_nbytes > self.budget_nbytes:
             return None
-        score = Score(self._over_nbytes(after, held), price_us, timeline.total_us)
-        return Tried(state, len(buckets), score, after, timeline, held)
+        score = Score(self._over_nbytes(after, held), price_us, step_us)
+        return Tried(state, len(buckets), score, after, self.cost, held)
 
     def _over_nbytes(self, after: Program, held: Memory) -> int:
         """See :class:`Score`; 0 if all fits."""

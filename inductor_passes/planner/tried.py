@@ -5,10 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from inductor_passes.ir.program import Program
-from inductor_passes.machine.simulate import Memory, Timeline, lifetimes
+from inductor_passes.machine.cost import CostModel
+from inductor_passes.machine.simulate import Memory, Timeline, lifetimes, simulate
 from inductor_passes.planner.segments import Segment, State
 
 LAUNCHES = 0.005  # of the bound, that all launches of a plan by module are held to be worth
@@ -37,8 +39,19 @@ class Tried:
     launches: int
     score: Score
     program: Program
-    timeline: Timeline
+    cost: CostModel
     memory: Memory
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Of its program; of most plans nobody asks."""
+        return simulate(self.program, self.cost)
+
+    @property
+    def wire_us(self) -> float:
+        """Of all that its program sends."""
+        sent = (op.collective for _, op in self.program.starts())
+        return sum(self.cost.collective_us(c) for c in sent if c is not None)
 
 
 def launches_price(launches: int, by_module: int) -> float:

@@ -58,6 +58,38 @@ def test_every_plan_takes_as_long_and_as_much(kind):
                 assert other.peak_nbytes == pytest.approx(one.peak_nbytes, rel=rough), seed
 
 
+def test_buffers_that_the_same_ops_touch_are_one():
+    program = parse("""
+        resident p: 0
+        input q: 8
+        resident r: 6
+        input x: 10
+        compute a(x, r) -> y: 3, z: 4
+        start g(p) -> f: 8, h: 9 | gather group=dp ranks=4 nbytes=17 dtype=f32 fqns=m.p
+        wait w(f, h) -> v: 8 @f, u: 9 @h
+        compute b(y, z, v, u, q) -> out: 5
+        output out
+    """)
+    small, _ = compact(program, LinearCost())
+    sizes = [{small.buffers[n].nbytes for n in (*op.reads, *op.writes)} for op in small.ops]
+    assert sizes == [{10, 7}, {17}, {17}, {7, 17, 8, 5}]
+    assert small.buffers.keys() - {n for op in small.ops for n in (*op.reads, *op.writes)} == {"p"}
+    assert small.resident == {"p"} and small.buffers["p"].nbytes == 6
+    assert memory(small).resident_nbytes == memory(program).resident_nbytes
+
+
+def test_what_is_written_in_place_stays_a_buffer_of_its_own():
+    program = parse("""
+        input s: 8
+        input t: 8
+        compute a(s, t) -> s, t
+        output s
+        output t
+    """)
+    small, _ = compact(program, LinearCost())
+    assert small.inputs == ("s", "t") == small.outputs
+
+
 def test_any_program_can_be_made_compact():
     for seed in range(300):
         program = random_program(seed, 12)

@@ -12,7 +12,7 @@ from programs import ROUND_COST, layers
 from inductor_passes.ir.buckets import assign_by_module, plan_buckets
 from inductor_passes.ir.text import parse
 from inductor_passes.machine.bound import lower_bound_us
-from inductor_passes.planner import local_search
+from inductor_passes.planner import small
 from inductor_passes.planner.invariant import common_ops, rank_invariant
 from inductor_passes.planner.local_search import LocalSearch
 from inductor_passes.planner.moves import (
@@ -39,6 +39,7 @@ from inductor_passes.planner.segments import (
     state_of,
     windows_of,
 )
+from inductor_passes.planner.small import small_program
 from inductor_passes.planner.tried import launches_price
 
 BACKWARD = parse(layers(8, "backward"))
@@ -50,8 +51,9 @@ def search_of(program, cost, fqns, budget_nbytes=10**9, work=30_000) -> LocalSea
     by_module = plan_buckets(program, assign_by_module(fqns))
     manual = evaluate(program, cost, by_module, lower_bound_us(program, cost))
     assert manual is not None
+    tried_on = small_program(program, bare(program), cost, fqns, budget_nbytes)
     return LocalSearch(
-        program, bare(program), cost, fqns, manual=manual, budget_nbytes=budget_nbytes, work=work
+        program, tried_on, fqns, manual=manual, budget_nbytes=budget_nbytes, work=work
     )
 
 
@@ -213,7 +215,7 @@ def test_pairs_that_are_joined_at_once_are_apart():
 
 def test_a_plan_by_module_is_a_start(monkeypatch):
     """Of many modules each start of the search stands for some collectives of the plan."""
-    monkeypatch.setattr(local_search, "UNITS", 20)
+    monkeypatch.setattr(small, "UNITS", 20)
     program, cost, fqns = layered(0, 40, "backward")
     search = search_of(program, cost, fqns)
     assert len(search.lines.starts["gather"]) < 40

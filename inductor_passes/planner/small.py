@@ -1,0 +1,61 @@
+"""The program that a search tries its plans on: glued, compact, and all that is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from inductor_passes.ir.program import Program
+from inductor_passes.machine.cost import CostModel
+from inductor_passes.planner.compact import compact
+from inductor_passes.planner.glue import glued
+from inductor_passes.planner.invariant import FixedCost
+from inductor_passes.planner.schedules import Schedules
+from inductor_passes.planner.segments import Lines, bare, lines_of
+
+# Parts of what a kind sends, of which none is larger than collectives that are glued together.
+UNITS = 48
+
+
+class Small(NamedTuple):
+    """A program of the same plans as another, with as few ops as they need.
+
+    Attributes:
+        program: it, :func:`~inductor_passes.planner.compact.compact`.
+        cost: of its ops.
+        first_of: under whose name each collective of the other is launched in it, see
+            :func:`~inductor_passes.planner.glue.glued`.
+        lines: of its collectives.
+        schedules: of it.
+    """
+
+    program: Program
+    cost: FixedCost
+    first_of: Mapping[str, str]
+    lines: Lines
+    schedules: Schedules
+
+
+def small_program(
+    program: Program,
+    late: Program,
+    cost: CostModel,
+    fqns: Sequence[str],
+    budget_nbytes: float,
+    known: Small | None = None,
+) -> Small:
+    """The small program of ``program`` within a budget.
+
+    Args:
+        program: with nothing merged.
+        late: it, :func:`~inductor_passes.planner.segments.bare`.
+        cost: of its ops.
+        fqns: of the parameters, in the order in which members travel.
+        budget_nbytes: of live bytes.
+        known: that within another budget, which is often the same.
+    """
+    merged, first_of = glued(program, late, fqns, UNITS, budget_nbytes)
+    if known is not None and known.first_of == first_of:
+        return known
+    made, cost_of_made = compact(merged, cost)
+    return Small(made, cost_of_made, first_of, lines_of(bare(made)), Schedules(made))
