@@ -270,10 +270,10 @@ def _climbed(
 ) -> list[Plan]:
     """What climbs end at that begin at the most promising plans."""
     starts = search.starts()
-    fitting = [tried for tried in starts if not tried.score.over_nbytes]
+    fitting = next((tried for tried in starts if tried.fits), None)
     near = search.by_buckets(manual.buckets)
     joined = search.by_buckets(halves) if halves else None
-    known = [start for start in (joined, *starts[:1], near, *fitting[:1]) if start is not None]
+    known = [start for start in (joined, *starts[:1], near, fitting) if start is not None]
     plans: list[Plan] = []
     first, best_us = dict.fromkeys(known), inf
     for start in dict.fromkeys([*first, *starts[1:MORE_CLIMBS]]):

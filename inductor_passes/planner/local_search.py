@@ -11,13 +11,13 @@ its bucket, and what is on the wire just before it::
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice, product
 from math import ceil, inf
 
 from inductor_passes.ir.program import Bucket, Collective, Program, ProgramError
-from inductor_passes.machine.simulate import Memory, memory, total_us
+from inductor_passes.machine.simulate import total_us
 from inductor_passes.planner.glue import room_of
 from inductor_passes.planner.invariant import common_ops
 from inductor_passes.planner.moves import (
@@ -118,10 +118,10 @@ class LocalSearch:
         """Regular plans, the most promising first."""
         low = self.tried(least(self.lines))  # first: it may be a regular plan
         shapes = self._shapes(gather_shapes(self.lines, self._modules()))
-        for like in sorted(shapes, key=lambda shape: shapes[shape].score)[:2]:
+        for like in self._best_two(shapes):
             shapes |= self._shapes(reduce_shapes(self.lines, self._modules(), like))
-        found = sorted(shapes.values(), key=lambda tried: tried.score.price_us)
-        if low is None or (found and not found[0].score.over_nbytes):
+        found = sorted(shapes.values(), key=lambda tried: tried.price_us)
+        if low is None or (found and found[0].fits):
             return found
         room = room_of(low.program, self.lines, self.budget_nbytes)
         for spare, shares in product(SPARE, SHARES):
@@ -137,12 +137,20 @@ class LocalSearch:
         tried = {shape: self.tried(regular(shape, self.lines)) for shape in shapes}
         return {shape: found for shape, found in tried.items() if found is not None}
 
+    def _best_two(self, shapes: Mapping[Shape, Tried]) -> list[Shape]:
+        """Those of the best score; if two fit, nobody asks for the memory of slower ones."""
+        by_price = sorted(shapes, key=lambda shape: shapes[shape].price_us)
+        fitting = list(islice((shape for shape in by_price if shapes[shape].fits), 2))
+        if len(fitting) == 2:
+            return fitting
+        return sorted(shapes, key=lambda shape: shapes[shape].score)[:2]
+
     def _promise(self, tried: Tried) -> float:
         """What does not fit by little may, mended, be better than what fits; and what stands still
         can be moved, but not what is computed and sent."""
         over = tried.memory.peak_nbytes / max(1.0, self.budget_nbytes)
         least_us = max(tried.wire_us, self.compute_us)
-        return (tried.score.price_us + least_us) * max(1.0, over)
+        return (tried.price_us + least_us) * max(1.0, over)
 
     def by_buckets(self, buckets: Sequence[Bucket]) -> Tried | None:
         """The plan that is nearest to ``buckets`` of the whole program, if it was not tried."""
@@ -168,21 +176,17 @@ class LocalSearch:
         price_us = step_us + share * self.bound_us
         if price_us >= below_us:
             return None
-        held = memory(after)
-        self.peaks[state] = held.peak_nbytes
-        if below_us < inf and held.peak_nbytes > self.budget_nbytes:
-            return None
-        score = Score(self._over_nbytes(after, held), price_us, step_us)
-        return Tried(state, len(buckets), score, after, self.cost, held)
-
-    def _over_nbytes(self, after: Program, held: Memory) -> int:
-        """See :class:`Score`; 0 if all fits."""
-        if held.peak_nbytes <= self.budget_nbytes:
-            return 0
-        room = self.budget_nbytes - held.resident_nbytes
-        live = held.live_nbytes
-        over = (live[i] - room for i in common_ops(after, self.cost) if live[i] > room)
-        return int(held.peak_nbytes - self.budget_nbytes + sum(over)) + 1
+        found = Tried(
+            state,
+            len(buckets),
+            step_us,
+            price_us,
+            after,
+            self.cost,
+            self.budget_nbytes,
+            self.peaks,
+        )
+        return found if below_us == inf or found.fits else None
 
     def with_less_room(self, end: Tried, nbytes: int) -> Tried | None:
         """A climb from where another ended, whose plan takes ``nbytes`` more than what it was tried
@@ -289,7 +293,7 @@ class LocalSearch:
     def _fit(self, at: Tried) -> Tried:
         """``at`` with what does not fit into memory mended, as far as that is possible."""
         while at.score.over_nbytes and self.left > 0:
-            somewhere, worst = alive(at, self._segment_of(at), self.budget_nbytes)
+            somewhere, worst = alive(at, self._segment_of(at))
             less = self._less(at, small_repairs(at.state, worst, self.lines))
             less = less or self._less(at, repairs(at.state, (somewhere, worst), self.lines))
             if not less:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from inductor_passes.ir.program import Program
 from inductor_passes.machine.cost import CostModel
-from inductor_passes.machine.simulate import Memory, Timeline, lifetimes, simulate
+from inductor_passes.machine.simulate import Memory, Timeline, lifetimes, memory, simulate
+from inductor_passes.planner.invariant import common_ops
 from inductor_passes.planner.segments import Segment, State
 
 LAUNCHES = 0.005  # of the bound, that all launches of a plan by module are held to be worth
@@ -33,25 +34,64 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tried:
-    """A plan as a state of the search, its score, and what that was taken from."""
+    """A plan as a state of the search, and what it was tried on; the rest is known once somebody
+    asks, as of most plans nobody does.
+
+    Attributes:
+        state: the plan.
+        launches: buckets.
+        step_us: time.
+        price_us: time, and what launches are held to be worth.
+        program: with the buckets merged and in order.
+        cost: of its ops.
+        budget_nbytes: of live bytes.
+        peaks: most live bytes of each state whose memory was asked for.
+    """
 
     state: State
     launches: int
-    score: Score
+    step_us: float
+    price_us: float
     program: Program
     cost: CostModel
-    memory: Memory
+    budget_nbytes: float
+    peaks: dict[State, int]
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the program."""
+        held = memory(self.program)
+        self.peaks[self.state] = held.peak_nbytes
+        return held
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Of its program; of most plans nobody asks."""
+        """Of the program."""
         return simulate(self.program, self.cost)
+
+    @cached_property
+    def score(self) -> Score:
+        """What it is worth."""
+        return Score(self._over_nbytes(), self.price_us, self.step_us)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it keeps within the budget."""
+        return self.memory.peak_nbytes <= self.budget_nbytes
 
     @property
     def wire_us(self) -> float:
-        """Of all that its program sends."""
+        """Of all that the program sends."""
         sent = (op.collective for _, op in self.program.starts())
         return sum(self.cost.collective_us(c) for c in sent if c is not None)
+
+    def _over_nbytes(self) -> int:
+        """See :class:`Score`; 0 if all fits."""
+        if self.fits:
+            return 0
+        live, room = self.memory.live_nbytes, self.budget_nbytes - self.memory.resident_nbytes
+        over = (live[i] - room for i in common_ops(self.program, self.cost) if live[i] > room)
+        return int(self.memory.peak_nbytes - self.budget_nbytes + sum(over)) + 1
 
 
 def launches_price(launches: int, by_module: int) -> float:
@@ -60,19 +100,16 @@ def launches_price(launches: int, by_module: int) -> float:
     return LAUNCHES * launches / max(1, by_module)
 
 
-def alive(
-    tried: Tried, segment_of: Mapping[str, Segment], budget_nbytes: float
-) -> tuple[set[Segment], set[Segment]]:
+def alive(tried: Tried, segment_of: Mapping[str, Segment]) -> tuple[set[Segment], set[Segment]]:
     """Segments that hold memory where there is too much, and those where there is most.
 
     Args:
         tried: a plan.
         segment_of: each start of its program.
-        budget_nbytes: beyond which memory is too much.
     """
     program = tried.program
     live, lives = tried.memory.live_nbytes, lifetimes(program)
-    room = budget_nbytes - tried.memory.resident_nbytes
+    room = tried.budget_nbytes - tried.memory.resident_nbytes
     full = [i for i, nbytes in enumerate(live) if nbytes > room]
     peak = max(range(len(live)), key=live.__getitem__, default=0)
     given = program.storages(program.inputs)
