@@ -33,6 +33,7 @@ from simplefsdp.errors import told_plainly
 from simplefsdp.frontend import assigned, living, uninitialised
 from simplefsdp.frontend.accumulation import noting_backwards
 from simplefsdp.frontend.after_wrap import stands_for_shard
+from simplefsdp.frontend.eager_guard import compiled_with
 from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
@@ -40,6 +41,7 @@ from simplefsdp.rank_guard import agree, forget_decisions, ranks_of
 from simplefsdp.rank_logging import say
 
 log = logging.getLogger("simplefsdp")
+RECOMPILES = 64  # of one function; torch's default, 8, is less than training and generation need
 
 
 @told_plainly
@@ -122,6 +124,9 @@ def simplefsdp(
 
 def _ranks_to_meet(params: Sequence[DTensor], timeout_s: float) -> tuple[int, ...]:
     """The ranks that compare what they are about to do; none if they are told not to."""
+    compiled_with(timeout_s)
+    # Who meets more kinds of calls than the others would go on eagerly, and match them no more.
+    _torch.recompile_at_least(RECOMPILES)
     ranks = ranks_of([param.device_mesh for param in params])
     if len(ranks) > 1 and not timeout_s:
         say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")

@@ -8,11 +8,15 @@ log says within which sizes it fits its memory and stays as near its lower bound
 ("L['tokens'].size()[1] is open (512 here): fits 71.9 GB from 2 to 1306"), and a call with another
 size is warned of before it runs; ``torch.compiler.reset()``, on all ranks, lets the next batch be
 planned for. With ``torch.compile(..., dynamic=False)`` each new size is compiled by itself, up to
-``torch._dynamo.config.recompile_limit`` (8) of them, from where on the model runs uncompiled, or
-raises with ``fullgraph=True``. A rank that compiles alone keeps the others waiting in a collective,
-until the process group's timeout: let all ranks meet a new size in the same step. Or pad batches to
-a few lengths: padding costs as much compute as what it stands for, a size that is new a
-compilation, and ``cudagraphs`` take one shape alone.
+``torch._dynamo.config.recompile_limit`` of them: 64, or what you set. From there on the model runs
+uncompiled, if all ranks come there together (else they are told), or raises with
+``fullgraph=True``. A rank that compiles alone keeps the others waiting in a collective, until the
+process group's timeout: let all ranks meet a new size in the same step. Or pad batches to a few
+lengths: padding costs as much compute as what it stands for, a size that is new a compilation, and
+``cudagraphs`` take one shape alone.
+
+As with every backend, hooks of modules belong before the first call: what is compiled does not see
+those that come later, or go, until ``torch.compiler.reset()`` on all ranks.
 """
 
 from __future__ import annotations

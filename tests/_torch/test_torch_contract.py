@@ -953,3 +953,14 @@ def test_trunc_normal_calls_what_it_fills_tensor():
         nn.init.trunc_normal_(filled)
     assert any(one is filled for one in found)
     assert _torch.filled_by_trunc_normal() is None
+
+
+def test_torch_tells_a_limit_of_its_own_from_one_that_was_set():
+    from torch._dynamo import config
+
+    assert config._is_default("accumulated_recompile_limit")
+    with config.patch(recompile_limit=3):
+        _torch.recompile_at_least(5)
+        assert _torch.recompile_limit() == 3
+    with config.patch(accumulated_recompile_limit=3):
+        assert not config._is_default("accumulated_recompile_limit")

@@ -100,7 +100,7 @@ def wait_as_the_environment_says():
         patch.setenv("SIMPLEFSDP_TIMEOUT_S", "1")
         if dist.get_rank() == 0:
             mesh = next(model.parameters()).device_mesh
-            with pytest.raises(RankMismatchError) as caught, eager_guard.eager_forward():
+            with pytest.raises(RankMismatchError) as caught, eager_guard.eager_forward(model):
                 eager_guard.note_gather(mesh, "layers.0.weight", "")
             return str(caught.value)
     return ""
