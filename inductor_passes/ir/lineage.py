@@ -51,6 +51,16 @@ def following(program: Program, origin: Mapping[str, int]) -> dict[int, int]:
     return follows
 
 
+def behind_reduces(program: Program) -> set[int]:
+    """Waits for reduces (all-reduces, too), and all that needs what they give."""
+    reduces = (i for i, op in program.starts() if "reduce" in op.sends)
+    found = {wait for i in reduces for wait in program.waits_of[i]}
+    for i, before in enumerate(program.predecessors):
+        if not found.isdisjoint(before):
+            found.add(i)
+    return found
+
+
 def dependent(program: Program, follows: Mapping[int, int]) -> set[int]:
     """Gathers of what a collective made, and reduces of which a collective is made."""
     found: set[int] = set()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
+from inductor_passes.ir.lineage import behind_reduces
 from inductor_passes.ir.program import Collective, Program
 from inductor_passes.machine.cost import CostModel
 from inductor_passes.transform.merge import bucket_class, sent_together
@@ -114,18 +115,13 @@ def _with_order_of_compute(program: Program) -> list[tuple[int, ...]]:
 
 def moving(program: Program) -> set[int]:
     """What gathers need, and what follows reduces: it moves with them."""
-    kinds = {i: op.sends for i, op in program.starts()}
-    early = {i for i, kind in kinds.items() if kind == "gather"}
+    early = {i for i, op in program.starts() if op.sends == "gather"}
     # Who waits for several waits when the first must be waited for.
     early |= {wait for wait, starts in program.start_of.items() if len(starts) > 1}
     for i in reversed(range(len(program.ops))):
         if i in early:
             early.update(program.predecessors[i])
-    late = {w for i, kind in kinds.items() if "reduce" in kind for w in program.waits_of[i]}
-    for i, before in enumerate(program.predecessors):
-        if not late.isdisjoint(before):
-            late.add(i)
-    return early | late
+    return early | behind_reduces(program)
 
 
 def _heads(program: Program, us: Sequence[float], before: Edges) -> list[float]:

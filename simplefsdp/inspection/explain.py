@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from inductor_passes.ir.lineage import behind_reduces
 from inductor_passes.ir.program import Collective, Program
 from inductor_passes.machine.simulate import Span, Timeline
 from inductor_passes.transform.order import OverlapPolicy
@@ -227,15 +228,7 @@ class _Run:
     @cached_property
     def _compute_after(self) -> list[float]:
         """Per op, the compute after it that does not follow a reduce: that moves with the waits."""
-        late = {
-            wait
-            for i, waits in self.program.waits_of.items()
-            if "reduce" in self.program.ops[i].sends
-            for wait in waits
-        }
-        for i, before in enumerate(self.program.predecessors):
-            if not late.isdisjoint(before):
-                late.add(i)
+        late = behind_reduces(self.program)
         found, us = [0.0] * len(self.program.ops), 0.0
         for i in reversed(range(len(found))):
             found[i] = us
