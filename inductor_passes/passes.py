@@ -100,18 +100,14 @@ class ImposeOrder:
     """The scheduler pass: the planned order again, after Inductor moved its nodes.
 
     An instance can be pickled, and its pickle is part of the key of Inductor's cache.
-
-    Attributes:
-        policy: as in :class:`Settings`.
-        as_planned: compute, too, in the order that the plan was made for, which Inductor's fusion
-            and its memory reordering change: a wait "before the third next reduce" comes far too
-            early if the weight gradients of a layer are computed one after the other.
-        uuid: of the sources and settings.
     """
 
-    policy: OverlapPolicy
+    policy: OverlapPolicy  # as in :class:`Settings`
+    # Compute, too, in the order that the plan was made for, which Inductor's fusion and its memory
+    # reordering change: a wait "before the third next reduce" comes far too early if the weight
+    # gradients of a layer are computed one after the other.
     as_planned: bool
-    uuid: str
+    uuid: str  # of the sources and settings
 
     @no_garbage_collection()
     def __call__(self, snodes: list[Any]) -> list[Any]:

@@ -52,41 +52,30 @@ def no_garbage_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Auto:
-    """How the automatic planner is to choose.
+    """How the automatic planner is to choose."""
 
-    Attributes:
-        cluster: what the machine is.
-        budget_nbytes: of memory, see :func:`inductor_passes.planner.auto.plan_auto`; a default is
-            at most what :func:`room_nbytes` says that the cluster's devices have.
-        planner: ``"search"``, or ``"greedy"``, the published rule.
-    """
-
-    cluster: Cluster
+    cluster: Cluster  # what the machine is
+    # Of memory, see :func:`inductor_passes.planner.auto.plan_auto`; a default is at most what
+    # :func:`room_nbytes` says that the cluster's devices have.
     budget_nbytes: int | None = None
+    # ``"search"``, or ``"greedy"``, the published rule.
     planner: Literal["search", "greedy"] = "search"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the passes are to do; data that is the same on all ranks.
+    """What the passes are to do; data that is the same on all ranks."""
 
-    Attributes:
-        assignment: bucket label of each parameter; its order is the one inside buckets.
-        auto: choose buckets by cost instead.
-        merge: launch each bucket as one collective; else its members, one after the other.
-        reorder: move collectives to where they are hidden; else they stay near their places.
-        layout: how the members of a bucket travel.
-        policy: limits of the reordering.
-        units: repeated modules, whose computes collectives stay out of; see
-            :mod:`inductor_passes.planner.units`. Without any, collectives may go anywhere.
-    """
-
-    assignment: Assignment
-    auto: Auto | None = None
+    assignment: Assignment  # bucket label of each parameter; its order is the one inside buckets
+    auto: Auto | None = None  # choose buckets by cost instead
+    # Launch each bucket as one collective; else its members, one after the other.
     merge: bool = True
+    # Move collectives to where they are hidden; else they stay near their places.
     reorder: bool = True
-    layout: BucketLayout = "coalesced"
-    policy: OverlapPolicy = field(default_factory=OverlapPolicy)
+    layout: BucketLayout = "coalesced"  # how the members of a bucket travel
+    policy: OverlapPolicy = field(default_factory=OverlapPolicy)  # limits of the reordering
+    # Repeated modules, whose computes collectives stay out of; see
+    # :mod:`inductor_passes.planner.units`. Without any, collectives may go anywhere.
     units: tuple[str, ...] = ()
 
 
@@ -154,19 +143,13 @@ def room_nbytes(program: Program, cluster: Cluster) -> int:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What the passes will make of a graph, on paper; the graph stays as it is.
+    """What the passes will make of a graph, on paper; the graph stays as it is."""
 
-    Attributes:
-        reading: the graph as it is.
-        planned: the buckets that were chosen.
-        after: the graph's program with the collectives merged and in order.
-        plan: what the automatic planner expects of it; without a budget if it was made for
-            another graph, on this rank or another, which communicates the same.
-    """
-
-    reading: fx.Reading
-    planned: tuple[PortableBucket, ...]
-    after: Program
+    reading: fx.Reading  # the graph as it is
+    planned: tuple[PortableBucket, ...]  # the buckets that were chosen
+    after: Program  # the graph's program with the collectives merged and in order
+    # What the automatic planner expects of it; without a budget if it was made for another graph,
+    # on this rank or another, which communicates the same.
     plan: Plan | None = None
 
 
@@ -229,21 +212,13 @@ def launches(rehearsal: Rehearsal) -> list[str]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the passes make of a graph, by :mod:`inductor_passes.machine.cluster`.
+    """What the passes make of a graph, by :mod:`inductor_passes.machine.cluster`."""
 
-    Attributes:
-        collectives: number of gathers, reduces and all-reduces before.
-        buckets: likewise, of buckets (merged or only moved together).
-        exposed_before_us: time the compute lane stands still, before.
-        exposed_after_us: likewise, after.
-        device: the cluster that is assumed.
-    """
-
-    collectives: dict[str, int]
-    buckets: dict[str, int]
-    exposed_before_us: float
-    exposed_after_us: float
-    device: str
+    collectives: dict[str, int]  # number of gathers, reduces and all-reduces before
+    buckets: dict[str, int]  # likewise, of buckets (merged or only moved together)
+    exposed_before_us: float  # time the compute lane stands still, before
+    exposed_after_us: float  # likewise, after
+    device: str  # the cluster that is assumed
 
 
 @no_garbage_collection()

@@ -33,21 +33,13 @@ _FREE = Work(kind="view", kernels=0)
 
 
 class OpenSize(NamedTuple):
-    """A size that a graph was traced without.
+    """A size that a graph was traced without."""
 
-    Attributes:
-        symbol: that stands for it.
-        name: what it is to the user: ``"L['tokens'].size()[0]"``.
-        hint: what it was when the graph was traced.
-        least: the smallest for which the graph is run.
-        most: the largest, at most :data:`ENDLESS`.
-    """
-
-    symbol: sympy.Symbol
-    name: str
-    hint: int
-    least: int
-    most: int
+    symbol: sympy.Symbol  # that stands for it
+    name: str  # what it is to the user: ``"L['tokens'].size()[0]"``
+    hint: int  # what it was when the graph was traced
+    least: int  # the smallest for which the graph is run
+    most: int  # the largest, at most :data:`ENDLESS`
 
 
 class SizeSpan(NamedTuple):
@@ -58,45 +50,28 @@ class SizeSpan(NamedTuple):
 
 
 class SizeRange(NamedTuple):
-    """Where a plan holds, if one size changes and the others are what they were when traced.
-
-    Attributes:
-        size: it.
-        known: where the formulas hold: the rest of the attributes is said of no others.
-        room_nbytes: what the plan may take.
-        fits: where it takes no more; None if it takes more at the size's hint.
-        peak_nbytes: most live bytes at the largest size that fits; at the hint if that does not.
-        factor: how many times its lower bound the plan may take to be near it.
-        near: where it fits and takes no longer; None if that was not asked for.
-    """
+    """Where a plan holds, if one size changes and the others are what they were when traced."""
 
     size: OpenSize
-    known: SizeSpan
-    room_nbytes: int
-    fits: SizeSpan | None
-    peak_nbytes: int
-    factor: float = NEAR
+    known: SizeSpan  # where the formulas hold: the rest of the attributes is said of no others
+    room_nbytes: int  # what the plan may take
+    fits: SizeSpan | None  # where it takes no more; None if it takes more at the size's hint
+    peak_nbytes: int  # most live bytes at the largest size that fits; at the hint if that does not
+    factor: float = NEAR  # how many times its lower bound the plan may take to be near it
+    # Where it fits and takes no longer; None if that was not asked for.
     near: SizeSpan | None = None
 
 
 @dataclass(frozen=True)
 class OpenPlan:
-    """A plan whose sizes are open; of what all ranks share, as the planner sees it.
+    """A plan whose sizes are open; of what all ranks share, as the planner sees it."""
 
-    Attributes:
-        before: the program, nothing merged.
-        after: merged, and in its order.
-        work: of its compute ops by name.
-        cost: of the machine.
-        sizes: that are open.
-        holds: what was found by comparing sizes, and holds where the formulas do.
-    """
-
-    before: SizedProgram
-    after: SizedProgram
-    work: Mapping[str, Work]
-    cost: ClusterCost
-    sizes: tuple[OpenSize, ...]
+    before: SizedProgram  # the program, nothing merged
+    after: SizedProgram  # merged, and in its order
+    work: Mapping[str, Work]  # of its compute ops by name
+    cost: ClusterCost  # of the machine
+    sizes: tuple[OpenSize, ...]  # that are open
+    # What was found by comparing sizes, and holds where the formulas do.
     holds: frozenset[sympy.Basic]
 
     def peak_nbytes(self, **sizes: int) -> int:

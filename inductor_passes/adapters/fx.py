@@ -50,15 +50,11 @@ def mark(start: Node, label: str, fqns: tuple[str, ...], window: int = 0) -> Non
 
 @dataclass(frozen=True)
 class Reading:
-    """A program and where it came from.
+    """A program and where it came from."""
 
-    Attributes:
-        program: the graph's ops; placeholders and constants are inputs.
-        nodes: the nodes of each op, by its name. A start that returns a list has several: itself
-            and the ``getitem`` of each result.
-    """
-
-    program: Program
+    program: Program  # the graph's ops; placeholders and constants are inputs
+    # The nodes of each op, by its name. A start that returns a list has several: itself and the
+    # ``getitem`` of each result.
     nodes: dict[str, tuple[Node, ...]]
 
 

@@ -18,15 +18,11 @@ from inductor_passes.ir.program import Buffer, Collective, Op, Program, ProgramE
 
 @dataclass(frozen=True)
 class SchedulerReading:
-    """A program and where it came from.
+    """A program and where it came from."""
 
-    Attributes:
-        program: sizes of buffers are 0: an order needs dependencies and collectives only.
-        snodes: the scheduler nodes of each op, by its name. Those that name the results of a
-            list-valued start belong to the start.
-    """
-
-    program: Program
+    program: Program  # sizes of buffers are 0: an order needs dependencies and collectives only
+    # The scheduler nodes of each op, by its name. Those that name the results of a list-valued
+    # start belong to the start.
     snodes: dict[str, tuple[Any, ...]]
 
 

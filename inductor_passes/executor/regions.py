@@ -24,18 +24,12 @@ from inductor_passes.planner.units import Piece
 
 
 class Region(NamedTuple):
-    """Computes that are compiled together.
+    """Computes that are compiled together."""
 
-    Attributes:
-        nodes: in an order that does not depend on the plan; constants that others make, too,
-            first.
-        inputs: values from outside, in the order of their first use.
-        outputs: nodes whose values are used outside.
-    """
-
+    # In an order that does not depend on the plan; constants that others make, too, first.
     nodes: tuple[Node, ...]
-    inputs: tuple[Node, ...]
-    outputs: tuple[Node, ...]
+    inputs: tuple[Node, ...]  # values from outside, in the order of their first use
+    outputs: tuple[Node, ...]  # nodes whose values are used outside
 
 
 def cut(graph: Graph) -> list[Node | Region]:

@@ -29,15 +29,10 @@ MOST = 16  # loops that are repeated for one value, one behind the other
 
 
 class _Made(NamedTuple):
-    """How a value comes to be in a region.
+    """How a value comes to be in a region."""
 
-    Attributes:
-        again: nodes that are repeated there; none if the value is handed to it.
-        given: values that are handed to it instead.
-    """
-
-    again: frozenset[Node]
-    given: frozenset[Node]
+    again: frozenset[Node]  # nodes that are repeated there; none if the value is handed to it
+    given: frozenset[Node]  # values that are handed to it instead
 
     @property
     def nbytes(self) -> int:

@@ -21,14 +21,10 @@ MOST_MEMBERS = 512
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which bucket each parameter belongs to.
+    """Which bucket each parameter belongs to."""
 
-    Attributes:
-        label_of: bucket label by parameter FQN.
-        uncovered: FQNs that no pattern covers, in model order. They get the default buckets.
-    """
-
-    label_of: Mapping[str, str]
+    label_of: Mapping[str, str]  # bucket label by parameter FQN
+    # FQNs that no pattern covers, in model order. They get the default buckets.
     uncovered: tuple[str, ...] = ()
 
 

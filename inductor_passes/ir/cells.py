@@ -44,17 +44,14 @@ class CellError(ValueError):
 
 @dataclass(frozen=True)
 class Symbols:
-    """What was left open when a graph was traced.
+    """What was left open when a graph was traced."""
 
-    Attributes:
-        by_name: the symbols, by what users call them: ``"batch"``. One size may have several.
-        holds: what must hold of them for the graph to be the same.
-        apart: numbers that were taken to differ, as they do but by chance: where they are equal,
-            a compiler may share a constant or a kernel that it has twice elsewhere.
-    """
-
+    # The symbols, by what users call them: ``"batch"``. One size may have several.
     by_name: Mapping[str, tuple[sympy.Symbol, ...]]
+    # What must hold of them for the graph to be the same.
     holds: frozenset[sympy.Basic] = frozenset()
+    # Numbers that were taken to differ, as they do but by chance: where they are equal, a compiler
+    # may share a constant or a kernel that it has twice elsewhere.
     apart: frozenset[sympy.Basic] = frozenset()
 
     def check(self, sizes: Mapping[str, int], *, exactly: bool = True) -> None:
@@ -136,15 +133,10 @@ class Formulas:
 
 @dataclass(frozen=True)
 class SizedProgram:
-    """A program whose sizes were left open.
+    """A program whose sizes were left open."""
 
-    Attributes:
-        program: it, as it was traced; its numbers are Sizes.
-        symbols: of them.
-    """
-
-    program: Program
-    symbols: Symbols
+    program: Program  # it, as it was traced; its numbers are Sizes
+    symbols: Symbols  # of them
 
     def at(self, **sizes: int) -> Program:
         """The program for some sizes, as if it had been traced with them.

@@ -28,19 +28,12 @@ class ProgramError(ValueError):
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor.
+    """A tensor."""
 
-    Attributes:
-        name: unique in its program.
-        nbytes: bytes of its storage if it is the first buffer on it.
-        storage: name of the buffer whose memory this one is a view of; its own name if none.
-        itemsize: bytes of an element.
-    """
-
-    name: str
-    nbytes: int
-    storage: str = ""
-    itemsize: int = 1
+    name: str  # unique in its program
+    nbytes: int  # bytes of its storage if it is the first buffer on it
+    storage: str = ""  # name of the buffer whose memory this one is a view of; its own name if none
+    itemsize: int = 1  # bytes of an element
 
     def __post_init__(self) -> None:
         if not self.storage:
@@ -49,56 +42,41 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Collective:
-    """What a start op sends.
+    """What a start op sends."""
 
-    Attributes:
-        kind: ``"gather"``, ``"reduce"`` (a reduce-scatter) and ``"all_reduce"`` are data
-            parallelism's; ``"other"`` is anybody else's, and is never merged.
-        group: name of the process group, which is also its communication lane. Names may differ
-            between ranks: compare them, print them, but never sort by them.
-        ranks: size of the group.
-        nbytes: bytes of the full (gathered, or not yet scattered) tensors, the same on all ranks.
-        dtype: of the tensors on the wire.
-        reduce_op: ``"sum"`` or ``"avg"``; empty for a gather.
-        fqns: the parameters whose shards or gradients it carries, in their order on the wire.
-        bucket: label that members of one bucket share; empty if the planner made none.
-        window: see :class:`Bucket`.
-        members: tensors that are launched as one and sent apart, as of a coalesced bucket; 1 if
-            it is one buffer.
-    """
-
+    # ``"gather"``, ``"reduce"`` (a reduce-scatter) and ``"all_reduce"`` are data parallelism's;
+    # ``"other"`` is anybody else's, and is never merged.
     kind: CollectiveKind
+    # Name of the process group, which is also its communication lane. Names may differ between
+    # ranks: compare them, print them, but never sort by them.
     group: str
-    ranks: int
-    nbytes: int
-    dtype: str
-    reduce_op: str = ""
+    ranks: int  # size of the group
+    nbytes: int  # bytes of the full (gathered, or not yet scattered) tensors, the same on all ranks
+    dtype: str  # of the tensors on the wire
+    reduce_op: str = ""  # ``"sum"`` or ``"avg"``; empty for a gather
+    # The parameters whose shards or gradients it carries, in their order on the wire.
     fqns: tuple[str, ...] = ()
-    bucket: str = ""
-    window: int = 0
+    bucket: str = ""  # label that members of one bucket share; empty if the planner made none
+    window: int = 0  # see :class:`Bucket`
+    # Tensors that are launched as one and sent apart, as of a coalesced bucket; 1 if it is one
+    # buffer.
     members: int = 1
 
 
 @dataclass(frozen=True)
 class Op:
-    """One step of a program.
+    """One step of a program."""
 
-    Attributes:
-        name: unique in its program.
-        kind: ``"view"`` takes no time and moves no bytes; ``"start"`` launches a collective, and
-            ``"wait"`` blocks until the buffers it reads have arrived.
-        reads: names of buffers.
-        writes: names of buffers. One that was written before, or is an input, is mutated in place.
-        collective: of a start.
-        unit: of computes that run as one piece, a number that they share: no collective is
-            launched or waited for between two of them. 0 for an op by itself.
-    """
-
-    name: str
+    name: str  # unique in its program
+    # ``"view"`` takes no time and moves no bytes; ``"start"`` launches a collective, and ``"wait"``
+    # blocks until the buffers it reads have arrived.
     kind: Kind
-    reads: tuple[str, ...]
+    reads: tuple[str, ...]  # names of buffers
+    # Names of buffers. One that was written before, or is an input, is mutated in place.
     writes: tuple[str, ...]
-    collective: Collective | None = None
+    collective: Collective | None = None  # of a start
+    # Of computes that run as one piece, a number that they share: no collective is launched or
+    # waited for between two of them. 0 for an op by itself.
     unit: int = 0
 
     @property
@@ -109,39 +87,27 @@ class Op:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Collectives that are to be launched as one.
+    """Collectives that are to be launched as one."""
 
-    Attributes:
-        label: what the user calls it, a module FQN mostly.
-        starts: names of the start ops, in their order on the wire.
-        window: buckets in flight when a gather starts, or pending before a reduce is waited for,
-            itself included; 0 leaves it to the policy of :mod:`inductor_passes.transform.order`. A
-            reduce's may be negative: -n waits just before the n-th next bucket of gathers is first
-            used.
-    """
-
-    label: str
-    starts: tuple[str, ...]
+    label: str  # what the user calls it, a module FQN mostly
+    starts: tuple[str, ...]  # names of the start ops, in their order on the wire
+    # Buckets in flight when a gather starts, or pending before a reduce is waited for, itself
+    # included; 0 leaves it to the policy of :mod:`inductor_passes.transform.order`. A reduce's may
+    # be negative: -n waits just before the n-th next bucket of gathers is first used.
     window: int = 0
 
 
 @dataclass(frozen=True)
 class Program:
-    """Ops in the order in which they run.
+    """Ops in the order in which they run."""
 
-    Attributes:
-        ops: see :class:`Op`.
-        buffers: by name; each is read or written by an op, or is an input or output.
-        inputs: buffers that exist before the first op.
-        resident: those inputs that the caller keeps (parameter shards), so never freed.
-        outputs: buffers that must exist after the last op.
-    """
-
-    ops: tuple[Op, ...]
+    ops: tuple[Op, ...]  # see :class:`Op`
+    # By name; each is read or written by an op, or is an input or output.
     buffers: dict[str, Buffer] = field(hash=False)
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()  # buffers that exist before the first op
+    # Those inputs that the caller keeps (parameter shards), so never freed.
     resident: frozenset[str] = frozenset()
-    outputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()  # buffers that must exist after the last op
 
     @cached_property
     def index(self) -> dict[str, int]:

@@ -28,12 +28,9 @@ class Size(int):
 
     What other operators than ``+``, ``-``, ``*`` and ``//`` make is a plain number, what it is
     here, and nothing notes that: good for choosing a plan, which is valid elsewhere, too.
-
-    Attributes:
-        formula: a sympy expression of the symbols that were left open.
     """
 
-    formula: sympy.Expr
+    formula: sympy.Expr  # a sympy expression of the symbols that were left open
 
     def __new__(cls, value: int, formula: sympy.Expr) -> Size:
         made = super().__new__(cls, value)

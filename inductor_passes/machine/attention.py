@@ -13,19 +13,14 @@ from typing import Any, NamedTuple
 
 
 class AttentionOp(NamedTuple):
-    """An operator: where its arguments are, and how its tensors lie.
+    """An operator: where its arguments are, and how its tensors lie."""
 
-    Attributes:
-        query: place of the query among the arguments; key and value are behind it.
-        backward: whether it computes gradients.
-        length: dimension of the key that counts its tokens.
-        longest: place of the length of the longest key, where sequences are packed behind one
-            another; each is taken to be so long, since where they begin is data.
-    """
-
-    query: int = 0
-    backward: bool = False
+    query: int = 0  # place of the query among the arguments; key and value are behind it
+    backward: bool = False  # whether it computes gradients
+    # Dimension of the key that counts its tokens.
     length: int = -2  # of [batch, heads, tokens, channels]
+    # Place of the length of the longest key, where sequences are packed behind one another; each is
+    # taken to be so long, since where they begin is data.
     longest: int | None = None
 
     def flops(self, args: Sequence[Any]) -> int:

@@ -32,40 +32,27 @@ LINK_KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce", "all_reduce")
 
 @dataclass(frozen=True)
 class Work:
-    """What a compute op does, on whatever machine.
+    """What a compute op does, on whatever machine."""
 
-    Attributes:
-        flops: floating-point operations of a matmul or attention; 0 for the rest, which waits
-            for memory.
-        nbytes: read from and written to memory, what stays in a fused kernel left out.
-        kind: a ``"view"`` does nothing.
-        dtype: that is multiplied.
-        kernels: launches: 1, or 0 for an op that runs inside another's kernel.
-    """
-
+    # Floating-point operations of a matmul or attention; 0 for the rest, which waits for memory.
     flops: float = 0
-    nbytes: float = 0
-    kind: WorkKind = "pointwise"
-    dtype: str = "float32"
-    kernels: int = 1
+    nbytes: float = 0  # read from and written to memory, what stays in a fused kernel left out
+    kind: WorkKind = "pointwise"  # a ``"view"`` does nothing
+    dtype: str = "float32"  # that is multiplied
+    kernels: int = 1  # launches: 1, or 0 for an op that runs inside another's kernel
 
 
 @dataclass(frozen=True)
 class Peak:
     """What one device computes with one dtype.
 
-    Attributes:
-        tflops: 1e12 floating-point operations per second at most.
-        matmul: fraction of it that a matmul reaches, by its operations.
-        attention: likewise of attention, forward and backward.
-
     Raises:
         TypeError, ValueError: as for :class:`Link`, but a ramp may fall.
     """
 
-    tflops: float
-    matmul: Ramp = ()
-    attention: Ramp = ()
+    tflops: float  # 1e12 floating-point operations per second at most
+    matmul: Ramp = ()  # fraction of it that a matmul reaches, by its operations
+    attention: Ramp = ()  # likewise of attention, forward and backward
 
     def __post_init__(self) -> None:
         check_number("tflops", self.tflops)
@@ -75,19 +62,12 @@ class Peak:
 
 @dataclass(frozen=True)
 class Wire:
-    """A link, and between whom.
+    """A link, and between whom."""
 
-    Attributes:
-        kind: ``"gather"``, ``"reduce"`` or ``"all_reduce"``.
-        ranks: in the group.
-        nodes: that the group spans.
-        link: what it costs.
-    """
-
-    kind: CollectiveKind
-    ranks: int
-    nodes: int
-    link: Link
+    kind: CollectiveKind  # ``"gather"``, ``"reduce"`` or ``"all_reduce"``
+    ranks: int  # in the group
+    nodes: int  # that the group spans
+    link: Link  # what it costs
 
     def __post_init__(self) -> None:
         if self.kind not in LINK_KINDS:
@@ -108,37 +88,26 @@ class UnknownLinkError(ValueError):
 class Cluster:
     """Nodes of equal devices, one per rank.
 
-    Attributes:
-        name: for messages.
-        ranks_per_node: devices of a node.
-        peaks: by dtype, named as torch does: ``"bfloat16"``.
-        memory_gb_s: 1e9 bytes per second of a device's memory, at most.
-        memory_fraction: of it that a kernel of fused loops reaches.
-        launch_us: per kernel, on top of its arithmetic and memory traffic.
-        memory_gb: 1e9 bytes of memory of a device.
-        wires: the links that are known, any order.
-        source: where the figures come from.
-        compute_beside: fraction of its speed that compute keeps while anything is in transfer:
-            communication takes cores or SMs, and memory bandwidth. 1 where it is not known.
-        averages: its communication library averages by itself, as NCCL does; elsewhere gradients
-            are summed, and divided in kernels of their own.
-
     Raises:
         TypeError, ValueError: a figure that is no number, negative, NaN or zero (a launch may
             be), no whole number of ranks per node, fewer than a wire has, no peaks, or no wires;
             names it.
     """
 
-    name: str
-    ranks_per_node: int
-    peaks: Mapping[str, Peak]
-    memory_gb_s: float
-    memory_fraction: float
-    launch_us: float
-    memory_gb: float
-    wires: tuple[Wire, ...]
-    source: str = ""
+    name: str  # for messages
+    ranks_per_node: int  # devices of a node
+    peaks: Mapping[str, Peak]  # by dtype, named as torch does: ``"bfloat16"``
+    memory_gb_s: float  # 1e9 bytes per second of a device's memory, at most
+    memory_fraction: float  # of it that a kernel of fused loops reaches
+    launch_us: float  # per kernel, on top of its arithmetic and memory traffic
+    memory_gb: float  # 1e9 bytes of memory of a device
+    wires: tuple[Wire, ...]  # the links that are known, any order
+    source: str = ""  # where the figures come from
+    # Fraction of its speed that compute keeps while anything is in transfer: communication takes
+    # cores or SMs, and memory bandwidth. 1 where it is not known.
     compute_beside: float = 1.0
+    # Its communication library averages by itself, as NCCL does; elsewhere gradients are summed,
+    # and divided in kernels of their own.
     averages: bool = False
 
     def __post_init__(self) -> None:
@@ -278,18 +247,14 @@ def _warn(message: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ClusterCost:
-    """The cost model of a program on a cluster.
+    """The cost model of a program on a cluster."""
 
-    Attributes:
-        cluster: the machine.
-        nodes_of: number of nodes that each process group spans; of a group that is not there,
-            the fewest that hold its ranks.
-        work: of compute ops by name, from :func:`inductor_passes.adapters.roofline.work_of`. One
-            that is not there reads and writes its buffers, in a kernel of its own.
-    """
-
-    cluster: Cluster
+    cluster: Cluster  # the machine
+    # Number of nodes that each process group spans; of a group that is not there, the fewest that
+    # hold its ranks.
     nodes_of: Mapping[str, int] = field(default_factory=dict)
+    # Of compute ops by name, from :func:`inductor_passes.adapters.roofline.work_of`. One that is
+    # not there reads and writes its buffers, in a kernel of its own.
     work: Mapping[str, Work] = field(default_factory=dict)
     _links: dict[tuple[str, str, int], Link] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -50,24 +50,16 @@ class LinearCost:
     tensors (the alpha-beta model, fitted to gathered bytes as in nccl-tests' tables). The
     defaults are of one node of 8 H100: 30 us and 394 GB/s (meta-pytorch/autoparallel), HBM at
     3,350 GB/s, 5 us to launch a kernel (estimated).
-
-    Attributes:
-        latency_us: per collective.
-        link_gb_s: 1e9 bytes per second of gathered (or not yet scattered) tensors.
-        memory_gb_s: of the bytes that a compute op reads and writes.
-        launch_us: per compute op.
-        op_us: known times of compute ops by name, which replace the model's.
-        compute_beside: see :class:`CostModel`.
-        member_us: of each tensor but the first that is launched with others; no more than the
-            latency.
     """
 
-    latency_us: float = 30.0
-    link_gb_s: float = 394.0
-    memory_gb_s: float = 3350.0
-    launch_us: float = 5.0
+    latency_us: float = 30.0  # per collective
+    link_gb_s: float = 394.0  # 1e9 bytes per second of gathered (or not yet scattered) tensors
+    memory_gb_s: float = 3350.0  # of the bytes that a compute op reads and writes
+    launch_us: float = 5.0  # per compute op
+    # Known times of compute ops by name, which replace the model's.
     op_us: Mapping[str, float] = field(default_factory=dict)
-    compute_beside: float = 1.0
+    compute_beside: float = 1.0  # see :class:`CostModel`
+    # Of each tensor but the first that is launched with others; no more than the latency.
     member_us: float = 0.0
 
     def __post_init__(self) -> None:

@@ -13,23 +13,14 @@ from inductor_passes.machine.presets import gpu_node, gpu_peaks
 
 
 class Device(NamedTuple):
-    """What a driver tells of an NVIDIA GPU.
+    """What a driver tells of an NVIDIA GPU."""
 
-    Attributes:
-        name: its maker's.
-        capability: of its architecture: (9, 0) is Hopper's.
-        multiprocessors: that it has.
-        clock_ghz: at most.
-        memory_gb_s: 1e9 bytes per second, by its memory's clock and width.
-        memory_gb: 1e9 bytes.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    multiprocessors: int
-    clock_ghz: float
-    memory_gb_s: float
-    memory_gb: float
+    name: str  # its maker's
+    capability: tuple[int, int]  # of its architecture: (9, 0) is Hopper's
+    multiprocessors: int  # that it has
+    clock_ghz: float  # at most
+    memory_gb_s: float  # 1e9 bytes per second, by its memory's clock and width
+    memory_gb: float  # 1e9 bytes
 
 
 # Floating-point operations of a multiprocessor in a cycle, by capability: matrices of 16 bits that

@@ -39,23 +39,15 @@ Reduces = Literal["", "inner", "outer"]
 
 @dataclass(frozen=True)
 class Loop:
-    """An op that can share a kernel with others.
+    """An op that can share a kernel with others."""
 
-    Attributes:
-        numel: iterations: elements of the result, or of what is reduced.
-        result_numel: elements of the result.
-        reduces: a reduction's kind: ``"inner"`` over the last dimension, not all; else ``"outer"``.
-        elementwise: each element of the result is made of those in its place.
-        heavy: not to be repeated: it takes long.
-        stored: the result is, even if nobody reads it outside of its kernel.
-    """
-
-    numel: int
-    result_numel: int
+    numel: int  # iterations: elements of the result, or of what is reduced
+    result_numel: int  # elements of the result
+    # A reduction's kind: ``"inner"`` over the last dimension, not all; else ``"outer"``.
     reduces: Reduces = ""
-    elementwise: bool = False
-    heavy: bool = False
-    stored: bool = False
+    elementwise: bool = False  # each element of the result is made of those in its place
+    heavy: bool = False  # not to be repeated: it takes long
+    stored: bool = False  # the result is, even if nobody reads it outside of its kernel
 
     def goes_into(self, reader: Loop) -> bool:
         """Whether a loop that reads the result can run in the same kernel."""
@@ -66,15 +58,10 @@ class Loop:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one op adds to the kernel that it runs in.
+    """What one op adds to the kernel that it runs in."""
 
-    Attributes:
-        nbytes: read from and written to memory.
-        kernels: 1 for the first op of a kernel, else 0.
-    """
-
-    nbytes: int
-    kernels: int
+    nbytes: int  # read from and written to memory
+    kernels: int  # 1 for the first op of a kernel, else 0
 
 
 def traffic_of(

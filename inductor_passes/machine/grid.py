@@ -26,35 +26,21 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class OpenProgram:
-    """A program in the order in which it is to run, whose numbers are Sizes.
-
-    Attributes:
-        program: it.
-        work: of its compute ops by name; one that is not there moves its buffers.
-        symbols: what was left open.
-    """
+    """A program in the order in which it is to run, whose numbers are Sizes."""
 
     program: Program
-    work: Mapping[str, Work]
-    symbols: Symbols
+    work: Mapping[str, Work]  # of its compute ops by name; one that is not there moves its buffers
+    symbols: Symbols  # what was left open
 
 
 class Taken(NamedTuple):
-    """What a program takes, a number per cell, float64.
+    """What a program takes, a number per cell, float64."""
 
-    Attributes:
-        total_us: its time.
-        exposed_us: of it, in which the compute lane stands still.
-        compute_us: its compute, if nothing were in transfer.
-        wire_us: sum over its collectives.
-        peak_nbytes: most live bytes, without inputs that the caller keeps.
-    """
-
-    total_us: Tensor
-    exposed_us: Tensor
-    compute_us: Tensor
-    wire_us: Tensor
-    peak_nbytes: Tensor
+    total_us: Tensor  # its time
+    exposed_us: Tensor  # of it, in which the compute lane stands still
+    compute_us: Tensor  # its compute, if nothing were in transfer
+    wire_us: Tensor  # sum over its collectives
+    peak_nbytes: Tensor  # most live bytes, without inputs that the caller keeps
 
 
 def taken(

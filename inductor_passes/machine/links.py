@@ -111,22 +111,17 @@ def check_ramp(what: str, ramp: Ramp, *, falls: bool = False) -> None:
 class Link:
     """How long one kind of collective takes between some ranks.
 
-    Attributes:
-        latency_us: of the smallest message.
-        gb_s: 1e9 bytes of the full tensor per second, for large messages.
-        ramp: fraction of ``gb_s`` by bytes per rank; none: all of it, always.
-        member_us: of each tensor but the first that is launched with others; no more than the
-            latency, or a bucket would cost more than its members do.
-
     Raises:
         TypeError, ValueError: a figure that is no number, negative, NaN or zero (a latency may
             be), more per member than for the whole, or a ramp by which more bytes would take
             less time.
     """
 
-    latency_us: float
-    gb_s: float
-    ramp: Ramp = ()
+    latency_us: float  # of the smallest message
+    gb_s: float  # 1e9 bytes of the full tensor per second, for large messages
+    ramp: Ramp = ()  # fraction of ``gb_s`` by bytes per rank; none: all of it, always
+    # Of each tensor but the first that is launched with others; no more than the latency, or a
+    # bucket would cost more than its members do.
     member_us: float = 0.0
 
     def __post_init__(self) -> None:

@@ -14,41 +14,25 @@ USES = ("activations", "gathered parameters", "full gradients", "gradient shards
 
 
 class Span(NamedTuple):
-    """When an op ran. A collective's span is that of its transfer on the lane.
+    """When an op ran. A collective's span is that of its transfer on the lane."""
 
-    Attributes:
-        op: name.
-        lane: ``"compute"`` or the group of the collective.
-        begin_us: from the start of the program.
-        end_us: likewise.
-    """
-
-    op: str
-    lane: str
-    begin_us: float
-    end_us: float
+    op: str  # its name
+    lane: str  # ``"compute"`` or the group of the collective
+    begin_us: float  # from the start of the program
+    end_us: float  # likewise
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulated run took.
+    """What a simulated run took."""
 
-    Attributes:
-        spans: of compute ops and collectives, in program order.
-        exposed_us: per start op, how long the compute lane stood still in its waits.
-        total_us: end of the last op on the compute lane: compute, what it was slowed by, and what
-            is exposed.
-        compute_us: sum over compute ops, if nothing were in transfer.
-        slowed_us: how much longer they took beside transfers.
-        wire_us: sum over collectives.
-    """
-
-    spans: tuple[Span, ...]
-    exposed_us: dict[str, float]
+    spans: tuple[Span, ...]  # of compute ops and collectives, in program order
+    exposed_us: dict[str, float]  # per start op, how long the compute lane stood still in its waits
+    # End of the last op on the compute lane: compute, what it was slowed by, and what is exposed.
     total_us: float
-    compute_us: float
-    wire_us: float
-    slowed_us: float = 0.0
+    compute_us: float  # sum over compute ops, if nothing were in transfer
+    wire_us: float  # sum over collectives
+    slowed_us: float = 0.0  # how much longer they took beside transfers
 
     @property
     def stalled_us(self) -> float:
@@ -163,19 +147,12 @@ def simulate(program: Program, cost: CostModel) -> Timeline:
 
 @dataclass(frozen=True)
 class Memory:
-    """Live bytes during each op, and what is resident throughout.
+    """Live bytes during each op, and what is resident throughout."""
 
-    Attributes:
-        live_nbytes: per op, inputs that may be freed included, resident inputs not.
-        resident_nbytes: of inputs that the caller keeps.
-        peak_nbytes: largest of ``live_nbytes``, plus the resident bytes.
-        peak_op: name of the op at the peak; empty for a program without ops.
-    """
-
-    live_nbytes: tuple[int, ...]
-    resident_nbytes: int
-    peak_nbytes: int
-    peak_op: str
+    live_nbytes: tuple[int, ...]  # per op, inputs that may be freed included, resident inputs not
+    resident_nbytes: int  # of inputs that the caller keeps
+    peak_nbytes: int  # largest of ``live_nbytes``, plus the resident bytes
+    peak_op: str  # name of the op at the peak; empty for a program without ops
 
 
 def touched(program: Program) -> list[list[str]]:

@@ -26,17 +26,11 @@ from inductor_passes.machine.simulate import touched
 
 @dataclass(frozen=True)
 class RepeatLimits:
-    """Up to which a loop is repeated instead of stored, beyond which no more; Inductor's on a GPU.
+    """Up to which a loop is repeated, beyond which it is stored; Inductor's on a GPU."""
 
-    Attributes:
-        reads: buffers that a loop reads that several others read.
-        reads_of_one: likewise, that one other reads.
-        ops: operations of a loop that several others read, what it repeats itself included.
-    """
-
-    reads: int = 4
-    reads_of_one: int = 8
-    ops: int = 30
+    reads: int = 4  # buffers that a loop reads that several others read
+    reads_of_one: int = 8  # likewise, that one other reads
+    ops: int = 30  # operations of a loop that several others read, what it repeats itself included
 
 
 def as_stored(

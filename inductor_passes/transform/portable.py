@@ -16,32 +16,21 @@ from inductor_passes.ir.program import Bucket, CollectiveKind, Op, Program
 
 
 class Member(NamedTuple):
-    """One collective of data parallelism's.
+    """One collective of data parallelism's."""
 
-    Attributes:
-        fqn: of its parameter.
-        occurrence: 0 for the first collective of the kind for this parameter in a graph. A hybrid
-            scalar's gradient, say, is all-reduced twice, in two groups.
-    """
-
-    fqn: str
+    fqn: str  # of its parameter
+    # 0 for the first collective of the kind for this parameter in a graph. A hybrid scalar's
+    # gradient, say, is all-reduced twice, in two groups.
     occurrence: int
 
 
 class PortableBucket(NamedTuple):
-    """A :class:`Bucket` without names of nodes.
+    """A :class:`Bucket` without names of nodes."""
 
-    Attributes:
-        label: as in :class:`Bucket`.
-        kind: of the collectives.
-        members: in their order on the wire.
-        window: as in :class:`Bucket`.
-    """
-
-    label: str
-    kind: CollectiveKind
-    members: tuple[Member, ...]
-    window: int = 0
+    label: str  # as in :class:`Bucket`
+    kind: CollectiveKind  # of the collectives
+    members: tuple[Member, ...]  # in their order on the wire
+    window: int = 0  # as in :class:`Bucket`
 
 
 def in_names(program: Program, buckets: Sequence[Bucket]) -> tuple[PortableBucket, ...]:

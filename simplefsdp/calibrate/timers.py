@@ -21,18 +21,14 @@ _LONG_US = 2e4  # a queue of calls takes no longer, or has one
 
 @dataclass(frozen=True)
 class Timer:
-    """What a moment is, and how long it is from one to another.
+    """What a moment is, and how long it is from one to another."""
 
-    Attributes:
-        queued: most calls between two moments.
-        mark: note the moment that is now, or that will be when the device gets there.
-        between_us: microseconds from one to another, which may be waited for.
-        hold: make the device wait while calls are queued up, so that it never waits for one.
-    """
-
-    queued: int
+    queued: int  # most calls between two moments
+    # Note the moment that is now, or that will be when the device gets there.
     mark: Callable[[], Any]
+    # Microseconds from one to another, which may be waited for.
     between_us: Callable[[Any, Any], float]
+    # Make the device wait while calls are queued up, so that it never waits for one.
     hold: Callable[[], None] = lambda: None
 
     def us(self, call: Call, count: int = 1) -> float:

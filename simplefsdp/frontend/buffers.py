@@ -15,19 +15,12 @@ from simplefsdp.frontend.placement import from_first_rank
 
 
 class BufferSlot(NamedTuple):
-    """A plain buffer as it was when parameters were made whole.
-
-    Attributes:
-        owner: of it.
-        name: there.
-        path: from the module that was made whole.
-        before: a copy of its value.
-    """
+    """A plain buffer as it was when parameters were made whole."""
 
     owner: nn.Module
-    name: str
-    path: str
-    before: Tensor
+    name: str  # in its owner
+    path: str  # from the module that was made whole
+    before: Tensor  # a copy of its value
 
     @property
     def now(self) -> Tensor | None:

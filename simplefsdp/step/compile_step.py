@@ -35,14 +35,10 @@ MOST = 8  # sets of hyperparameters that a step is compiled for
 
 
 class StepResult(NamedTuple):
-    """What a training step gives.
+    """What a training step gives."""
 
-    Attributes:
-        loss: that the step began with, 0-d, of this rank, without a gradient.
-        grad_norm: norm of all gradients over all ranks before clipping, 0-d; None without clipping.
-    """
-
-    loss: Tensor
+    loss: Tensor  # that the step began with, 0-d, of this rank, without a gradient
+    # Norm of all gradients over all ranks before clipping, 0-d; None without clipping.
     grad_norm: Tensor | None
 
 

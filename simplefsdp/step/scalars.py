@@ -27,23 +27,15 @@ from simplefsdp.step.update import Owner, Site, Update, params_of, tensor_at
 
 
 class Scalars(NamedTuple):
-    """The numbers of an update.
+    """The numbers of an update."""
 
-    Attributes:
-        sources: what ``gm`` is called with: one of each of these, which are equal.
-        gm: computes the results.
-        results: the nodes of the update that they stand for.
-        examples: what they are now.
-        nodes: all nodes of the update that are numbers.
-        written: the state that changes, with the number of its new value among all that ``gm``
-            gives: the results, and then those that are only written.
-    """
-
-    sources: list[list[Site]]
-    gm: GraphModule
-    results: list[Node]
-    examples: list[Tensor]
-    nodes: frozenset[Node]
+    sources: list[list[Site]]  # what ``gm`` is called with: one of each of these, which are equal
+    gm: GraphModule  # computes the results
+    results: list[Node]  # the nodes of the update that they stand for
+    examples: list[Tensor]  # what they are now
+    nodes: frozenset[Node]  # all nodes of the update that are numbers
+    # The state that changes, with the number of its new value among all that ``gm`` gives: the
+    # results, and then those that are only written.
     written: dict[Site, int]
 
 

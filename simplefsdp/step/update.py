@@ -18,19 +18,13 @@ Owner = tuple[int, int]  # of a parameter, its group's number and its own in tha
 
 
 class Site(NamedTuple):
-    """Where an optimizer has a tensor.
+    """Where an optimizer has a tensor."""
 
-    Attributes:
-        kind: what it is: a parameter, its gradient, a state of it, or an option of its group.
-        group: number of its parameter group.
-        number: of the parameter in it; -1 of an option.
-        key: name of the state or of the option.
-    """
-
+    # What it is: a parameter, its gradient, a state of it, or an option of its group.
     kind: Literal["param", "grad", "state", "option"]
-    group: int
-    number: int = -1
-    key: str = ""
+    group: int  # number of its parameter group
+    number: int = -1  # of the parameter in it; -1 of an option
+    key: str = ""  # name of the state or of the option
 
     @property
     def owner(self) -> Owner | None:
@@ -39,19 +33,12 @@ class Site(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What an optimizer's step computes.
+    """What an optimizer's step computes."""
 
-    Attributes:
-        graph: of Dynamo's; without results.
-        sites: what its placeholders and attributes stand for.
-        hyperparameters: of the optimizer that it holds for.
-        params: of that; they are kept, as they are told apart by their ids.
-    """
-
-    graph: Graph
-    sites: dict[Node, Site]
-    hyperparameters: dict[str, Any]
-    params: list[nn.Parameter]
+    graph: Graph  # of Dynamo's; without results
+    sites: dict[Node, Site]  # what its placeholders and attributes stand for
+    hyperparameters: dict[str, Any]  # of the optimizer that it holds for
+    params: list[nn.Parameter]  # of that; they are kept, as they are told apart by their ids
 
 
 def tensor_at(optimizer: Optimizer, site: Site) -> Tensor:

@@ -30,22 +30,14 @@ class WholeStep(NamedTuple):
 
     Its first inputs and results are those of the graph of the loss; the results have no gradients.
     A last result is the norm of the gradients, if they are clipped.
-
-    Attributes:
-        gm: it.
-        inputs: (fake) ones to compile it with.
-        sites: where the optimizer has its further inputs.
-        numbers: which of the optimizer's numbers come behind them.
-        seed: its last input: the gradient of the loss, one.
-        trained: the parameters that are updated.
     """
 
     gm: GraphModule
-    inputs: list[Any]
-    sites: list[Site]
-    numbers: list[int]
-    seed: Tensor
-    trained: frozenset[Owner]
+    inputs: list[Any]  # (fake) ones to compile it with
+    sites: list[Site]  # where the optimizer has its further inputs
+    numbers: list[int]  # which of the optimizer's numbers come behind them
+    seed: Tensor  # its last input: the gradient of the loss, one
+    trained: frozenset[Owner]  # the parameters that are updated
 
 
 def whole_step(
