@@ -11,8 +11,14 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.adapters import _torch
-from inductor_passes.adapters._torch_calls import call_of, has_schema, is_size, note_values
-from inductor_passes.adapters.loops import tensors_of
+from inductor_passes.adapters._torch_calls import (
+    by_name,
+    call_of,
+    has_schema,
+    is_size,
+    note_values,
+)
+from inductor_passes.adapters.loops import nbytes_of, tensors_of
 from inductor_passes.ir.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
 from inductor_passes.planner.units import Part, Piece, in_units, parts_of, pieces_of
 
@@ -180,7 +186,7 @@ class _Reader:
             self._add(node, "compute", reads, (node.name, *self._side_effects(node)))
 
     def _start(self, node: Node, reads: tuple[str, ...], results: tuple[Node, ...]) -> None:
-        out = _arguments(node).get("out")
+        out = by_name(call_of(node)).get("out")
         for result in results:
             storage = self.buffers[out.name].storage if isinstance(out, Node) else ""
             self.buffers[result.name] = _buffer(result, storage)
@@ -257,14 +263,14 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
     kind = does if fqns else "other"
     sent = [start] if does == "gather" else start.all_input_nodes
     dtypes = dict.fromkeys(str(t.dtype) for node in sent for t in _tensors(node))
-    arguments = _arguments(start)
+    arguments = by_name(call_of(start))
     group = str(arguments.get("group_name", ""))
     return Collective(
         kind,
         group,
         # An all-reduce is not told how many it is among.
         int(arguments.get("group_size", 0)) or len(_torch.ranks_of_group(group) or ()),
-        sum(map(_nbytes, sent)),
+        sum(map(nbytes_of, sent)),
         "+".join(dtype.removeprefix("torch.") for dtype in dtypes),
         str(arguments.get("reduce_op", "")),
         fqns,
@@ -308,22 +314,13 @@ def _waited_once(start: Node) -> tuple[Node, ...]:
     return results if waited else ()
 
 
-def _arguments(node: Node) -> dict[str, Any]:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
 def _tensors(node: Node) -> list[torch.Tensor]:
     return tensors_of(node.meta.get("val"))
 
 
 def _buffer(node: Node, storage: str = "") -> Buffer:
     itemsize = max((v.element_size() for v in _tensors(node)), default=1)
-    return Buffer(node.name, _nbytes(node), storage, itemsize)
-
-
-def _nbytes(node: Node) -> int:
-    return sum(_torch.size_hint(v.numel()) * v.element_size() for v in _tensors(node))
+    return Buffer(node.name, nbytes_of(node), storage, itemsize)
 
 
 def write_order(graph: Graph, reading: Reading, order: Sequence[str]) -> None:

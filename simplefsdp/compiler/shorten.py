@@ -21,12 +21,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import SymBool, SymFloat, SymInt, Tensor
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from inductor_passes.adapters._torch import has_symbols
 from inductor_passes.adapters.submodules import attribute_of
 from inductor_passes.ir.buckets import repeated_modules
 from simplefsdp._torch import graph_module, has_policy, is_plain_tensor
@@ -125,16 +126,8 @@ def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
     others = [fqn for fqn in fqns if numbering.of(fqn) is None]
     if any(node.kwargs for node in gathers) or any(numbering.moved(f, 1) != f for f in others):
         return False
-    return not any(map(_is_open, gm.graph.nodes))
-
-
-def _is_open(node: Node) -> bool:
-    """Whether a size is not a number, as where it depends on data."""
-    leaves = pytree.tree_leaves(node.meta.get("example_value"))
-    sizes = [
-        s for v in leaves for s in ((*v.shape, *v.stride()) if isinstance(v, Tensor) else (v,))
-    ]
-    return any(isinstance(size, (SymInt, SymFloat, SymBool)) for size in sizes)
+    seen = (pytree.tree_leaves(node.meta.get("example_value")) for node in gm.graph.nodes)
+    return not any(map(has_symbols, seen))
 
 
 def _begins(body: Sequence[Node], numbering: Numbering) -> dict[int, int]:
