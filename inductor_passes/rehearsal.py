@@ -222,28 +222,25 @@ class Prediction:
 
 
 @no_garbage_collection()
-def predict(rehearsal: Rehearsal, cluster: Cluster | None = None) -> Prediction:
-    """Simulate the graph before and after the passes, on ``cluster``.
-
-    With None, on the preset for the graph's device, or an H100's, and the result says so.
-    """
+def predict(rehearsal: Rehearsal, settings: Settings | None) -> Prediction:
+    """Simulate the graph before and after the passes, on :func:`assumed_cluster`."""
     before, after = rehearsal.reading.program, rehearsal.after
-    name = cluster.name if cluster else ""
-    if cluster is None:
-        cluster, name = _assume(rehearsal.reading)
+    cluster, name = assumed_cluster(rehearsal.reading, settings)
     cost = cost_of(rehearsal.reading, cluster)
     was, now = (simulate(p, cost).stalled_us for p in (before, after))
     return Prediction(_count(before), _count(after), was, now, name)
 
 
-def _assume(reading: fx.Reading) -> tuple[Cluster, str]:
-    """A cluster for a rough prediction, and what to call it."""
+def assumed_cluster(reading: fx.Reading, settings: Settings | None) -> tuple[Cluster, str]:
+    """What to predict a graph for: its plan's cluster, else its device's, else an H100's; and what
+    to call that."""
+    if settings is not None and settings.auto is not None:
+        return settings.auto.cluster, settings.auto.cluster.name
     device = device_of(reading)
     try:
         cluster = cluster_of(device)
     except ValueError:
-        cluster = preset("h100")
-        return cluster, f"h100 (there is no preset for {device_name(device)})"
+        return preset("h100"), f"h100 (there is no preset for {device_name(device)})"
     return cluster, cluster.name
 
 

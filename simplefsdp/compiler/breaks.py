@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from simplefsdp import _torch
 from simplefsdp._torch import CodePlace, GraphBreak
 from simplefsdp.compiler import observers
-from simplefsdp.compiler.observers import CompiledGraph, assumed_cluster
+from simplefsdp.compiler.observers import CompiledGraph
 
 if TYPE_CHECKING:
     from inductor_passes.ir.program import CollectiveKind
@@ -129,11 +129,12 @@ def _exposed_us(seen: CompiledGraph, kind: CollectiveKind) -> tuple[float | None
     """What compute waits for the first gather, or the last reduce, of a graph; None without one."""
     from inductor_passes.adapters.roofline import cost_of
     from inductor_passes.machine.simulate import simulate
+    from inductor_passes.rehearsal import assumed_cluster
 
     after = seen.rehearsal.after
     starts = [op.name for _, op in after.starts() if op.sends == kind]
     if not starts:
         return None, ""
-    cluster = assumed_cluster(seen.rehearsal, seen.settings)
+    cluster, _ = assumed_cluster(seen.rehearsal.reading, seen.settings)
     timeline = simulate(after, cost_of(seen.rehearsal.reading, cluster))
     return timeline.exposed_us[starts[0] if kind == "gather" else starts[-1]], cluster.name

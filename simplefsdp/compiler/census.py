@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
-import torch
 from torch.fx import Graph, Node
 
+from inductor_passes.adapters.fx import KIND_OF
+from inductor_passes.adapters.loops import nbytes_of
 from inductor_passes.rehearsal import Rehearsal, Settings, predict
 from simplefsdp import provenance
 from simplefsdp.compiler.observers import Part
-
-_ops = torch.ops._c10d_functional
-_GATHER_STARTS = {_ops.all_gather_into_tensor.default}
-_REDUCE_STARTS = {_ops.reduce_scatter_tensor.default, _ops.all_reduce.default}
 
 
 def describe(graph: Graph, part: Part) -> str:
     """The gathers and reduces that SimpleFSDP put into ``graph``, as one line of a log; in bytes of
     full, padded tensors. A hybrid_shard gradient is reduced, and counts, twice."""
-    gathers = _starts(graph, _GATHER_STARTS, provenance.gathered_fqn)
-    reduces = _starts(graph, _REDUCE_STARTS, provenance.reduced_fqn)
-    text = f"{len(gathers)} gathers ({format_nbytes(sum(map(_nbytes, gathers)))}"
+    gathers = _starts(graph, ("gather",), provenance.gathered_fqn)
+    reduces = _starts(graph, ("reduce", "all_reduce"), provenance.reduced_fqn)
+    text = f"{len(gathers)} gathers ({format_nbytes(sum(map(nbytes_of, gathers)))}"
     if part == "backward":
         text += ", recomputed" if gathers else ""
     elif part == "step":
@@ -29,20 +26,15 @@ def describe(graph: Graph, part: Part) -> str:
     elif gathers:
         resharded = sum(map(provenance.reshards_after_forward, gathers))
         text += f"; {resharded} freed after forward, {len(gathers) - resharded} kept"
-    reduced_nbytes = sum(_nbytes(node.all_input_nodes[0]) for node in reduces)
+    reduced_nbytes = sum(nbytes_of(node.all_input_nodes[0]) for node in reduces)
     return f"{part}: {text}), {len(reduces)} reduces ({format_nbytes(reduced_nbytes)})"
 
 
 def _starts(
-    graph: Graph, targets: Collection[object], fqn_of: Callable[[Node], str | None]
+    graph: Graph, kinds: tuple[str, ...], fqn_of: Callable[[Node], str | None]
 ) -> dict[Node, str]:
-    found = {node: fqn_of(node) for node in graph.nodes if node.target in targets}
+    found = {node: fqn_of(node) for node in graph.nodes if KIND_OF.get(node.target) in kinds}
     return {node: fqn for node, fqn in found.items() if fqn is not None}
-
-
-def _nbytes(node: Node) -> int:
-    value = node.meta["val"]
-    return int(value.numel()) * int(value.element_size())
 
 
 def format_nbytes(nbytes: int) -> str:
@@ -57,7 +49,7 @@ def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
     """What the passes will make of a graph, for the log line; nothing if there are none."""
     if settings is None:
         return ""
-    found = predict(rehearsal, settings.auto.cluster if settings.auto else None)
+    found = predict(rehearsal, settings)
     verb = "->" if settings.merge else "moved as"
     parts = [
         f"{n} {kind}s {verb} {found.buckets[kind]} buckets"

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from inductor_passes.machine.cluster import Cluster
     from inductor_passes.rehearsal import Rehearsal, Settings
     from inductor_passes.size_range import SizeRange
 
@@ -58,17 +57,3 @@ def observing(observer: Observer) -> Iterator[None]:
 def any_listen() -> bool:
     """Whether somebody wants to see each graph that is compiled."""
     return bool(_observers)
-
-
-def assumed_cluster(rehearsal: Rehearsal, settings: Settings | None) -> Cluster:
-    """What to predict a graph for: its plan's cluster, else the device's preset, else an H100's."""
-    from inductor_passes.adapters.devices import cluster_of
-    from inductor_passes.adapters.roofline import device_of
-    from inductor_passes.machine.presets import preset
-
-    if settings is not None and settings.auto is not None:
-        return settings.auto.cluster
-    try:
-        return cluster_of(device_of(rehearsal.reading))
-    except ValueError:
-        return preset("h100")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.cluster_file import as_cluster
-from inductor_passes.rehearsal import Rehearsal, Settings, launches
-from simplefsdp.compiler.observers import CompiledGraph, assumed_cluster, observing
+from inductor_passes.rehearsal import Rehearsal, Settings, assumed_cluster, launches
+from simplefsdp.compiler.observers import CompiledGraph, observing
 from simplefsdp.inspection.document import document
 from simplefsdp.inspection.modules import modules_of
 from simplefsdp.inspection.plans import limits_of
@@ -63,7 +63,7 @@ class Report:
     def add(self, seen: CompiledGraph) -> None:
         """Take in a graph; the backend calls this."""
         rehearsal = seen.rehearsal
-        cluster = self._cluster or assumed_cluster(rehearsal, seen.settings)
+        cluster = self._cluster or assumed_cluster(rehearsal.reading, seen.settings)[0]
         n = self._numbers.setdefault(seen.compilation, 1 + len(self._numbers))
         forward, name = (part if n == 1 else f"{part} {n}" for part in ("forward", seen.part))
         self._launches[name] = launches(rehearsal)

@@ -15,11 +15,12 @@ from torch.utils.flop_counter import flop_registry
 from inductor_passes.adapters import fx, roofline
 from inductor_passes.adapters.fx import Reading
 from inductor_passes.adapters.roofline import device_of, nodes_of, work_of
+from inductor_passes.ir.buckets import Assignment
 from inductor_passes.machine.cluster import ClusterCost, Work
 from inductor_passes.machine.presets import preset
 from inductor_passes.machine.simulate import simulate
 from inductor_passes.passes import rehearse
-from inductor_passes.rehearsal import predict
+from inductor_passes.rehearsal import Auto, Settings, predict
 from simplefsdp import simple_fsdp
 from simplefsdp.models import LlamaConfig
 from simplefsdp.models.llama3 import Llama
@@ -220,13 +221,14 @@ def test_a_rough_prediction_says_what_it_assumes() -> None:
     graph = make_fx(lambda x: x * 2, tracing_mode="fake")(X)
     rehearsal = rehearse(graph, None, lambda node: None)
     assert device_of(rehearsal.reading) == torch.device("cpu")
-    assert predict(rehearsal).device == "cpu-gloo"
-    assert predict(rehearsal, preset("a100")).device == "a100"
+    assert predict(rehearsal, None).device == "cpu-gloo"
+    planned = Settings(Assignment({}), Auto(preset("a100")))
+    assert predict(rehearsal, planned).device == "a100"
     for node in graph.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = torch.empty(ROWS, WIDTH, device="meta")
     rehearsal = rehearse(graph, None, lambda node: None)
-    assert predict(rehearsal).device == "h100 (there is no preset for meta)"
+    assert predict(rehearsal, None).device == "h100 (there is no preset for meta)"
 
 
 def test_the_work_prices_a_simulation() -> None:
