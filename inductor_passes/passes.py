@@ -117,7 +117,7 @@ class ImposeOrder:
             PassError: they cannot be put into it.
         """
         try:
-            reading = scheduler.read(snodes, _no_fqn)
+            reading = scheduler.read(snodes)
             if not any(
                 op.collective and op.collective.bucket for _, op in reading.program.starts()
             ):
@@ -134,10 +134,6 @@ class ImposeOrder:
             return scheduler.write(reading, order, len(snodes))
         except Exception as error:
             raise PassError(f"impose_order: {error}; {REMEDY}") from error
-
-
-def _no_fqn(node: object) -> None:
-    """At the scheduler all that we planned is marked."""
 
 
 Chooser = Callable[[fx.Reading, Settings], Plan | tuple[Bucket, ...]]

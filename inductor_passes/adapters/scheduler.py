@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inductor_passes.adapters import _torch
-from inductor_passes.adapters.fx import FqnOf, collective_of
+from inductor_passes.adapters.fx import collective_of
 from inductor_passes.ir.program import Buffer, Collective, Op, Program, ProgramError
 
 
@@ -26,7 +26,7 @@ class SchedulerReading:
     snodes: dict[str, tuple[Any, ...]]
 
 
-def read(snodes: Sequence[Any], fqn_of: FqnOf) -> SchedulerReading:
+def read(snodes: Sequence[Any]) -> SchedulerReading:
     """Read a list of scheduler nodes as a program.
 
     Raises:
@@ -39,7 +39,7 @@ def read(snodes: Sequence[Any], fqn_of: FqnOf) -> SchedulerReading:
     reads = [_torch.scheduled_reads(snode, launched) for snode in snodes]
     reader = _Reader(_results_of_starts(snodes, reads))
     for snode, names in zip(snodes, reads, strict=True):
-        reader.read(snode, names, fqn_of)
+        reader.read(snode, names)
     program = Program(tuple(reader.ops), reader.buffers, tuple(reader.inputs))
     return SchedulerReading(
         program.verify(), {name: tuple(found) for name, found in reader.snodes.items()}
@@ -93,7 +93,7 @@ class _Reader:
         self.inputs: list[str] = []
         self.owner: dict[str, str] = {}  # of the list that a start returns
 
-    def read(self, snode: Any, reads: tuple[str, ...], fqn_of: FqnOf) -> None:
+    def read(self, snode: Any, reads: tuple[str, ...]) -> None:
         name, writes = str(snode.get_name()), _torch.scheduled_writes(snode)
         if _torch.is_scheduled_item(snode) and reads[0] in self.owner:
             self.snodes[self.owner[reads[0]]].append(snode)
@@ -102,7 +102,7 @@ class _Reader:
         if name in self.results_of:
             self.owner.update(dict.fromkeys(writes, name))
             results = tuple(self.results_of[name])
-            self._add(Op(name, "start", reads, results, _collective(snode, fqn_of)))
+            self._add(Op(name, "start", reads, results, _collective(snode)))
         elif pending := tuple(n for n in reads if n in self.start_of):
             # A wait also lists the inputs of its collective, which must live as long.
             storage = self.buffers[pending[0]].storage
@@ -120,8 +120,8 @@ class _Reader:
         self.ops.append(op)
 
 
-def _collective(snode: Any, fqn_of: FqnOf) -> Collective:
+def _collective(snode: Any) -> Collective:
     starts = [n for n in _torch.origins_of(snode) if _torch.is_collective_start(n)]
     if len(starts) != 1:
         return Collective("other", "", 0, 0, "")
-    return collective_of(starts[0], fqn_of)
+    return collective_of(starts[0], lambda _: None)  # all that we planned is marked

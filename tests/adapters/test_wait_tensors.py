@@ -87,7 +87,7 @@ def test_the_scheduler_waits_for_several_at_once(fake_mesh):
     seen = []
 
     def keep(nodes):
-        seen.append(scheduler.read(nodes, lambda node: None).program)
+        seen.append(scheduler.read(nodes).program)
         return nodes
 
     def function(a, b):

@@ -138,7 +138,7 @@ class Recorder:
 
     def order(self, impose_order, snodes):
         ordered = self.impose_order(impose_order, snodes)
-        starts = scheduler.read(ordered, lambda node: None).program.starts()
+        starts = scheduler.read(ordered).program.starts()
         each = [part for snode in ordered for part in snode.get_nodes()]
         executed = [n.name for part in each for n in origins_of(part) if is_placed(n)]
         self.placed.append((self.in_graph, executed))
