@@ -51,27 +51,19 @@ def fusions_as_planned() -> Iterator[None]:
 
 class _Schedule:
     """A schedule before fusion. What is fused with what by now is asked for each time, by
-    ``now(operation)``: what reads one of two that are one needs what the other needs.
-
-    Attributes:
-        limits: see :func:`_limits`.
-        last: the place of the last node that reads each buffer; endless for what is returned.
-        kernels: other libraries', launches and waits.
-        places: theirs.
-        maker: the operation that makes each buffer.
-        readers: those that need it.
-    """
+    ``now(operation)``: what reads one of two that are one needs what the other needs."""
 
     def __init__(self, snodes: Sequence[Any], returned: Iterable[str]) -> None:
         self.limits = _limits(snodes)
-        self.kernels = [s for s in snodes if s.is_extern()]
+        self.kernels = [s for s in snodes if s.is_extern()]  # other libraries', launches and waits
         self.places = [s.min_order for s in self.kernels]
+        # The place of the last node that reads each buffer; endless for what is returned.
         self.last: dict[str, float] = {
             str(dep.name): s.min_order for s in snodes for dep in s.read_writes.reads
         }
         self.last.update(dict.fromkeys(returned, inf))
-        self.maker: dict[str, str] = {}
-        self.readers: dict[str, list[str]] = {}
+        self.maker: dict[str, str] = {}  # the operation that makes each buffer
+        self.readers: dict[str, list[str]] = {}  # those that need it
         for snode in snodes:
             self.maker |= dict.fromkeys(map(str, snode.get_buffer_names()), snode.get_name())
             for dep in snode.unmet_dependencies:

@@ -40,17 +40,7 @@ class _Made(NamedTuple):
 
 
 class Facts:
-    """What is to be known of the nodes of a graph.
-
-    Attributes:
-        loops: those of one result that Inductor can fuse.
-        views: those of one result.
-        writes: what writes in place.
-        roots: what :func:`root_of` has found.
-        written: values that are written to in place, or of which something is a view that is.
-        cheap: what may be repeated: constants, views, and loops that make each element of a few of
-            those in its place, by few instructions; of nothing that is written to in place.
-    """
+    """What is to be known of the nodes of a graph."""
 
     def __init__(self, graph: Graph) -> None:
         calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -60,10 +50,14 @@ class Facts:
             for node in calls
             if isinstance(node.meta.get("val"), torch.Tensor) and node not in self.writes
         ]
+        # Loops, of one result, that Inductor can fuse, and views.
         self.loops = {node: loop for node in single if (loop := loop_of(node)) is not None}
         self.views = {node for node in single if _torch.is_view(node)}
-        self.roots: dict[Node, Node] = {}
+        self.roots: dict[Node, Node] = {}  # what :func:`root_of` has found
+        # Values that are written to in place, or of which something is a view that is.
         self.written = {self.root(n) for w in self.writes for n in _torch.mutated_arguments(w)}
+        # What may be repeated: constants, views, and loops that make each element of a few of those
+        # in its place, by few instructions; of nothing that is written to in place.
         self.cheap = {n for n in single if self._is_cheap(n) and not self.is_written(n)}
 
     def _is_cheap(self, node: Node) -> bool:

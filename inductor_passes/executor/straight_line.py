@@ -36,13 +36,8 @@ def straight_line(
 
 
 class StraightLine:
-    """A program of calls.
-
-    Attributes:
-        source: what it runs, as Python.
-        scope: the functions and constants that it names.
-        plain: whether it :func:`can_go_below_autograd`.
-    """
+    """A program of calls: Python, ``source``, with the functions and constants that it names in
+    ``scope``; ``plain`` if it :func:`can_go_below_autograd`."""
 
     def __init__(self, source: str, scope: Mapping[str, Any], plain: bool) -> None:
         self.source, self.scope, self.plain = source, scope, plain

@@ -79,12 +79,7 @@ class _Tree:
 
 
 class _Repeated:
-    """The loops that are repeated by whoever reads them.
-
-    Attributes:
-        names: of the ops.
-        storages: of their results.
-    """
+    """The loops that are repeated by whoever reads them: names of ops, storages of results."""
 
     def __init__(self, program: Program, loops: Mapping[str, Loop], limits: RepeatLimits) -> None:
         self.program, self.loops, self.limits = program, loops, limits

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_passes.adapters._torch import is_view, is_wait, layout_text
+from inductor_passes.adapters._torch import is_random, is_view, is_wait, layout_text
 from simplefsdp import provenance
 
 # The partitioner saves a recomputed node that feeds a checkpoint region of a *higher* id, taking
@@ -29,11 +29,6 @@ _COPIES = {
     torch.ops.aten._to_copy.default: 0,
     torch.ops.prims.convert_element_type.default: 0,
     torch.ops.aten.copy.default: 1,
-}
-_CASTS = {
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.clone.default,
-    torch.ops.prims.convert_element_type.default,
 }
 
 
@@ -123,11 +118,7 @@ def save_cpu_random_ops(graph: Graph) -> None:
     of the CPU's generator where the forward graph's output order has the mesh of a DTensor, and
     fail ("expected all tensors_saved_with_vc_check to be Tensors")."""
     for node in graph.nodes:
-        is_random = (
-            isinstance(node.target, torch._ops.OpOverload)
-            and torch.Tag.nondeterministic_seeded in node.target.tags
-        )
-        if is_random and "recompute" in node.meta and _is_on_cpu(node):
+        if is_random(node) and "recompute" in node.meta and _is_on_cpu(node):
             _must_save(node)
 
 
@@ -146,7 +137,7 @@ def _is_on_cpu(node: Node) -> bool:
 
 
 def _is_view_or_cast(node: Node) -> bool:
-    return len(node.all_input_nodes) == 1 and (_is_view(node) or node.target in _CASTS)
+    return len(node.all_input_nodes) == 1 and (_is_view(node) or node.target in _COPIES)
 
 
 def _is_view(node: Node) -> bool:

@@ -18,16 +18,13 @@ from simplefsdp.frontend.living import fqns_of
 
 
 class _Sent:
-    """What calls of a graph gather by one process group.
-
-    Attributes:
-        fqns: names in the graph, by places among its inputs, as they are gathered.
-        last: names of the parameters of the last call, and what that gathered.
-    """
+    """What calls of a graph gather by one process group."""
 
     def __init__(self, group: str) -> None:
         self.group = group
+        # Names in the graph, by places among its inputs, as they are gathered.
         self.fqns: list[tuple[int, str]] = []
+        # Names of the parameters of the last call, and what that gathered.
         self.last = ([""], rank_sequence.gathered(()))
 
     def note(self, args: tuple[Any, ...]) -> None:
