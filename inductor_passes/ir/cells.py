@@ -58,14 +58,12 @@ class Symbols:
         """See that the graph is the same for ``sizes``.
 
         Args:
-            sizes: by name.
+            sizes: by all names, 1 or more.
             exactly: also that no numbers are equal by chance.
 
         Raises:
             CellError: it is not; names what does not hold.
-            ValueError: a size is missing, unknown, or below 1.
         """
-        self._check_names(sizes)
         values = {s: sizes[name] for name, symbols in self.by_name.items() for s in symbols}
         for condition in (*self.holds, *(self.apart if exactly else ())):
             if condition.xreplace(values) != sympy.true:
@@ -84,15 +82,6 @@ class Symbols:
     def all(self) -> list[sympy.Symbol]:
         """Of all names."""
         return [symbol for symbols in self.by_name.values() for symbol in symbols]
-
-    def _check_names(self, sizes: Mapping[str, int]) -> None:
-        if set(sizes) != set(self.by_name):
-            raise ValueError(
-                f"sizes: expected {', '.join(self.by_name)}, got {', '.join(sizes) or 'none'}"
-            )
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {size!r}")
 
 
 class Formulas:
@@ -142,7 +131,7 @@ class SizedProgram:
         """The program for some sizes, as if it had been traced with them.
 
         Raises:
-            CellError, ValueError: as for :meth:`Symbols.check`.
+            CellError: as for :meth:`Symbols.check`.
         """
         self.symbols.check(sizes)
         return _with_numbers(self.program, self._formulas.at(sizes))
