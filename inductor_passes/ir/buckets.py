@@ -85,16 +85,14 @@ def check_patterns(patterns: object) -> Patterns:
     entries: list[Any] = list(patterns) if isinstance(patterns, (list, tuple)) else []
     for entry in entries or [None]:
         globs = [entry] if isinstance(entry, str) else entry
-        if not (isinstance(globs, (list, tuple)) and globs and all(map(_is_string, globs))):
+        if not (
+            isinstance(globs, (list, tuple)) and globs and all(isinstance(g, str) for g in globs)
+        ):
             raise TypeError(
                 "buckets: expected module FQNs (globs) and lists of them that share a bucket, "
                 f"got {patterns!r}"
             )
     return entries
-
-
-def _is_string(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _matching(glob: str, paths: Sequence[str]) -> list[str]:

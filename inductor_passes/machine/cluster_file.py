@@ -83,11 +83,11 @@ def _cluster(data: Any) -> Cluster:
         raise ValueError(f"expected version {VERSION}, got {shown(version)}: calibrate again")
 
     def peaks(value: Any) -> dict[str, Peak]:
-        found = _dict(value, "peaks: ").items()
+        found = typed(value, dict, "peaks").items()
         return {k: _build(Peak, v, f"peaks.{_text('dtype', k)}", _RAMPS) for k, v in found}
 
     def wires(value: Any) -> tuple[Wire, ...]:
-        found = enumerate(_list(value, "wires: "))
+        found = enumerate(typed(value, list, "wires"))
         return tuple(_build(Wire, v, f"wires[{i}]", {"link": link(i)}) for i, v in found)
 
     def link(i: int) -> Callable[[Any], Link]:
@@ -101,7 +101,7 @@ def _build(cls: type[T], data: Any, where: str, convert: Mapping[str, Callable[[
     """An instance of a dataclass; names ``where`` it is if a field is missing or wrong."""
     at = f"{where}: " if where else ""
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-    given = _dict(data, at)
+    given = typed(data, dict, where)
     missing = [name for name, f in known.items() if f.default is MISSING and name not in given]
     unknown = [name for name in given if name not in known]
     if missing or unknown:
@@ -114,7 +114,7 @@ def _build(cls: type[T], data: Any, where: str, convert: Mapping[str, Callable[[
 
 
 def _ramp(name: str, value: Any) -> tuple[Any, ...]:
-    points = _list(value, f"{name}: ")
+    points = typed(value, list, name)
     if len(points) > _MAX_POINTS:
         raise ValueError(f"{name}: expected at most {_MAX_POINTS} points, got {len(points)}")
     return tuple(tuple(p) if isinstance(p, list) else p for p in points)
@@ -127,15 +127,3 @@ def _text(name: str, value: Any) -> str:
 
 
 _RAMPS = {name: functools.partial(_ramp, name) for name in ("ramp", "matmul", "attention")}
-
-
-def _dict(value: Any, at: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{at}expected an object, got {shown(value)}")
-    return value
-
-
-def _list(value: Any, at: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{at}expected a list, got {shown(value)}")
-    return value

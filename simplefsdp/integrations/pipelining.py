@@ -66,12 +66,10 @@ class PipelineStage(pipelining.PipelineStage):
         with microbatch(self.submod, is_last=is_last):
             found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         # What the last micro-batch has not used waits; or all, if the user says so around the step.
-        if is_last and self._waits() and not is_deferring(self.submod):
+        waits = is_last and any(map(waiting_sums, self.submod.parameters()))
+        if waits and not is_deferring(self.submod):
             reduce_now(self.submod)
         return found
-
-    def _waits(self) -> bool:
-        return any(map(waiting_sums, self.submod.parameters()))
 
     def _is_last(self, chunk_id: int) -> bool:
         """Whether a micro-batch's backward reduces."""

@@ -51,15 +51,12 @@ def apply_tensor_parallel(model: Llama, tp_mesh: DeviceMesh) -> Llama:
 
 
 def _check_divisible(config: LlamaConfig, tp_size: int) -> None:
-    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
-        width = getattr(config, name)
+    widths = {name: getattr(config, name) for name in ("n_heads", "n_kv_heads", "ffn_dim")}
+    sizes = range(1, config.n_kv_heads + 1)
+    for name, width in widths.items():
         if width % tp_size:
-            options = [n for n in range(1, config.n_kv_heads + 1) if _divides_all(config, n)]
+            options = [n for n in sizes if not any(other % n for other in widths.values())]
             raise ValueError(
                 f"{name} = {width} does not divide among {tp_size} tensor-parallel ranks: choose "
                 f"a tensor-parallel size out of {options} for this model"
             )
-
-
-def _divides_all(config: LlamaConfig, tp_size: int) -> bool:
-    return not any(n % tp_size for n in (config.n_heads, config.n_kv_heads, config.ffn_dim))
