@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import has_no_data
-from simplefsdp.frontend.placement import from_first_rank
+from simplefsdp.frontend.placement import bits_of, from_first_rank
 
 
 class BufferSlot(NamedTuple):
@@ -32,7 +32,7 @@ class BufferSlot(NamedTuple):
         now = self.now
         if now is None or now.shape != self.before.shape or now.dtype != self.before.dtype:
             return now is not None
-        return not torch.equal(_bytes(now), _bytes(self.before.to(now.device)))
+        return not torch.equal(bits_of(now), bits_of(self.before.to(now.device)))
 
 
 def buffers_of(module: nn.Module) -> list[BufferSlot]:
@@ -48,10 +48,6 @@ def buffers_of(module: nn.Module) -> list[BufferSlot]:
     return list(found.values())
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 @torch.no_grad()
 def send_written(buffers: Sequence[BufferSlot], mesh: DeviceMesh) -> None:
     """Give every rank of ``mesh`` the buffers that its first rank has written to; collective.
@@ -63,7 +59,7 @@ def send_written(buffers: Sequence[BufferSlot], mesh: DeviceMesh) -> None:
         return
     groups = mesh.get_all_groups()
     # Of what was written to, how many bytes; of the rest, -1.
-    sizes = [_bytes(now).numel() if b.is_written() and (now := b.now) is not None else -1
+    sizes = [bits_of(now).numel() if b.is_written() and (now := b.now) is not None else -1
              for b in buffers]  # fmt: skip
     told = torch.tensor(sizes, dtype=torch.int64, device=mesh.device_type)
     from_first_rank(told, groups)
@@ -72,7 +68,7 @@ def send_written(buffers: Sequence[BufferSlot], mesh: DeviceMesh) -> None:
         if nbytes < 0:
             continue
         now = buffer.now
-        own = torch.empty(0) if now is None else _bytes(now)
+        own = torch.empty(0) if now is None else bits_of(now)
         fits = own.numel() == nbytes
         # A rank where it does not fit takes part, for the others wait for it.
         sent = own.to(mesh.device_type, copy=True) if fits else told.new_empty(nbytes).byte()

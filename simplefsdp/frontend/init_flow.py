@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from simplefsdp._torch import has_hooks, has_no_data, storage_use_count
 from simplefsdp.frontend import uninitialised
 from simplefsdp.frontend.full_parameters import full_of, write_back
-from simplefsdp.frontend.placement import highest_of_ranks, on_the_wire, rank_0s
+from simplefsdp.frontend.placement import bits_of, highest_of_ranks, on_the_wire, rank_0s
 from simplefsdp.frontend.reading import in_forward
 from simplefsdp.frontend.wrapped import shards_of
 from simplefsdp.rank_guard import agree, ranks_of
@@ -110,10 +110,7 @@ def _local(tensor: DTensor) -> Tensor:
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Bit by bit, so that NaN equals NaN."""
-    return not torch.equal(
-        one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)
-    )
+    return not torch.equal(bits_of(one), bits_of(other))
 
 
 class _Flow(threading.local):

@@ -194,6 +194,11 @@ def is_float8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements, by which NaN equals NaN."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
 def on_the_wire(tensor: Tensor) -> Tensor:
     """``tensor`` as every backend can send it: float8 as plain bytes, complex as pairs of real."""
     if tensor.is_complex():
