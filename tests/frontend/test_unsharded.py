@@ -113,11 +113,14 @@ def buffers_too() -> None:
     )
     norm = model[1]
     norm.running_var.fill_(rank + 1)  # each rank's own, as after training
+    norm.register_buffer("strided", torch.zeros(8)[::2])
     with unsharded(model), torch.no_grad():
         if rank == 0:
             norm.running_mean.data.add_(3)  # which no version counts
+            norm.strided.add_(3)
             norm.num_batches_tracked = torch.tensor(7)
     assert (norm.running_mean == 3).all() and norm.num_batches_tracked == 7
+    assert (norm.strided == 3).all()
     assert (norm.running_var == rank + 1).all()  # nobody has written to it
     with unsharded(model, writeback=False), torch.no_grad():
         norm.running_mean.fill_(rank)
