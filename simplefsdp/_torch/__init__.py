@@ -105,7 +105,6 @@ from simplefsdp._torch.tensors import (
     watch_writes_to_dtensors,
 )
 from simplefsdp._torch.trace_once import trace_repeated_calls_once
-from simplefsdp._torch.users_passes import GraphPass
 
 name_backend("simplefsdp", "simplefsdp.compiler.backend")
 compile_modules_of_torch_too("simplefsdp", "simplefsdp.compiler.backend.simplefsdp")
