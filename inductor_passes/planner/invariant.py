@@ -22,15 +22,10 @@ from inductor_passes.planner.update import UPDATE, with_one_update
 
 @dataclass(frozen=True)
 class FixedCost:
-    """Compute times by op name, which hold whatever is merged; collectives by another model.
+    """Compute times by op name, which hold whatever is merged; collectives by another model."""
 
-    Attributes:
-        op_us: of each compute op.
-        wire: prices the collectives.
-    """
-
-    op_us: Mapping[str, float]
-    wire: CostModel
+    op_us: Mapping[str, float]  # of each compute op
+    wire: CostModel  # prices the collectives
 
     @property
     def compute_beside(self) -> float:

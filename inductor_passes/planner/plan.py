@@ -17,23 +17,14 @@ class Plan:
     """Buckets, and what is predicted of the program that they make.
 
     Times and bytes are of what all ranks share (see :mod:`inductor_passes.planner.invariant`):
-    shards of parameters, and ops on shards, count nothing.
+    shards of parameters, and ops on shards, count nothing."""
 
-    Attributes:
-        buckets: with windows; all gathers, reduces and all-reduces of the program.
-        step_us: simulated time of the graph.
-        lower_bound_us: time that no plan can beat.
-        exposed_us: time that the compute lane stands still.
-        peak_nbytes: most live bytes.
-        budget_nbytes: that it was chosen within; 0 if it was not chosen.
-    """
-
-    buckets: tuple[Bucket, ...]
-    step_us: float
-    lower_bound_us: float
-    exposed_us: float
-    peak_nbytes: int
-    budget_nbytes: int = 0
+    buckets: tuple[Bucket, ...]  # with windows; all gathers, reduces and all-reduces of the program
+    step_us: float  # simulated time of the graph
+    lower_bound_us: float  # time that no plan can beat
+    exposed_us: float  # time that the compute lane stands still
+    peak_nbytes: int  # most live bytes
+    budget_nbytes: int = 0  # that it was chosen within; 0 if it was not chosen
 
 
 class BudgetError(ValueError):

@@ -32,21 +32,15 @@ SENT_ON = 2  # window of the all-reduces that send on what was reduced: they hol
 
 
 class Segment(NamedTuple):
-    """A bucket of one kind.
+    """A bucket of one kind."""
 
-    Attributes:
-        kind: of its line.
-        members: places on the line, ascending.
-        turn: of a gather, the place before whose bucket's first use it starts, or ``FIRST``; of a
-            reduce, the place before whose bucket's launch it is waited for, or ``END``, or -n:
-            just before the n-th next bucket of gathers is first used.
-        deferred: of a reduce, whether the all-reduces of what it leaves are sent with those of the
-            next bucket.
-    """
-
-    kind: Kind
-    members: tuple[int, ...]
+    kind: Kind  # of its line
+    members: tuple[int, ...]  # places on the line, ascending
+    # Of a gather, the place before whose bucket's first use it starts, or ``FIRST``; of a reduce,
+    # the place before whose bucket's launch it is waited for, or ``END``, or -n: just before the
+    # n-th next bucket of gathers is first used.
     turn: int
+    # Of a reduce, whether the all-reduces of what it leaves are sent with those of the next bucket.
     deferred: bool = False
 
     @property
@@ -60,20 +54,14 @@ State = tuple[Segment, ...]
 
 @dataclass(frozen=True)
 class Lines:
-    """The collectives of a program.
+    """The collectives of a program."""
 
-    Attributes:
-        starts: their names, by kind; all-reduces that send on what was reduced are not among them.
-        sent: the collectives that they launch.
-        classes: those of one class may share a bucket.
-        followers: all-reduces of what a reduce left, by its start.
-        used_next: of each reduce, whether a gather is used before another reduce is ready.
-    """
-
+    # Their names, by kind; all-reduces that send on what was reduced are not among them.
     starts: Mapping[Kind, tuple[str, ...]]
-    sent: Mapping[str, Collective]
-    classes: Mapping[Kind, tuple[object, ...]]
-    followers: Mapping[str, tuple[str, ...]]
+    sent: Mapping[str, Collective]  # the collectives that they launch
+    classes: Mapping[Kind, tuple[object, ...]]  # those of one class may share a bucket
+    followers: Mapping[str, tuple[str, ...]]  # all-reduces of what a reduce left, by its start
+    # Of each reduce, whether a gather is used before another reduce is ready.
     used_next: tuple[bool, ...]
 
     @cached_property

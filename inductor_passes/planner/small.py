@@ -18,22 +18,15 @@ UNITS = 48
 
 
 class Small(NamedTuple):
-    """A program of the same plans as another, with as few ops as they need.
+    """A program of the same plans as another, with as few ops as they need."""
 
-    Attributes:
-        program: it, :func:`~inductor_passes.planner.compact.compact`.
-        cost: of its ops.
-        first_of: under whose name each collective of the other is launched in it, see
-            :func:`~inductor_passes.planner.glue.glued`.
-        lines: of its collectives.
-        schedules: of it.
-    """
-
-    program: Program
-    cost: FixedCost
+    program: Program  # it, :func:`~inductor_passes.planner.compact.compact`
+    cost: FixedCost  # of its ops
+    # Under whose name each collective of the other is launched in it, see
+    # :func:`~inductor_passes.planner.glue.glued`.
     first_of: Mapping[str, str]
-    lines: Lines
-    schedules: Schedules
+    lines: Lines  # of its collectives
+    schedules: Schedules  # of it
 
 
 def small_program(

@@ -18,44 +18,27 @@ LAUNCHES = 0.005  # of the bound, that all launches of a plan by module are held
 
 
 class Score(NamedTuple):
-    """What a plan is worth; less is better, compared from left to right.
+    """What a plan is worth; less is better, compared from left to right."""
 
-    Attributes:
-        over_nbytes: bytes that do not fit, where most is alive and summed over the ops that all
-            ranks have.
-        price_us: time, and what launches are held to be worth.
-        step_us: time.
-    """
-
+    # Bytes that do not fit, where most is alive and summed over the ops that all ranks have.
     over_nbytes: int
-    price_us: float
-    step_us: float
+    price_us: float  # time, and what launches are held to be worth
+    step_us: float  # time
 
 
 @dataclass(frozen=True, eq=False)
 class Tried:
     """A plan as a state of the search, and what it was tried on; the rest is known once somebody
-    asks, as of most plans nobody does.
+    asks, as of most plans nobody does."""
 
-    Attributes:
-        state: the plan.
-        launches: buckets.
-        step_us: time.
-        price_us: time, and what launches are held to be worth.
-        program: with the buckets merged and in order.
-        cost: of its ops.
-        budget_nbytes: of live bytes.
-        peaks: most live bytes of each state whose memory was asked for.
-    """
-
-    state: State
-    launches: int
-    step_us: float
-    price_us: float
-    program: Program
-    cost: CostModel
-    budget_nbytes: float
-    peaks: dict[State, int]
+    state: State  # the plan
+    launches: int  # buckets
+    step_us: float  # time
+    price_us: float  # time, and what launches are held to be worth
+    program: Program  # with the buckets merged and in order
+    cost: CostModel  # of its ops
+    budget_nbytes: float  # of live bytes
+    peaks: dict[State, int]  # most live bytes of each state whose memory was asked for
 
     @cached_property
     def memory(self) -> Memory:

@@ -18,27 +18,17 @@ from inductor_passes.planner.invariant import following, prepared
 
 
 class Part(NamedTuple):
-    """Where in a model an op belongs.
+    """Where in a model an op belongs."""
 
-    Attributes:
-        module: the repeated module, a layer; empty outside of all of them.
-        child: of that module; empty for what it computes itself.
-    """
-
-    module: str
-    child: str
+    module: str  # the repeated module, a layer; empty outside of all of them
+    child: str  # of that module; empty for what it computes itself
 
 
 class Piece(NamedTuple):
-    """Computes of a layer that are not cut.
+    """Computes of a layer that are not cut."""
 
-    Attributes:
-        half: number of the half of a layer that it is a part of.
-        at: which of its pieces.
-    """
-
-    half: int
-    at: int
+    half: int  # number of the half of a layer that it is a part of
+    at: int  # which of its pieces
 
 
 def in_units(program: Program, pieces: Mapping[str, Piece]) -> Program:

@@ -26,16 +26,12 @@ _GATHER, _IN_PLACE, _REDUCE = range(3)
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """Limits of the memory that overlap may take, for buckets that have no window of their own.
+    """Limits of the memory that overlap may take, for buckets that have no window of their own."""
 
-    Attributes:
-        max_inflight_gathers: buckets that are being gathered while one is waited for, itself
-            included: 1 starts a gather when it is needed, 2 one bucket ahead.
-        max_pending_reduces: buckets of full gradients that are alive because nobody has waited
-            for their reduce.
-    """
-
+    # Buckets that are being gathered while one is waited for, itself included: 1 starts a gather
+    # when it is needed, 2 one bucket ahead.
     max_inflight_gathers: int = 2
+    # Buckets of full gradients that are alive because nobody has waited for their reduce.
     max_pending_reduces: int = 2
 
     def window(self, kind: CollectiveKind) -> int:
@@ -44,15 +40,10 @@ class OverlapPolicy:
 
 
 class Together(NamedTuple):
-    """Collectives that are launched as one.
+    """Collectives that are launched as one."""
 
-    Attributes:
-        starts: their positions in a program.
-        window: see :class:`~inductor_passes.ir.program.Bucket`; not 0.
-    """
-
-    starts: Sequence[int]
-    window: int
+    starts: Sequence[int]  # their positions in a program
+    window: int  # see :class:`~inductor_passes.ir.program.Bucket`; not 0
 
 
 Launched = Mapping[CollectiveKind, Sequence[Together]]
