@@ -105,7 +105,7 @@ def agree(
     if remember and key in agreed:
         return False
     timeout_s = waiting_s() if timeout_s is None else timeout_s
-    turn, verdict = _compared(what, lines, ranks, timeout_s, late or _LATE)
+    turn, verdict = _compared(what, lines, ranks, timeout_s, late or LATE)
     if verdict != _EQUAL:
         pair = [int(rank) for rank in verdict.removeprefix(_DIFFERENT).split()]
         store = store_of(ranks)
@@ -126,7 +126,7 @@ def _key(lines: Sequence[str], ranks: Sequence[int]) -> tuple[tuple[int, ...], s
 
 def have_the_same(what: str, line: str, ranks: Sequence[int], timeout_s: float) -> bool:
     """Whether all of ``ranks`` have one line; all must call this now, and are waited for."""
-    return len(ranks) < 2 or _compared(what, [line], ranks, timeout_s, _LATE)[1] == _EQUAL
+    return len(ranks) < 2 or _compared(what, [line], ranks, timeout_s, LATE)[1] == _EQUAL
 
 
 def _compared(
@@ -252,7 +252,7 @@ def _verdict(
     return verdict
 
 
-_LATE = (
+LATE = (
     "They failed, are slower than that, or took another branch of the program; see their logs, or "
     f"raise options['rank_guard_timeout_s'], or of what is not compiled {_VARIABLE}, on all of them"
 )
@@ -265,7 +265,7 @@ def _told_apart(
     keys = {rank: f"{turn}/lines/{rank}" for rank in pair}
     if dist.get_rank() in keys:
         store.set(keys[dist.get_rank()], "\n".join(lines))
-    wait_for(what, store, keys, timeout_s, _LATE)
+    wait_for(what, store, keys, timeout_s, LATE)
     texts = [store.get(key).decode().split("\n") for key in keys.values()]
     both = itertools.zip_longest(*texts, fillvalue="(nothing more)")
     one, other = next(two for two in both if two[0] != two[1])

@@ -63,7 +63,7 @@ from simplefsdp._torch.processes import (
     second_group,
     shared_store,
 )
-from simplefsdp._torch.recompiling import recompile_at_least, recompile_limit
+from simplefsdp._torch.recompiling import forget_given_up, given_up_on, watch_recompiling
 from simplefsdp._torch.repeated_calls import REPEATED, inline_repeated_calls, reset_repeated_calls
 from simplefsdp._torch.saved_code import (
     BackwardLaterError,

@@ -32,7 +32,6 @@ from simplefsdp.errors import told_plainly
 from simplefsdp.frontend import assigned, living, uninitialised
 from simplefsdp.frontend.accumulation import noting_backwards
 from simplefsdp.frontend.after_wrap import stands_for_shard
-from simplefsdp.frontend.eager_guard import compiled_with
 from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
@@ -122,9 +121,6 @@ def simplefsdp(
 
 def _ranks_to_meet(params: Sequence[DTensor], timeout_s: float) -> tuple[int, ...]:
     """The ranks that compare what they are about to do; none if they are told not to."""
-    compiled_with(timeout_s)
-    # Who meets more kinds of calls than the others would go on eagerly, and match them no more.
-    _torch.recompile_at_least(RECOMPILES)
     ranks = ranks_of([param.device_mesh for param in params])
     if len(ranks) > 1 and not timeout_s:
         say("rank_guard_timeout_s is 0: the ranks do not compare what they are about to do")
@@ -168,10 +164,12 @@ def _reset() -> None:
     forget_decisions()
     breaks.reset()
     _torch.reset_repeated_calls()
+    _torch.forget_given_up()
 
 
 simplefsdp.reset = _reset  # type: ignore[attr-defined]
 _torch.trace_repeated_calls_once(simplefsdp)
+_torch.watch_recompiling(RECOMPILES)
 
 
 def _communicated(

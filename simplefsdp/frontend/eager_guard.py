@@ -7,9 +7,9 @@ waits in a gather that they have ended without: they wait for it no longer than 
 A rank that changes over to a branch that all have taken before is told some forwards later
 (``rank_sequence.py``).
 
-Dynamo runs a function as it is that it has compiled too often, and it counts on each rank. So what
-is gathered eagerly inside of a compiled call is compared before, or this rank would gather one by
-one what the others gather in buckets.
+Dynamo runs a function as it is that it has compiled as often as it may, and counts on each rank.
+What is gathered there is compared before it is sent, each time: this rank would gather one by one
+what others, that have not come so far, gather in buckets.
 
 What is not seen: a forward that others do not begin. It ends with the process group's timeout.
 """
@@ -17,16 +17,17 @@ What is not seen: a forward that others do not begin. It ends with the process g
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
-from torch import nn
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp import rank_sequence
-from simplefsdp._torch import place_called, recompile_limit, run_as_it_is
-from simplefsdp.rank_guard import RankMismatchError, agree, ranks_of, ranks_of_model
+from simplefsdp._torch import given_up_on, run_as_it_is
+from simplefsdp.rank_guard import LATE, RankMismatchError, agree, ranks_of
 
 
 class _Forward(threading.local):
@@ -37,16 +38,12 @@ class _Forward(threading.local):
         self.number = 0
         self.gathered: dict[DeviceMesh, list[str]] = {}
         self.sent: dict[str, list[str]] = {}  # by process group
+        self.given_up = ""  # the function that Dynamo runs it in as it is; empty if none
+        self.asked: set[tuple[int, ...]] = set()  # ranks that were asked whether they do so, too
 
 
 _now = _Forward()
 _numbers = count(1)  # of all threads
-_patience_s = [0.0]  # the rank guard's, of what was compiled last; 0 if nothing was
-
-
-def compiled_with(timeout_s: float) -> None:
-    """Something is compiled, whose ranks wait so long for each other; 0 if they do not compare."""
-    _patience_s[0] = timeout_s
 
 
 def number_of_forward() -> int:
@@ -60,37 +57,44 @@ def note_gather(mesh: DeviceMesh, fqn: str, group: str) -> None:
     if _now.depth:
         _now.gathered.setdefault(mesh, []).append(fqn)
         _now.sent.setdefault(group, []).append(fqn)
-    elif group and _is_compiled_call():
-        _agree_to_run_eagerly(f"the gather of {fqn}", ranks_of([mesh]))
+    if given_up := _now.given_up if _now.depth and _now.given_up else given_up_on():
+        _agree_to_run_uncompiled(given_up, mesh, fqn, group)
 
 
-def _is_compiled_call() -> bool:
-    return _patience_s[0] > 0 and place_called() is not None
+def _agree_to_run_uncompiled(function: str, mesh: DeviceMesh, fqn: str, group: str) -> None:
+    """Return when all that this gather, or the reduce of its gradient, will be sent to are about to
+    gather in a function that Dynamo has given up on.
 
-
-def _agree_to_run_eagerly(what: str, ranks: Sequence[int]) -> None:
-    """Return when all ``ranks`` are about to do inside of a compiled call what is not compiled."""
+    They are asked once a forward if all of it is in there; else at each gather, since Dynamo may
+    have given up on one layer's function, and have code for another layer that serves some.
+    """
+    ranks = ranks_of([mesh])
+    if not torch.is_grad_enabled():  # those that have copies are sent nothing
+        ranks = tuple(rank for rank in ranks if rank in (ranks_of_group(group) or ()))
+    if ranks in _now.asked:
+        return
+    if _now.depth and _now.given_up:
+        _now.asked.add(ranks)
     agree(
-        f"{what} (eager, inside of a compiled call)",
-        [f"{what} runs eagerly"],
+        f"what is gathered uncompiled, beginning with {fqn},",
+        [f"{function}: {fqn} uncompiled"],
         ranks,
-        _patience_s[0],
+        remember=False,
         late=(
-            "They run what they have compiled there, and gather otherwise: Dynamo runs a function "
-            "as it is that it compiled more often than torch._dynamo.config.recompile_limit, "
-            f"{recompile_limit()} here. Raise it on all ranks, before the first step; or let less "
-            'differ between calls, TORCH_LOGS="recompiles" says what does: pad batches to a few '
-            "lengths, pass tensors for numbers and strings"
+            f"Dynamo has compiled {function} as often as it may on this rank and runs it as it is "
+            "now, and may not have on those: what they gather does not match. Let it compile more "
+            "often, on all ranks (torch._dynamo.config.recompile_limit, recompile_limit= of "
+            "torch.compile); or let less differ between calls, TORCH_LOGS=recompiles says what "
+            f"does: pad batches to a few lengths. Else: {LATE}"
         ),
     )
 
 
 @contextmanager
-def eager_forward(model: nn.Module) -> Iterator[None]:
+def eager_forward() -> Iterator[None]:
     """One forward of a wrapped model."""
     if not _now.depth:
-        if _is_compiled_call():
-            _agree_to_run_eagerly(f"the forward of {type(model).__name__}", ranks_of_model(model))
+        _now.given_up, _now.asked = given_up_on(), set()
         _now.number, _now.gathered, _now.sent = next(_numbers), {}, {}
     _now.depth += 1
     try:

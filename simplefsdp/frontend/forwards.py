@@ -46,7 +46,7 @@ def casting(forward: Forward) -> Forward:
             return forward(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             check_before_eager_forward(self)
-            with eager_forward(self), shards_explained():
+            with eager_forward(), shards_explained():
                 return plain(cast_around(self, policy, args, kwargs))
         return cast_around(self, policy, args, kwargs)
 

@@ -959,8 +959,16 @@ def test_torch_tells_a_limit_of_its_own_from_one_that_was_set():
     from torch._dynamo import config
 
     assert config._is_default("accumulated_recompile_limit")
-    with config.patch(recompile_limit=3):
-        _torch.recompile_at_least(5)
-        assert _torch.recompile_limit() == 3
     with config.patch(accumulated_recompile_limit=3):
         assert not config._is_default("accumulated_recompile_limit")
+
+
+def test_dynamo_asks_whether_it_may_compile_a_code():
+    from torch._dynamo import convert_frame
+
+    asked = {"cache_size", "compile_id"}
+    assert asked == set(inspect.signature(convert_frame.exceeds_recompile_limit).parameters)
+    assert "exceeds_recompile_limit(cache_size, compile_id)" in inspect.getsource(
+        convert_frame._compile
+    )
+    assert "code" in inspect.signature(convert_frame._compile).parameters

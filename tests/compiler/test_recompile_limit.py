@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from simplefsdp import simple_fsdp
+from simplefsdp._torch import given_up_on
 from simplefsdp.compiler.backend import RECOMPILES
-from simplefsdp.rank_guard import RankMismatchError
 
 LIMIT = 2
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, tag):
+        return self.linear(2 * x if tag == "none" else x).tanh()
 
 
 class Tagged(nn.Module):
@@ -20,17 +31,27 @@ class Tagged(nn.Module):
 
     def __init__(self, breaks: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
         self.breaks = breaks
 
     def forward(self, x, tag):
         if self.breaks:
             torch._dynamo.graph_break()
-        if tag == "none":
-            x = 2 * x
         for layer in self.layers:
-            x = layer(x).tanh()
+            x = layer(x, tag)
         return x
+
+
+def made(compiled, kind="root", mesh=None):
+    """A model of which all is compiled, or its layers alone, or all of it around a graph break."""
+    torch.manual_seed(0)
+    mode = "replicate" if kind == "replicate" else "fully_shard"
+    mesh = init_device_mesh("cpu", (2,)) if mesh is None else mesh
+    model = simple_fsdp(Tagged(kind in ("break", "replicate")), mesh, mode=mode)
+    options = {"executor": "aot_eager", "bucketing": "manual"}
+    for module in (model.layers if kind == "layers" else [model]) if compiled else ():
+        module.compile(backend="simplefsdp", options=options)
+    return model
 
 
 def losses_of(model, tags):
@@ -44,15 +65,6 @@ def losses_of(model, tags):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def made(compiled, breaks=False):
-    torch.manual_seed(0)
-    model = simple_fsdp(Tagged(breaks), init_device_mesh("cpu", (2,)))
-    if compiled:
-        options = {"executor": "aot_eager", "bucketing": "manual", "rank_guard_timeout_s": 1}
-        model.compile(backend="simplefsdp", options=options)
-    return model
 
 
 def beside_eager(tags):
@@ -70,17 +82,32 @@ def of_many_kinds_on_all():
         return beside_eager([f"tag {step}" for step in range(LIMIT + 2)])
 
 
-def of_too_many_kinds_on_one_rank(breaks):
-    """Rank 1 does not begin the step of which rank 0 runs something eagerly."""
-    tags = [f"tag {step if dist.get_rank() == 0 else 0}" for step in range(LIMIT + 1)]
+def of_too_many_kinds_on_one_rank(kind, together):
+    """Rank 0 meets what it may not compile any more, after both have or not; rank 1 goes on."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    known, new = [f"tag {step}" for step in range(LIMIT + together)], "another tag"
+    with torch._dynamo.config.patch(recompile_limit=LIMIT), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIMPLEFSDP_TIMEOUT_S", "1")
+        model = made(True, kind, DeviceMesh.from_group(group, "cpu"))
+        losses_of(model, known)
+        try:
+            losses_of(model, [new if dist.get_rank() == 0 else known[0]])
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def alone_without_gradients():
+    """Ranks that have all there is, or that are sent nothing, may do as they like."""
+    found = []
     with torch._dynamo.config.patch(recompile_limit=LIMIT):
-        model = made(True, breaks)
-        losses_of(model, tags[:LIMIT])
-        if dist.get_rank() == 0:
-            with pytest.raises(RankMismatchError) as caught:
-                model(torch.ones(2, 4), tags[LIMIT])
-            return str(caught.value)
-    return ""
+        model = made(True, "replicate")
+        for step in range(LIMIT + 2):
+            losses_of(model, [f"tag {step}"])
+        with torch.no_grad():
+            for step in range(LIMIT + 2) if dist.get_rank() == 0 else ():
+                found.append(model(torch.ones(2, 4), f"alone {step}").sum().item())
+    return found
 
 
 def test_a_rank_may_meet_more_kinds_of_calls_than_the_others(pools):
@@ -95,12 +122,40 @@ def test_ranks_that_compile_too_often_together_go_on_eagerly(pools):
         assert limit == LIMIT
 
 
+@pytest.mark.parametrize("together", [0, 1])
 @pytest.mark.parametrize(
-    ("breaks", "what"),
-    [(False, "the forward of Tagged"), (True, "the gather of layers.0.weight")],
+    ("kind", "function"),
+    [("root", "Tagged"), ("break", "Tagged"), ("layers", "Layer"), ("replicate", "Tagged")],
 )
-def test_a_rank_that_compiles_too_often_alone_is_told(breaks, what, own_ranks):
-    text, _ = own_ranks.run(of_too_many_kinds_on_one_rank, breaks)
+def test_a_rank_that_compiles_too_often_alone_is_told(kind, function, together, own_ranks):
+    (error, text), (other, _) = own_ranks.run(of_too_many_kinds_on_one_rank, kind, together)
     own_ranks.stop()  # out of step
-    assert text.startswith(f"{what} (eager, inside of a compiled call): after 1 s, rank 1 did not")
-    assert f"torch._dynamo.config.recompile_limit, {LIMIT} here" in text
+    assert error == "RankMismatchError", text
+    assert "what is gathered uncompiled, beginning with layers.0.linear." in text
+    assert "after 1 s, rank 1 did not get to what rank 0 is about to do" in text
+    assert f"Dynamo has compiled {function} as often as it may on this rank" in text
+    assert other in ("RuntimeError", "")  # a collective's timeout
+
+
+def test_a_rank_may_compile_too_often_alone_where_nothing_is_sent(pools):
+    found, _ = pools(2).run(alone_without_gradients)
+    assert len(set(found)) == 1 and len(found) == LIMIT + 2
+
+
+def test_what_dynamo_has_given_up_on_is_known_until_it_is_reset(fake_mesh):
+    seen = []
+
+    def function(x, tag):
+        torch._dynamo.graph_break()
+        seen.append(given_up_on())
+        return x + len(tag)
+
+    compiled = torch.compile(function, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=LIMIT):
+        for step in range(LIMIT + 1):
+            compiled(torch.ones(2), "a" * (step + 1))
+        assert not any(seen[:LIMIT])
+        assert "function" in seen[LIMIT]
+        torch.compiler.reset()
+        compiled(torch.ones(2), "b")
+        assert not seen[-1]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from simplefsdp import simple_fsdp
+from simplefsdp import rank_guard, simple_fsdp
 from simplefsdp.frontend import eager_guard
 from simplefsdp.rank_guard import RankMismatchError, agree, waiting_s
 
@@ -34,6 +34,7 @@ class Branching(nn.Module):
 
 def gather_in_another_order():
     """What would mix up the parameters of two layers, of which no collective complains."""
+    rank_guard._agreed.clear()  # of whatever test came before
     model = simple_fsdp(Branching(), init_device_mesh("cpu", (2,)))
     x = torch.ones(2, 4)
     model.order = [0, 1] if dist.get_rank() == 0 else [1, 0]
@@ -100,7 +101,7 @@ def wait_as_the_environment_says():
         patch.setenv("SIMPLEFSDP_TIMEOUT_S", "1")
         if dist.get_rank() == 0:
             mesh = next(model.parameters()).device_mesh
-            with pytest.raises(RankMismatchError) as caught, eager_guard.eager_forward(model):
+            with pytest.raises(RankMismatchError) as caught, eager_guard.eager_forward():
                 eager_guard.note_gather(mesh, "layers.0.weight", "")
             return str(caught.value)
     return ""
