@@ -19,7 +19,7 @@ from inductor_passes.planner.plan import BudgetError, Plan, budget_error, defaul
 from inductor_passes.planner.regular import least
 from inductor_passes.planner.segments import State, bare, lines_of, named_buckets
 from inductor_passes.planner.small import Small, small_program
-from inductor_passes.planner.tried import Tried, launches_price
+from inductor_passes.planner.tried import launches_price
 from inductor_passes.transform.windows import buckets_by_module
 
 CLOSE, NEAR = 1.005, 1.01
@@ -36,9 +36,6 @@ AGAIN = 3  # times that a climb whose end does not fit goes on, with less room
 # Climbs begin at the most promising plan, at that by module, and at the best that fits; and at some
 # more of the promising ones, as long as so much of the work is left, as in small programs.
 MORE_CLIMBS, EASY = 6, 4 / 5
-# None begins at a plan that takes so much longer than the best end: of 611 searches that did, none
-# ended at a better one.
-FAR = 1.35
 # Ops that a search simulates, of those that all ranks have: at least, and for each of the program.
 WORK, WORK_PER_OP = 140_000, 15
 
@@ -275,15 +272,21 @@ def _climbed(
     joined = search.by_buckets(halves) if halves else None
     known = [start for start in (joined, *starts[:1], near, fitting) if start is not None]
     plans: list[Plan] = []
-    first, best_us = dict.fromkeys(known), inf
+    first = dict.fromkeys(known)
     for start in dict.fromkeys([*first, *starts[1:MORE_CLIMBS]]):
         if start not in first and search.left < EASY * search.allowed:
             break
-        if start.score.price_us > FAR * best_us:
-            continue
-        end, plan = _end_that_fits(search, start, found)
-        if not end.score.over_nbytes:
-            best_us = min(best_us, end.score.price_us)
+        end = search.climb(start)
+        plan = found(end.state)
+        for _ in range(AGAIN):
+            # The compact program does not quite have the memory of the whole one.
+            if plan is None or end.score.over_nbytes or plan.peak_nbytes <= search.whole_nbytes:
+                break
+            again = search.with_less_room(end, plan.peak_nbytes - end.memory.peak_nbytes)
+            if again is None:
+                break
+            end = again
+            plan = found(end.state)
         if plan is not None:
             plans.append(plan)
             fits = plan.peak_nbytes <= search.whole_nbytes
@@ -291,23 +294,6 @@ def _climbed(
             if fits and few and plan.step_us <= NEAR * search.bound_us:
                 break
     return plans
-
-
-def _end_that_fits(
-    search: LocalSearch, start: Tried, found: Callable[[State], Plan | None]
-) -> tuple[Tried, Plan | None]:
-    """The end of a climb, and its plan; of another with less room if that does not fit, since the
-    compact program does not quite have the memory of the whole one."""
-    end = search.climb(start)
-    plan = found(end.state)
-    for _ in range(AGAIN):
-        if plan is None or end.score.over_nbytes or plan.peak_nbytes <= search.whole_nbytes:
-            break
-        again = search.with_less_room(end, plan.peak_nbytes - end.memory.peak_nbytes)
-        if again is None:
-            break
-        end, plan = again, found(again.state)
-    return end, plan
 
 
 def _chosen(plans: Sequence[Plan], manual: Plan) -> Plan:

@@ -271,13 +271,14 @@ class _Runs:
 
 
 def _with_few_buffers(program: Program) -> Program:
-    """What the same ops read and write as one buffer; and no op reads what is there throughout, or
-    takes nothing. Whatever the order of the ops, the bytes that are alive are the same."""
+    """``program`` with one buffer for all that the same ops read and write. Nor do its ops read
+    what is there throughout: inputs that the caller keeps, and those of no bytes. In any order of
+    the ops, as many bytes are alive as before."""
     ends = [frozenset(end) for end in (program.inputs, program.resident, program.outputs)]
-    own = program.in_place
-    free = {n for n in program.inputs if n in program.resident or not program.buffers[n].nbytes}
-    free -= own
-    ops = [replace(op, reads=tuple(n for n in op.reads if n not in free)) for op in program.ops]
+    in_place = program.in_place  # its order counts, so it stays as it is
+    there = {n for n in program.inputs if n in program.resident or not program.buffers[n].nbytes}
+    there -= in_place
+    ops = [replace(op, reads=tuple(n for n in op.reads if n not in there)) for op in program.ops]
     uses: defaultdict[str, list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
         for k, names in enumerate((op.reads, op.writes)):
@@ -287,7 +288,7 @@ def _with_few_buffers(program: Program) -> Program:
     nbytes: defaultdict[str, int] = defaultdict(int)
     as_one: dict[str, str] = {}
     for name in [name for name in program.buffers if name in uses or name in ends[0]]:
-        alike = name if name in own else (*uses[name], *(name in end for end in ends))
+        alike = name if name in in_place else (*uses[name], *(name in end for end in ends))
         as_one[name] = first.setdefault(alike, name)
         nbytes[as_one[name]] += program.buffers[name].nbytes
 

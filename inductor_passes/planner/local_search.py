@@ -67,6 +67,13 @@ SHARES = (
 SPARE = (0.0, 0.02)  # of the budget, that is not filled
 
 
+def best_two(shapes: Mapping[Shape, Tried]) -> list[Shape]:
+    """Those of the best score; if two fit, nobody asks for the memory of slower ones."""
+    by_price = sorted(shapes, key=lambda shape: shapes[shape].price_us)
+    fitting = list(islice((shape for shape in by_price if shapes[shape].fits), 2))
+    return fitting if len(fitting) == 2 else sorted(shapes, key=lambda s: shapes[s].score)[:2]
+
+
 class LocalSearch:
     """The search of one program.
 
@@ -118,7 +125,7 @@ class LocalSearch:
         """Regular plans, the most promising first."""
         low = self.tried(least(self.lines))  # first: it may be a regular plan
         shapes = self._shapes(gather_shapes(self.lines, self._modules()))
-        for like in self._best_two(shapes):
+        for like in best_two(shapes):
             shapes |= self._shapes(reduce_shapes(self.lines, self._modules(), like))
         found = sorted(shapes.values(), key=lambda tried: tried.price_us)
         if low is None or (found and found[0].fits):
@@ -136,14 +143,6 @@ class LocalSearch:
     def _shapes(self, shapes: Iterable[Shape]) -> dict[Shape, Tried]:
         tried = {shape: self.tried(regular(shape, self.lines)) for shape in shapes}
         return {shape: found for shape, found in tried.items() if found is not None}
-
-    def _best_two(self, shapes: Mapping[Shape, Tried]) -> list[Shape]:
-        """Those of the best score; if two fit, nobody asks for the memory of slower ones."""
-        by_price = sorted(shapes, key=lambda shape: shapes[shape].price_us)
-        fitting = list(islice((shape for shape in by_price if shapes[shape].fits), 2))
-        if len(fitting) == 2:
-            return fitting
-        return sorted(shapes, key=lambda shape: shapes[shape].score)[:2]
 
     def _promise(self, tried: Tried) -> float:
         """What does not fit by little may, mended, be better than what fits; and what stands still
@@ -293,7 +292,7 @@ class LocalSearch:
     def _fit(self, at: Tried) -> Tried:
         """``at`` with what does not fit into memory mended, as far as that is possible."""
         while at.score.over_nbytes and self.left > 0:
-            somewhere, worst = alive(at, self._segment_of(at))
+            somewhere, worst = alive(at, self._segment_of(at), self.budget_nbytes)
             less = self._less(at, small_repairs(at.state, worst, self.lines))
             less = less or self._less(at, repairs(at.state, (somewhere, worst), self.lines))
             if not less:

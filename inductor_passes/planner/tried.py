@@ -28,8 +28,8 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tried:
-    """A plan as a state of the search, and what it was tried on; the rest is known once somebody
-    asks, as of most plans nobody does."""
+    """A plan as a state of the search, with its time. Memory, score and timeline are computed when
+    they are first asked for: of most plans nobody asks."""
 
     state: State  # the plan
     launches: int  # buckets
@@ -83,16 +83,19 @@ def launches_price(launches: int, by_module: int) -> float:
     return LAUNCHES * launches / max(1, by_module)
 
 
-def alive(tried: Tried, segment_of: Mapping[str, Segment]) -> tuple[set[Segment], set[Segment]]:
+def alive(
+    tried: Tried, segment_of: Mapping[str, Segment], budget_nbytes: float
+) -> tuple[set[Segment], set[Segment]]:
     """Segments that hold memory where there is too much, and those where there is most.
 
     Args:
         tried: a plan.
         segment_of: each start of its program.
+        budget_nbytes: beyond which memory is too much.
     """
     program = tried.program
     live, lives = tried.memory.live_nbytes, lifetimes(program)
-    room = tried.budget_nbytes - tried.memory.resident_nbytes
+    room = budget_nbytes - tried.memory.resident_nbytes
     full = [i for i, nbytes in enumerate(live) if nbytes > room]
     peak = max(range(len(live)), key=live.__getitem__, default=0)
     given = program.storages(program.inputs)

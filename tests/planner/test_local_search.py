@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 from layered import KINDS, layered
@@ -12,9 +13,10 @@ from programs import ROUND_COST, layers
 from inductor_passes.ir.buckets import assign_by_module, plan_buckets
 from inductor_passes.ir.text import parse
 from inductor_passes.machine.bound import lower_bound_us
+from inductor_passes.machine.simulate import memory
 from inductor_passes.planner import small
 from inductor_passes.planner.invariant import common_ops, rank_invariant
-from inductor_passes.planner.local_search import LocalSearch
+from inductor_passes.planner.local_search import LocalSearch, best_two
 from inductor_passes.planner.moves import (
     all_turned,
     apart,
@@ -40,7 +42,7 @@ from inductor_passes.planner.segments import (
     windows_of,
 )
 from inductor_passes.planner.small import small_program
-from inductor_passes.planner.tried import launches_price
+from inductor_passes.planner.tried import Score, launches_price
 
 BACKWARD = parse(layers(8, "backward"))
 LINES = lines_of(bare(BACKWARD))
@@ -224,3 +226,35 @@ def test_a_plan_by_module_is_a_start(monkeypatch):
     assert tried is not None
     sent = [name for bucket in search.buckets_of(tried.state) for name in bucket.starts]
     assert sorted(sent) == sorted(name for bucket in buckets for name in bucket.starts)
+
+
+@pytest.mark.parametrize(
+    ("fit", "best"),
+    [
+        ((0, 1, 0, 1), [1, 3]),
+        ((0, 0, 1, 0), [2, 3]),
+        ((0, 0, 0, 0), [3, 0]),
+        ((1, 1, 1, 1), [0, 1]),
+    ],
+)
+def test_the_best_two_fit_if_two_do(fit, best):
+    """Of four, in the order of their prices; of those that do not fit, the fourth takes least."""
+    over = [0 if fits else nbytes for fits, nbytes in zip(fit, (5, 6, 7, 4), strict=True)]
+    shapes = {
+        i: SimpleNamespace(price_us=i, fits=bool(fit[i]), score=Score(over[i], i, i))
+        for i in (2, 0, 3, 1)
+    }
+    assert best_two(shapes) == best
+
+
+def test_searches_of_one_graph_share_a_program_if_the_same_is_glued(monkeypatch):
+    monkeypatch.setattr(small, "UNITS", 20)
+    program, cost, fqns = layered(0, 60, "backward")
+    program, cost = rank_invariant(program, cost)
+    late = bare(program)
+    tight = memory(late).peak_nbytes
+    first = small_program(program, late, cost, fqns, 10 * tight)
+    assert small_program(program, late, cost, fqns, 11 * tight, known=first) is first
+    other = small_program(program, late, cost, fqns, tight, known=first)
+    assert other.first_of != first.first_of
+    assert other.program == small_program(program, late, cost, fqns, tight).program
