@@ -71,9 +71,9 @@ def _agree_to_run_uncompiled(function: str, mesh: DeviceMesh, fqn: str, group: s
     ranks = ranks_of([mesh])
     if not torch.is_grad_enabled():  # those that have copies are sent nothing
         ranks = tuple(rank for rank in ranks if rank in (ranks_of_group(group) or ()))
-    if ranks in _now.asked:
-        return
     if _now.depth and _now.given_up:
+        if ranks in _now.asked:
+            return
         _now.asked.add(ranks)
     agree(
         f"what is gathered uncompiled, beginning with {fqn},",

@@ -121,6 +121,25 @@ def test_what_is_no_time_is_refused(written, monkeypatch):
         waiting_s()
 
 
+def test_what_runs_uncompiled_is_asked_once_a_forward_or_at_each_gather(monkeypatch, solo_mesh):
+    asked = []
+
+    def agree(what, lines, ranks, **_):
+        asked.append(lines)
+
+    monkeypatch.setattr(eager_guard, "agree", agree)
+    monkeypatch.setattr(eager_guard, "given_up_on", lambda: "forward")
+    group = solo_mesh.get_group().group_name
+    with eager_guard.eager_forward():
+        for fqn in "ab":
+            eager_guard.note_gather(solo_mesh, fqn, group)
+    assert asked == [["forward: a uncompiled"], ["eager", "a", "b"]]
+    asked.clear()
+    for fqn in "cd":  # of a forward that is compiled
+        eager_guard.note_gather(solo_mesh, fqn, group)
+    assert asked == [["forward: c uncompiled"], ["forward: d uncompiled"]]
+
+
 def test_what_was_gathered_before_is_not_asked_again(monkeypatch, solo_mesh):
     asked = []
     monkeypatch.setattr(eager_guard, "agree", lambda what, lines, ranks: asked.append(lines))
