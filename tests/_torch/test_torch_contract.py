@@ -955,12 +955,13 @@ def test_trunc_normal_calls_what_it_fills_tensor():
     assert _torch.filled_by_trunc_normal() is None
 
 
-def test_torch_tells_a_limit_of_its_own_from_one_that_was_set():
+def test_torch_tells_a_value_of_its_own_from_one_that_was_set():
+    """Of one that no other test sets: what was patched is no default afterwards."""
     from torch._dynamo import config
 
-    assert config._is_default("accumulated_recompile_limit")
-    with config.patch(accumulated_recompile_limit=3):
-        assert not config._is_default("accumulated_recompile_limit")
+    assert config._is_default("fail_on_recompile_limit_hit")
+    with config.patch(fail_on_recompile_limit_hit=True):
+        assert not config._is_default("fail_on_recompile_limit_hit")
 
 
 def test_dynamo_asks_whether_it_may_compile_a_code():
