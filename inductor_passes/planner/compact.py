@@ -142,24 +142,6 @@ class _Runs:
         self.size, self.live = bare.storage_nbytes, memory(bare).live_nbytes
         self.lives = lifetimes(bare)
         self.given, self.kept = bare.storages(bare.inputs), bare.storages(bare.outputs)
-        self.as_one = self._as_one()
-
-    def _as_one(self) -> dict[str, str]:
-        """What comes and goes together, under the name of the first: what is prepared for one
-        start, what a reduce leaves, or what follows it."""
-        found: dict[str, str] = {}
-        for i, op in self.bare.starts():
-            before, behind = self.sides.before[i], self.sides.behind[i]
-            for ops in ([i] if op.sends == "reduce" else [], before, behind):
-                fresh = [
-                    self.bare.buffers[name].storage
-                    for j in ops
-                    for name in self.bare.ops[j].writes
-                    if self._is_new(name, j)
-                ]
-                if op.sends != "other":
-                    found.update((storage, fresh[0]) for storage in fresh)
-        return found
 
     def keep(self, i: int) -> None:
         """Op ``i`` as it is, but a view of what is there already; with what goes with it."""
@@ -255,14 +237,11 @@ class _Runs:
 
     def _storages(self, names: Iterable[str]) -> tuple[str, ...]:
         storages = (self.bare.buffers[name].storage for name in names)
-        return tuple(dict.fromkeys([self.as_one.get(s, s) for s in storages]))
+        return tuple(dict.fromkeys(storages))
 
     def program(self) -> Program:
         """The program that they are."""
-        size: defaultdict[str, int] = defaultdict(int)
-        for storage, nbytes in self.size.items():
-            size[self.as_one.get(storage, storage)] += nbytes
-        buffers = {s: Buffer(s, nbytes) for s, nbytes in size.items()}
+        buffers = {s: Buffer(s, nbytes) for s, nbytes in self.size.items()}
         buffers |= {buffer.name: buffer for buffer in self.scratch.values()}
         ends = {side: self._storages(getattr(self.bare, side)) for side in ("inputs", "outputs")}
         resident = frozenset(self._storages(sorted(self.bare.resident)))

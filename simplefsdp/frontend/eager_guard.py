@@ -57,7 +57,7 @@ def note_gather(mesh: DeviceMesh, fqn: str, group: str) -> None:
     if _now.depth:
         _now.gathered.setdefault(mesh, []).append(fqn)
         _now.sent.setdefault(group, []).append(fqn)
-    if given_up := _now.given_up if _now.depth and _now.given_up else given_up_on():
+    if given_up := (_now.depth and _now.given_up) or given_up_on():
         _agree_to_run_uncompiled(given_up, mesh, fqn, group)
 
 
