@@ -22,6 +22,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, ItemsView, ValuesView
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,18 +53,19 @@ class _Pending:
 
     def __init__(self, param: DTensor) -> None:
         self.param = param
-        # Of an empty one there is nothing to gather. (No local variable: references are counted.)
+        # Of an empty one there is nothing to gather.
         made = uninitialised.blank if uninitialised.is_empty(param) else full_of
         self.full = uninitialised.full_like(param, made(param))
         self.shard = _local(param).clone()  # as it was when both were equal
-        self.alone = self._references()
-
-    def _references(self) -> tuple[int, int]:
-        return sys.getrefcount(self.full), storage_use_count(self.full)
 
     def is_held(self) -> bool:
-        """Whether anyone else refers to the full parameter, or a view of it; as rank 0 says."""
-        return bool(rank_0s(int(self._references() != self.alone), self.param.device_mesh))
+        """Whether anyone else refers to the full parameter, or a view of it; as rank 0 says.
+
+        A transport refers for a moment longer to what it has gathered or sent. So this is compared
+        with a parameter that nobody was given, not with what it was at first."""
+        alone = SimpleNamespace(full=nn.Parameter(torch.empty(())))
+        is_held = _references(self) != _references(alone)
+        return bool(rank_0s(int(is_held), self.param.device_mesh))
 
     def write(self) -> None:
         """Bring the shards up to what was written, if anything was; collective."""
@@ -103,6 +105,11 @@ class _Pending:
                 f"{tuple(param.shape)}, which is a full one for the time of the initialiser; set "
                 "them outside, on the parameter itself"
             )
+
+
+def _references(holder: _Pending | SimpleNamespace) -> tuple[int, int]:
+    """How much refers to the full parameter of ``holder``, and to its memory."""
+    return sys.getrefcount(holder.full), storage_use_count(holder.full)
 
 
 def _local(tensor: DTensor) -> Tensor:
