@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from inductor_passes.ir.program import Bucket, CollectiveKind, Op, Program
 from inductor_passes.planner.plan import scheduled
 from inductor_passes.transform.merge import merge_starts
-from inductor_passes.transform.order import Key, Needs, OverlapPolicy, Together, by_key, keys_of
+from inductor_passes.transform.needs import Key, Needs
+from inductor_passes.transform.order import OverlapPolicy, Together, by_key, keys_of
 
 
 class Schedules:
@@ -27,6 +28,7 @@ class Schedules:
     def __init__(self, program: Program) -> None:
         self.program, self._needs = program, Needs(program)
         self._starts: dict[Bucket, tuple[list[int], Op]] = {}
+        self._others = {i: op for i, op in program.starts() if op.sends == "other"}
         self._written = {
             i
             for i, op in program.starts()
@@ -40,8 +42,8 @@ class Schedules:
             ProgramError: a bucket's members depend on each other.
         """
         launches: dict[CollectiveKind, list[Together]] = {}
-        first_of: dict[int, int] = {}
-        merged: dict[int, Op] = {}
+        merged = dict(self._others)
+        first_of = dict(zip(merged, merged, strict=True))
         for bucket in buckets:
             members, start = self._start_of(bucket)
             if start.sends:
@@ -70,23 +72,25 @@ class Schedules:
         stands; None if something needs one of them before."""
         if any(keys[i] != keys[first] for i, first in first_of.items()):
             return None
-        left = Counter(first_of.values())
+        waited, left = self.program.start_of, Counter(first_of.values())
         ops: list[Op] = []
         place: dict[int, int] = {}
+        start_of: dict[int, tuple[int, ...]] = {}
         for i in by_key(keys):
-            first = first_of.get(i, i)
             if i in first_of:
+                first = first_of[i]
                 left[first] -= 1
                 if left[first]:
                     continue
-            place[first] = len(ops)
-            ops.append(merged[first] if i in first_of else self.program.ops[i])
-        start_of: dict[int, tuple[int, ...]] = {}
-        for wait, starts in self.program.start_of.items():
-            at = {place[first_of.get(start, start)]: None for start in starts}
-            if max(at) > place[wait]:
-                return None
-            start_of[place[wait]] = tuple(at)
+                place[first] = len(ops)
+                ops.append(merged[first])
+                continue
+            if i in waited:
+                at = [place.get(first_of[start], -1) for start in waited[i]]
+                if -1 in at:
+                    return None
+                start_of[len(ops)] = tuple(dict.fromkeys(at))
+            ops.append(self.program.ops[i])
         after = self.program.with_ops(ops)
-        after.__dict__["start_of"] = dict(sorted(start_of.items()))
+        after.__dict__["start_of"] = start_of
         return after

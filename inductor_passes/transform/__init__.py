@@ -1,6 +1,7 @@
 """What a plan does to a program: ``merge`` its buckets, then ``order`` their starts and waits.
 
-``windows`` says which reduces are waited for early where nothing is planned. ``portable`` names
-buckets such that they hold in every graph that they may be written into.
+``needs`` is what all orders must respect. ``windows`` says which reduces are waited for early where
+nothing is planned. ``portable`` names buckets such that they hold in every graph that they may be
+written into.
 Nothing here knows why a plan is as it is, or what anything costs.
 """

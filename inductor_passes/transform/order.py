@@ -9,7 +9,6 @@ earlier or follows one that is waited for later.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -18,10 +17,10 @@ from math import inf
 from typing import NamedTuple
 
 from inductor_passes.ir.program import CollectiveKind, Program
+from inductor_passes.transform.needs import IN_PLACE, Key, Needs
 
-# (position in the old order, what goes first there, which of those): compared left to right.
-Key = tuple[float, float, float]
-_GATHER, _IN_PLACE, _REDUCE = range(3)
+# What goes before what stays at a place, and what behind it.
+_GATHER, _REDUCE = IN_PLACE - 1, IN_PLACE + 1
 
 
 @dataclass(frozen=True)
@@ -47,27 +46,6 @@ class Together(NamedTuple):
 
 
 Launched = Mapping[CollectiveKind, Sequence[Together]]
-
-
-class Needs:
-    """What all orders of a program must respect, whatever is launched as one in them.
-
-    Attributes:
-        program: it.
-        followers: positions of the ops that need each op.
-        first_use: see :func:`first_uses`; of what is in a unit, where that begins.
-        unit_end: position of the last op of each op's unit, for ops that are in one.
-        views: positions.
-        own_keys: of each op, if it stays where it is.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.followers = followers_of(program)
-        begin, self.unit_end = _unit_ends(program)
-        self.first_use = [begin.get(i, i) for i in first_uses(program, self.followers)]
-        self.views = [i for i, op in enumerate(program.ops) if op.kind == "view"]
-        self.own_keys: list[Key] = [(i, _IN_PLACE, 0) for i in range(len(program.ops))]
 
 
 class _Keys:
@@ -184,41 +162,9 @@ def in_sequence(program: Program, place: Sequence[int]) -> list[str]:
     return order
 
 
-def followers_of(program: Program) -> list[list[int]]:
-    """Positions of the ops that need each op."""
-    followers: list[list[int]] = [[] for _ in program.ops]
-    for i, before in enumerate(program.predecessors):
-        for j in before:
-            followers[j].append(i)
-    return followers
-
-
-def first_uses(program: Program, followers: list[list[int]]) -> list[float]:
-    """Position of the first compute that needs each op's result, seen through views and waits; of
-    computes themselves nobody asks."""
-    found = [inf] * len(program.ops)
-    for i in range(len(program.ops) - 1, -1, -1):
-        if program.ops[i].kind == "compute":
-            continue
-        for j in followers[i]:
-            passes_on = program.ops[j].kind in ("view", "wait")
-            found[i] = min(found[i], found[j] if passes_on else j)
-    return found
-
-
-def _unit_ends(program: Program) -> tuple[dict[float, int], dict[float, int]]:
-    """Positions of the first and of the last op of each op's unit, for ops that are in one."""
-    members: defaultdict[int, list[int]] = defaultdict(list)
-    for i, op in enumerate(program.ops):
-        if op.unit:
-            members[op.unit].append(i)
-    ends = [(i, found[0], found[-1]) for found in members.values() for i in found]
-    return {i: first for i, first, _ in ends}, {i: last for i, _, last in ends}
-
-
 def _place_gathers(needs: Needs, launches: Sequence[Together], keys: _Keys) -> list[float]:
     """Set the keys of gathers; returns where each bucket is first used, in that order."""
-    waits_of, end = needs.program.waits_of, float(len(needs.program.ops))
+    waits_of, end = needs.program.waits_of, len(needs.program.ops)
     used = [
         (min(end, *(needs.first_use[i] for i in starts)), starts, window)
         for starts, window in launches
@@ -257,7 +203,7 @@ def _ready(
 def _place_reduces(
     program: Program, ready: list[tuple[Key, Together]], keys: _Keys, uses: list[float]
 ) -> None:
-    end = float(len(program.ops))
+    end = len(program.ops)
     for k, (where, (starts, window)) in enumerate(ready):
         if window > 0:
             # One reduce more would be one too many: wait for the oldest just before it starts.
@@ -284,16 +230,9 @@ def _made_at(needs: Needs, keys: _Keys) -> list[Key]:
 
 def _push_followers(needs: Needs, keys: _Keys) -> None:
     """What needs a late op is late with it, rather than pulling it forward."""
-    behind: set[int] = set()
-    found = list(keys.late)
-    while found:
-        new = [i for i in needs.followers[found.pop()] if i not in behind]
-        behind.update(new)
-        found += new
-    for i in sorted(behind):
-        late = [keys.of[j] for j in needs.program.predecessors[i] if j in keys.late]
+    for i, late in needs.behind(frozenset(keys.late)):
         keys.late.add(i)
-        keys.put(i, max(keys.of[i], *late))
+        keys.put(i, max(keys.of[i], *[keys.of[j] for j in late]))
 
 
 def _keep_starts(needs: Needs, keys: _Keys) -> None:
@@ -316,19 +255,16 @@ def _float_views(needs: Needs, keys: _Keys) -> None:
 
 def _pull_predecessors(needs: Needs, keys: _Keys, *, keep_starts: bool) -> None:
     """Make keys grow along dependencies: what an early op needs is early with it."""
-    program, key, moved = needs.program, keys.of, keys.moved
-    near = bytearray(moved)  # what stays needs nothing earlier, unless that has moved
-    for i, has_moved in enumerate(moved):
-        for j in needs.followers[i] if has_moved else ():
-            near[j] = 1
+    ops, predecessors, key = needs.program.ops, needs.program.predecessors, keys.of
+    earlier = list(needs.near(bytes(keys.moved)))
     next_start: Key | None = None
-    for i in range(len(program.ops) - 1, -1, -1):
-        if keep_starts and program.ops[i].kind == "start":
+    for i in range(len(key) - 1, -1, -1):
+        if keep_starts and ops[i].kind == "start":
             key[i] = min(key[i], next_start) if next_start else key[i]
             next_start = key[i]
-        for j in program.predecessors[i] if near[i] else ():
+        for j in earlier[i]:
             if key[i] < key[j]:
-                key[j], near[j] = key[i], 1
+                key[j], earlier[j] = key[i], predecessors[j]
 
 
 def starts_in(program: Program, order: Iterable[str]) -> list[str]:

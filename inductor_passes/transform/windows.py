@@ -20,7 +20,7 @@ from math import inf
 
 from inductor_passes.ir.buckets import Assignment, plan_buckets
 from inductor_passes.ir.program import Bucket, Program
-from inductor_passes.transform.order import first_uses, followers_of
+from inductor_passes.transform.needs import first_uses, followers_of
 
 
 def buckets_by_module(program: Program, assignment: Assignment) -> tuple[Bucket, ...]:

@@ -1,0 +1,88 @@
+"""What all orders of a program must respect, whatever is launched as one in them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from math import inf
+
+from inductor_passes.ir.program import Program
+
+# (position in the old order, what goes first there, which of those): compared left to right.
+Key = tuple[float, float, float]
+IN_PLACE = 1  # second in the key of what stays
+
+
+class Needs:
+    """What is known of a program before it is known what is launched as one.
+
+    Attributes:
+        program: it.
+        followers: positions of the ops that need each op.
+        first_use: see :func:`first_uses`; of what is in a unit, where that begins.
+        unit_end: position of the last op of each op's unit, for ops that are in one.
+        views: positions.
+        own_keys: of each op, if it stays where it is.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.followers = followers_of(program)
+        begin, self.unit_end = _unit_ends(program)
+        self.first_use = [begin.get(i, i) for i in first_uses(program, self.followers)]
+        self.views = [i for i, op in enumerate(program.ops) if op.kind == "view"]
+        self.own_keys: list[Key] = [(i, IN_PLACE, 0) for i in range(len(program.ops))]
+        # Orders of a program differ in what is launched as one, but hardly in what is launched.
+        self.behind = cache(self._behind)
+        self.near = cache(self._near)
+
+    def _behind(self, late: frozenset[int]) -> list[tuple[int, list[int]]]:
+        """The ops behind what is ``late``, each with what it needs that is late, or behind."""
+        behind: set[int] = set()
+        found = list(late)
+        while found:
+            new = [i for i in self.followers[found.pop()] if i not in behind]
+            behind.update(new)
+            found += new
+        before = self.program.predecessors
+        return [(i, [j for j in before[i] if j in late or j in behind]) for i in sorted(behind)]
+
+    def _near(self, moved: bytes) -> list[tuple[int, ...]]:
+        """Of each op, what it needs and may be before, where some have ``moved``: what stays needs
+        nothing that stays before it."""
+        return [
+            before if moved[i] else tuple(j for j in before if moved[j])
+            for i, before in enumerate(self.program.predecessors)
+        ]
+
+
+def followers_of(program: Program) -> list[list[int]]:
+    """Positions of the ops that need each op."""
+    followers: list[list[int]] = [[] for _ in program.ops]
+    for i, before in enumerate(program.predecessors):
+        for j in before:
+            followers[j].append(i)
+    return followers
+
+
+def first_uses(program: Program, followers: list[list[int]]) -> list[float]:
+    """Position of the first compute that needs each op's result, seen through views and waits; of
+    computes themselves nobody asks."""
+    found = [inf] * len(program.ops)
+    for i in range(len(program.ops) - 1, -1, -1):
+        if program.ops[i].kind == "compute":
+            continue
+        for j in followers[i]:
+            passes_on = program.ops[j].kind in ("view", "wait")
+            found[i] = min(found[i], found[j] if passes_on else j)
+    return found
+
+
+def _unit_ends(program: Program) -> tuple[dict[float, int], dict[float, int]]:
+    """Positions of the first and of the last op of each op's unit, for ops that are in one."""
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(program.ops):
+        if op.unit:
+            members[op.unit].append(i)
+    ends = [(i, found[0], found[-1]) for found in members.values() for i in found]
+    return {i: first for i, first, _ in ends}, {i: last for i, _, last in ends}
