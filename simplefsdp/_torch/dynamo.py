@@ -102,11 +102,13 @@ def is_skipped_by_dynamo(module: nn.Module) -> bool:
     return stance in ("default", "eager_then_compile") and place_called() is not None
 
 
-def with_own_code(function: Any, tells_it_apart: str) -> Any:
-    """``function`` with code of its own: by code Dynamo counts what it compiles, and gives up on
-    one after eight, or after an exception."""
+def with_own_code(function: Any, name: str, *tells_it_apart: object) -> Any:
+    """``function`` with code of its own, that has a name: by code Dynamo counts what it compiles,
+    and gives up on one after an exception; by file, line and name it knows which sizes differ from
+    call to call, and takes them for such in the first one."""
     code = function.__code__
-    function.__code__ = code.replace(co_consts=(*code.co_consts, tells_it_apart))
+    consts = (*code.co_consts, *map(str, tells_it_apart))
+    function.__code__ = code.replace(co_name=name, co_consts=consts)
     return function
 
 
@@ -153,12 +155,12 @@ def backend_traced_for() -> str | None:
     return None if tracer is None else str(getattr(tracer.output.compiler_fn, "__name__", ""))
 
 
-def inlines(name: str, file: str) -> bool:
-    """Whether Dynamo traces now inside a call of a function ``name`` of ``file``."""
+def inlines(name: str) -> bool:
+    """Whether Dynamo traces now inside a call of a function whose name begins with ``name``."""
     tracer = _tracer()
     tracer = tracer and tracer.output.current_tx
     while tracer is not None:
-        if tracer.f_code.co_name == name and tracer.f_code.co_filename == file:
+        if tracer.f_code.co_name.startswith(name):
             return True
         tracer = getattr(tracer, "parent", None)
     return False

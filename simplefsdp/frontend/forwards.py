@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp._torch import cast_floating_point, with_own_code
 from simplefsdp.frontend import reading
 from simplefsdp.frontend.after_wrap import check_before_eager_forward
 from simplefsdp.frontend.eager_guard import eager_forward
-from simplefsdp.frontend.reading import Forward, marked_own, plain, shards_explained
+from simplefsdp.frontend.reading import MARK, Forward, marked_own, plain, shards_explained
 from simplefsdp.frontend.wrapped import POLICY
 
 _FILES = {__file__, reading.__file__}
@@ -25,7 +27,8 @@ def set_on(module: nn.Module, forward: Any) -> Any:
         return forward
     if _is_ours(module, forward):  # and comes back: another took its place for a while
         return forward
-    return MethodType(casting(marked_own(module, forward)), module)
+    own = marked_own(module, forward)
+    return MethodType(casting(lambda _: own, own), module)
 
 
 def _is_ours(module: nn.Module, forward: Any) -> bool:
@@ -35,28 +38,40 @@ def _is_ours(module: nn.Module, forward: Any) -> bool:
     return code is not None and code.co_filename in _FILES
 
 
-def casting(forward: Forward) -> Forward:
-    """``forward``, marked, with inputs and outputs cast by the policy of the module, if it is a
-    wrapped root; the outermost one checks what nobody would notice."""
+def casting(forward_of: Callable[[Any], Forward], like: Forward) -> Forward:
+    """What ``forward_of`` gives for a module, marked, with inputs and outputs cast by the policy of
+    the module, if it is a wrapped root; the outermost one checks what nobody would notice.
 
-    @functools.wraps(forward)
-    def cast_and_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    It is one function, for Dynamo traces all that is called below each function on the stack of a
+    graph break inside a loop.
+    """
+
+    def forward_of_wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         policy = self.__dict__.get(POLICY)
         if policy is None:  # an inner instance of the root's class
-            return forward(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            check_before_eager_forward(self)
-            with eager_forward(), shards_explained():
-                return plain(cast_around(self, policy, args, kwargs))
-        return cast_around(self, policy, args, kwargs)
-
-    def cast_around(self: nn.Module, policy: Any, args: Any, kwargs: Any) -> Any:
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = cast_floating_point((args, kwargs), policy.param_dtype)
-        output = forward(self, *args, **kwargs)
-        if policy.output_dtype is not None:
-            output = cast_floating_point(output, policy.output_dtype)
-        return output
+            return forward_of(self)(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            args, kwargs = _cast_inputs(policy, args, kwargs)
+            return _cast_output(policy, forward_of(self)(self, *args, **kwargs))
+        check_before_eager_forward(self)
+        with eager_forward(), shards_explained():
+            args, kwargs = _cast_inputs(policy, args, kwargs)
+            return plain(_cast_output(policy, forward_of(self)(self, *args, **kwargs)))
 
     # What Dynamo gives up on is a code: after an exception in one model, not that of all models.
-    return with_own_code(cast_and_forward, f"{forward.__module__}.{forward.__qualname__}")
+    return with_own_code(
+        functools.update_wrapper(forward_of_wrapped, like),
+        f"{MARK}{like.__module__}.{like.__qualname__}, cast",
+    )
+
+
+def _cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> Any:
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        return cast_floating_point((args, kwargs), policy.param_dtype)
+    return args, kwargs
+
+
+def _cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
+    if policy.output_dtype is not None:
+        return cast_floating_point(output, policy.output_dtype)
+    return output

@@ -47,6 +47,7 @@ from simplefsdp.frontend.reading import (
     in_forward,
     in_traced_forward,
     marked,
+    plain_method,
     read_only,
 )
 from simplefsdp.frontend.wrapped import (
@@ -180,7 +181,8 @@ def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
     use_subclass(model, ())
     cls = type(model)
     if _CASTS not in vars(cls):
-        cls.forward = forwards.casting(cls.forward)  # type: ignore[method-assign]
+        forward_of = plain_method(getattr(cls, PLAIN_CLASS), "forward")
+        cls.forward = forwards.casting(forward_of, cls.forward)  # type: ignore[method-assign]
         setattr(cls, _CASTS, True)
 
 
@@ -206,7 +208,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     cls = type(module)
     if not callable(getattr(cls, name, None)):
         raise ValueError(f"name: {cls.__name__} has no method {name!r}")
-    module.__dict__[name] = MethodType(forwards.casting(marked(cls, name)), module)
+    method = forwards.casting(plain_method(cls, name), getattr(cls, name))
+    module.__dict__[name] = MethodType(method, module)
 
 
 class _Gathering:

@@ -30,24 +30,29 @@ from simplefsdp.frontend.eager_guard import number_of_forward
 from simplefsdp.frontend.placement import share_memory
 
 Forward = Callable[..., Any]
+# A name that no function has which is written in Python: what begins with it is found on the stack.
+MARK = "forward of wrapped "
 _OWN = "_simple_fsdp_own_forward"  # on a module whose forward was set on it, with a number
 
 
-def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
-    """The method ``name`` of ``cls``, so that :func:`in_forward` finds it on the stack. It is
-    looked up at each call, so that a later ``cls.forward = ...`` takes effect."""
-
+def plain_method(cls: type[nn.Module], name: str) -> Callable[[Any], Forward]:
+    """What gives the method ``name`` of ``cls``. It is looked up at each call, so that a later
+    ``cls.forward = ...`` takes effect."""
     # Dynamo knows nothing of the methods of a class that was allowed in its graphs.
     fixed = getattr(cls, name) if _torch.is_allowed_in_graph(cls) else None
+    return lambda _: fixed or getattr(cls, name)
+
+
+def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
+    """The method ``name`` of ``cls``, so that :func:`in_forward` finds it on the stack."""
+    method = plain_method(cls, name)
 
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if fixed is not None:
-            return fixed(self, *args, **kwargs)
-        return getattr(cls, name)(self, *args, **kwargs)
+        return method(self)(self, *args, **kwargs)
 
     return _torch.with_own_code(
         functools.update_wrapper(forward_of_wrapped, getattr(cls, name)),
-        f"{cls.__module__}.{cls.__qualname__}.{name}",
+        f"{MARK}{cls.__module__}.{cls.__qualname__}.{name}",
     )
 
 
@@ -80,8 +85,8 @@ def marked_own(module: nn.Module, forward: Forward) -> Forward:
         delattr(forward_of_wrapped, key)  # by which Dynamo would call what is inside
     if function is forward:
         _tell_arguments(forward_of_wrapped, forward)
-    tells_apart = f"{getattr(forward, '__qualname__', type(forward).__name__)} {id(forward)}"
-    return _torch.with_own_code(forward_of_wrapped, tells_apart)
+    own = getattr(forward, "__qualname__", type(forward).__name__)
+    return _torch.with_own_code(forward_of_wrapped, f"{MARK}{own}", id(forward))
 
 
 def _tell_arguments(method: Any, forward: Forward) -> None:
@@ -103,7 +108,7 @@ def in_forward() -> bool:
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
         code = caller.f_code
-        if code.co_name == "forward_of_wrapped" and code.co_filename == __file__:
+        if code.co_name.startswith(MARK):
             return True
         if recomputes and code.co_filename == checkpoint.__file__:
             return True
@@ -115,7 +120,7 @@ def in_forward() -> bool:
 def in_traced_forward() -> bool:
     """As :func:`in_forward`, of what Dynamo traces, when it traces it; called elsewhere, a function
     that is compiled by itself is traced anew."""
-    return _torch.inlines("forward_of_wrapped", __file__) or _torch.guarded(in_forward)
+    return _torch.inlines(MARK) or _torch.guarded(in_forward)
 
 
 def accessors(cls: type[nn.Module]) -> dict[str, Any]:

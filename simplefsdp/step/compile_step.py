@@ -224,7 +224,8 @@ class _Compiled:
                 return note_loss(value, "")
             return note_loss(None, _kind_of(value))
 
-        loss = _torch.with_own_code(loss, f"{loss_of!r} {id(self)}")
+        name = getattr(loss_of, "__qualname__", type(loss_of).__name__)
+        loss = _torch.with_own_code(loss, f"loss by {name}", id(self))
         agreed = [f"a step of {type(self.optimizer).__name__}, max_norm {self.max_norm}"]
         me = weakref.ref(self)  # Dynamo keeps the backend
 

@@ -172,7 +172,7 @@ def test_a_transport_may_let_go_late(solo_mesh):
     sizes: list[list[int]] = []
 
     def gather(param) -> torch.Tensor:
-        late.append(full_parameters.full_of(param))
+        late.append(gather_a_copy(param))  # which gloo's threads do not hold
         return late[-1]
 
     def send(tensor, groups) -> None:

@@ -434,8 +434,46 @@ def test_a_registered_method_casts_as_forward_does(fake_mesh):
 def test_classes_share_no_code_that_dynamo_counts_by(fake_mesh):
     one = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
     other = simple_fsdp(nn.LayerNorm(4), one.weight.device_mesh)
-    codes = [reading.marked(type(m)).__code__ for m in (one, other)]
-    assert codes[0] != codes[1] and {code.co_name for code in codes} == {"forward_of_wrapped"}
+    codes = [
+        function.__code__
+        for m in (one, other)
+        for function in (type(m).forward, reading.marked(type(m)))
+    ]
+    # By name it knows which sizes differ from call to call.
+    assert len({code.co_name for code in codes}) == 4
+    assert all(code.co_name.startswith(reading.MARK) for code in codes)
+
+
+def test_classes_do_not_share_which_sizes_differ(solo_mesh):
+    """Where a graph breaks in a loop, Dynamo compiles what is called there, each by itself."""
+
+    class Up(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.t()
+
+    class Down(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.t()
+
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = Up(2, 4), Down(4, 3)
+
+        def forward(self, x):
+            for _ in range(2):
+                torch._dynamo.graph_break()
+            return self.down(self.up(x)[1:])
+
+    sizes: list[list[object]] = []  # that are left open, by graph
+
+    def backend(gm, inputs):
+        sizes.append([given for given in inputs if not torch.is_tensor(given)])
+        return gm.forward
+
+    simple_fsdp(model := Breaks(), solo_mesh).compile(backend=backend)
+    model(torch.ones(5, 2))
+    assert sizes == [[], []]  # a graph of each
 
 
 def test_a_class_that_was_allowed_in_graphs_is_traced(fake_mesh):
