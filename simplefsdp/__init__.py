@@ -29,7 +29,7 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from simplefsdp.cache_folder import leave_cache_folder_that_cannot_be_written
+from simplefsdp.cache_folder import leave_unusable_cache_folder
 from simplefsdp.version import __version__
 
 if TYPE_CHECKING:
@@ -92,4 +92,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-leave_cache_folder_that_cannot_be_written()  # before anything imports the compiler
+leave_unusable_cache_folder()  # before anything imports the compiler

@@ -155,6 +155,7 @@ def decided(
     ranks: Sequence[int],
     decide: Callable[[], str],
     timeout_s: float = TIMEOUT_S,
+    late: str = "",
 ) -> str:
     """What the lowest of ``ranks`` decides, on all of them.
 
@@ -168,10 +169,11 @@ def decided(
         ranks: global ranks, this one among them; it decides for itself if it is alone.
         decide: is called on the lowest rank. What it raises, the others do not hear of.
         timeout_s: how long to wait for the slowest rank, and then for the decision.
+        late: why ranks may not come in time, as of :func:`agree`.
     """
     if len(ranks) < 2:
         return decide()
-    agree(f"what {what} is for", subject, ranks, timeout_s)
+    agree(f"what {what} is for", subject, ranks, timeout_s, late=late)
     store, me = store_of(ranks), dist.get_rank()
     digest = _digest([what, *subject])
     turn = store.add(f"asked/{digest}/{me}", 1)

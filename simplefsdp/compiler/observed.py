@@ -141,7 +141,9 @@ def _agree(
     lines = [*lines, *([f"plan {number}"] if number else [])]
     if compilation.alone and not rank_guard.was_agreed(lines, compilation.ranks):
         compilation.wait_no_longer(part)
-    rank_guard.agree(what, lines, compilation.ranks, compilation.timeout_s, late=late)
+    rank_guard.agree(
+        what, lines, compilation.ranks, compilation.timeout_s, late=compilation.late or late
+    )
 
 
 def _planned(

@@ -94,7 +94,10 @@ _INSTEAD = {
     "reshard_after_forward": _WRAP,
     "mp_policy": _WRAP,
     "mesh": _WRAP,
-    "mode": f"{_WRAP}; for torch.compile's mode='reduce-overhead' there is cudagraphs=True",
+    "mode": (
+        f"{_WRAP}; for torch.compile's mode='reduce-overhead' there is cudagraphs=True, for "
+        "'max-autotune' torch._inductor.config.max_autotune = True, on all ranks"
+    ),
     "offload_policy": "shards stay on the device; there is no offloading",
 }
 

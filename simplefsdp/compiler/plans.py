@@ -31,12 +31,18 @@ from simplefsdp.compiler.cache_key import identity, sources
 from simplefsdp.compiler.observers import Part
 from simplefsdp.compiler.options import Options
 from simplefsdp.compiler.size_limits import SizeLimits
-from simplefsdp.rank_guard import decided, decisions
+from simplefsdp.rank_guard import LATE, decided, decisions
 
 FOLDER = "simplefsdp_plans"
 _MOST_NBYTES = 64 * MIB
 
 log = logging.getLogger("simplefsdp")
+
+_OTHERWISE = (
+    "This rank compiles again what those have compiled, and then communicates otherwise: for "
+    "inputs that need gradients, say, or a parameter that was frozen. TORCH_LOGS=recompiles says "
+    f"what differs between its calls; let it be the same on all ranks. Else: {LATE}"
+)
 
 Chosen = Plan | tuple[Bucket, ...]
 _numbers = itertools.count(1)
@@ -65,6 +71,11 @@ class Compilation(NamedTuple):
     def identity(self) -> str:
         """The passes' identity for caches."""
         return identity(self.settings)
+
+    @property
+    def late(self) -> str:
+        """Why other ranks may not come, if this one compiles what they have."""
+        return _OTHERWISE if self.alone else ""
 
     def wait_no_longer(self, part: Part) -> None:
         """Called before this rank waits for others that have not agreed on a graph: raises if it is
@@ -159,8 +170,8 @@ def decision_for_all(asked: Asked, compilation: Compilation, decide: Callable[[]
         compilation.wait_no_longer(asked.part)
         of_settings = hashlib.sha256(asked.settings.encode()).hexdigest()[:16]
         subject = [f"grad {asked.grad}, settings {of_settings}", *asked.lines]
-        what = f"the plan of the {asked.part} graph"
-        decision = _from_text(decided(what, subject, ranks, decide, compilation.timeout_s))
+        what, timeout_s = f"the plan of the {asked.part} graph", compilation.timeout_s
+        decision = _from_text(decided(what, subject, ranks, decide, timeout_s, compilation.late))
         if not isinstance(decision.planned, Exception):
             decisions()[_key(asked, ranks)] = decision
     return decision

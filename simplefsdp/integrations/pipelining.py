@@ -25,7 +25,8 @@ class PipelineStage(pipelining.PipelineStage):
         one_reduce: False: each micro-batch's backward reduces. It takes no memory for full
             gradients, and schedules need it that part backwards into those of inputs and of
             weights (zero bubbles), or whose last backward is not the last micro-batch's
-            (``ScheduleLoopedBFS``).
+            (``ScheduleLoopedBFS``). Where zero bubbles are, compile the stages with
+            ``torch._functorch.config.donated_buffer = False``: their graphs run backward twice.
         kwargs: torch's.
 
     To add up gradients over several ``step`` calls, give the schedule ``scale_grads=False``: torch

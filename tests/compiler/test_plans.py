@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -167,6 +169,26 @@ def test_a_rank_that_resets_alone_is_told_and_a_reset_of_all_mends_it(pools, ran
         assert "call torch.compiler.reset() on all ranks or on none" in answers[1][0]
         assert answers[0][0] == ""
     assert answers[0][1:] == answers[1][1:] and answers[0][1] != answers[0][2]
+
+
+def one_rank_needs_gradients_of_inputs() -> str:
+    run = compiled(wrapped(Layers(3)), cluster="h100", rank_guard_timeout_s=1)
+    step(run, torch.ones(2, 64))
+    told = ""
+    if dist.get_rank() == 1:
+        told = error_of(partial(step, run), torch.ones(2, 64, requires_grad=True))
+    else:
+        run(torch.ones(2, 64))
+    dist.barrier()
+    torch.compiler.reset()
+    return told
+
+
+def test_a_rank_that_compiles_again_and_communicates_otherwise_is_told_so(pools):
+    """Of the first layer's weight its backward gathers, which no other does."""
+    told = pools(2).run(one_rank_needs_gradients_of_inputs)[1]
+    assert "rank 0 did not get to what rank 1 is about to do" in told
+    assert "This rank compiles again what those have compiled" in told
 
 
 class Causal(nn.Module):

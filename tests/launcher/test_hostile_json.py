@@ -21,7 +21,7 @@ from inductor_passes.ir import json_file
 from inductor_passes.ir.json_file import parse_json, read_json
 from inductor_passes.machine.cluster_file import as_json, load
 from inductor_passes.machine.presets import preset
-from simplefsdp.cache_folder import leave_cache_folder_that_cannot_be_written
+from simplefsdp.cache_folder import leave_unusable_cache_folder
 from simplefsdp.cli import main
 from simplefsdp.inspection.profile import read_profiles
 from simplefsdp.pretrained.files import entries_of
@@ -273,16 +273,18 @@ def test_a_link_in_place_of_a_leftover_is_removed_and_not_followed(
     assert writer.error is None
 
 
-@pytest.mark.parametrize("named", ["/proc/nowhere", "a file/inside", "a file"])
-def test_a_compiler_cache_that_cannot_be_written(
+@pytest.mark.parametrize("named", ["/proc/nowhere", "file/inside", "file", "a folder"])
+def test_a_compiler_cache_that_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: str
 ) -> None:
-    (tmp_path / "a file").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "a folder").mkdir()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder := str(tmp_path / named))
-    leave_cache_folder_that_cannot_be_written()
+    leave_unusable_cache_folder()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     said = capsys.readouterr().err
-    assert said.startswith(f"warning: TORCHINDUCTOR_CACHE_DIR={folder} cannot be written (")
+    why = "has a space in it" if named == "a folder" else "cannot be written ("
+    assert said.startswith(f"warning: TORCHINDUCTOR_CACHE_DIR={folder} {why}")
     assert said.count("\n") == 1
 
 
