@@ -52,9 +52,10 @@ class Trainer(transformers.Trainer):
     Wrap and compile the model first, or let ``wrap`` do so. Losses, accumulation, clipping and
     evaluation mean what they mean with DDP. ``save_model`` writes a folder for ``from_pretrained``.
     A checkpoint holds shards instead, in its folder ``simplefsdp``, unless ``save_only_model``;
-    ``resume_from_checkpoint`` goes on from them (on CPU bit for bit; kernels of CUDA may round
-    otherwise the next time), and ``load_best_model_at_end`` works. Of a PEFT model both hold the
-    adapters only. Every rank must call ``train``, ``evaluate``, ``save_model`` and so on.
+    ``resume_from_checkpoint`` goes on from them (on CPU bit for bit; kernels of CUDA, and code that
+    is compiled for other sizes, may round otherwise the next time), and ``load_best_model_at_end``
+    works. Of a PEFT model both hold the adapters only. Every rank must call ``train``,
+    ``evaluate``, ``save_model`` and so on.
 
     Args:
         wrap: called with the model, and with the reference model of TRL's trainers, when all else
