@@ -52,7 +52,7 @@ class Schedules:
             first_of.update(dict.fromkeys(members, members[0]))
             merged[members[0]] = start
         after = None
-        if self._written.isdisjoint(first_of):
+        if self._written.isdisjoint(first_of.keys() - self._others.keys()):
             after = self._together(keys_of(self._needs, launches), first_of, merged)
         # Else what all of a bucket need, or touch when it is waited for, must be looked for.
         return after or scheduled(self.program, buckets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ from torch.fx import GraphModule, Node
 _OURS = str(Path(__file__).parents[1]) + os.sep
 
 _TORCHS = str(Path(torch.__file__).parent) + os.sep
+_numbers = itertools.count(1)  # of codes
 
 
 def is_checkpoint_region(node: Node) -> bool:
@@ -102,13 +104,12 @@ def is_skipped_by_dynamo(module: nn.Module) -> bool:
     return stance in ("default", "eager_then_compile") and place_called() is not None
 
 
-def with_own_code(function: Any, name: str, *tells_it_apart: object) -> Any:
-    """``function`` with code of its own, that has a name: by code Dynamo counts what it compiles,
-    and gives up on one after an exception; by file, line and name it knows which sizes differ from
-    call to call, and takes them for such in the first one."""
-    code = function.__code__
-    consts = (*code.co_consts, *map(str, tells_it_apart))
-    function.__code__ = code.replace(co_name=name, co_consts=consts)
+def with_own_code(function: Any, name: str) -> Any:
+    """``function`` with code of its own, under a name that no other has. By code Dynamo counts what
+    it compiles, and gives up on one after an exception. By file, line and name it remembers which
+    sizes have differed between calls, and leaves them open in the first call of another function.
+    """
+    function.__code__ = function.__code__.replace(co_name=f"{name} {next(_numbers)}")
     return function
 
 
@@ -155,12 +156,12 @@ def backend_traced_for() -> str | None:
     return None if tracer is None else str(getattr(tracer.output.compiler_fn, "__name__", ""))
 
 
-def inlines(name: str) -> bool:
-    """Whether Dynamo traces now inside a call of a function whose name begins with ``name``."""
+def inlines(prefix: str) -> bool:
+    """Whether Dynamo traces now inside a call of a function whose name begins so."""
     tracer = _tracer()
     tracer = tracer and tracer.output.current_tx
     while tracer is not None:
-        if tracer.f_code.co_name.startswith(name):
+        if tracer.f_code.co_name.startswith(prefix):
             return True
         tracer = getattr(tracer, "parent", None)
     return False

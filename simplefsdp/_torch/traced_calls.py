@@ -59,7 +59,7 @@ def _caller(kind: object) -> Any:
     def call_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return layer(*args, **kwargs)
 
-    return with_own_code(call_layer, "call of a layer", kind)
+    return with_own_code(call_layer, "call of a layer")
 
 
 def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -62,7 +62,7 @@ def captured_step(optimizer: Optimizer) -> CapturedStep:
     def run() -> None:
         step(optimizer)
 
-    run = with_own_code(run, f"step of {type(optimizer).__qualname__}", id(optimizer))
+    run = with_own_code(run, f"step of {type(optimizer).__qualname__}")
     with torch.no_grad():
         torch.compile(run, backend=backend, fullgraph=True, dynamic=False)()
     captured = found.pop()  # Dynamo keeps the backend

@@ -11,11 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from simplefsdp._torch import cast_floating_point, with_own_code
+from simplefsdp._torch import cast_floating_point
 from simplefsdp.frontend import reading
 from simplefsdp.frontend.after_wrap import check_before_eager_forward
 from simplefsdp.frontend.eager_guard import eager_forward
-from simplefsdp.frontend.reading import MARK, Forward, marked_own, plain, shards_explained
+from simplefsdp.frontend.reading import (
+    Forward,
+    marked_own,
+    name_of,
+    plain,
+    shards_explained,
+    with_mark,
+)
 from simplefsdp.frontend.wrapped import POLICY
 
 _FILES = {__file__, reading.__file__}
@@ -28,7 +35,7 @@ def set_on(module: nn.Module, forward: Any) -> Any:
     if _is_ours(module, forward):  # and comes back: another took its place for a while
         return forward
     own = marked_own(module, forward)
-    return MethodType(casting(lambda _: own, own), module)
+    return MethodType(casting(lambda: own, name_of(forward)), module)
 
 
 def _is_ours(module: nn.Module, forward: Any) -> bool:
@@ -38,31 +45,32 @@ def _is_ours(module: nn.Module, forward: Any) -> bool:
     return code is not None and code.co_filename in _FILES
 
 
-def casting(forward_of: Callable[[Any], Forward], like: Forward) -> Forward:
-    """What ``forward_of`` gives for a module, marked, with inputs and outputs cast by the policy of
-    the module, if it is a wrapped root; the outermost one checks what nobody would notice.
+def casting(forward_of: Callable[[], Forward], name: str) -> Forward:
+    """What ``forward_of`` gives, marked, with inputs and outputs cast by the policy of the module,
+    if it is a wrapped root; the outermost one checks what nobody would notice.
 
-    It is one function, for Dynamo traces all that is called below each function on the stack of a
-    graph break inside a loop.
+    All that is one function: where a graph breaks in a loop, Dynamo compiles each function on the
+    stack by itself, and traces all that is called below it each time.
+
+    Args:
+        forward_of: is called at each call, and gives a function of the module and its inputs.
+        name: of that function, for tracebacks.
     """
 
     def forward_of_wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         policy = self.__dict__.get(POLICY)
         if policy is None:  # an inner instance of the root's class
-            return forward_of(self)(self, *args, **kwargs)
+            return forward_of()(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             args, kwargs = _cast_inputs(policy, args, kwargs)
-            return _cast_output(policy, forward_of(self)(self, *args, **kwargs))
+            return _cast_output(policy, forward_of()(self, *args, **kwargs))
         check_before_eager_forward(self)
         with eager_forward(), shards_explained():
             args, kwargs = _cast_inputs(policy, args, kwargs)
-            return plain(_cast_output(policy, forward_of(self)(self, *args, **kwargs)))
+            return plain(_cast_output(policy, forward_of()(self, *args, **kwargs)))
 
-    # What Dynamo gives up on is a code: after an exception in one model, not that of all models.
-    return with_own_code(
-        functools.update_wrapper(forward_of_wrapped, like),
-        f"{MARK}{like.__module__}.{like.__qualname__}, cast",
-    )
+    functools.update_wrapper(forward_of_wrapped, forward_of())
+    return with_mark(forward_of_wrapped, f"{name}, cast")
 
 
 def _cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> Any:

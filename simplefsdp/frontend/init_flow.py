@@ -62,13 +62,16 @@ class _Pending:
         """Whether anyone else refers to the full parameter, or a view of it; as rank 0 says.
 
         A transport refers for a moment longer to what it has gathered or sent. So this is compared
-        with a parameter that nobody was given, not with what it was at first."""
-        alone = SimpleNamespace(full=nn.Parameter(torch.empty(())))
-        is_held = _references(self) != _references(alone)
+        with a parameter that nobody was given, not with what it was at first; and what nobody holds
+        may stay until the next time."""
+        # Read as that of another object is, in one place: what reads refers to it, too.
+        alone = SimpleNamespace(full=nn.Parameter(torch.empty(1)))
+        is_held = self.full.numel() > 0 and _references(self) != _references(alone)
         return bool(rank_0s(int(is_held), self.param.device_mesh))
 
-    def write(self) -> None:
-        """Bring the shards up to what was written, if anything was; collective."""
+    def bring_up_to_date(self) -> None:
+        """Write to the shards what was written to the full parameter, or, if anything was written
+        to the shards since, to the full one; collective."""
         full, param = self.full, self.param
         self._check()
         if param.requires_grad != full.requires_grad:
@@ -89,6 +92,9 @@ class _Pending:
             )
         if full_changed:
             write_back(param, full)
+        elif shard_changed:
+            full.detach().copy_(full_of(param))
+        if full_changed or shard_changed:
             self.shard = _local(param).clone()
 
     def _check(self) -> None:
@@ -124,6 +130,7 @@ class _Flow(threading.local):
     pending: list[_Pending] | None = None
     what: str = ""  # the initialiser, for messages
     is_agreed: bool = False
+    shards_were_given: bool = False  # to who may write to them
 
 
 _flow = _Flow()
@@ -142,6 +149,8 @@ def full_parameter(param: DTensor) -> nn.Parameter:
         raise RuntimeError("full_parameter: called outside of an initialiser")
     for entry in pending:
         if entry.param is param:
+            if _flow.shards_were_given:
+                entry.bring_up_to_date()
             return entry.full
     if not _flow.is_agreed:
         # What follows is collective. A rank that initialises alone is told so, here or the next
@@ -159,7 +168,7 @@ def _flush(pending: list[_Pending]) -> None:
     """Write back, and forget what nobody holds any more."""
     for entry in list(pending):
         is_held = entry.is_held()  # before a transfer holds it, too
-        entry.write()
+        entry.bring_up_to_date()
         if not is_held:
             pending.remove(entry)
 
@@ -187,12 +196,17 @@ class _Shards(dict[str, Any]):
     that are up to date."""
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        _flush(_flow.pending or [])
+        _give_shards()
         return super().items()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        _flush(_flow.pending or [])
+        _give_shards()
         return super().values()
+
+
+def _give_shards() -> None:
+    _flush(_flow.pending or [])
+    _flow.shards_were_given = True
 
 
 def initialiser(cls: type[nn.Module], name: str) -> Callable[..., Any]:
@@ -207,11 +221,12 @@ def initialiser(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         pending: list[_Pending] = []
         for module in owners:
             module.__dict__["_parameters"] = _Shards(module._parameters)
-        _flow.pending, _flow.what, _flow.is_agreed = pending, f"{cls.__name__}.{name}()", False
+        _flow.pending, _flow.what = pending, f"{cls.__name__}.{name}()"
+        _flow.is_agreed = _flow.shards_were_given = False
         try:
             result = method(self, *args, **kwargs)
             for entry in pending:
-                entry.write()
+                entry.bring_up_to_date()
         finally:
             _flow.pending = None
             for module in owners:

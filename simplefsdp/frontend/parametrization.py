@@ -46,6 +46,7 @@ from simplefsdp.frontend.reading import (
     accessors,
     in_forward,
     in_traced_forward,
+    is_marked,
     marked,
     plain_method,
     read_only,
@@ -181,8 +182,11 @@ def cast_in_forward(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
     use_subclass(model, ())
     cls = type(model)
     if _CASTS not in vars(cls):
+        there: Any = vars(cls).get("forward")
+        is_users = there is not None and not is_marked(there)  # set on type(module), after a wrap
         forward_of = plain_method(getattr(cls, PLAIN_CLASS), "forward")
-        cls.forward = forwards.casting(forward_of, cls.forward)  # type: ignore[method-assign]
+        casting = forwards.casting((lambda: there) if is_users else forward_of, cls.__qualname__)
+        cls.forward = casting  # type: ignore[method-assign]
         setattr(cls, _CASTS, True)
 
 
@@ -208,7 +212,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     cls = type(module)
     if not callable(getattr(cls, name, None)):
         raise ValueError(f"name: {cls.__name__} has no method {name!r}")
-    method = forwards.casting(plain_method(cls, name), getattr(cls, name))
+    method = forwards.casting(plain_method(cls, name), f"{cls.__qualname__}.{name}")
     module.__dict__[name] = MethodType(method, module)
 
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +31,16 @@ from simplefsdp.frontend.placement import share_memory
 
 Forward = Callable[..., Any]
 # A name that no function has which is written in Python: what begins with it is found on the stack.
-MARK = "forward of wrapped "
+_MARK = "forward of wrapped "
 _OWN = "_simple_fsdp_own_forward"  # on a module whose forward was set on it, with a number
 
 
-def plain_method(cls: type[nn.Module], name: str) -> Callable[[Any], Forward]:
+def plain_method(cls: type[nn.Module], name: str) -> Callable[[], Forward]:
     """What gives the method ``name`` of ``cls``. It is looked up at each call, so that a later
     ``cls.forward = ...`` takes effect."""
     # Dynamo knows nothing of the methods of a class that was allowed in its graphs.
     fixed = getattr(cls, name) if _torch.is_allowed_in_graph(cls) else None
-    return lambda _: fixed or getattr(cls, name)
+    return lambda: getattr(cls, name) if fixed is None else fixed
 
 
 def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
@@ -48,12 +48,26 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
     method = plain_method(cls, name)
 
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self)(self, *args, **kwargs)
+        return method()(self, *args, **kwargs)
 
-    return _torch.with_own_code(
-        functools.update_wrapper(forward_of_wrapped, getattr(cls, name)),
-        f"{MARK}{cls.__module__}.{cls.__qualname__}.{name}",
-    )
+    functools.update_wrapper(forward_of_wrapped, getattr(cls, name))
+    return with_mark(forward_of_wrapped, f"{cls.__qualname__}.{name}")
+
+
+def name_of(function: Any) -> str:
+    """For tracebacks; of a partial, that it is one."""
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def with_mark(function: Any, name: str) -> Forward:
+    """``function`` under a name by which :func:`in_forward` finds it on the stack."""
+    return cast(Forward, _torch.with_own_code(function, f"{_MARK}{name}"))
+
+
+def is_marked(function: Any) -> bool:
+    """Whether :func:`with_mark` made it so."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_name.startswith(_MARK)
 
 
 def marked_own(module: nn.Module, forward: Forward) -> Forward:
@@ -85,8 +99,7 @@ def marked_own(module: nn.Module, forward: Forward) -> Forward:
         delattr(forward_of_wrapped, key)  # by which Dynamo would call what is inside
     if function is forward:
         _tell_arguments(forward_of_wrapped, forward)
-    own = getattr(forward, "__qualname__", type(forward).__name__)
-    return _torch.with_own_code(forward_of_wrapped, f"{MARK}{own}", id(forward))
+    return with_mark(forward_of_wrapped, name_of(forward))
 
 
 def _tell_arguments(method: Any, forward: Forward) -> None:
@@ -108,7 +121,7 @@ def in_forward() -> bool:
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
         code = caller.f_code
-        if code.co_name.startswith(MARK):
+        if code.co_name.startswith(_MARK):
             return True
         if recomputes and code.co_filename == checkpoint.__file__:
             return True
@@ -120,7 +133,7 @@ def in_forward() -> bool:
 def in_traced_forward() -> bool:
     """As :func:`in_forward`, of what Dynamo traces, when it traces it; called elsewhere, a function
     that is compiled by itself is traced anew."""
-    return _torch.inlines(MARK) or _torch.guarded(in_forward)
+    return _torch.inlines(_MARK) or _torch.guarded(in_forward)
 
 
 def accessors(cls: type[nn.Module]) -> dict[str, Any]:

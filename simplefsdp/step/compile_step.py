@@ -24,6 +24,7 @@ from simplefsdp.frontend.after_wrap import refuse_replaced
 from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.frontend.kept import expect_writes
 from simplefsdp.frontend.living import living_shards
+from simplefsdp.frontend.reading import name_of
 from simplefsdp.frontend.waiting import refuse_waiting
 from simplefsdp.step.hyperparameters import fingerprint, hyperparameters
 from simplefsdp.step.scalars import CountsDiffer, Numbers, Scalars, scalars_of
@@ -224,8 +225,7 @@ class _Compiled:
                 return note_loss(value, "")
             return note_loss(None, _kind_of(value))
 
-        name = getattr(loss_of, "__qualname__", type(loss_of).__name__)
-        loss = _torch.with_own_code(loss, f"loss by {name}", id(self))
+        loss = _torch.with_own_code(loss, f"loss by {name_of(loss_of)}")
         agreed = [f"a step of {type(self.optimizer).__name__}, max_norm {self.max_norm}"]
         me = weakref.ref(self)  # Dynamo keeps the backend
 

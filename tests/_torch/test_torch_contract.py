@@ -148,9 +148,7 @@ def test_dynamo_leaves_a_function_alone_that_is_to_run_as_it_is(as_it_is):
         torch.compile(function, backend=backend)(torch.ones(2))
         return found
 
-    _torch.with_own_code(
-        called, f"called, {as_it_is}"
-    )  # one of them changes what Dynamo does with it
+    _torch.with_own_code(called, "called")  # one of them changes what Dynamo does with it
     if as_it_is:
         _torch.run_as_it_is(called)
     assert len(graphs(in_a_loop)) == (0 if as_it_is else 1)

@@ -88,17 +88,6 @@ def meta_net() -> nn.Module:
         return Net()
 
 
-@contextlib.contextmanager
-def transfers_by(gather, send):
-    """Inside, an initialiser's gathers and broadcasts are these."""
-    before = init_flow.full_of, full_parameters.from_first_rank
-    init_flow.full_of, full_parameters.from_first_rank = gather, send
-    try:
-        yield
-    finally:
-        init_flow.full_of, full_parameters.from_first_rank = before
-
-
 def gather_a_copy(param) -> torch.Tensor:
     return full_parameters.full_of(param).clone()
 
@@ -107,6 +96,18 @@ def send_a_copy(tensor, groups) -> None:
     sent = tensor.clone()
     placement.from_first_rank(sent, groups)
     tensor.copy_(sent)
+
+
+@contextlib.contextmanager
+def transfers_by(gather=gather_a_copy, send=send_a_copy):
+    """Inside, an initialiser's gathers and broadcasts are these. By default nobody refers to the
+    tensors, as gloo's threads do for a moment longer."""
+    before = init_flow.full_of, full_parameters.from_first_rank
+    init_flow.full_of, full_parameters.from_first_rank = gather, send
+    try:
+        yield
+    finally:
+        init_flow.full_of, full_parameters.from_first_rank = before
 
 
 def plain_values(flow) -> dict[str, torch.Tensor]:
@@ -128,7 +129,7 @@ def counting(read, pending: list[int]):
     return read_and_count
 
 
-def compare_with_plain(rank_seed: int) -> list[int]:
+def compare_with_plain(rank_seed: int, transfers=contextlib.nullcontext) -> list[int]:
     """Every flow, sharded, hybrid and replicated, ends with the values of the plain model."""
     rank = torch.distributed.get_rank()
     ranks = torch.distributed.get_world_size()
@@ -144,8 +145,7 @@ def compare_with_plain(rank_seed: int) -> list[int]:
                 model = simple_fsdp(meta_net(), init_device_mesh("cpu", shape), mode=mode)
                 model.to_empty(device="cpu")
                 torch.manual_seed(7 + rank * rank_seed)
-                # Gloo's threads hold for a moment longer what they sent: which is counted below.
-                with transfers_by(gather_a_copy, send_a_copy):
+                with transfers():
                     flow(model)
                 for fqn, param in model.named_parameters():
                     assert torch.equal(param.detach().full_tensor(), wanted[fqn]), (flow, fqn)
@@ -158,40 +158,99 @@ def compare_with_plain(rank_seed: int) -> list[int]:
 @pytest.mark.slow(quick=["2"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_flows_end_with_the_plain_models_values(pools, ranks):
-    pending = pools(ranks).run(compare_with_plain, 0)[0]
+    pending = pools(ranks).run(compare_with_plain, 0, transfers_by)[0]
     # The pair of ``Layer`` is held by its initialiser; nothing else is ever held beside another.
     cases, layers = len(FLOWS) * (2 if ranks == 2 else 3), 2
     assert max(pending) == 2 and pending.count(2) == cases * layers
+
+
+class Late:
+    """Transfers that refer to what they gathered and sent until they are told to let go."""
+
+    def __init__(self) -> None:
+        self.held: list[torch.Tensor] = []
+
+    def gather(self, param) -> torch.Tensor:
+        self.held.append(gather_a_copy(param))
+        return self.held[-1]
+
+    def send(self, tensor, groups) -> None:
+        self.held.append(tensor)
+
+    def let_go(self) -> None:
+        self.held.clear()
+
+
+def initialise(model: nn.Module, late: Late, init) -> None:
+    with transfers_by(late.gather, late.send):
+        model.apply(lambda module: init() if module is model else None)
+
+
+def sizes_pending() -> list[int]:
+    return [entry.full.numel() for entry in init_flow._flow.pending]
 
 
 def test_a_transport_may_let_go_late(solo_mesh):
     """What it gathered or sent seems to be held at first, and is let go of once it is not."""
     model = simple_fsdp(nn.Sequential(nn.Linear(4, 2), nn.Linear(3, 1)), solo_mesh)
     before = [param.to_local().clone() for param in model.parameters()]
-    late: list[torch.Tensor] = []
-    sizes: list[list[int]] = []
+    late, sizes = Late(), []
 
-    def gather(param) -> torch.Tensor:
-        late.append(gather_a_copy(param))  # which gloo's threads do not hold
-        return late[-1]
-
-    def send(tensor, groups) -> None:
-        late.append(tensor)
-
-    def init(module: nn.Module) -> None:
-        if module is not model:
-            return
+    def init() -> None:
         for fqn in ("0.weight", "0.bias", "0.weight", "1.bias"):
-            module.get_parameter(fqn).data.add_(1.0)
-            sizes.append([entry.full.numel() for entry in init_flow._flow.pending])
+            model.get_parameter(fqn).data.add_(1.0)
+            sizes.append(sizes_pending())
             if fqn != "0.bias":
-                late.clear()
+                late.let_go()
 
-    with transfers_by(gather, send):
-        model.apply(init)
+    initialise(model, late, init)
     assert sizes == [[8], [2], [2, 8], [1]]
     for param, old, added in zip(model.parameters(), before, (2, 1, 0, 1), strict=True):
         assert torch.equal(param.to_local(), old + added)
+
+
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_what_was_written_to_a_shard_is_read_by_name(solo_mesh, lets_go):
+    """Also where a transport still refers to what was read by name before."""
+    layer, late = simple_fsdp(nn.Linear(4, 2, bias=False), solo_mesh), Late()
+    seen: list[torch.Tensor] = []
+
+    def init() -> None:
+        layer.weight.data.fill_(1.0)
+        if lets_go:
+            late.let_go()
+        for shard in layer.parameters():
+            with torch.no_grad():
+                shard.fill_(2.0)
+        seen.append(layer.weight.detach().clone())
+        layer.weight.data.add_(1.0)
+
+    initialise(layer, late, init)
+    assert seen[0].eq(2).all() and layer.weight.to_local().eq(3).all()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(0, 4), torch.ones(()), torch.ones(2, dtype=torch.complex64), torch.ones(4, 2).t()],
+    ids=["empty", "scalar", "complex", "transposed"],
+)
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_what_nobody_holds_is_let_go_of(solo_mesh, value, is_empty):
+    model = nn.Module()
+    model.first, model.second = (nn.Parameter(value.clone()) for _ in range(2))
+    simple_fsdp(model, solo_mesh)
+    if is_empty:
+        model.to_empty(device="cpu")
+    numbers: list[int] = []
+
+    def init() -> None:
+        for name in ("first", "second"):
+            getattr(model, name).data.fill_(1.0)
+            numbers.append(len(sizes_pending()))
+
+    with transfers_by():
+        model.apply(lambda module: init())
+    assert numbers == [1, 1]
 
 
 class Mixed(nn.Module):

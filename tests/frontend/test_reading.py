@@ -434,17 +434,19 @@ def test_a_registered_method_casts_as_forward_does(fake_mesh):
 def test_classes_share_no_code_that_dynamo_counts_by(fake_mesh):
     one = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
     other = simple_fsdp(nn.LayerNorm(4), one.weight.device_mesh)
-    codes = [
-        function.__code__
-        for m in (one, other)
-        for function in (type(m).forward, reading.marked(type(m)))
-    ]
+    forwards = [f for m in (one, other) for f in (type(m).forward, reading.marked(type(m)))]
+    assert all(map(reading.is_marked, forwards))
     # By name it knows which sizes differ from call to call.
-    assert len({code.co_name for code in codes}) == 4
-    assert all(code.co_name.startswith(reading.MARK) for code in codes)
+    assert len({forward.__code__.co_name for forward in forwards}) == 4
 
 
-def test_classes_do_not_share_which_sizes_differ(solo_mesh):
+def own_lambdas(up: nn.Linear, down: nn.Linear) -> None:
+    for layer in (up, down):
+        layer.forward = lambda x, layer=layer: x @ layer.weight.t()
+
+
+@pytest.mark.parametrize("change", [lambda *layers: None, own_lambdas], ids=["class", "lambda"])
+def test_layers_do_not_share_which_sizes_differ(solo_mesh, change):
     """Where a graph breaks in a loop, Dynamo compiles what is called there, each by itself."""
 
     class Up(nn.Linear):
@@ -471,9 +473,42 @@ def test_classes_do_not_share_which_sizes_differ(solo_mesh):
         sizes.append([given for given in inputs if not torch.is_tensor(given)])
         return gm.forward
 
-    simple_fsdp(model := Breaks(), solo_mesh).compile(backend=backend)
+    model = simple_fsdp(Breaks(), solo_mesh)
+    change(model.up, model.down)
+    model.compile(backend=backend)
     model(torch.ones(5, 2))
     assert sizes == [[], []]  # a graph of each
+
+
+def test_a_method_that_is_no_function(solo_mesh):
+    class Decorated:
+        def __init__(self, function) -> None:
+            self.function = function
+
+        def __get__(self, instance, owner=None):
+            return self if instance is None else self.function.__get__(instance)
+
+        def __call__(self, *args):
+            return self.function(*args)
+
+    class Encodes(nn.Linear):
+        encode = Decorated(lambda self, x: x @ self.weight.t())
+
+    model = simple_fsdp(Encodes(4, 4), solo_mesh)
+    register_forward_method(model, "encode")
+    assert model.encode(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_a_forward_that_was_set_on_the_class_of_a_wrapped_module(solo_mesh):
+    """As patches of kernels do with ``type(layer).forward``; a root of that class has it, too."""
+
+    class Patched(nn.Linear):
+        pass
+
+    inner = simple_fsdp(nn.Sequential(Patched(4, 4)), solo_mesh)[0]
+    type(inner).forward = lambda self, x: self.weight * 0 + 7
+    root = simple_fsdp(Patched(4, 4), solo_mesh)
+    assert root(torch.ones(2, 4)).eq(7).all()
 
 
 def test_a_class_that_was_allowed_in_graphs_is_traced(fake_mesh):
