@@ -291,8 +291,8 @@ def test_a_compiler_cache_that_cannot_be_used(
 @pytest.mark.slow
 def test_a_compiler_cache_that_cannot_be_written_is_left_on_import(tmp_path: Path) -> None:
     """Torch fails on import, with a traceback."""
-    (tmp_path / "a file").touch()
-    folder = str(tmp_path / "a file")
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file")
     code = "import simplefsdp, torch._dynamo, os; print(os.environ.get('TORCHINDUCTOR_CACHE_DIR'))"
     done = subprocess.run(
         [sys.executable, "-c", code],
