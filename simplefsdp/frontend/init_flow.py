@@ -65,7 +65,7 @@ class _Pending:
         with a parameter that nobody was given, not with what it was at first; and what nobody holds
         may stay until the next time."""
         # Read as that of another object is, in one place: what reads refers to it, too.
-        alone = SimpleNamespace(full=nn.Parameter(torch.empty(1)))
+        alone = SimpleNamespace(full=nn.Parameter(torch.empty(1, device=self.full.device)))
         is_held = self.full.numel() > 0 and _references(self) != _references(alone)
         return bool(rank_0s(int(is_held), self.param.device_mesh))
 
