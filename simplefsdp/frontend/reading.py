@@ -38,17 +38,24 @@ _OWN = "_simple_fsdp_own_forward"  # on a module whose forward was set on it, wi
 def plain_method(cls: type[nn.Module], name: str) -> Callable[[], Forward]:
     """What gives the method ``name`` of ``cls``. It is looked up at each call, so that a later
     ``cls.forward = ...`` takes effect."""
-    # Dynamo knows nothing of the methods of a class that was allowed in its graphs.
-    fixed = getattr(cls, name) if _torch.is_allowed_in_graph(cls) else None
+    fixed = _fixed(cls, name)
     return lambda: getattr(cls, name) if fixed is None else fixed
+
+
+def _fixed(cls: type[nn.Module], name: str) -> Forward | None:
+    """That method, if Dynamo knows nothing of it, for its class was allowed in Dynamo's graphs."""
+    return getattr(cls, name) if _torch.is_allowed_in_graph(cls) else None
 
 
 def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
     """The method ``name`` of ``cls``, so that :func:`in_forward` finds it on the stack."""
-    method = plain_method(cls, name)
+    fixed = _fixed(cls, name)
 
+    # Not by plain_method: Dynamo would follow one function more in each module of a model.
     def forward_of_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method()(self, *args, **kwargs)
+        if fixed is not None:
+            return fixed(self, *args, **kwargs)
+        return getattr(cls, name)(self, *args, **kwargs)
 
     functools.update_wrapper(forward_of_wrapped, getattr(cls, name))
     return with_mark(forward_of_wrapped, f"{cls.__qualname__}.{name}")
