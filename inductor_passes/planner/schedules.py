@@ -32,7 +32,8 @@ class Schedules:
         self._written = {
             i
             for i, op in program.starts()
-            if not program.in_place.isdisjoint(program.storages((*op.reads, *op.writes)))
+            if i not in self._others
+            and not program.in_place.isdisjoint(program.storages((*op.reads, *op.writes)))
         }
 
     def of(self, buckets: Sequence[Bucket]) -> Program:
@@ -43,7 +44,7 @@ class Schedules:
         """
         launches: dict[CollectiveKind, list[Together]] = {}
         merged = dict(self._others)
-        first_of = dict(zip(merged, merged, strict=True))
+        first_of = {i: i for i in merged}
         for bucket in buckets:
             members, start = self._start_of(bucket)
             if start.sends:
@@ -52,7 +53,7 @@ class Schedules:
             first_of.update(dict.fromkeys(members, members[0]))
             merged[members[0]] = start
         after = None
-        if self._written.isdisjoint(first_of.keys() - self._others.keys()):
+        if self._written.isdisjoint(first_of):
             after = self._together(keys_of(self._needs, launches), first_of, merged)
         # Else what all of a bucket need, or touch when it is waited for, must be looked for.
         return after or scheduled(self.program, buckets)

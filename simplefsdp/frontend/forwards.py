@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from simplefsdp._torch import cast_floating_point
-from simplefsdp.frontend import reading
 from simplefsdp.frontend.after_wrap import check_before_eager_forward
 from simplefsdp.frontend.eager_guard import eager_forward
 from simplefsdp.frontend.reading import (
     Forward,
+    is_marked,
     marked_own,
     name_of,
     plain,
@@ -25,24 +25,15 @@ from simplefsdp.frontend.reading import (
 )
 from simplefsdp.frontend.wrapped import POLICY
 
-_FILES = {__file__, reading.__file__}
-
 
 def set_on(module: nn.Module, forward: Any) -> Any:
     """What ``module`` is to have as its own ``forward``, before or after the wrap."""
     if not callable(forward) or isinstance(forward, nn.Module):  # which is a submodule
         return forward
-    if _is_ours(module, forward):  # and comes back: another took its place for a while
-        return forward
+    if isinstance(forward, MethodType) and forward.__self__ is module and is_marked(forward):
+        return forward  # ours comes back: another took its place for a while
     own = marked_own(module, forward)
     return MethodType(casting(lambda: own, name_of(forward)), module)
-
-
-def _is_ours(module: nn.Module, forward: Any) -> bool:
-    if not isinstance(forward, MethodType) or forward.__self__ is not module:
-        return False
-    code = getattr(forward.__func__, "__code__", None)
-    return code is not None and code.co_filename in _FILES
 
 
 def casting(forward_of: Callable[[], Forward], name: str) -> Forward:
