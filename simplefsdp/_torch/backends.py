@@ -15,7 +15,7 @@ from inductor_passes.adapters._torch_code import run_below_autograd
 from inductor_passes.adapters._torch_lowering import reuse_at_once
 from inductor_passes.adapters.strides import take_strides_of_inputs
 from simplefsdp._torch.cache_files import broken_files_removed
-from simplefsdp._torch.cpp_kernels import kernels_together
+from simplefsdp._torch.cpp_kernels import compiled_beside, kernels_together
 from simplefsdp._torch.cut import Cut, cut_in_two, partitioner
 from simplefsdp._torch.graph_key import wrappers
 from simplefsdp._torch.one_graph import AS_ONE, AsOne, as_if_cut, partitioning
@@ -123,7 +123,13 @@ def compile_with_inductor(
     patches = {key: value for key, value in patches.items() if key in known}
     users = {key: getattr(config, key) for key in patches}
     # Torch's own lookup would skip tracing, and with it `observe`.
-    with giving_entry(results.entry), padding_without_benchmarks(), partitioning():
+    with (
+        giving_entry(results.entry),
+        padding_without_benchmarks(),
+        partitioning(),
+        broken_files_removed(),
+        compiled_beside(),
+    ):
         whole = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
     return cast(CompiledFunction, whole)
 

@@ -4,7 +4,8 @@ Inductor makes one call for each kernel, of which four fifths are spent on a hea
 linking: 13 s for the 24 kernels of a small Llama, 2 s together. A generated module asks for its
 kernels as it is loaded, and waits for them at its end; inside :func:`kernels_together` it gets
 stand-ins, which are replaced by functions of a shared library when all modules of the graph are
-there (``executor="regions"`` has one for each region).
+there (``executor="regions"`` has one for each region). Inside :func:`compiled_beside`, g++ compiles
+those of a forward graph while Inductor lowers its backward.
 
 A library has one function, which is told which kernel is meant. It takes as many pointers as the
 kernel with most; of another one the last are its arguments::
@@ -49,7 +50,7 @@ class _StandIn:
 
     argtypes: tuple[str, ...]  # C++ types of its arguments
     source: str  # C++, one function named ``kernel``
-    asked: list[_StandIn]  # all of the same graph; itself among them
+    asked: _Asked  # all of the same graph; itself among them
     # The module's dictionary, and its name there.
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     function: Function | None = None  # None until it is compiled
@@ -63,7 +64,7 @@ class _StandIn:
     def __call__(self, *args: Any) -> None:
         """For a module that runs before the compilation is over, or in spite of its end."""
         if self.function is None:
-            _compile(self.asked)
+            self.asked.finish()
         cast(Function, self.function)(*args)
 
     def put(self, scope: dict[str, Any], name: str) -> None:
@@ -73,20 +74,59 @@ class _StandIn:
             self.be(self.function)
 
 
-_asked: ContextVar[list[_StandIn] | None] = ContextVar("asked", default=None)
+@dataclass(eq=False)
+class _Asked:
+    """The kernels that a graph asked for, and what g++ was called with."""
+
+    kernels: list[_StandIn] = field(default_factory=list)
+    begun: list[_Library] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Call g++ for what is not yet compiled, each source once; in other threads, if there are
+        any."""
+        self.begun += _begin([kernel for kernel in self.kernels if kernel.function is None])
+
+    def finish(self) -> None:
+        """Put functions into the modules."""
+        if not self.begun:
+            self.begin()
+        while self.begun:
+            self.begun.pop().finish()
+
+
+_asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+_beside: ContextVar[list[_Asked] | None] = ContextVar("beside", default=None)
 
 
 @contextmanager
 def kernels_together() -> Iterator[None]:
-    """Inside, this thread's modules of Inductor ask for kernels; at the end there are all."""
+    """Inside, this thread's modules of Inductor ask for kernels; at the end there are all, or g++
+    was called for all, inside :func:`compiled_beside`."""
     _give_stand_ins()
-    asked: list[_StandIn] = []
+    asked, beside = _Asked(), _beside.get()
     token = _asked.set(asked)
     try:
         yield
     finally:
         _asked.reset(token)
-    _compile(asked)
+    if beside is None:
+        asked.finish()
+    else:
+        asked.begin()
+        beside.append(asked)
+
+
+@contextmanager
+def compiled_beside() -> Iterator[None]:
+    """Inside, nobody waits for the kernels of a graph; at the end there are those of all."""
+    graphs: list[_Asked] = []
+    token = _beside.set(graphs)
+    try:
+        yield
+    finally:
+        _beside.reset(token)
+    for asked in graphs:
+        asked.finish()
 
 
 @cache
@@ -101,8 +141,8 @@ def _give_stand_ins() -> None:
         if asked is None or not _can_be_joined(argtypes, source_code):
             return ask_torch(self, argtypes, source_code)
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
-        asked.append(_StandIn(tuple(argtypes), source_code, asked))
-        return asked[-1]
+        asked.kernels.append(_StandIn(tuple(argtypes), source_code, asked))
+        return asked.kernels[-1]
 
     def wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
         wait_for_torch(self, scope)
@@ -132,34 +172,49 @@ def _is_one_block(source: str) -> bool:
     return False
 
 
-def _compile(asked: list[_StandIn]) -> None:
-    """Compile what is not yet, each source once, and put functions into the modules."""
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-    from torch._inductor.exc import CppCompileError
+@dataclass(frozen=True)
+class _Library:
+    """What one call of g++ compiles."""
 
-    alike: dict[tuple[tuple[str, ...], str], list[_StandIn]] = {}
-    for kernel in asked:
-        if kernel.function is None:
-            alike.setdefault((kernel.argtypes, kernel.source), []).append(kernel)
-    parts = _in_parts([kernels[0] for kernels in alike.values()], get_compile_threads())
-    submit = AsyncCompile.submit if len(parts) > 1 else None
-    libraries = [
-        CppPythonBindingsCodeCache.load_pybinding_async(*_joined(part), submit_fn=submit)
-        for part in parts
-    ]
-    for part, library in zip(parts, libraries, strict=True):
+    kernels: list[list[_StandIn]]  # those of one source each
+    load: Callable[[], Function]  # waits for g++; raises CppCompileError
+
+    def finish(self) -> None:
+        """Put its functions where its kernels stand."""
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+        from torch._inductor.exc import CppCompileError
+
+        firsts = [alike[0] for alike in self.kernels]
         try:
-            functions = _functions(library(), part)
+            functions = _functions(self.load(), firsts)
         except CppCompileError:
             _log.debug("kernels are compiled one by one", exc_info=True)
             functions = [
                 CppPythonBindingsCodeCache.load_pybinding(list(kernel.argtypes), kernel.source)
-                for kernel in part
+                for kernel in firsts
             ]
-        for kernel, function in zip(part, functions, strict=True):
-            for one in alike[kernel.argtypes, kernel.source]:
-                one.be(function)
+        for alike, function in zip(self.kernels, functions, strict=True):
+            for kernel in alike:
+                kernel.be(function)
+
+
+def _begin(kernels: Sequence[_StandIn]) -> list[_Library]:
+    """Call g++, each source once."""
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    alike: dict[tuple[tuple[str, ...], str], list[_StandIn]] = {}
+    for kernel in kernels:
+        alike.setdefault((kernel.argtypes, kernel.source), []).append(kernel)
+    threads = get_compile_threads()
+    submit = AsyncCompile.submit if threads > 1 else None
+    return [
+        _Library(
+            [alike[kernel.argtypes, kernel.source] for kernel in part],
+            CppPythonBindingsCodeCache.load_pybinding_async(*_joined(part), submit_fn=submit),
+        )
+        for part in _in_parts([kernels[0] for kernels in alike.values()], threads)
+    ]
 
 
 def _in_parts(kernels: Sequence[_StandIn], most: int) -> list[list[_StandIn]]:

@@ -99,15 +99,14 @@ def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW
     """AdamW over the trainable parameters; only matrices are decayed.
 
     One parameter group per mesh as well, because one kernel for many parameters cannot mix DTensors
-    of different meshes (tensor-parallel parameters live on a larger one). On CUDA that kernel is
-    the whole update, which reads and writes each tensor once.
+    of different meshes (tensor-parallel parameters live on a larger one). That kernel is the whole
+    update, which reads and writes each tensor once.
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
-    on_cuda = all(p.device.type == "cuda" for parameters in groups.values() for p in parameters)
     return torch.optim.AdamW(
         [
             {"params": parameters, "weight_decay": options.weight_decay if decayed else 0.0}
@@ -115,6 +114,5 @@ def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW
         ],
         lr=options.lr,
         betas=(0.9, 0.95),
-        foreach=not on_cuda,
-        fused=on_cuda,
+        fused=True,
     )

@@ -18,7 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from simplefsdp import simple_fsdp
 from simplefsdp._torch import cpp_kernels, prepare_cpp
-from simplefsdp._torch.cpp_kernels import _can_be_joined, _in_parts, _StandIn, kernels_together
+from simplefsdp._torch.cpp_kernels import (
+    _Asked,
+    _can_be_joined,
+    _in_parts,
+    _StandIn,
+    compiled_beside,
+    kernels_together,
+)
 
 ADDS = """
 // adds
@@ -104,6 +111,36 @@ def test_a_kernel_that_is_called_while_its_module_is_loaded() -> None:
         assert type(scope["fills"]) is partial
 
 
+def test_kernels_of_a_graph_are_compiled_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with libraries(monkeypatch) as sources, compiled_beside():
+        with kernels_together():
+            first, second = ask_for_all()
+        begun = len(sources)
+        assert begun == 2 and isinstance(first["fills"], _StandIn)  # nobody waited
+        with kernels_together():
+            third, fourth = ask_for_all()
+        check(first, second)  # who does not wait for the end has it now
+        assert type(first["fills"]) is partial and isinstance(third["fills"], _StandIn)
+    assert type(third["fills"]) is partial and third["adds"] is fourth["more"]
+    check(third, fourth)
+    assert len(sources) == 4  # of which torch compiles the last two no more
+
+
+def test_a_kernel_that_does_not_compile_beside_says_so_at_the_end() -> None:
+    broken = 'extern "C" void kernel(float* out)\n{ out[0] = missing; }\n'
+    reached: list[bool] = []
+
+    def compile_all() -> None:
+        with compiled_beside():
+            with kernels_together():
+                module(broken=(["float*"], broken))
+            reached.append(True)
+
+    with pytest.raises(CppCompileError, match="missing"):
+        compile_all()
+    assert reached
+
+
 def test_another_thread_gets_what_torch_gives() -> None:
     found: list[Any] = []
     with kernels_together():
@@ -157,7 +194,7 @@ def test_what_is_not_one_function_of_pointers_is_left_to_torch(argtypes, source)
 
 
 def test_parts_take_about_as_long_and_are_not_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = [_StandIn((), "x" * size, []) for size in (5, 9, 1, 4, 3, 2)]
+    kernels = [_StandIn((), "x" * size, _Asked()) for size in (5, 9, 1, 4, 3, 2)]
     assert len(_in_parts(kernels, 2)) == len(_in_parts(kernels * 4, 1)) == 1
     assert len(_in_parts(kernels * 4, 32)) == 3 and _in_parts([], 4) == []
     monkeypatch.setattr(cpp_kernels, "_FEW", 1)
