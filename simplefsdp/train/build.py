@@ -100,13 +100,14 @@ def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW
 
     One parameter group per mesh as well, because one kernel for many parameters cannot mix DTensors
     of different meshes (tensor-parallel parameters live on a larger one). That kernel is the whole
-    update, which reads and writes each tensor once.
+    update, which reads and writes each tensor once; there is none where there is no memory.
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+    on_meta = any(p.is_meta for parameters in groups.values() for p in parameters)
     return torch.optim.AdamW(
         [
             {"params": parameters, "weight_decay": options.weight_decay if decayed else 0.0}
@@ -114,5 +115,6 @@ def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW
         ],
         lr=options.lr,
         betas=(0.9, 0.95),
-        fused=True,
+        foreach=on_meta,
+        fused=not on_meta,
     )

@@ -213,7 +213,7 @@ def test_only_matrices_are_decayed() -> None:
     assert decay == {id(model[0].weight): 0.5, id(model[0].bias): 0.0, id(model[1].weight): 0.0}
 
 
-def test_one_kernel_updates_all_parameters_on_cuda() -> None:
+def test_one_kernel_updates_all_parameters() -> None:
     def kinds(device: str) -> list[tuple[bool, bool]]:
         model = torch.nn.ParameterList(torch.empty(n, device=device) for n in ((3, 3), (3,)))
         optimizer = make_optimizer(model, OptimOptions())
@@ -224,7 +224,8 @@ def test_one_kernel_updates_all_parameters_on_cuda() -> None:
 
     with FakeTensorMode():
         assert kinds("cuda") == [(True, False)] * 2
-    assert kinds("cpu") == [(False, True)] * 2
+    assert kinds("cpu") == [(True, False)] * 2
+    assert kinds("meta") == [(False, True)] * 2
 
 
 @pytest.mark.parametrize(
