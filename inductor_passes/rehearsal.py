@@ -75,7 +75,7 @@ class Settings:
     layout: BucketLayout = "coalesced"  # how the members of a bucket travel
     policy: OverlapPolicy = field(default_factory=OverlapPolicy)  # limits of the reordering
     # Repeated modules, whose computes collectives stay out of; see
-    # :mod:`inductor_passes.planner.units`. Without any, collectives may go anywhere.
+    # :mod:`inductor_passes.adapters.units`. Without any, collectives may go anywhere.
     units: tuple[str, ...] = ()
 
 

@@ -19,8 +19,8 @@ from inductor_passes.adapters._torch_calls import (
     note_values,
 )
 from inductor_passes.adapters.loops import nbytes_of, tensors_of
+from inductor_passes.adapters.units import Part, Piece, in_units, parts_of, pieces_of
 from inductor_passes.ir.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
-from inductor_passes.planner.units import Part, Piece, in_units, parts_of, pieces_of
 
 FqnOf = Callable[[Node], str | None]
 
@@ -97,7 +97,7 @@ def read(graph: Graph, fqn_of: FqnOf) -> Reading:
 
 
 def mark_units(reading: Reading, modules: Collection[str]) -> Reading:
-    """Note on each node of a graph which of :mod:`inductor_passes.planner.units` it is in.
+    """Note on each node of a graph which of :mod:`inductor_passes.adapters.units` it is in.
 
     Args:
         reading: of the graph, in the order in which it was made.

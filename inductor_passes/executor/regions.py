@@ -18,9 +18,9 @@ from torch.fx.node import map_arg
 from inductor_passes.adapters import _torch
 from inductor_passes.adapters.fx import piece_of, place_of
 from inductor_passes.adapters.submodules import attribute_of, is_submodule, submodule_text
+from inductor_passes.adapters.units import Piece
 from inductor_passes.executor.rematerialize import Facts, live, made_again, moved_up
 from inductor_passes.executor.updates import apart, is_write_to_input, moved_down, nodes_of_updates
-from inductor_passes.planner.units import Piece
 
 
 class Region(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -11,18 +11,25 @@ from inductor_passes.ir.buckets import assign_by_module, of_few_members, plan_bu
 from inductor_passes.ir.program import Bucket, Program, ProgramError
 from inductor_passes.machine.bound import lower_bound_us
 from inductor_passes.machine.cost import CostModel
-from inductor_passes.planner.halves import by_halves
 from inductor_passes.planner.invariant import common_ops, rank_invariant
-from inductor_passes.planner.local_search import LocalSearch
-from inductor_passes.planner.parts import in_parts
-from inductor_passes.planner.plan import BudgetError, Plan, budget_error, default_budget, evaluate
-from inductor_passes.planner.regular import least
+from inductor_passes.planner.plan import (
+    CLOSE,
+    NEAR,
+    BudgetError,
+    Plan,
+    budget_error,
+    default_budget,
+    evaluate,
+)
+from inductor_passes.planner.regular import in_parts, least
+from inductor_passes.planner.search.climbs import climbed
+from inductor_passes.planner.search.halves import by_halves
+from inductor_passes.planner.search.local_search import LocalSearch
+from inductor_passes.planner.search.small import Small, small_program
+from inductor_passes.planner.search.tried import launches_price
 from inductor_passes.planner.segments import State, bare, lines_of, named_buckets
-from inductor_passes.planner.small import Small, small_program
-from inductor_passes.planner.tried import launches_price
 from inductor_passes.transform.windows import buckets_by_module
 
-CLOSE, NEAR = 1.005, 1.01
 # Nor is a plan searched for beyond this, if compute hardly ever stands still. What is left is then
 # what compute loses beside transfers; the bound takes them for one transfer, which no memory holds.
 HIDDEN = 1.02
@@ -32,10 +39,6 @@ LITTLE, LEAN_LAUNCHES, LEAN_WORK = 0.1, 2, 1 / 4
 # Of the time: what all of the memory is worth. A tenth of memory is worth half a percent of time.
 MEMORY = 0.05
 PARTS = (2, 3, 4)  # of each module's bucket, that are tried where whole ones do not fit
-AGAIN = 3  # times that a climb whose end does not fit goes on, with less room
-# Climbs begin at the most promising plan, at that by module, and at the best that fits; and at some
-# more of the promising ones, as long as so much of the work is left, as in small programs.
-MORE_CLIMBS, EASY = 6, 4 / 5
 # Ops that a search simulates, of those that all ranks have: at least, and for each of the program.
 WORK, WORK_PER_OP = 140_000, 15
 
@@ -56,10 +59,10 @@ def plan_auto(
     it. If it is as good as that and does not fit, the plan by halves, thirds or quarters of modules
     is taken that fits and is at most 1 % slower.
 
-    Else a local search (:mod:`inductor_passes.planner.local_search`) climbs from the most promising
-    of many regular plans, from that by module, and from the best that fits (of a whole training
-    step, first from the plans of its halves), until a plan is within 1 % of the bound, moves lead
-    no further, or the search's work is done. Of what it found and the plan by module, it is the
+    Else a local search (:mod:`inductor_passes.planner.search`) climbs from the most promising of
+    many regular plans, from that by module, and from the best that fits (of a whole training step,
+    first from the plans of its halves), until a plan is within 1 % of the bound, moves lead no
+    further, or the search's work is done. Of what it found and the plan by module, it is the
     latter if that fits and takes at most 0.5 % longer: costs that differ a little give one plan. If
     that by module fits, no plan makes more launches than it: hosts, networks and kernels beside
     them pay for a launch in ways that no model of its time knows.
@@ -202,7 +205,7 @@ class _Planner:
         def found(state: State) -> Plan | None:
             return self.evaluated(search.buckets_of(state))
 
-        plans = [manual, self.roomy, self.least, *smaller, *_climbed(search, manual, halves, found)]
+        plans = [manual, self.roomy, self.least, *smaller, *climbed(search, manual, halves, found)]
         fitting = _fitting(plans, budget_nbytes, most_launches)
         more = (found(state) for state in search.smallest())
         fitting = fitting or _fitting(more, budget_nbytes, most_launches)
@@ -257,43 +260,6 @@ def _is_enough(manual: Plan) -> bool:
     bound_us = manual.lower_bound_us
     hidden = manual.exposed_us <= (CLOSE - 1) * bound_us
     return manual.step_us <= (HIDDEN if hidden else CLOSE) * bound_us
-
-
-def _climbed(
-    search: LocalSearch,
-    manual: Plan,
-    halves: Sequence[Bucket],
-    found: Callable[[State], Plan | None],
-) -> list[Plan]:
-    """What climbs end at that begin at the most promising plans."""
-    starts = search.starts()
-    fitting = next((tried for tried in starts if tried.fits), None)
-    near = search.by_buckets(manual.buckets)
-    joined = search.by_buckets(halves) if halves else None
-    known = [start for start in (joined, *starts[:1], near, fitting) if start is not None]
-    plans: list[Plan] = []
-    first = dict.fromkeys(known)
-    for start in dict.fromkeys([*first, *starts[1:MORE_CLIMBS]]):
-        if start not in first and search.left < EASY * search.allowed:
-            break
-        end = search.climb(start)
-        plan = found(end.state)
-        for _ in range(AGAIN):
-            # The compact program does not quite have the memory of the whole one.
-            if plan is None or end.score.over_nbytes or plan.peak_nbytes <= search.whole_nbytes:
-                break
-            again = search.with_less_room(end, plan.peak_nbytes - end.memory.peak_nbytes)
-            if again is None:
-                break
-            end = again
-            plan = found(end.state)
-        if plan is not None:
-            plans.append(plan)
-            fits = plan.peak_nbytes <= search.whole_nbytes
-            few = len(plan.buckets) <= search.most_launches
-            if fits and few and plan.step_us <= NEAR * search.bound_us:
-                break
-    return plans
 
 
 def _chosen(plans: Sequence[Plan], manual: Plan) -> Plan:

@@ -10,7 +10,6 @@ from inductor_passes.ir.buckets import assign_by_module, plan_buckets
 from inductor_passes.ir.program import Collective, Program, ProgramError
 from inductor_passes.machine.bound import lower_bound_us
 from inductor_passes.machine.cost import CostModel
-from inductor_passes.planner.glue import room_of
 from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.planner.plan import Plan, budget_error, default_budget, evaluate
 from inductor_passes.planner.regular import least
@@ -22,6 +21,7 @@ from inductor_passes.planner.segments import (
     in_turn,
     lines_of,
     named_buckets,
+    room_of,
     with_window,
 )
 from inductor_passes.transform.merge import sent_together

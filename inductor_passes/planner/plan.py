@@ -11,6 +11,10 @@ from inductor_passes.machine.simulate import live_by_use, memory, simulate
 from inductor_passes.transform.merge import merge
 from inductor_passes.transform.order import OverlapPolicy, overlapped
 
+# Plans that differ by less are held to be equally fast: small differences are those of the cost
+# model, and fewer launches, or less memory, are worth more.
+CLOSE, NEAR = 1.005, 1.01
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -1,7 +1,9 @@
 """Regular plans: where a search starts.
 
 Where one layer is much like the next, buckets of as many bytes and windows that are all alike are
-about as good as the best plan; a search need only mend their ends, and what does not fit.
+about as good as the best plan; a search need only mend their ends, and what does not fit. Where
+layers are many and large, a plan by parts of modules (:func:`in_parts`), which takes less memory
+for more launches, is what a search would end at, and it need not look for it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from inductor_passes.ir.buckets import parts_of
+from inductor_passes.ir.program import Bucket, Program
 from inductor_passes.planner.segments import KINDS, Kind, Lines, State, even, in_turn, with_window
 
 # Buckets of a kind, for each module; windows of gathers; windows of reduces where there are gathers
@@ -126,3 +130,16 @@ def _of_kind(lines: Lines, kind: Kind, n: int, window: int) -> State:
     for members in classes.values():
         runs += even(members, max(1, round(n * sum(nbytes[m] for m in members) / whole)), nbytes)
     return with_window(kind, in_turn(kind, runs), None, window)
+
+
+def in_parts(program: Program, buckets: Sequence[Bucket], n: int) -> list[Bucket]:
+    """``buckets``, each in up to ``n`` runs of its members of about as many bytes. A window still
+    counts buckets, and so a part of the bytes."""
+    nbytes = {op.name: op.collective.nbytes for _, op in program.starts() if op.collective}
+    taken = {bucket.label for bucket in buckets}
+    found: list[Bucket] = []
+    for bucket in buckets:
+        of_members = [nbytes[start] for start in bucket.starts]
+        runs = even(range(len(of_members)), n, of_members)
+        found += parts_of(bucket, [tuple(bucket.starts[i] for i in run) for run in runs], taken)
+    return found

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, cast, get_args
 from inductor_passes.ir.buckets import new_label
 from inductor_passes.ir.lineage import dependent, following, origins
 from inductor_passes.ir.program import Bucket, Collective, Program
+from inductor_passes.machine.simulate import lifetimes, memory
 from inductor_passes.transform.merge import bucket_class
 from inductor_passes.transform.order import OverlapPolicy, overlapped
 
@@ -271,3 +272,24 @@ def buckets_of(state: State, lines: Lines) -> Iterator[tuple[Kind, tuple[str, ..
                 for found in sent_on.values():
                     yield "all_reduce", tuple(found), SENT_ON
                 sent_on.clear()
+
+
+def room_of(
+    late: Program, lines: Lines, budget_nbytes: float, *, throughout: bool = False
+) -> dict[Kind, list[float]]:
+    """Bytes that are free where each collective starts, or as long as what it gathers is used, or
+    what it reduces is there; of a program in which all are by themselves, and as brief as can be.
+    """
+    held, lives, found = memory(late), lifetimes(late), dict[Kind, list[float]]()
+    free, given = budget_nbytes - held.resident_nbytes, late.storages(late.inputs)
+
+    def live_nbytes(name: str) -> int:
+        at = late.index[name]
+        names = late.ops[at].writes if late.ops[at].sends == "gather" else late.ops[at].reads
+        alive = [lives[storage] for storage in late.storages(names) - given] if throughout else []
+        begin, end = min([at, *(i for i, _ in alive)]), max([at, *(i for _, i in alive)])
+        return max(held.live_nbytes[begin : end + 1])
+
+    for kind in KINDS:
+        found[kind] = [free - live_nbytes(name) for name in lines.starts[kind]]
+    return found

@@ -15,9 +15,9 @@ from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 from inductor_passes.adapters import _torch, _torch_lowering, fx
+from inductor_passes.adapters.units import Piece
 from inductor_passes.executor import regional, straight_line
 from inductor_passes.executor.regions import Region, cut, graph_of, structure_of
-from inductor_passes.planner.units import Piece
 from simplefsdp import simple_fsdp
 from simplefsdp.compiler import compilation
 from simplefsdp.compiler.executor import MANY_LAYERS

@@ -12,11 +12,11 @@ from inductor_passes.ir.program import Bucket, Program
 from inductor_passes.ir.text import parse
 from inductor_passes.machine.cost import LinearCost
 from inductor_passes.machine.simulate import memory
-from inductor_passes.planner.compact import compact
-from inductor_passes.planner.glue import glued, room_of
 from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.planner.plan import evaluate
-from inductor_passes.planner.segments import bare, lines_of, named_buckets, with_window
+from inductor_passes.planner.search.compact import compact
+from inductor_passes.planner.search.glue import glued
+from inductor_passes.planner.segments import bare, lines_of, named_buckets, room_of, with_window
 
 
 def some_plans(program: Program, seed: int, fqns: list[str]) -> list[tuple[Bucket, ...]]:

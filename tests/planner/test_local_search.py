@@ -14,10 +14,12 @@ from inductor_passes.ir.buckets import assign_by_module, plan_buckets
 from inductor_passes.ir.text import parse
 from inductor_passes.machine.bound import lower_bound_us
 from inductor_passes.machine.simulate import memory
-from inductor_passes.planner import small
 from inductor_passes.planner.invariant import common_ops, rank_invariant
-from inductor_passes.planner.local_search import LocalSearch, best_two
-from inductor_passes.planner.moves import (
+from inductor_passes.planner.plan import evaluate
+from inductor_passes.planner.regular import Shape, least, regular
+from inductor_passes.planner.search import small
+from inductor_passes.planner.search.local_search import LocalSearch, best_two
+from inductor_passes.planner.search.moves import (
     all_turned,
     apart,
     around,
@@ -27,8 +29,8 @@ from inductor_passes.planner.moves import (
     repairs,
     small_repairs,
 )
-from inductor_passes.planner.plan import evaluate
-from inductor_passes.planner.regular import Shape, least, regular
+from inductor_passes.planner.search.small import small_program
+from inductor_passes.planner.search.tried import Score, launches_price
 from inductor_passes.planner.segments import (
     END,
     FIRST,
@@ -41,8 +43,6 @@ from inductor_passes.planner.segments import (
     state_of,
     windows_of,
 )
-from inductor_passes.planner.small import small_program
-from inductor_passes.planner.tried import Score, launches_price
 
 BACKWARD = parse(layers(8, "backward"))
 LINES = lines_of(bare(BACKWARD))

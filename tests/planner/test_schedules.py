@@ -12,10 +12,10 @@ from layered import KINDS, layered
 from programs import descendants, random_program
 
 from inductor_passes.ir.program import Bucket, Program, ProgramError
-from inductor_passes.planner import schedules
 from inductor_passes.planner.auto import plan_auto
 from inductor_passes.planner.plan import scheduled
-from inductor_passes.planner.schedules import Schedules
+from inductor_passes.planner.search import schedules
+from inductor_passes.planner.search.schedules import Schedules
 from inductor_passes.transform.merge import bucket_class
 
 

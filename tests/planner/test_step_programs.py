@@ -10,9 +10,9 @@ from inductor_passes.ir.text import parse, to_text
 from inductor_passes.machine.cost import LinearCost
 from inductor_passes.machine.simulate import lifetimes, memory
 from inductor_passes.planner.auto import plan_auto
-from inductor_passes.planner.halves import border, halves
 from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.planner.plan import evaluate
+from inductor_passes.planner.search.halves import border, halves
 from inductor_passes.planner.update import UPDATE, with_one_update
 from inductor_passes.transform.portable import in_names, in_program
 

@@ -18,18 +18,7 @@ from math import ceil, inf
 
 from inductor_passes.ir.program import Bucket, Collective, Program, ProgramError
 from inductor_passes.machine.simulate import total_us
-from inductor_passes.planner.glue import room_of
 from inductor_passes.planner.invariant import common_ops
-from inductor_passes.planner.moves import (
-    all_turned,
-    apart,
-    around,
-    everywhere_alike,
-    joined,
-    pairs,
-    repairs,
-    small_repairs,
-)
 from inductor_passes.planner.plan import Plan
 from inductor_passes.planner.regular import (
     Shape,
@@ -39,15 +28,26 @@ from inductor_passes.planner.regular import (
     reduce_shapes,
     regular,
 )
+from inductor_passes.planner.search.moves import (
+    all_turned,
+    apart,
+    around,
+    everywhere_alike,
+    joined,
+    pairs,
+    repairs,
+    small_repairs,
+)
+from inductor_passes.planner.search.small import Small
+from inductor_passes.planner.search.tried import LAUNCHES, Score, Tried, alive, launches_price
 from inductor_passes.planner.segments import (
     Segment,
     State,
     named_buckets,
     plain_buckets,
+    room_of,
     state_of,
 )
-from inductor_passes.planner.small import Small
-from inductor_passes.planner.tried import LAUNCHES, Score, Tried, alive, launches_price
 
 # Plans in a row that are no better, after which a climb ends; and how many of these are moves of
 # what stands still, before all buckets of a kind are moved.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from programs import layers
 
+from inductor_passes.adapters.units import Part, Piece, in_units, parts_of, pieces_of
 from inductor_passes.ir.text import parse, to_text
-from inductor_passes.planner.units import Part, Piece, in_units, parts_of, pieces_of
 from inductor_passes.transform.order import OverlapPolicy, overlap
 
 FORWARD = """

@@ -8,8 +8,7 @@ from dataclasses import replace
 from math import inf
 
 from inductor_passes.ir.program import Bucket, Program
-from inductor_passes.machine.simulate import lifetimes, memory
-from inductor_passes.planner.segments import KINDS, Kind, Lines, fqn_place, lines_of
+from inductor_passes.planner.segments import KINDS, Lines, fqn_place, lines_of, room_of
 from inductor_passes.transform.merge import bucket_class, merge
 
 PART = 1 / 2  # of the room for it, above which a collective is not glued to others
@@ -66,27 +65,6 @@ def glued(
         for op in merge(program, buckets).ops
     ]
     return replace(program, ops=tuple(ops)), of
-
-
-def room_of(
-    late: Program, lines: Lines, budget_nbytes: float, *, throughout: bool = False
-) -> dict[Kind, list[float]]:
-    """Bytes that are free where each collective starts, or as long as what it gathers is used, or
-    what it reduces is there; of a program in which all are by themselves, and as brief as can be.
-    """
-    held, lives, found = memory(late), lifetimes(late), dict[Kind, list[float]]()
-    free, given = budget_nbytes - held.resident_nbytes, late.storages(late.inputs)
-
-    def live_nbytes(name: str) -> int:
-        at = late.index[name]
-        names = late.ops[at].writes if late.ops[at].sends == "gather" else late.ops[at].reads
-        alive = [lives[storage] for storage in late.storages(names) - given] if throughout else []
-        begin, end = min([at, *(i for i, _ in alive)]), max([at, *(i for _, i in alive)])
-        return max(held.live_nbytes[begin : end + 1])
-
-    for kind in KINDS:
-        found[kind] = [free - live_nbytes(name) for name in lines.starts[kind]]
-    return found
 
 
 def _sent_on(group: Sequence[str], lines: Lines) -> list[list[str]]:

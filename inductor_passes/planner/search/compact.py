@@ -25,7 +25,7 @@ def compact(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
     """``program`` and its cost with as few ops as a plan can tell apart.
 
     Args:
-        program: with nothing merged, or only what :mod:`inductor_passes.planner.glue` keeps
+        program: with nothing merged, or only what :mod:`inductor_passes.planner.search.glue` keeps
             together.
         cost: of its ops.
     """

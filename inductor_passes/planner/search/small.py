@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from inductor_passes.ir.program import Program
 from inductor_passes.machine.cost import CostModel
-from inductor_passes.planner.compact import compact
-from inductor_passes.planner.glue import glued
 from inductor_passes.planner.invariant import FixedCost
-from inductor_passes.planner.schedules import Schedules
+from inductor_passes.planner.search.compact import compact
+from inductor_passes.planner.search.glue import glued
+from inductor_passes.planner.search.schedules import Schedules
 from inductor_passes.planner.segments import Lines, bare, lines_of
 
 # Parts of what a kind sends, of which none is larger than collectives that are glued together.
@@ -20,10 +20,10 @@ UNITS = 48
 class Small(NamedTuple):
     """A program of the same plans as another, with as few ops as they need."""
 
-    program: Program  # it, :func:`~inductor_passes.planner.compact.compact`
+    program: Program  # it, :func:`~inductor_passes.planner.search.compact.compact`
     cost: FixedCost  # of its ops
     # Under whose name each collective of the other is launched in it, see
-    # :func:`~inductor_passes.planner.glue.glued`.
+    # :func:`~inductor_passes.planner.search.glue.glued`.
     first_of: Mapping[str, str]
     lines: Lines  # of its collectives
     schedules: Schedules  # of it
