@@ -97,6 +97,7 @@ from simplefsdp._torch.tensors import (
     order_of_saved,
     reached,
     reduces_in_param_dtype,
+    shard_storage_of,
     storage_number,
     storage_of,
     storage_use_count,

@@ -106,6 +106,11 @@ def storage_of(value: object) -> int | None:
     return storage_number(value) if isinstance(value, FakeTensor) else None
 
 
+def shard_storage_of(value: object) -> int | None:
+    """What tells the storage of a fake DTensor's shard from others; of a plain fake tensor, its."""
+    return storage_of(getattr(value, "_local_tensor", value))
+
+
 def storage_number(tensor: torch.Tensor) -> int:
     """What tells a tensor's storage from others that are there, even one that holds nothing."""
     return tensor.untyped_storage()._cdata

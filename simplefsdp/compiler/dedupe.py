@@ -5,14 +5,17 @@ gradients of all reads before the one reduce, as it would on a plain parameter. 
 ``torch.utils.checkpoint`` regions are moved out in front of them; whether a gather is recomputed
 in backward is decided for all of them alike, later (``recompute.py``).
 
-A write to a gathered tensor is refused: it would change a temporary, not the parameter.
+A write to a gathered tensor is refused: it would change a temporary, not the parameter. Where a
+model writes to a parameter itself (``for p in self.teacher.parameters(): p.lerp_(...)``), what is
+read before and after it is gathered apart.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -58,10 +61,10 @@ def _dedupe(gm: GraphModule) -> list[GatherSpec]:
     for node in list(gm.graph.nodes):
         if _torch.is_checkpoint_region(node):
             _hoist_gathers(gm, node)
-    _lift_out_of_no_grad(gm)
+    reads = _lift_out_of_no_grad(gm)
     first: dict[tuple[object, ...], Node] = {}
     for node in gathers_of(gm):
-        kept = first.setdefault(node.args, node)
+        kept = first.setdefault((*node.args, reads[node]), node)
         if kept is not node:
             if "until" in node.kwargs:  # which a read under no_grad has not
                 kept.kwargs = node.kwargs
@@ -141,14 +144,48 @@ def specs_of(gm: GraphModule) -> list[GatherSpec]:
     return [spec_of(node) for node in gathers_of(gm)]
 
 
-def _lift_out_of_no_grad(gm: GraphModule) -> None:
-    """Gather before a no_grad block, not in it: the reads after it want the gradient."""
+class _Read(NamedTuple):
+    """What a gather reads, and how: gathers of one parameter that read alike are one."""
+
+    writes: int  # to the parameter, that may have been before it
+    without_grad: bool  # inside a no_grad block
+
+
+def _lift_out_of_no_grad(gm: GraphModule) -> dict[Node, _Read]:
+    """Gather before a no_grad block, not in it: the reads after it want the gradient. But behind
+    what the block itself writes to the parameter."""
+    found: dict[Node, _Read] = {}
+    params = {node.args[0] for node in gathers_of(gm)}
+    shard_of = {p: _shard(p) for p in gm.graph.find_nodes(op="placeholder") if p in params}
+    written, then = Counter[int | None](), Counter[int | None]()
     block: Node | None = None
     for node in list(gm.graph.nodes):
         if _torch.sets_grad_mode(node):
             block = node if node.args == (False,) and block is None else None
-        elif block is not None and node.op == "call_function" and node.target is gather:
-            block.prepend(node)
+            then = written.copy()
+        elif node.op == "call_function" and node.target is gather:
+            shard = shard_of.get(node.args[0])
+            stays = block is not None and written[shard] > then[shard]
+            found[node] = _Read(written[shard], stays)
+            if block is not None and not stays:
+                block.prepend(node)
+        elif node.op != "output" and not _torch.is_checkpoint_region(node):
+            written.update(_may_write(node, shard_of))
+    return found
+
+
+def _may_write(node: Node, shard_of: dict[Node, int | None]) -> set[int | None]:
+    """The shards that a node may write to: those that it takes, unless it is a view of one, which
+    from then on is known for it. (What only reads them costs a gather more, at worst.)"""
+    taken = {shard_of[n] for n in node.all_input_nodes if n in shard_of}
+    if _shard(node) not in taken:
+        return taken
+    shard_of[node] = _shard(node)
+    return taken if _name_of(node).removesuffix("()").endswith("_") else set()
+
+
+def _shard(node: Node) -> int | None:
+    return _torch.shard_storage_of(node.meta.get("example_value"))
 
 
 def _hoist_gathers(gm: GraphModule, region: Node) -> None:
