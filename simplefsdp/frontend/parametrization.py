@@ -40,6 +40,7 @@ from simplefsdp.frontend.accumulation import (
 from simplefsdp.frontend.after_wrap import note_replaced
 from simplefsdp.frontend.assigned import refuse_assigned
 from simplefsdp.frontend.eager_guard import note_gather
+from simplefsdp.frontend.equal_classes import equal_to_plain
 from simplefsdp.frontend.gather import ON_META, gather
 from simplefsdp.frontend.placement import local_part
 from simplefsdp.frontend.reading import (
@@ -106,7 +107,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
             members[name] = init_flow.initialiser(cls, name)
     if issubclass(cls, nn.RNNBase):
         members |= recurrent.MEMBERS
-    metaclass: Any = type(cls)
+    metaclass = equal_to_plain(type(cls))  # type: ignore[arg-type]
     return cast(type[nn.Module], metaclass(cls.__name__, (cls,), members))
 
 

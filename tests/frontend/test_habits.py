@@ -153,3 +153,69 @@ def run_float8(compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_frozen_float8_parameter(pools, compiled):
     pools(2).run(run_float8, compiled)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Inherited(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+class AsksForTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Inherited(), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if type(block) == Block:  # noqa: E721
+                x = x + 1
+            elif type(block) in (Inherited,):
+                x = x + 10
+            elif type(block) != Block and block.__class__ == nn.Linear:  # noqa: E721
+                x = x + 100
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "simplefsdp"])
+def test_a_model_that_asks_for_types(backend, solo_mesh):
+    torch.manual_seed(0)
+    plain, x = AsksForTypes(), torch.ones(2, 4)
+    model = simple_fsdp(copy.deepcopy(plain), solo_mesh)
+    if backend:
+        options = {"options": {"executor": "aot_eager"}} if backend == "simplefsdp" else {}
+        model.compile(backend=backend, **options)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_classes_equal_those_that_they_were_made_from(solo_mesh):
+    plain, model = Inherited(), simple_fsdp(Inherited(), solo_mesh)
+    ours = type(model)
+    assert ours == Inherited and Inherited == ours and ours is not Inherited
+    assert ours not in (Block, nn.Module) and ours is not None and {Inherited: 1}[ours] == 1
+    assert isinstance(model, Inherited) and not isinstance(plain, ours)
+    assert ours.__mro__.index(ours) == 0 and ours.__mro__.index(Inherited) == 1
+
+    class Derived(ours):
+        pass
+
+    assert Derived not in (ours, Inherited) and type(Derived()) == Derived  # noqa: E721
+
+
+def test_an_initialiser_asks_for_types(solo_mesh):
+    def fill(module):
+        if type(module) == nn.Linear:  # noqa: E721
+            nn.init.constant_(module.weight, 1.0)
+
+    model = simple_fsdp(Block(), solo_mesh)
+    model.apply(fill)
+    assert model.linear.weight.full_tensor().eq(1).all()

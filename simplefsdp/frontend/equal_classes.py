@@ -1,0 +1,44 @@
+"""Our subclass of a module's class equals that class.
+
+A model may ask in its forward whether ``type(block) == Block``, or ``type(layer) in (nn.Linear,)``,
+or look its class up in a dict; an initialiser does so in torch's own example of ``Module.apply``.
+Under FSDP2 that is answered as in the plain model, but for modules that were given to
+``fully_shard`` themselves. ``type(block) is Block`` is not, for either.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from simplefsdp.frontend.wrapped import PLAIN_CLASS
+
+
+class _Mro(tuple[type, ...]):
+    """A method resolution order, in which Dynamo looks a class up by ``index``, for ``super()``:
+    there the one class of two that are equal is meant."""
+
+    def index(self, cls: object, *ends: Any) -> int:
+        found = next((i for i, one in enumerate(self) if one is cls), None)
+        return super().index(cls, *ends) if found is None else found
+
+
+def _plain(cls: type) -> type:
+    return vars(cls).get(PLAIN_CLASS, cls)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def equal_to_plain(metaclass: Any) -> Any:
+    """``metaclass``, for classes that equal, and hash as, what they say they were made from."""
+
+    def __eq__(cls: type, other: object) -> bool:
+        return cls is other or _plain(cls) is other
+
+    def __hash__(cls: type) -> int:
+        return metaclass.__hash__(_plain(cls))  # type: ignore[no-any-return]
+
+    def __mro__(cls: type) -> tuple[type, ...]:
+        return _Mro(type.__dict__["__mro__"].__get__(cls))
+
+    members = {"__eq__": __eq__, "__hash__": __hash__, "__mro__": property(__mro__)}
+    return type(metaclass)(metaclass.__name__, (metaclass,), members)
