@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
+from threading import RLock
 from typing import Any, cast
 
 import torch
@@ -80,6 +81,7 @@ class _Asked:
 
     kernels: list[_StandIn] = field(default_factory=list)
     begun: list[_Library] = field(default_factory=list)
+    lock: Any = field(default_factory=RLock)
 
     def begin(self) -> None:
         """Call g++ for what is not yet compiled, each source once; in other threads, if there are
@@ -88,10 +90,11 @@ class _Asked:
 
     def finish(self) -> None:
         """Put functions into the modules."""
-        if not self.begun:
-            self.begin()
-        while self.begun:
-            self.begun.pop().finish()
+        with self.lock:
+            if not self.begun:
+                self.begin()
+            while self.begun:
+                self.begun.pop().finish()
 
 
 _asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
@@ -155,37 +155,46 @@ def _lift_out_of_no_grad(gm: GraphModule) -> dict[Node, _Read]:
     """Gather before a no_grad block, not in it: the reads after it want the gradient. But behind
     what the block itself writes to the parameter."""
     found: dict[Node, _Read] = {}
-    params = {node.args[0] for node in gathers_of(gm)}
-    shard_of = {p: _shard(p) for p in gm.graph.find_nodes(op="placeholder") if p in params}
-    written, then = Counter[int | None](), Counter[int | None]()
+    shard_of = {node: _shards(node.args[0]) for node in gathers_of(gm)}
+    known = set[int]().union(*shard_of.values())
+    written, then = Counter[int](), Counter[int]()
     block: Node | None = None
     for node in list(gm.graph.nodes):
         if _torch.sets_grad_mode(node):
             block = node if node.args == (False,) and block is None else None
             then = written.copy()
-        elif node.op == "call_function" and node.target is gather:
-            shard = shard_of.get(node.args[0])
-            stays = block is not None and written[shard] > then[shard]
-            found[node] = _Read(written[shard], stays)
+        elif node in shard_of:
+            writes = sum(written[shard] for shard in shard_of[node])
+            stays = block is not None and writes > sum(then[shard] for shard in shard_of[node])
+            found[node] = _Read(writes, stays)
             if block is not None and not stays:
                 block.prepend(node)
-        elif node.op != "output" and not _torch.is_checkpoint_region(node):
-            written.update(_may_write(node, shard_of))
+        else:
+            written.update(_may_write(gm, node, known))
     return found
 
 
-def _may_write(node: Node, shard_of: dict[Node, int | None]) -> set[int | None]:
-    """The shards that a node may write to: those that it takes, unless it is a view of one, which
-    from then on is known for it. (What only reads them costs a gather more, at worst.)"""
-    taken = {shard_of[n] for n in node.all_input_nodes if n in shard_of}
-    if _shard(node) not in taken:
-        return taken
-    shard_of[node] = _shard(node)
-    return taken if _name_of(node).removesuffix("()").endswith("_") else set()
+def _may_write(gm: GraphModule, node: Node, known: Set[int]) -> set[int]:
+    """Of the storages of shards that are ``known``, those that a node may write to: what it takes,
+    unless it is a view of that. (What only reads them costs a gather more, at worst.)"""
+    if node.op in ("placeholder", "output") or node.target is gather:
+        return set()
+    if _torch.is_checkpoint_region(node):
+        body = getattr(gm, str(node.args[0].target))  # type: ignore[union-attr]
+        return set[int]().union(*(_may_write(body, inner, known) for inner in body.graph.nodes))
+    taken = set[int]().union(*map(_shards, node.all_input_nodes)) & known
+    value = node.meta.get("example_value")
+    is_itself = any(value is n.meta.get("example_value") for n in node.all_input_nodes)
+    is_mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    in_place = is_itself or is_mutable or _name_of(node).removesuffix("()").endswith("_")
+    return taken if in_place or not taken & _shards(node) else set()
 
 
-def _shard(node: Node) -> int | None:
-    return _torch.shard_storage_of(node.meta.get("example_value"))
+def _shards(node: object) -> set[int]:
+    """The storages of what a node gives: of a DTensor that of its shard."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return {n for n in map(_torch.shard_storage_of, values) if n is not None}
 
 
 def _hoist_gathers(gm: GraphModule, region: Node) -> None:
@@ -195,6 +204,13 @@ def _hoist_gathers(gm: GraphModule, region: Node) -> None:
         return
     body = getattr(gm, str(body_attr.target))
     _dedupe(body)
+    for inner, read in _lift_out_of_no_grad(body).items():
+        if read.writes:
+            raise ValueError(
+                f"{inner.args[1]}: a part of the model that is checkpointed writes to it, and then "
+                "reads it: backward would write to it once more; write to it in front of "
+                "torch.utils.checkpoint"
+            )
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
     operand_of = dict(zip(placeholders, operands, strict=False))
     for inner in gathers_of(body):

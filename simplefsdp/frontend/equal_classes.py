@@ -31,8 +31,8 @@ def _plain(cls: type) -> type:
 def equal_to_plain(metaclass: Any) -> Any:
     """``metaclass``, for classes that equal, and hash as, what they say they were made from."""
 
-    def __eq__(cls: type, other: object) -> bool:
-        return cls is other or _plain(cls) is other
+    def __eq__(cls: type, other: object) -> Any:
+        return cls is other or metaclass.__eq__(_plain(cls), other)
 
     def __hash__(cls: type) -> int:
         return metaclass.__hash__(_plain(cls))  # type: ignore[no-any-return]
@@ -40,5 +40,13 @@ def equal_to_plain(metaclass: Any) -> Any:
     def __mro__(cls: type) -> tuple[type, ...]:
         return _Mro(type.__dict__["__mro__"].__get__(cls))
 
-    members = {"__eq__": __eq__, "__hash__": __hash__, "__mro__": property(__mro__)}
-    return type(metaclass)(metaclass.__name__, (metaclass,), members)
+    def __subclasscheck__(cls: type, sub: type) -> bool:
+        return sub is cls or metaclass.__subclasscheck__(cls, sub)  # type: ignore[no-any-return]
+
+    members: dict[str, Any] = {"__eq__": __eq__, "__hash__": __hash__, "__mro__": property(__mro__)}
+    if metaclass.__subclasscheck__ is not type.__subclasscheck__:  # it keeps answers, as ABCMeta
+        members["__subclasscheck__"] = __subclasscheck__
+    try:
+        return type(metaclass)(metaclass.__name__, (metaclass,), members)
+    except TypeError:  # it is not to be inherited from just so
+        return metaclass

@@ -91,7 +91,6 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        PLAIN_CLASS: cls,
         LAYOUTS: {},  # as the next, for instances that the model's own code makes of type(self)
         GATHERS: {},
         **_methods(cls),
@@ -108,7 +107,9 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
     if issubclass(cls, nn.RNNBase):
         members |= recurrent.MEMBERS
     metaclass = equal_to_plain(type(cls))  # type: ignore[arg-type]
-    return cast(type[nn.Module], metaclass(cls.__name__, (cls,), members))
+    subclass = metaclass(cls.__name__, (cls,), members)
+    setattr(subclass, PLAIN_CLASS, cls)  # now, when a registry of classes has seen that it is new
+    return cast(type[nn.Module], subclass)
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:

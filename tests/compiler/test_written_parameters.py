@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from simplefsdp import simple_fsdp
 
@@ -60,7 +61,53 @@ class Teacher(Written):
         return self.outer(x) * target
 
 
-_ALL = (WrittenFirst, ReadOnBothSides, ReadInsideAndBehind, Teacher)
+class MultipliedInPlace(ReadOnBothSides):
+    def write(self) -> None:
+        with torch.no_grad():
+            for param in self.inner.parameters():
+                param *= 0.5  # noqa: PLW2901
+
+
+class WrittenAsOut(ReadOnBothSides):
+    def write(self) -> None:
+        with torch.no_grad():
+            for param in self.inner.parameters():
+                torch.mul(param, 0.5, out=param)
+
+
+class Columns(Written):
+    """Writes to a view that it made before it read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            first = next(self.inner.parameters()).data.unbind(1)[0]
+        before = self.inner(x).detach()
+        with torch.no_grad():
+            first.mul_(0.0)
+        return self.outer(before + self.inner(x))
+
+
+class WrittenInCheckpointed(Written):
+    def part(self, x: Tensor) -> Tensor:
+        self.write()
+        return x + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.inner(x).detach()
+        inside = checkpoint(self.part, self.outer(x), use_reentrant=False)
+        return self.outer(before + self.inner(inside))
+
+
+class ReadInCheckpointed(WrittenInCheckpointed):
+    def part(self, x: Tensor) -> Tensor:
+        self.write()
+        return self.inner(x)
+
+
+_ALL = (
+    *(WrittenFirst, ReadOnBothSides, ReadInsideAndBehind, Teacher, MultipliedInPlace),
+    *(WrittenAsOut, Columns, WrittenInCheckpointed),
+)
 MODELS = {cls.__name__: cls for cls in _ALL}
 
 
@@ -93,3 +140,10 @@ def test_a_model_reads_what_it_has_written(name, executor, pools) -> None:
     for plain, ours in pools(2).run(run, name, executor):
         for a, b in zip(plain, ours, strict=True):
             torch.testing.assert_close(b, a)
+
+
+def test_a_checkpointed_part_that_reads_what_it_writes_is_refused(solo_mesh) -> None:
+    model = simple_fsdp(ReadInCheckpointed(), solo_mesh)
+    model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    with pytest.raises(ValueError, match=r"inner.weight: a part .* in front of torch.utils.check"):
+        model(torch.ones(4, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 
 import pytest
@@ -219,3 +220,25 @@ def test_an_initialiser_asks_for_types(solo_mesh):
     model = simple_fsdp(Block(), solo_mesh)
     model.apply(fill)
     assert model.linear.weight.full_tensor().eq(1).all()
+
+
+def test_classes_that_know_their_classes(solo_mesh):
+    registered: dict[type, type] = {}
+
+    class Registry(type):
+        def __init__(cls, *args):
+            super().__init__(*args)
+            assert cls not in registered
+            registered[cls] = cls
+
+    class Registered(Block, metaclass=Registry):
+        pass
+
+    class Abstract(Block, abc.ABC):
+        pass
+
+    model, plain = simple_fsdp(Registered(), solo_mesh), Registered()
+    assert registered[Registered] is Registered and type(model) == type(plain)  # noqa: E721
+    ours = type(simple_fsdp(Abstract(), solo_mesh))
+    assert not isinstance(Abstract(), ours) and issubclass(ours, ours)
+    assert not issubclass(Abstract, ours) and issubclass(ours, Abstract)
