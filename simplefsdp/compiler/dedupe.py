@@ -159,6 +159,7 @@ def _lift_out_of_no_grad(gm: GraphModule) -> dict[Node, _Read]:
     known = set[int]().union(*shard_of.values())
     written, then = Counter[int](), Counter[int]()
     block: Node | None = None
+    writes_of = _may_write(gm, known)
     for node in list(gm.graph.nodes):
         if _torch.sets_grad_mode(node):
             block = node if node.args == (False,) and block is None else None
@@ -170,24 +171,35 @@ def _lift_out_of_no_grad(gm: GraphModule) -> dict[Node, _Read]:
             if block is not None and not stays:
                 block.prepend(node)
         else:
-            written.update(_may_write(gm, node, known))
+            written.update(writes_of[node])
     return found
 
 
-def _may_write(gm: GraphModule, node: Node, known: Set[int]) -> set[int]:
-    """Of the storages of shards that are ``known``, those that a node may write to: what it takes,
-    unless it is a view of that. (What only reads them costs a gather more, at worst.)"""
-    if node.op in ("placeholder", "output") or node.target is gather:
-        return set()
-    if _torch.is_checkpoint_region(node):
-        body = getattr(gm, str(node.args[0].target))  # type: ignore[union-attr]
-        return set[int]().union(*(_may_write(body, inner, known) for inner in body.graph.nodes))
-    taken = set[int]().union(*map(_shards, node.all_input_nodes)) & known
+def _may_write(gm: GraphModule, known: Set[int]) -> dict[Node, set[int]]:
+    """Of the storages of shards that are ``known``, those that each node may write to: what it
+    takes, unless it is a view of that. (What only reads them costs a gather more, at worst.)"""
+    found: dict[Node, set[int]] = {}
+    views: dict[Node, set[int]] = {}  # but not what is gathered, though it may have that storage
+    for node in gm.graph.nodes:
+        taken = set[int]().union(*(views[n] for n in node.all_input_nodes))
+        views[node], found[node] = set(), set()
+        if node.op == "placeholder":
+            views[node] = _shards(node) & known
+        elif _torch.is_checkpoint_region(node):
+            body = getattr(gm, str(node.args[0].target))
+            found[node].update(*_may_write(body, known).values())
+        elif node.op != "output" and node.target is not gather:
+            views[node] = taken & _shards(node)
+            found[node] = taken if _in_place(node) or not views[node] else set()
+    return found
+
+
+def _in_place(node: Node) -> bool:
+    """Whether a node gives back, or looks as if it gave back, what it has written to."""
     value = node.meta.get("example_value")
     is_itself = any(value is n.meta.get("example_value") for n in node.all_input_nodes)
     is_mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-    in_place = is_itself or is_mutable or _name_of(node).removesuffix("()").endswith("_")
-    return taken if in_place or not taken & _shards(node) else set()
+    return is_itself or is_mutable or _name_of(node).removesuffix("()").endswith("_")
 
 
 def _shards(node: object) -> set[int]:
