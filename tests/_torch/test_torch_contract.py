@@ -19,7 +19,7 @@ import torch.fx.traceback as fx_traceback
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -953,6 +953,23 @@ def test_trunc_normal_calls_what_it_fills_tensor():
         nn.init.trunc_normal_(filled)
     assert any(one is filled for one in found)
     assert _torch.filled_by_trunc_normal() is None
+
+
+def test_dynamo_runs_full_tensor_on_what_stands_for_a_leaf(solo_mesh):
+    """`_torch.full_tensor` breaks the graph there; else the call would be a part of it."""
+    param = nn.Parameter(distribute_tensor(torch.ones(2), solo_mesh, [Shard(0)]))
+    found = []
+
+    def full_tensor(self, *, grad_placements=None):
+        found.append((self.is_leaf, _torch.storage_of(self._local_tensor) is not None))
+        raise UnsupportedFakeTensorException("as it is")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", full_tensor)
+        compiled = torch.compile(lambda p: p.full_tensor() + 1, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="as it is"):
+            compiled(param)
+    assert found == [(True, True)]
 
 
 def test_torch_tells_a_value_of_its_own_from_one_that_was_set():

@@ -1,0 +1,47 @@
+"""``param.full_tensor()`` in a loss that is computed outside of forward.
+
+torch takes the gradient of a full tensor to be the same on all ranks, and each keeps its rows of
+its own. In a loss of this rank's batch (a head that is fused with the loss, a learned temperature)
+it is not; so here the parameter is gathered as in forward, in its own dtype, and its gradient is
+reduced as those of forward are. Where the gradient is the same on all ranks, as of a penalty, the
+average is what it was.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from simplefsdp._torch import handle_full_tensor
+from simplefsdp.frontend.accumulation import deferral_of
+from simplefsdp.frontend.gather import gather
+from simplefsdp.frontend.living import living_shards, modules
+from simplefsdp.frontend.wrapped import LAYOUTS, ParameterLayout, shards_of
+
+
+@functools.cache
+def reduce_gradients_of_full_tensors() -> None:
+    """From the first wrap of a process on."""
+    handle_full_tensor(_full_tensor, _looks_wrapped)
+
+
+def _full_tensor(param: DTensor) -> Tensor | None:
+    """The full tensor of a wrapped parameter, on every rank; None of any other tensor."""
+    for module in modules():
+        layouts: dict[str, ParameterLayout] = module.__dict__.get(LAYOUTS, {})
+        for name, shard in shards_of(module) if layouts else ():
+            if shard is param and name in layouts and not param.is_meta:
+                layout = layouts[name]
+                spec = layout.spec._replace(param_dtype=None, tensor_class="")
+                full = gather(param, *spec.arguments(), **deferral_of(module, name))
+                tp = layout.tensor_parallel
+                return full if tp is None else tp.rewrap(full).full_tensor()
+    return None
+
+
+def _looks_wrapped(param: DTensor) -> bool:
+    """Whether a wrapped parameter looks as ``param``, of which a compiler knows no more."""
+    wanted = param.shape, param.placements, param.device_mesh
+    return any((p.shape, p.placements, p.device_mesh) == wanted for _, p in living_shards())

@@ -1,0 +1,159 @@
+"""``param.full_tensor()`` in a loss outside of forward, as TRL's fused heads for FSDP2 do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from simplefsdp import simple_fsdp
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Model(nn.Module):
+    """Computes all but the loss's part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 5, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))  # as CLIP's, learned in the loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def loss_of(model: Model, x: Tensor) -> Tensor:
+    head, scale = (
+        p.full_tensor() if isinstance(p, DTensor) else p for p in (model.head.weight, model.scale)
+    )
+    return F.linear(model(x), head).mul(scale.exp()).square().mean() + head.norm()
+
+
+def share() -> Tensor:
+    return X.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def plain_gradients() -> tuple[Model, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    plain = Model()
+    wanted = copy.deepcopy(plain)
+    loss_of(wanted, X).backward()
+    return plain, {fqn: p.grad for fqn, p in wanted.named_parameters() if p.grad is not None}
+
+
+def check(model: Model, wanted: dict[str, Tensor]) -> None:
+    for fqn, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), wanted[fqn], msg=fqn)
+
+
+def of_all_ranks(mode: str, compiled: str) -> None:
+    model, wanted = plain_gradients()
+    ranks = dist.get_world_size()
+    simple_fsdp(
+        model,
+        init_device_mesh("cpu", (2, ranks // 2) if mode == "hybrid_shard" else (ranks,)),
+        mode=mode,
+    )
+    torch._dynamo.reset()
+    if "model" in compiled:
+        model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    loss = torch.compile(loss_of, backend="aot_eager") if "loss" in compiled else loss_of
+    loss(model, share()).backward()
+    check(model, wanted)
+    copies = [torch.empty_like(model.scale.to_local()) for _ in range(ranks)]
+    dist.all_gather(copies, model.scale.grad.to_local())
+    assert all(torch.equal(copies[0], other) for other in copies)
+
+
+@pytest.mark.parametrize("compiled", ["nothing", "model", "loss"])
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_the_gradient_is_that_of_all_ranks(pools, mode, compiled):
+    pools(2).run(of_all_ranks, mode, compiled)
+
+
+def test_it_is_with_hybrid_sharding(pools):
+    pools(4).run(of_all_ranks, "hybrid_shard", "model")
+
+
+class Bilinear(Model):
+    """Reads its parameters as shards in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fulls = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters()]
+        return (self.body(x) @ fulls[1]).mul(fulls[0]).square().mean()
+
+
+def in_forward(compiled: bool) -> None:
+    torch.manual_seed(0)
+    plain = Bilinear()
+    model = simple_fsdp(copy.deepcopy(plain), init_device_mesh("cpu", (dist.get_world_size(),)))
+    if compiled:
+        torch._dynamo.reset()
+        model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+    plain(X).backward()
+    model(share()).backward()
+    for fqn, param in plain.named_parameters():
+        if param.grad is not None:
+            grad = model.get_parameter(fqn).grad.full_tensor()
+            torch.testing.assert_close(grad, param.grad, msg=fqn)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_is_inside_forward_too(pools, compiled):
+    pools(2).run(in_forward, compiled)
+
+
+def test_what_is_compiled_as_a_whole_says_so(solo_mesh):
+    model = simple_fsdp(Model(), solo_mesh)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="its gradient is reduced over ranks"):
+        torch.compile(loss_of, backend="eager", fullgraph=True)(model, X)
+
+
+def accumulated() -> None:
+    model, wanted = plain_gradients()
+    simple_fsdp(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    first, second = share().chunk(2)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, first).div(2).backward()
+    assert model.head.weight.grad is None  # kept, until it is sent with that of the last one
+    model.set_requires_gradient_sync(True)
+    loss_of(model, second).div(2).backward()
+    check(model, wanted)
+
+
+def test_it_waits_for_the_last_micro_batch(pools):
+    pools(2).run(accumulated)
+
+
+def with_tensor_parallelism() -> None:
+    model, wanted = plain_gradients()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model.head, mesh["tp"], ColwiseParallel())
+    simple_fsdp(model, mesh["dp"])
+    head = model.head.weight.full_tensor()
+    x = X.chunk(2)[mesh.get_local_rank("dp")]
+    loss = F.linear(model(x), head).mul(model.scale.full_tensor().exp()).square().mean()
+    (loss + head.norm()).backward()
+    check(model, wanted)
+
+
+def test_it_is_gathered_over_tensor_parallel_ranks_too(pools):
+    pools(4).run(with_tensor_parallelism)
+
+
+def test_values_dtype_and_other_tensors_stay(solo_mesh):
+    model = simple_fsdp(Model(), solo_mesh)
+    weight = model.head.weight
+    assert torch.equal(weight.full_tensor(), weight.detach().full_tensor())
+    with torch.no_grad():
+        assert not weight.full_tensor().requires_grad
+    assert weight.full_tensor(grad_placements=weight.placements).requires_grad
+    assert (weight * 2).full_tensor().requires_grad
