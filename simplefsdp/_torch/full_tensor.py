@@ -47,6 +47,7 @@ def _break_the_graph() -> None:
     from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
 
     raise UnsupportedFakeTensorException(
-        "full_tensor() of a parameter is not traced: its gradient is reduced over ranks; call it "
-        "outside of what is compiled with fullgraph=True"
+        "full_tensor() of a parameter is not traced: its gradient is reduced over ranks; read the "
+        "parameter in a forward (see simplefsdp.register_forward_method), or call full_tensor() "
+        "outside of what is compiled as a whole"
     )
