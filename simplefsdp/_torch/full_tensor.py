@@ -48,6 +48,6 @@ def _break_the_graph() -> None:
 
     raise UnsupportedFakeTensorException(
         "full_tensor() of a parameter is not traced: its gradient is reduced over ranks; read the "
-        "parameter in a forward (see simplefsdp.register_forward_method), or call full_tensor() "
-        "outside of what is compiled as a whole"
+        "parameter in a forward (see simplefsdp.register_forward_method), write a penalty as "
+        "weight.square().sum().full_tensor(), or call it outside of what is compiled as a whole"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, get_args
 
 from rich.table import Table
@@ -94,7 +95,7 @@ def _sweep(options: InspectOptions, cluster: Cluster) -> None:
         steps = _steps(sweep, cells)
     document = sweep_document(sweep, axes, steps, _told_options(options))
     out = console()
-    out.print(_front(document))
+    out.print(_fastest(document))
     for why in left_out:
         out.print(f"left out: {why}")
     fitting = sum(step.fits for step in steps)
@@ -139,15 +140,24 @@ def _told_options(options: InspectOptions) -> dict[str, Any]:
     return told if options.target is None else dict.fromkeys(told)
 
 
-def _front(document: dict[str, Any]) -> Table:
-    """The cells on the front."""
-    title = f"{document['name']} on {document['cluster']}: the best that fit, by sequence length"
+def _fastest(document: dict[str, Any]) -> Table:
+    """Of each sequence length and number of ranks the cell with the most tokens per second; where
+    none fits, by how much the smallest misses."""
+    title = f"{document['name']} on {document['cluster']}: the fastest that fits"
     sizes = ("seq", "ranks", "batch")
     table = table_of(*sizes, "tokens/s", *_COLUMNS, words=("binds",), title=title)
-    rows = [row for row in document["cells"] if row["pareto"]]
-    for row in sorted(rows, key=lambda row: (row["seq"], row["ranks"], row["batch"])):
-        speed = f"{row['tokens_per_second']:,.0f}"
-        table.add_row(*(f"{row[name]:,}" for name in sizes), speed, *_columns(row))
+    place = itemgetter("seq", "ranks")
+    for _, group in itertools.groupby(sorted(document["cells"], key=place), key=place):
+        cells = list(group)
+        if fitting := [row for row in cells if row["fits"]]:
+            row = max(fitting, key=itemgetter("tokens_per_second"))
+            speed = f"{row['tokens_per_second']:,.0f}"
+            table.add_row(*(f"{row[name]:,}" for name in sizes), speed, *_columns(row))
+        else:
+            row = min(cells, key=itemgetter("peak_bytes"))
+            missing = ["-"] * (len(_COLUMNS) - 2)
+            told = (nbytes_text(row["peak_bytes"]), "does not fit")
+            table.add_row(*(f"{row[name]:,}" for name in sizes), "-", *missing, *told)
     return table
 
 

@@ -15,7 +15,7 @@ from inductor_passes.machine.cluster import UnknownLinkError
 from simplefsdp.cli import main
 from simplefsdp.inspection.names import nbytes_text, over_text, time_text
 from simplefsdp.inspection.options import DESCRIPTION, InspectOptions
-from simplefsdp.inspection.sweep_command import _largest, _told_options
+from simplefsdp.inspection.sweep_command import _fastest, _largest, _told_options
 from simplefsdp.inspection.sweep_document import pareto, reason
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.simulation.trace import UntraceableError
@@ -207,6 +207,25 @@ def test_a_sweep(capsys, tmp_path: Path):
         assert 0 < cell["mfu"] < 1
         assert cell["binds"] in ("wire", "compute")
         assert cell["reason"]
+
+
+def test_the_table_has_a_row_for_each_number_of_ranks():
+    """Also where more ranks are faster for each, and where nothing fits."""
+    cell = {"exposed_share": 0.0, "step_us": 1.0, "mfu": 0.5, "binds": "wire", "seq": 64}
+    cells = [
+        {**cell, "ranks": ranks, "batch": batch, "fits": fits, "peak_bytes": 1e9 * batch}
+        | {"tokens_per_second": speed * ranks, "tokens_per_second_per_rank": speed}
+        for ranks, batch, fits, speed in (
+            *((2, 4, False, 9.0), (2, 2, False, 8.0), (4, 1, True, 5.0)),
+            *((4, 2, True, 7.0), (4, 4, False, 9.0), (8, 1, True, 8.0)),
+        )
+    ]
+    table = _fastest({"name": "m", "cluster": "c", "cells": cells})
+    columns = {column.header: list(column.cells) for column in table.columns}
+    assert columns["ranks"] == ["2", "4", "8"]
+    assert columns["batch"] == ["2", "2", "1"]
+    assert columns["tokens/s"] == ["-", "28", "64"]
+    assert columns["binds"] == ["does not fit", "wire", "wire"]
 
 
 @pytest.mark.slow
