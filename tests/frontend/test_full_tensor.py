@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -151,9 +151,14 @@ def test_it_is_of_what_is_computed_from_a_parameter_too(pools, compiled):
     pools(2).run(of_other_losses, compiled)
 
 
+def mesh_of_its_own(name: str) -> DeviceMesh:
+    """One that no model of another test is on, which may live for a while."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
+
+
 def as_a_sum() -> None:
     model, wanted = plain_gradients()
-    simple_fsdp(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    simple_fsdp(model, mesh_of_its_own("sum"))
     model.set_gradient_divide_factor(1.0)
     loss_of(model, share()).div(dist.get_world_size()).backward()
     check(model, wanted)
@@ -165,7 +170,7 @@ def test_it_is_divided_as_those_of_forward(pools):
 
 def with_two_factors() -> None:
     model, _ = plain_gradients()
-    simple_fsdp(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    simple_fsdp(model, mesh_of_its_own("two"))
     model.body.set_gradient_divide_factor(1.0)
     loss = loss_of(model, share())
     with pytest.raises(ValueError, match=r"full_tensor\(\) .* others: 1.0, none; read the param"):
