@@ -175,19 +175,30 @@ def _lift_out_of_no_grad(gm: GraphModule) -> dict[Node, _Read]:
     return found
 
 
-def _may_write(gm: GraphModule, known: Set[int]) -> dict[Node, set[int]]:
+def _may_write(
+    gm: GraphModule, known: Set[int], given: Sequence[Set[int]] = ()
+) -> dict[Node, set[int]]:
     """Of the storages of shards that are ``known``, those that each node may write to: what it
-    takes, unless it is a view of that. (What only reads them costs a gather more, at worst.)"""
+    takes, unless it is a view of that. (What only reads them costs a gather more, at worst.)
+
+    Args:
+        gm: a graph, or the body of a region.
+        known: storages.
+        given: of a body, what its operands are views of.
+    """
     found: dict[Node, set[int]] = {}
     views: dict[Node, set[int]] = {}  # but not what is gathered, though it may have that storage
+    views_of_input = dict(zip(gm.graph.find_nodes(op="placeholder"), given, strict=False))
     for node in gm.graph.nodes:
         taken = set[int]().union(*(views[n] for n in node.all_input_nodes))
         views[node], found[node] = set(), set()
-        if node.op == "placeholder":
-            views[node] = _shards(node) & known
+        if node.op in ("placeholder", "get_attr"):
+            views[node] = set(views_of_input.get(node, _shards(node) & known))
         elif _torch.is_checkpoint_region(node):
-            body = getattr(gm, str(node.args[0].target))
-            found[node].update(*_may_write(body, known).values())
+            body_attr, *operands = node.args
+            body = getattr(gm, str(body_attr.target))
+            are_views = [views[n] if isinstance(n, Node) else set() for n in operands]
+            found[node].update(*_may_write(body, known, are_views).values())
         elif node.op != "output" and node.target is not gather:
             views[node] = taken & _shards(node)
             found[node] = taken if _in_place(node) or not views[node] else set()

@@ -31,7 +31,7 @@ from simplefsdp.frontend.arguments import (
     without_override,
 )
 from simplefsdp.frontend.assigned import refuse_assigned
-from simplefsdp.frontend.full_tensor import reduce_in_losses
+from simplefsdp.frontend.full_tensor import reduce_gradients_of_full_tensors
 from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.frontend.layerdrop import keep_layers
 from simplefsdp.frontend.living import remember_fqns
@@ -167,7 +167,7 @@ def simple_fsdp(
     _requalify(model)
     remember_fqns(model)
     handle_operators()
-    reduce_in_losses(shards.values(), dp.mesh.ndim)
+    reduce_gradients_of_full_tensors()
     return model
 
 

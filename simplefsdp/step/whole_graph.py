@@ -102,7 +102,8 @@ def _check(gm: GraphModule, loss: Node) -> None:
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         raise TypeError(
             f"loss: expected a tensor, got {loss.args[1] or type(value).__name__}; return the loss "
-            "alone; where it reads a parameter by itself, its full_tensor()"
+            "alone; where it reads a parameter by itself, take full_tensor() of that term, as in "
+            "weight.square().sum().full_tensor()"
         )
     if value.shape and max(value.shape) > 1:
         raise ValueError(f"loss: expected one number, got a tensor of shape {tuple(value.shape)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import logging
 import pickle
@@ -20,7 +19,7 @@ import torch.fx.traceback as fx_traceback
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -956,24 +955,21 @@ def test_trunc_normal_calls_what_it_fills_tensor():
     assert _torch.filled_by_trunc_normal() is None
 
 
-@pytest.mark.parametrize("name", ["full_tensor", "to_local"])
-def test_a_graph_calls_methods_of_dtensors_when_it_runs(name, solo_mesh):
-    """`_torch.full_tensor` has put others in their places."""
+def test_dynamo_runs_full_tensor_on_what_stands_for_a_leaf(solo_mesh):
+    """`_torch.full_tensor` breaks the graph there; else the call would be a part of it."""
     param = nn.Parameter(distribute_tensor(torch.ones(2), solo_mesh, [Shard(0)]))
-    found, of_torch = [], getattr(DTensor, name)
+    found = []
 
-    @functools.wraps(of_torch)
-    def method(self, *, grad_placements=None):
-        found.append(self.requires_grad)
-        return of_torch(self, grad_placements=grad_placements) * 3
+    def full_tensor(self, *, grad_placements=None):
+        found.append((self.is_leaf, _torch.storage_of(self._local_tensor) is not None))
+        raise UnsupportedFakeTensorException("as it is")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DTensor, name, method)
-        compiled = torch.compile(
-            lambda p: getattr(p, name)() + 1, backend="aot_eager", fullgraph=True
-        )
-        assert compiled(param).tolist() == [4.0, 4.0]
-    assert all(found)
+        patch.setattr(DTensor, "full_tensor", full_tensor)
+        compiled = torch.compile(lambda p: p.full_tensor() + 1, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="as it is"):
+            compiled(param)
+    assert found == [(True, True)]
 
 
 def test_torch_tells_a_value_of_its_own_from_one_that_was_set():

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from simplefsdp import simple_fsdp
+from simplefsdp.compiler.dedupe import dedupe_gathers
 
 
 class Written(nn.Module):
@@ -147,3 +148,27 @@ def test_a_checkpointed_part_that_reads_what_it_writes_is_refused(solo_mesh) -> 
     model.compile(backend="simplefsdp", options={"executor": "aot_eager"})
     with pytest.raises(ValueError, match=r"inner.weight: a part .* in front of torch.utils.check"):
         model(torch.ones(4, 8))
+
+
+class ReadAround(Written):
+    """Writes nothing, and reads ``inner`` before, in and behind a checkpointed part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for _ in range(2):
+            x = self.inner(checkpoint(self.inner, x, use_reentrant=False))
+        return self.outer(x)
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_a_checkpointed_part_that_only_reads_costs_no_gather(solo_mesh, mode):
+    """On one rank what is gathered is the shard, and operands of the part have its storage."""
+    found = []
+
+    def backend(gm, inputs):
+        found.append([spec.fqn for spec in dedupe_gathers(gm, inputs)])
+        return gm
+
+    model = simple_fsdp(ReadAround(), solo_mesh, mode=mode)
+    torch.compile(model, backend=backend, fullgraph=True)(torch.ones(4, 8))
+    assert [sorted(fqns) for fqns in found] == [sorted(fqn for fqn, _ in model.named_parameters())]

@@ -1,20 +1,19 @@
-"""``full_tensor()`` and ``to_local()`` in a loss outside of forward, as TRL's fused heads do."""
+"""``param.full_tensor()`` in a loss outside of forward, as TRL's fused heads for FSDP2 do."""
 
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from simplefsdp import compile_step, simple_fsdp
+from simplefsdp import simple_fsdp
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
@@ -112,87 +111,36 @@ def test_it_is_inside_forward_too(pools, compiled):
     pools(2).run(in_forward, compiled)
 
 
-def exp_then_full(model: Model, x: Tensor) -> Tensor:
-    scale = model.scale.exp()
-    scale = scale.full_tensor() if isinstance(scale, DTensor) else scale
-    return model.head(model(x)).mul(scale).square().mean()
+def test_what_is_compiled_as_a_whole_says_so(solo_mesh):
+    model = simple_fsdp(Model(), solo_mesh)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="its gradient is reduced over ranks"):
+        torch.compile(loss_of, backend="eager", fullgraph=True)(model, X)
 
 
-def local_copy(model: Model, x: Tensor) -> Tensor:
-    scale = model.scale.to_local() if isinstance(model.scale, DTensor) else model.scale
-    return model.head(model(x)).mul(scale.exp()).square().mean()
+def penalised(model: Model, x: Tensor) -> Tensor:
+    """The same on all ranks, which torch takes it to be."""
+    terms = [p.norm() + p.mean() + p.square().sum() for p in model.body.parameters()]
+    fulls = [t.full_tensor() if isinstance(t, DTensor) else t for t in terms]
+    return model(x).square().mean() + sum(fulls)
 
 
-def twice_full(model: Model, x: Tensor) -> Tensor:
-    head = model.head.weight * 2
-    head = head.full_tensor() if isinstance(head, DTensor) else head
-    return F.linear(model(x), head).mul(0.5).square().mean()
-
-
-def of_other_losses(compiled: bool) -> None:
-    ranks = dist.get_world_size()
-    for loss_of in (exp_then_full, local_copy, twice_full):
-        for mode in ("fully_shard", "replicate"):
-            torch.manual_seed(0)
-            plain = Model()
-            model = simple_fsdp(copy.deepcopy(plain), init_device_mesh("cpu", (ranks,)), mode=mode)
-            torch._dynamo.reset()
-            loss = torch.compile(loss_of, backend="aot_eager") if compiled else loss_of
-            loss_of(plain, X).backward()
-            loss(model, share()).backward()
-            for fqn, param in plain.named_parameters():
-                if param.grad is not None:
-                    grad = model.get_parameter(fqn).grad.full_tensor()
-                    torch.testing.assert_close(grad, param.grad, msg=f"{loss_of.__name__} {fqn}")
+def of_penalties(compiled: bool) -> None:
+    torch.manual_seed(0)
+    plain = Model()
+    model = simple_fsdp(copy.deepcopy(plain), init_device_mesh("cpu", (dist.get_world_size(),)))
+    torch._dynamo.reset()
+    loss = torch.compile(penalised, backend="aot_eager") if compiled else penalised
+    penalised(plain, X).backward()
+    loss(model, share()).backward()
+    for fqn, param in plain.body.named_parameters():
+        grad = model.body.get_parameter(fqn).grad
+        assert grad.placements == (Shard(0),)
+        torch.testing.assert_close(grad.full_tensor(), param.grad, msg=fqn)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_it_is_of_what_is_computed_from_a_parameter_too(pools, compiled):
-    pools(2).run(of_other_losses, compiled)
-
-
-def mesh_of_its_own(name: str) -> DeviceMesh:
-    """One that no model of another test is on, which may live for a while."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
-
-
-def as_a_sum() -> None:
-    model, wanted = plain_gradients()
-    simple_fsdp(model, mesh_of_its_own("sum"))
-    model.set_gradient_divide_factor(1.0)
-    loss_of(model, share()).div(dist.get_world_size()).backward()
-    check(model, wanted)
-
-
-def test_it_is_divided_as_those_of_forward(pools):
-    pools(2).run(as_a_sum)
-
-
-def with_two_factors() -> None:
-    model, _ = plain_gradients()
-    simple_fsdp(model, mesh_of_its_own("two"))
-    model.body.set_gradient_divide_factor(1.0)
-    loss = loss_of(model, share())
-    with pytest.raises(ValueError, match=r"full_tensor\(\) .* others: 1.0, none; read the param"):
-        loss.backward()
-
-
-def test_it_says_if_it_cannot_know_what_to_divide_by(pools):
-    pools(2).run(with_two_factors)
-
-
-def in_one_program() -> None:
-    model, wanted = plain_gradients()
-    simple_fsdp(model, init_device_mesh("cpu", (dist.get_world_size(),)))
-    before = {fqn: p.detach().full_tensor().clone() for fqn, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    compile_step(partial(loss_of, model), optimizer, options={"executor": "aot_eager"})(share())
-    for fqn, param in model.named_parameters():
-        torch.testing.assert_close(before[fqn] - param.detach().full_tensor(), wanted[fqn], msg=fqn)
-
-
-def test_it_is_in_a_whole_step(pools):
-    pools(2).run(in_one_program)
+def test_penalties_are_as_torch_has_them(pools, compiled):
+    pools(2).run(of_penalties, compiled)
 
 
 def accumulated() -> None:
@@ -201,12 +149,13 @@ def accumulated() -> None:
     first, second = share().chunk(2)
     model.set_requires_gradient_sync(False)
     loss_of(model, first).div(2).backward()
+    assert model.head.weight.grad is None  # kept, until it is sent with that of the last one
     model.set_requires_gradient_sync(True)
     loss_of(model, second).div(2).backward()
     check(model, wanted)
 
 
-def test_micro_batches_add_up(pools):
+def test_it_waits_for_the_last_micro_batch(pools):
     pools(2).run(accumulated)
 
 
