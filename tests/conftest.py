@@ -28,8 +28,6 @@ os.environ.setdefault(
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Dynamo formats a stack for each node; to find what to underline in it takes most of that time.
 os.environ.setdefault("PYTHONNODEBUGRANGES", "1")
-# Stacks of collectives that torch keeps hold the models of tests that are over.
-os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 import pytest
 import torch

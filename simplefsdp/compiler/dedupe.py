@@ -199,7 +199,7 @@ def _may_write(
             body = getattr(gm, str(body_attr.target))
             are_views = [views[n] if isinstance(n, Node) else set() for n in operands]
             found[node].update(*_may_write(body, known, are_views).values())
-        elif node.op != "output" and node.target is not gather:
+        elif taken and node.op != "output" and node.target is not gather:
             views[node] = taken & _shards(node)
             found[node] = taken if _in_place(node) or not views[node] else set()
     return found

@@ -151,13 +151,11 @@ def _fastest(document: dict[str, Any]) -> Table:
         cells = list(group)
         if fitting := [row for row in cells if row["fits"]]:
             row = max(fitting, key=itemgetter("tokens_per_second"))
-            speed = f"{row['tokens_per_second']:,.0f}"
-            table.add_row(*(f"{row[name]:,}" for name in sizes), speed, *_columns(row))
+            told = [f"{row['tokens_per_second']:,.0f}", *_columns(row)]
         else:
             row = min(cells, key=itemgetter("peak_bytes"))
-            missing = ["-"] * (len(_COLUMNS) - 2)
-            told = (nbytes_text(row["peak_bytes"]), "does not fit")
-            table.add_row(*(f"{row[name]:,}" for name in sizes), "-", *missing, *told)
+            told = ["-"] * (len(_COLUMNS) - 1) + [nbytes_text(row["peak_bytes"]), "does not fit"]
+        table.add_row(*(f"{row[name]:,}" for name in sizes), *told)
     return table
 
 
