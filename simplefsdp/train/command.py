@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from simplefsdp.launcher.errors import UserError, user_errors
 from simplefsdp.launcher.follow import follow_launcher, under_torchrun
+from simplefsdp.launcher.importing import importing
 from simplefsdp.train import elastic, runs
 from simplefsdp.train.config import TrainConfig
 
@@ -46,9 +47,10 @@ def run(args: list[str]) -> int:
     config = parse(args)
     if config.plan.dry_run:
         return _dry_run(config)
-    from simplefsdp.launcher import launch
-    from simplefsdp.launcher.ranks import check_devices, default_ranks
-    from simplefsdp.train.preflight import plan_run
+    with importing():
+        from simplefsdp.launcher import launch
+        from simplefsdp.launcher.ranks import check_devices, default_ranks
+        from simplefsdp.train.preflight import plan_run
 
     ranks = config.parallel.ranks or default_ranks()
     with user_errors():
@@ -132,10 +134,11 @@ def _read(args: list[str], default: TrainConfig) -> TrainConfig:
 
 def _run_rank(args: list[str]) -> int:
     """Be one rank of a run: agree on the plan, then train."""
-    from simplefsdp.launcher.ranks import join_ranks, on_rank_zero
-    from simplefsdp.train.build import telling_flags
-    from simplefsdp.train.loop import train
-    from simplefsdp.train.preflight import plan_run
+    with importing():
+        from simplefsdp.launcher.ranks import join_ranks, on_rank_zero
+        from simplefsdp.train.build import telling_flags
+        from simplefsdp.train.loop import train
+        from simplefsdp.train.preflight import plan_run
 
     follow_launcher()
     with user_errors(), ExitStack() as stack:
