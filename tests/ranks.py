@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -95,6 +96,8 @@ class RankPool:
         for process, _ in self._workers:
             process.kill()
             process.join()
+        if self._workers:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._workers = []
 
 
