@@ -69,8 +69,7 @@ PASSES: dict[str, Pass] = {
 
 
 def _fqns(program: Program) -> list[str]:
-    sent = [op.collective.fqns for _, op in program.starts() if op.collective is not None]
-    return list(dict.fromkeys(fqn for fqns in sent for fqn in fqns))
+    return list(dict.fromkeys(fqn for c in program.sent.values() for fqn in c.fqns))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -118,11 +118,9 @@ class ImposeOrder:
         """
         try:
             reading = scheduler.read(snodes)
-            if not any(
-                op.collective and op.collective.bucket for _, op in reading.program.starts()
-            ):
-                return snodes  # a graph without buckets
             program = reading.program
+            if not any(c.bucket for c in program.sent.values()):
+                return snodes  # a graph without buckets
             if self.as_planned:
                 program = program.reorder(in_sequence(program, scheduler.lowered_at(reading)))
             order = overlap(program, self.policy, keep_starts=True)

@@ -16,7 +16,7 @@ from inductor_passes.adapters.layouts import BucketLayout
 from inductor_passes.adapters.roofline import cost_of, device_of, fused_program
 from inductor_passes.ir.buckets import Assignment, plan_buckets
 from inductor_passes.ir.cells import with_plain_sizes
-from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
+from inductor_passes.ir.program import Bucket, Program, ProgramError
 from inductor_passes.ir.text import to_text
 from inductor_passes.machine.bound import lower_bound_us
 from inductor_passes.machine.cluster import Cluster
@@ -135,7 +135,7 @@ def room_nbytes(program: Program, cluster: Cluster) -> int:
     """
     elements = {
         c.fqns: c.nbytes // _torch.itemsize(c.dtype) // c.ranks
-        for _, c in _collectives(program)
+        for c in program.sent.values()
         if c.fqns and c.kind in ("gather", "reduce")
     }
     return int(USABLE * cluster.memory_gb * 1e9) - 3 * 4 * sum(elements.values())
@@ -197,7 +197,7 @@ def communicated(program: Program, *, sizes: bool = False) -> list[str]:
     """
     return sorted(
         f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks: {c.fqns} {c.nbytes if sizes else ''}"
-        for _, c in _collectives(program)
+        for c in program.sent.values()
         if c.fqns
     )
 
@@ -206,7 +206,7 @@ def launches(rehearsal: Rehearsal) -> list[str]:
     """What a graph will launch, in sequence, in words that are the same on all ranks."""
     return [
         f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks, bucket {c.bucket!r}: {c.fqns}"
-        for _, c in _collectives(rehearsal.after)
+        for c in rehearsal.after.sent.values()
     ]
 
 
@@ -246,9 +246,5 @@ def assumed_cluster(reading: fx.Reading, settings: Settings | None) -> tuple[Clu
 
 def _count(program: Program) -> dict[str, int]:
     """Number of buckets per kind; a collective that is in none is one by itself."""
-    found = {(c.kind, c.group, c.bucket or op.name, c.dtype) for op, c in _collectives(program)}
+    found = {(c.kind, c.group, c.bucket or name, c.dtype) for name, c in program.sent.items()}
     return {kind: sum(k == kind for k, *_ in found) for kind in ("gather", "reduce", "all_reduce")}
-
-
-def _collectives(program: Program) -> Iterator[tuple[Op, Collective]]:
-    return ((op, op.collective) for _, op in program.starts() if op.collective is not None)

@@ -74,7 +74,6 @@ def write_buckets(
         for name in op.reads:
             readers[name].append(op.name)
     for bucket in buckets:
-        ops = [program.ops[program.index[name]] for name in bucket.starts]
         starts = [reading.nodes[name][0] for name in bucket.starts]
         if len(starts) > 1:
             waits = [
@@ -83,7 +82,7 @@ def write_buckets(
                 for w in program.waits_of[program.index[name]]
             ]
             wait_names = [wait.name for wait in waits]
-            sent = [op.collective for op in ops if op.collective is not None]
+            sent = [program.sent[name] for name in bucket.starts]
             together = range(len(starts)) if layout == "flat" else sorted(packs(sent))
             inputs = [start.all_input_nodes[0] for start in starts]
             # Erasing a node that others are inserted at would lose the place; the output stays.
@@ -95,9 +94,9 @@ def write_buckets(
             instead.update((name, []) for name in (*wait_names, *views))
             arrivals[at] += [*arrive, *(n for name in views for n in reading.nodes[name])]
             starts = [n for n in launch if _torch.is_collective_start(n)]
-        collective = merged.ops[merged.index[bucket.starts[0]]].collective
+        fqns = merged.sent[bucket.starts[0]].fqns
         for start in starts:
-            mark(start, bucket.label, collective.fqns if collective else (), bucket.window)
+            mark(start, bucket.label, fqns, bucket.window)
     place(
         graph,
         [

@@ -146,8 +146,8 @@ def nodes_of(program: Program, ranks_per_node: int) -> dict[str, int]:
     A group that this process does not know, as in a graph made by hand, is left out.
     """
     found = {}
-    groups = (op.collective.group for _, op in program.starts() if op.collective)
-    for group in dict.fromkeys(groups):  # in the program's order, in every process
+    groups = dict.fromkeys(c.group for c in program.sent.values())
+    for group in groups:  # in the program's order, in every process
         ranks = _torch.ranks_of_group(group)
         if ranks is not None:
             world_size = torch.distributed.get_world_size()
@@ -157,7 +157,7 @@ def nodes_of(program: Program, ranks_per_node: int) -> dict[str, int]:
 
 def device_of(reading: Reading) -> torch.device:
     """The device of what a graph sends, else of its first tensor; the CPU if it has none."""
-    starts = [reading.nodes[op.name] for _, op in reading.program.starts()]
+    starts = [reading.nodes[name] for name in reading.program.sent]
     values = (
         node.meta.get("val") for found in (starts, reading.nodes.values()) for node, *_ in found
     )

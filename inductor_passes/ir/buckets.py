@@ -187,14 +187,13 @@ def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]
     groups: dict[tuple[object, ...], list[tuple[int, str]]] = defaultdict(list)
     place = {fqn: i for i, fqn in enumerate(assignment.label_of)}
     seen: Counter[tuple[object, ...]] = Counter()
-    for _, op in program.starts():
-        c = op.collective
-        if c is not None and c.kind != "other" and c.fqns:
+    for name, c in program.sent.items():
+        if c.kind != "other" and c.fqns:
             label = assignment.label_of.get(c.fqns[0], c.fqns[0])
             times = seen[c.fqns[0], c.kind, c.group]
             seen[c.fqns[0], c.kind, c.group] += 1
             groups[label, times, c.kind, c.group, c.ranks, c.reduce_op, c.dtype].append(
-                (place.get(c.fqns[0], len(place)), op.name)
+                (place.get(c.fqns[0], len(place)), name)
             )
     first = {str(label) for label, times, *_ in groups if not times}
     return of_few_members(

@@ -151,6 +151,11 @@ class Program:
         return [(i, op) for i, op in enumerate(self.ops) if op.kind == "start"]
 
     @cached_property
+    def sent(self) -> dict[str, Collective]:
+        """The collective of each start, by its name."""
+        return {op.name: op.collective for _, op in self.starts() if op.collective is not None}
+
+    @cached_property
     def storage(self) -> dict[str, str]:
         """Of each buffer."""
         return {name: buffer.storage for name, buffer in self.buffers.items()}

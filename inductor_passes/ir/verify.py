@@ -39,16 +39,14 @@ def _differing(one: object, other: object) -> object:
 
 def _nbytes(program: Program) -> Counter[object]:
     total: Counter[object] = Counter()
-    for _, op in program.starts():
-        if (c := op.collective) is not None:
-            total[c.kind, c.group, c.ranks, c.reduce_op] += c.nbytes
+    for c in program.sent.values():
+        total[c.kind, c.group, c.ranks, c.reduce_op] += c.nbytes
     return total
 
 
 def _parameters(program: Program) -> Counter[object]:
-    collectives = (op.collective for _, op in program.starts())
-    return Counter((c.kind, c.group, fqn) for c in collectives if c is not None for fqn in c.fqns)
+    return Counter((c.kind, c.group, fqn) for c in program.sent.values() for fqn in c.fqns)
 
 
 def _others(program: Program) -> list[str]:
-    return [op.name for _, op in program.starts() if op.sends == "other"]
+    return [name for name, c in program.sent.items() if c.kind == "other"]

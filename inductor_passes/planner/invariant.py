@@ -129,10 +129,10 @@ def _sent_nbytes(program: Program, preparing: set[int]) -> dict[str, int]:
         for storage in program.first_written(i):
             shard_itemsize.setdefault(storage, was)
     return {
-        storage: -(-op.collective.nbytes // op.collective.ranks)
-        for _, op in program.starts()
-        if op.collective is not None and op.sends == "gather"
-        for storage in program.storages(op.reads)
+        storage: -(-c.nbytes // c.ranks)
+        for name, c in program.sent.items()
+        if c.kind == "gather"
+        for storage in program.storages(program.ops[program.index[name]].reads)
         if shard_itemsize.get(storage, itemsize[storage]) != itemsize[storage]
     }
 

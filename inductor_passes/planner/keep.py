@@ -110,13 +110,9 @@ def _modules(
     the bias again, which it did not need, rather than to save what was made of both.
     """
     label_of = {fqn: assignment.label_of.get(fqn, fqn) for fqn in sorted(candidates)}
-    gathered = (fqn for _, op in _gathers(backward) for fqn in op.collective.fqns)  # type: ignore[union-attr]
+    gathered = (fqn for c in backward.sent.values() if c.kind == "gather" for fqn in c.fqns)
     used = dict.fromkeys(label_of[fqn] for fqn in gathered if fqn in label_of)
     return [[fqn for fqn, its in label_of.items() if its == label] for label in used]
-
-
-def _gathers(program: Program) -> list[tuple[int, Op]]:
-    return [(i, op) for i, op in program.starts() if op.sends == "gather"]
 
 
 def keeping(forward: Program, backward: Program, fqns: Collection[str]) -> tuple[Program, Program]:
@@ -127,18 +123,17 @@ def keeping(forward: Program, backward: Program, fqns: Collection[str]) -> tuple
         backward: what it gathers of ``fqns`` becomes an input, and the ops that led to it go.
         fqns: of parameters; their collectives are single.
     """
-    outputs = [name for _, op in _gathers(forward) if _carries(op, fqns) for name in op.writes]
+    outputs = (name for op in _gathers(forward, fqns).values() for name in op.writes)
     forward = replace(forward, outputs=tuple(dict.fromkeys((*forward.outputs, *outputs))))
-    gathers = [op for _, op in _gathers(backward) if _carries(op, fqns)]
-    names = {op.name for op in gathers}
-    waits = {w for i, op in _gathers(backward) if op.name in names for w in backward.waits_of[i]}
+    gathers = _gathers(backward, fqns)
+    waits = {wait for i in gathers for wait in backward.waits_of[i]}
     ops = [
         replace(op, kind="view") if i in waits else op
         for i, op in enumerate(backward.ops)
-        if op.name not in names
+        if i not in gathers
     ]
-    given = [name for op in gathers for name in op.writes]
-    led = {name for op in gathers for name in op.reads}
+    given = [name for op in gathers.values() for name in op.writes]
+    led = {name for op in gathers.values() for name in op.reads}
     backward = replace(backward, ops=(), inputs=(*backward.inputs, *given))
     return forward, replace(backward, ops=tuple(_without(ops, led, backward.outputs)))
 
@@ -157,6 +152,10 @@ def _without(ops: Sequence[Op], unread: set[str], outputs: Collection[str]) -> l
     return left[::-1]
 
 
-def _carries(op: Op, fqns: Collection[str]) -> bool:
-    found: Sequence[str] = op.collective.fqns if op.collective is not None else ()
-    return bool(found) and all(fqn in fqns for fqn in found)
+def _gathers(program: Program, fqns: Collection[str]) -> dict[int, Op]:
+    """The gathers of nothing but ``fqns``, by position."""
+    gathers = (
+        (i, op, program.sent[op.name].fqns) for i, op in program.starts() if op.sends == "gather"
+    )
+    known = set(fqns)
+    return {i: op for i, op, sent in gathers if sent and known.issuperset(sent)}

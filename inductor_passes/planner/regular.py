@@ -135,11 +135,10 @@ def _of_kind(lines: Lines, kind: Kind, n: int, window: int) -> State:
 def in_parts(program: Program, buckets: Sequence[Bucket], n: int) -> list[Bucket]:
     """``buckets``, each in up to ``n`` runs of its members of about as many bytes. A window still
     counts buckets, and so a part of the bytes."""
-    nbytes = {op.name: op.collective.nbytes for _, op in program.starts() if op.collective}
     taken = {bucket.label for bucket in buckets}
     found: list[Bucket] = []
     for bucket in buckets:
-        of_members = [nbytes[start] for start in bucket.starts]
+        of_members = [program.sent[start].nbytes for start in bucket.starts]
         runs = even(range(len(of_members)), n, of_members)
         found += parts_of(bucket, [tuple(bucket.starts[i] for i in run) for run in runs], taken)
     return found

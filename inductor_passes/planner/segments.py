@@ -93,7 +93,7 @@ def lines_of(program: Program) -> Lines:
         followers[program.ops[j].name].append(program.ops[i].name)
     behind = {program.ops[i].name for i in follows}
     alone = {program.ops[i].name for i in dependent(program, follows)}
-    sent = {op.name: op.collective for _, op in program.starts() if op.collective is not None}
+    sent = program.sent
     events = [name for name in _in_turn(program) if name not in behind]
     starts = {kind: tuple(n for n in events if sent[n].kind == kind) for kind in KINDS}
     classes = {
@@ -112,7 +112,7 @@ def _in_turn(program: Program) -> Iterable[str]:
     for i, op in enumerate(program.ops):
         waited = [program.ops[j] for j in program.start_of.get(i, ())]
         found.update((start.name, None) for start in waited if start.sends == "gather")
-        if op.collective is not None and op.sends != "gather":
+        if op.kind == "start" and op.sends != "gather":
             found[op.name] = None
     return found
 

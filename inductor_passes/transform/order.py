@@ -92,20 +92,16 @@ def overlapped(program: Program, policy: OverlapPolicy) -> Program:
 
 def launches_of(program: Program, policy: OverlapPolicy) -> Launched:
     """What is launched as one by the labels of a program's collectives."""
-    groups: dict[CollectiveKind, dict[tuple[str, str, str], list[int]]] = {}
-    for i, op in program.starts():
-        if (c := op.collective) is not None:
-            bucket = (c.group, c.bucket, "" if c.bucket else op.name)
-            groups.setdefault(c.kind, {}).setdefault(bucket, []).append(i)
-    return {
-        kind: [Together(starts, _window(program, starts, policy.window(kind))) for starts in found]
-        for kind, found in ((kind, list(of.values())) for kind, of in groups.items())
-    }
+    groups: dict[CollectiveKind, dict[tuple[str, str, str], list[str]]] = {}
+    for name, c in program.sent.items():
+        bucket = (c.group, c.bucket, "" if c.bucket else name)
+        groups.setdefault(c.kind, {}).setdefault(bucket, []).append(name)
 
+    def together(kind: CollectiveKind, names: Sequence[str]) -> Together:
+        window = max(program.sent[name].window for name in names)
+        return Together([program.index[n] for n in names], window or policy.window(kind))
 
-def _window(program: Program, starts: Iterable[int], default: int) -> int:
-    collectives = (program.ops[i].collective for i in starts)
-    return max((c.window for c in collectives if c is not None), default=0) or default
+    return {kind: [together(kind, names) for names in of.values()] for kind, of in groups.items()}
 
 
 def order_of(needs: Needs, launches: Launched, *, keep_starts: bool = False) -> list[int]:

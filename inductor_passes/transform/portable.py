@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from inductor_passes.ir.program import Bucket, CollectiveKind, Op, Program
+from inductor_passes.ir.program import Bucket, CollectiveKind, Program
 
 
 class Member(NamedTuple):
@@ -35,7 +35,7 @@ class PortableBucket(NamedTuple):
 
 def in_names(program: Program, buckets: Sequence[Bucket]) -> tuple[PortableBucket, ...]:
     """The buckets of ``program``, whose collectives carry one parameter each, in portable names."""
-    member_of = {op.name: (kind, member) for op, kind, member in _members(program)}
+    member_of = {name: (kind, member) for name, kind, member in _members(program)}
     return tuple(
         PortableBucket(
             bucket.label,
@@ -72,12 +72,12 @@ def in_program(program: Program, planned: Sequence[PortableBucket]) -> tuple[Buc
     }
     found: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
     alone: list[Bucket] = []
-    for op, kind, member in _members(program):
+    for name, kind, member in _members(program):
         if (kind, member) in place:
             i, j = place[kind, member]
-            found[i].append((j, op.name))
+            found[i].append((j, name))
         else:
-            alone.append(Bucket(member.fqn, (op.name,)))
+            alone.append(Bucket(member.fqn, (name,)))
     buckets = [
         Bucket(planned[i].label, tuple(name for _, name in sorted(found[i])), planned[i].window)
         for i in sorted(found)
@@ -85,10 +85,9 @@ def in_program(program: Program, planned: Sequence[PortableBucket]) -> tuple[Buc
     return (*buckets, *alone)
 
 
-def _members(program: Program) -> Iterator[tuple[Op, CollectiveKind, Member]]:
+def _members(program: Program) -> Iterator[tuple[str, CollectiveKind, Member]]:
     seen: Counter[tuple[CollectiveKind, str]] = Counter()
-    for _, op in program.starts():
-        c = op.collective
-        if c is not None and c.kind != "other" and c.fqns:
-            yield op, c.kind, Member(c.fqns[0], seen[c.kind, c.fqns[0]])
+    for name, c in program.sent.items():
+        if c.kind != "other" and c.fqns:
+            yield name, c.kind, Member(c.fqns[0], seen[c.kind, c.fqns[0]])
             seen[c.kind, c.fqns[0]] += 1

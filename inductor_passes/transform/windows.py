@@ -33,11 +33,11 @@ def buckets_by_module(program: Program, assignment: Assignment) -> tuple[Bucket,
     ready: list[tuple[int, str, int]] = []  # of buckets of reduces, with the bucket's place
     for place, bucket in enumerate(buckets):
         starts = [program.index[name] for name in bucket.starts]
-        collective = program.ops[starts[0]].collective
-        if collective is not None and collective.kind == "gather":
+        collective = program.sent[bucket.starts[0]]
+        if collective.kind == "gather":
             use = min(used[i] for i in starts)
             uses += [(use, collective.group)] if use < inf else []
-        elif collective is not None and collective.kind == "reduce":
+        elif collective.kind == "reduce":
             ready.append((max(starts), collective.group, place))
     uses.sort()
     ready.sort()

@@ -22,7 +22,7 @@ def border(program: Program) -> int | None:
     begins: list[int] = []
     twice = False
     for i, op in program.starts():
-        fqns = set(op.collective.fqns) if op.collective is not None else set()
+        fqns = set(program.sent[op.name].fqns)
         again = op.sends == "gather" and not seen.isdisjoint(fqns)
         begins += [i] if again or op.sends in ("reduce", "all_reduce") else []
         seen |= fqns if op.sends == "gather" else set()

@@ -114,7 +114,7 @@ class LocalSearch:
         fits = manual.peak_nbytes <= budget_nbytes
         self.most_launches, self.most = len(manual.buckets) if fits else most_launches, inf
         self.allowed = self.left = work // max(1, len(common_ops(self.program, self.cost)))
-        self.sent = {op.name: op.collective for _, op in program.starts() if op.collective}
+        self.sent = program.sent
         self.compute_us = sum(self.cost.op_us.values())
         self.seen: set[frozenset[Segment]] = set()
         self.budget_nbytes = self.whole_nbytes = budget_nbytes

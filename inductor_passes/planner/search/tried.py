@@ -65,8 +65,7 @@ class Tried:
     @property
     def wire_us(self) -> float:
         """Of all that the program sends."""
-        sent = (op.collective for _, op in self.program.starts())
-        return sum(self.cost.collective_us(c) for c in sent if c is not None)
+        return sum(map(self.cost.collective_us, self.program.sent.values()))
 
     def _over_nbytes(self) -> int:
         """See :class:`Score`; 0 if all fits."""
