@@ -148,21 +148,13 @@ def with_plain_sizes(program: Program) -> Program:
 
 
 def _numbers_of(program: Program) -> list[int]:
-    numbers = [buffer.nbytes for buffer in program.buffers.values()]
-    for op in program.ops:
-        if op.collective is not None:
-            numbers += [op.collective.nbytes, op.collective.ranks]
-    return numbers
+    sent = (n for c in program.sent.values() for n in (c.nbytes, c.ranks))
+    return [*(buffer.nbytes for buffer in program.buffers.values()), *sent]
 
 
 def _with_numbers(program: Program, numbers: Iterable[int]) -> Program:
     """The program with others in place of its :func:`_numbers_of`."""
     each = iter(numbers)
     buffers = {name: replace(buffer, nbytes=next(each)) for name, buffer in program.buffers.items()}
-    ops = tuple(
-        op
-        if op.collective is None
-        else replace(op, collective=replace(op.collective, nbytes=next(each), ranks=next(each)))
-        for op in program.ops
-    )
-    return replace(program, ops=ops, buffers=buffers)
+    with_buffers = replace(program, buffers=buffers)
+    return with_buffers.sending(lambda c: replace(c, nbytes=next(each), ranks=next(each)))

@@ -8,7 +8,7 @@ executed that of the backend it was read from.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -256,6 +256,14 @@ class Program:
         program = self.with_ops(map(self.ops.__getitem__, after))
         program.__dict__["start_of"] = moved(self.start_of, places(after))
         return program
+
+    def sending(self, change: Callable[[Collective], Collective]) -> Program:
+        """The same program, but what each start sends is what ``change`` makes of it."""
+        ops = (
+            op if op.collective is None else replace(op, collective=change(op.collective))
+            for op in self.ops
+        )
+        return replace(self, ops=tuple(ops))
 
     def with_ops(self, ops: Iterable[Op]) -> Program:
         """The same program with other ops on its buffers; what is known of these, it knows."""

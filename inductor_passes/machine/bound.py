@@ -11,6 +11,7 @@ from math import inf
 from inductor_passes.ir.lineage import behind_reduces
 from inductor_passes.ir.program import Collective, Program
 from inductor_passes.machine.cost import CostModel
+from inductor_passes.machine.simulate import alone_us
 from inductor_passes.transform.merge import bucket_class, sent_together
 
 Edges = Sequence[Sequence[int]]
@@ -42,7 +43,7 @@ def lower_bound_us(program: Program, cost: CostModel) -> float:
     What is in transfer holds compute up, or compute stands still: either way it costs at least what
     compute loses beside it.
     """
-    us = [_alone_us(program, cost, i) for i in range(len(program.ops))]
+    us = alone_us(program, cost)
     before = _with_order_of_compute(program)
     heads, tails = _heads(program, us, before), _tails(program, us, before)
     jobs: defaultdict[str | None, list[_Job]] = defaultdict(list)
@@ -94,13 +95,6 @@ def _packed_us(jobs: Sequence[_Job], cost: CostModel) -> float:
             wire_us[key] = cost.collective_us(sent[key])
         bound = max(bound, job.head_us + compute_us + sum(wire_us.values()) + shortest_tail)
     return bound
-
-
-def _alone_us(program: Program, cost: CostModel, i: int) -> float:
-    op = program.ops[i]
-    if op.collective is not None:
-        return cost.collective_us(op.collective)
-    return cost.compute_us(program, op) if op.kind == "compute" else 0.0
 
 
 def _with_order_of_compute(program: Program) -> list[tuple[int, ...]]:

@@ -107,14 +107,15 @@ def run(
 
 def total_us(program: Program, cost: CostModel) -> float:
     """What :func:`simulate` says that ``program`` takes, and nothing else."""
-    us, total = _took(program, cost).__getitem__, 0.0
+    us, total = alone_us(program, cost).__getitem__, 0.0
     for i, _, _, end in run(program, us, cost.compute_beside):
         if program.ops[i].collective is None:
             total = end
     return total
 
 
-def _took(program: Program, cost: CostModel) -> list[float]:
+def alone_us(program: Program, cost: CostModel) -> list[float]:
+    """What each op takes by itself: views and waits nothing."""
     return [
         cost.collective_us(op.collective)
         if op.collective is not None
@@ -127,7 +128,7 @@ def _took(program: Program, cost: CostModel) -> list[float]:
 
 def simulate(program: Program, cost: CostModel) -> Timeline:
     """What a :func:`run` of ``program`` takes by a cost model."""
-    ops, took = program.ops, _took(program, cost)
+    ops, took = program.ops, alone_us(program, cost)
     total = compute = wire = slowed = 0.0
     exposed: dict[str, float] = {op.name: 0.0 for _, op in program.starts()}
     spans: list[Span] = []

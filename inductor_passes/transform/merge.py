@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from inductor_passes.ir.positions import moved, places
 from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
+from inductor_passes.transform.needs import nearest_order
 
 
 def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
@@ -41,11 +41,7 @@ def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
 
 def in_one_piece(program: Program) -> Program:
     """The program, if each of its buckets travels as one buffer."""
-    ops = [
-        op if op.collective is None else replace(op, collective=replace(op.collective, members=1))
-        for op in program.ops
-    ]
-    return replace(program, ops=tuple(ops))
+    return program.sending(lambda c: replace(c, members=1))
 
 
 def _members(program: Program, bucket: Bucket) -> list[int]:
@@ -118,7 +114,7 @@ def _topological(
     for at, found in zip(at_of, before.predecessors, strict=True):
         needs[at].update(map(at_of.__getitem__, found))
     gathers = [at for at, op in enumerate(ops) if op.sends == "gather"]
-    order = _nearest_order(needs, _pulled(needs, gathers))
+    order = nearest_order(needs, _pulled(needs, gathers))
     if len(order) < len(ops):
         placed = set(order)
         stuck = (left[i].collective for i, at in place.items() if i in merged and at not in placed)
@@ -150,31 +146,3 @@ def _pulled(needs: Sequence[set[int]], gathers: Sequence[int]) -> list[int]:
                 place[j] = gather
             found += later
     return place
-
-
-def _nearest_order(needs: Sequence[set[int]], place: Sequence[int]) -> list[int]:
-    """Each index after those it needs, and otherwise by place; stuck ones are left out."""
-    waiting: dict[int, list[int]] = {}  # of an index, those whose turn was before it
-    left: dict[int, int] = {}  # of those, how many they wait for
-    done = [False] * len(needs)
-    order: list[int] = []
-    for turn in sorted(range(len(needs)), key=place.__getitem__):
-        if ahead := [j for j in needs[turn] if not done[j]]:
-            left[turn] = len(ahead)
-            for j in ahead:
-                waiting.setdefault(j, []).append(turn)
-            continue
-        if turn not in waiting:
-            order.append(turn)
-            done[turn] = True
-            continue
-        ready = [(place[turn], turn)]
-        while ready:
-            _, at = heapq.heappop(ready)
-            order.append(at)
-            done[at] = True
-            for follower in waiting.pop(at, ()):
-                left[follower] -= 1
-                if not left[follower]:
-                    heapq.heappush(ready, (place[follower], follower))
-    return order

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
+from heapq import heappop, heappush
 from math import inf
 
 from inductor_passes.ir.program import Program
@@ -86,3 +88,31 @@ def _unit_ends(program: Program) -> tuple[dict[float, int], dict[float, int]]:
             members[op.unit].append(i)
     ends = [(i, found[0], found[-1]) for found in members.values() for i in found]
     return {i: first for i, first, _ in ends}, {i: last for i, _, last in ends}
+
+
+def nearest_order(needs: Sequence[set[int]], place: Sequence[int]) -> list[int]:
+    """Each index after those it needs, and otherwise by place; stuck ones are left out."""
+    waiting: dict[int, list[int]] = {}  # of an index, those whose turn was before it
+    left: dict[int, int] = {}  # of those, how many they wait for
+    done = [False] * len(needs)
+    order: list[int] = []
+    for turn in sorted(range(len(needs)), key=place.__getitem__):
+        if ahead := [j for j in needs[turn] if not done[j]]:
+            left[turn] = len(ahead)
+            for j in ahead:
+                waiting.setdefault(j, []).append(turn)
+            continue
+        if turn not in waiting:
+            order.append(turn)
+            done[turn] = True
+            continue
+        ready = [(place[turn], turn)]
+        while ready:
+            _, at = heappop(ready)
+            order.append(at)
+            done[at] = True
+            for follower in waiting.pop(at, ()):
+                left[follower] -= 1
+                if not left[follower]:
+                    heappush(ready, (place[follower], follower))
+    return order

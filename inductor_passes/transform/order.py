@@ -11,13 +11,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
 from inductor_passes.ir.program import CollectiveKind, Program
-from inductor_passes.transform.needs import IN_PLACE, Key, Needs
+from inductor_passes.transform.needs import IN_PLACE, Key, Needs, nearest_order
 
 # What goes before what stays at a place, and what behind it.
 _GATHER, _REDUCE = IN_PLACE - 1, IN_PLACE + 1
@@ -136,26 +135,10 @@ def in_sequence(program: Program, place: Sequence[int]) -> list[str]:
 
     An op waits for what it needs, and pulls nothing forward. The sequence of the starts stays.
     """
-    starts = [i for i, _ in program.starts()]
     before = [set(found) for found in program.predecessors]
-    for earlier, later in pairwise(starts):
+    for earlier, later in pairwise(i for i, _ in program.starts()):
         before[later].add(earlier)
-    followers: list[list[int]] = [[] for _ in before]
-    for i, found in enumerate(before):
-        for j in found:
-            followers[j].append(i)
-    left = [len(found) for found in before]
-    ready = [(place[i], i) for i, n in enumerate(left) if not n]
-    heapify(ready)
-    order = []
-    while ready:
-        _, i = heappop(ready)
-        order.append(program.ops[i].name)
-        for j in followers[i]:
-            left[j] -= 1
-            if not left[j]:
-                heappush(ready, (place[j], j))
-    return order
+    return [program.ops[i].name for i in nearest_order(before, place)]
 
 
 def _place_gathers(needs: Needs, launches: Sequence[Together], keys: _Keys) -> list[float]:

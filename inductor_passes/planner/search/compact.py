@@ -16,9 +16,10 @@ from itertools import groupby
 from inductor_passes.ir.program import Buffer, Op, Program
 from inductor_passes.machine.bound import moving
 from inductor_passes.machine.cost import CostModel
-from inductor_passes.machine.simulate import lifetimes, memory, touched
+from inductor_passes.machine.simulate import alone_us, lifetimes, memory, touched
 from inductor_passes.planner.invariant import FixedCost
 from inductor_passes.planner.segments import bare
+from inductor_passes.transform.needs import followers_of
 
 
 def compact(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
@@ -69,10 +70,7 @@ class _Sides:
         self.touched, self.moving = touched(bare), moving(bare)
         self.before: defaultdict[int, list[int]] = defaultdict(list)
         self.behind: defaultdict[int, list[int]] = defaultdict(list)
-        followers: list[list[int]] = [[] for _ in bare.ops]
-        for i, found in enumerate(bare.predecessors):
-            for j in found:
-                followers[j].append(i)
+        followers = followers_of(bare)
         self.waits = {
             start: waits
             for start, waits in bare.waits_of.items()
@@ -134,7 +132,7 @@ class _Runs:
     """
 
     def __init__(self, bare: Program, cost: CostModel, sides: _Sides) -> None:
-        self.bare, self.cost, self.sides = bare, cost, sides
+        self.bare, self.sides, self.us = bare, sides, alone_us(bare, cost)
         self.ops: list[Op] = []
         self.op_us: dict[str, float] = {}
         self.scratch: dict[str, Buffer] = {}
@@ -153,7 +151,7 @@ class _Runs:
         if op.kind == "view" and set(writes) <= set(reads):
             return
         if op.kind == "compute":
-            self.op_us[op.name] = self.cost.compute_us(self.bare, op)
+            self.op_us[op.name] = self.us[i]
         if op.kind == "start":
             own = self._made(self.sides.before[i])
             reads = tuple(s for s in self._read((*self.sides.before[i], i)) if s not in own)
@@ -174,7 +172,8 @@ class _Runs:
         if behind:
             own = self._made(behind)
             reads = tuple(s for s in self._read(behind) if s not in own)
-            self._compute(self.bare.ops[behind[-1]].name, sum(map(self._us, behind)), reads, own)
+            us = sum(self.us[j] for j in behind)
+            self._compute(self.bare.ops[behind[-1]].name, us, reads, own)
 
     def add(self, begin: int, end: int) -> None:
         """Ops from ``begin`` to before ``end`` as one; as two, if that would take more memory."""
@@ -192,7 +191,7 @@ class _Runs:
             room = max(self.live[begin:end]) - before
             self._compute(f"{name} (reads)", 0.0, reads, self._scratch(name, room), unit)
             reads, room = (), 0
-        us = sum(map(self._us, members))
+        us = sum(self.us[i] for i in members)
         used_later = all(s not in self.lives or self.lives[s][1] >= end for s in reads)
         if used_later and not (us or left or room):
             return  # views
@@ -216,12 +215,6 @@ class _Runs:
     ) -> None:
         self.op_us[name] = us
         self.ops.append(Op(name, "compute", tuple(reads), tuple(writes), unit=unit))
-
-    def _us(self, i: int) -> float:
-        op = self.bare.ops[i]
-        if op.collective is not None:
-            return self.cost.collective_us(op.collective)
-        return self.cost.compute_us(self.bare, op) if op.kind == "compute" else 0.0
 
     def _made(self, ops: Iterable[int]) -> tuple[str, ...]:
         """Storages that some ops make."""

@@ -58,13 +58,7 @@ def glued(
             names.sort(key=lambda name: fqn_place(lines.sent[name], place))
             of.update(dict.fromkeys(names, names[0]))
             buckets.append(Bucket(str(len(buckets)), tuple(names)))
-    ops = [
-        op
-        if op.collective is None
-        else replace(op, collective=replace(op.collective, bucket="", window=0))
-        for op in merge(program, buckets).ops
-    ]
-    return replace(program, ops=tuple(ops)), of
+    return merge(program, buckets).sending(lambda c: replace(c, bucket="", window=0)), of
 
 
 def _sent_on(group: Sequence[str], lines: Lines) -> list[list[str]]:
