@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import get_args
+from collections.abc import Callable
+from typing import Any, cast
 
 from inductor_passes.ir.json_file import shown
 from inductor_passes.ir.program import (
@@ -26,6 +27,7 @@ from inductor_passes.ir.program import (
     KINDS,
     Buffer,
     Collective,
+    CollectiveKind,
     Kind,
     Op,
     Program,
@@ -35,15 +37,16 @@ from inductor_passes.ir.program import (
 _PLAIN = re.compile(r"[\w.\-/:*+]*[\w.\-/*+]")
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _TOKEN = re.compile(rf"\s*(->|{_STRING}|[\w.\-/:*+]*[\w.\-/*+]|[(),:@|=])|\s*(#.*)?$")
-_FIELDS = {
-    "group": str,
-    "ranks": int,
-    "nbytes": int,
-    "dtype": str,
-    "op": str,
-    "bucket": str,
-    "window": int,
-    "members": int,
+# Of a collective, by what they are called here: attribute, type, and the value that is left out.
+_FIELDS: dict[str, tuple[str, type, object]] = {
+    "group": ("group", str, ""),
+    "ranks": ("ranks", int, None),
+    "nbytes": ("nbytes", int, None),
+    "dtype": ("dtype", str, ""),
+    "op": ("reduce_op", str, ""),
+    "bucket": ("bucket", str, ""),
+    "window": ("window", int, 0),
+    "members": ("members", int, 1),
 }
 
 
@@ -79,9 +82,11 @@ def _quote(name: str) -> str:
 
 
 def _collective_text(c: Collective) -> str:
-    least = (c.window or "", c.members if c.members > 1 else "")
-    values = (c.group, c.ranks, c.nbytes, c.dtype, c.reduce_op, c.bucket, *least)
-    fields = [f"{key}={_quote(str(v))}" for key, v in zip(_FIELDS, values, strict=True) if v != ""]
+    fields = [
+        f"{key}={_quote(str(value))}"
+        for key, (name, _, left_out) in _FIELDS.items()
+        if (value := getattr(c, name)) != left_out
+    ]
     fqns = [f"fqns={', '.join(map(_quote, c.fqns))}"] if c.fqns else []
     return " | " + " ".join([c.kind, *fields, *fqns])
 
@@ -149,30 +154,23 @@ class _Reader:
             raise ProgramError(f"unexpected {' '.join(self.tokens)!r} at the end")
 
     def _op(self, word: str) -> None:
-        kind: Kind = next(k for k in get_args(Kind) if k == word)
         name = self._name()
         self._expect("(")
         reads = self._list(self._name, end=")")
         self._expect(")")
-        writes: tuple[str, ...] = ()
-        if self._skip("->"):
-            writes = self._list(self._declare)
+        writes = self._list(self._declare) if self._skip("->") else ()
         collective, unit = None, 0
         if self._skip("|"):
             if self._skip("unit"):
-                unit = self._unit()
+                self._expect("=")
+                unit = int(self._take())
             else:
                 collective = self._collective()
-        self.ops.append(Op(name, kind, reads, writes, collective, unit))
-
-    def _unit(self) -> int:
-        self._expect("=")
-        return int(self._take())
+        self.ops.append(Op(name, cast(Kind, word), reads, writes, collective, unit))
 
     def _collective(self) -> Collective:
         word = self._take()
-        kind = next((k for k in COLLECTIVE_KINDS if k == word), None)
-        if kind is None:
+        if word not in COLLECTIVE_KINDS:
             raise ProgramError(f"expected one of {', '.join(COLLECTIVE_KINDS)}; got {word!r}")
         fields: dict[str, str] = {}
         fqns: tuple[str, ...] = ()
@@ -188,10 +186,11 @@ class _Reader:
         missing = [key for key in ("ranks", "nbytes") if key not in fields]
         if missing:
             raise ProgramError(f"a collective needs {missing[0]}=, a number")
-        group, ranks, nbytes, dtype = (fields.get(k, "") for k in list(_FIELDS)[:4])
-        op, bucket, window, members = (fields.get(k, "") for k in list(_FIELDS)[4:])
-        at = int(window or 0), int(members or 1)
-        return Collective(kind, group, int(ranks), int(nbytes), dtype, op, fqns, bucket, *at)
+        values: dict[str, Any] = {
+            name: of_type(fields[key]) if key in fields else left_out
+            for key, (name, of_type, left_out) in _FIELDS.items()
+        }
+        return Collective(cast(CollectiveKind, word), fqns=fqns, **values)
 
     def _declare(self) -> str:
         name = self._name()
@@ -206,8 +205,7 @@ class _Reader:
             raise ProgramError(f"buffer {name} needs its bytes here, as in '{name}: 64'")
         return name
 
-    def _list(self, item: object, end: str = "") -> tuple[str, ...]:
-        assert callable(item)
+    def _list(self, item: Callable[[], str], end: str = "") -> tuple[str, ...]:
         items: list[str] = []
         while self.tokens and self.tokens[0] != end:
             items.append(item())

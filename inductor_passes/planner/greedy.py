@@ -18,11 +18,10 @@ from inductor_passes.planner.segments import (
     Lines,
     State,
     bare,
-    in_turn,
     lines_of,
     named_buckets,
     room_of,
-    with_window,
+    with_windows,
 )
 from inductor_passes.transform.merge import sent_together
 
@@ -106,22 +105,22 @@ class _Greedy:
         gathers, reduces = len(self.used_us), len(self.ready_us)
         begins = self._gathers() if gathers else []
         ends = {self.made[begin] for begin in begins} if gathers else self._reduces()
-        alone = [(m,) for m in range(len(self.lines.starts["all_reduce"]))]
+        alone = range(len(self.lines.starts["all_reduce"]) + 1)
         return (
-            *with_window("gather", self._runs("gather", [*begins, gathers])),
-            *with_window("reduce", self._runs("reduce", sorted(ends | {0, reduces}))),
-            *with_window("all_reduce", alone),
+            *self._segments("gather", [*begins, gathers]),
+            *self._segments("reduce", sorted(ends | {0, reduces})),
+            *self._segments("all_reduce", alone),
         )
 
-    def _runs(self, kind: Kind, cuts: Sequence[int]) -> list[tuple[int, ...]]:
-        """Segments between ``cuts``, apart where classes differ."""
+    def _segments(self, kind: Kind, cuts: Sequence[int]) -> State:
+        """Those between ``cuts``, apart where classes differ."""
         runs = []
         for begin, end in pairwise(cuts):
             of: dict[object, list[int]] = {}
             for m in range(begin, end):
                 of.setdefault(self.lines.classes[kind][m], []).append(m)
             runs += [tuple(members) for members in of.values()]
-        return in_turn(kind, runs)
+        return with_windows(kind, dict.fromkeys(runs, 2))
 
     def _gathers(self) -> list[int]:
         """Where the buckets of gathers begin."""

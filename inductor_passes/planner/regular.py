@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from inductor_passes.ir.buckets import parts_of
 from inductor_passes.ir.program import Bucket, Program
-from inductor_passes.planner.segments import KINDS, Kind, Lines, State, even, in_turn, with_window
+from inductor_passes.planner.segments import KINDS, Kind, Lines, State, even, with_windows
 
 # Buckets of a kind, for each module; windows of gathers; windows of reduces where there are gathers
 # at whose uses they can be waited for, and where there are none.
@@ -74,11 +74,8 @@ def least(lines: Lines) -> State:
     """Every collective by itself, as late and as briefly as can be: what takes least memory."""
     state: State = ()
     for kind in KINDS:
-        runs = [(m,) for m in range(len(lines.starts[kind]))]
-        windows = [1] * len(runs)
-        if kind == "reduce":
-            windows = [-1 if used else 1 for used in lines.used_next]
-        state += with_window(kind, runs, windows)
+        soon = lines.used_next if kind == "reduce" else [False] * len(lines.starts[kind])
+        state += with_windows(kind, {(m,): -1 if used else 1 for m, used in enumerate(soon)})
     return state
 
 
@@ -117,7 +114,7 @@ def _filling(
         else:
             runs.append([m])
             open_runs[known] = (nbytes, runs[-1])
-    return with_window(kind, in_turn(kind, map(tuple, runs)), None, window)
+    return with_windows(kind, dict.fromkeys(map(tuple, runs), window))
 
 
 def _of_kind(lines: Lines, kind: Kind, n: int, window: int) -> State:
@@ -129,7 +126,7 @@ def _of_kind(lines: Lines, kind: Kind, n: int, window: int) -> State:
     runs: list[tuple[int, ...]] = []
     for members in classes.values():
         runs += even(members, max(1, round(n * sum(nbytes[m] for m in members) / whole)), nbytes)
-    return with_window(kind, in_turn(kind, runs), None, window)
+    return with_windows(kind, dict.fromkeys(runs, window))
 
 
 def in_parts(program: Program, buckets: Sequence[Bucket], n: int) -> list[Bucket]:

@@ -47,7 +47,7 @@ class Segment(NamedTuple):
     @property
     def at(self) -> int:
         """Where on its line a gather is used first, or the last gradient of a reduce is ready."""
-        return self.members[0] if self.kind == "gather" else self.members[-1]
+        return _at(self.kind, self.members)
 
 
 State = tuple[Segment, ...]
@@ -140,23 +140,24 @@ def even(members: Sequence[int], n: int, nbytes: Sequence[int]) -> list[tuple[in
     return [tuple(run) for run in runs]
 
 
-def in_turn(kind: Kind, runs: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """``runs`` of places, by where they are first used, or the last of them is ready."""
-    return sorted(runs, key=lambda run: run[0] if kind == "gather" else run[-1])
+def _at(kind: Kind, run: Sequence[int]) -> int:
+    """See :attr:`Segment.at`."""
+    return run[0] if kind == "gather" else run[-1]
 
 
-def with_window(
-    kind: Kind,
-    runs: Sequence[tuple[int, ...]],
-    windows: Iterable[int] | None = None,
-    default: int = 2,
-) -> State:
-    """Segments of one kind, all of them, in turn, that count ``windows`` (or ``default``, all of
-    them) as a :class:`~inductor_passes.ir.program.Bucket` does."""
-    windows = [default] * len(runs) if windows is None else windows
-    at = [run[0] if kind == "gather" else run[-1] for run in runs]
+def with_windows(kind: Kind, windows: Mapping[tuple[int, ...], int]) -> State:
+    """Segments of one kind, all of them, in turn, that count ``windows`` as a
+    :class:`~inductor_passes.ir.program.Bucket` does.
+
+    Args:
+        kind: of them.
+        windows: of each, by its members.
+    """
+    runs = sorted(windows, key=lambda run: _at(kind, run))
+    at = [_at(kind, run) for run in runs]
     state = []
-    for k, (run, window) in enumerate(zip(runs, windows, strict=True)):
+    for k, run in enumerate(runs):
+        window = windows[run]
         if kind == "gather":
             turn = at[k + 1 - window] if k + 1 >= window else FIRST
         elif window < 0:
@@ -208,8 +209,7 @@ def state_of(buckets: Iterable[Bucket], lines: Lines, first_of: Mapping[str, str
     state: State = ()
     for kind in KINDS:
         of = {tuple(sorted(m)): windows[b] for (k, b), m in runs.items() if k == kind}
-        mine = in_turn(kind, of)
-        state += with_window(kind, mine, [of[run] for run in mine])
+        state += with_windows(kind, of)
     return state
 
 

@@ -16,7 +16,7 @@ from inductor_passes.planner.invariant import rank_invariant
 from inductor_passes.planner.plan import evaluate
 from inductor_passes.planner.search.compact import compact
 from inductor_passes.planner.search.glue import glued
-from inductor_passes.planner.segments import bare, lines_of, named_buckets, room_of, with_window
+from inductor_passes.planner.segments import bare, lines_of, named_buckets, room_of, with_windows
 
 
 def some_plans(program: Program, seed: int, fqns: list[str]) -> list[tuple[Bucket, ...]]:
@@ -33,7 +33,7 @@ def some_plans(program: Program, seed: int, fqns: list[str]) -> list[tuple[Bucke
                     runs.append([m])
             choices = (1, 2, 3, -1, -2) if kind == "reduce" and lines.starts["gather"] else (1, 2)
             windows = [rng.choice(choices) for _ in runs]
-            state += with_window(kind, list(map(tuple, runs)), windows)
+            state += with_windows(kind, dict(zip(map(tuple, runs), windows, strict=True)))
             assert sum(map(len, runs)) == len(names)
         plans.append(named_buckets(state, lines, fqns))
     return plans

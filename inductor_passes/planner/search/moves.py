@@ -18,11 +18,10 @@ from inductor_passes.planner.segments import (
     Segment,
     State,
     even,
-    in_turn,
     of_class,
     of_kind,
     windows_of,
-    with_window,
+    with_windows,
 )
 
 SHIFTS = (1, 2, 4)
@@ -266,8 +265,7 @@ def _reparted(state: State, run: Sequence[Segment], n: int, lines: Lines) -> Sta
     members = sorted(m for s in run for m in s.members)
     parts = even(members, n, lines.nbytes[kind])
     of = {s.members: window[s] for s in segments if s not in run} | dict.fromkeys(parts, usual)
-    runs = in_turn(kind, of)
-    made = with_window(kind, runs, [of[members] for members in runs])
+    made = with_windows(kind, of)
     deferred = all(s.deferred for s in run)
     new = [s._replace(deferred=deferred) for s in made if s.members in set(parts)]
     return _swap(state, run, new)
