@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,16 @@ class PassError(RuntimeError):
     """A pass could not do its work, or what it made failed verification; names pass and op."""
 
 
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise PassError(f"{name}: {error}; {REMEDY}") from error
+
+
 @no_garbage_collection()
+@_errors_of("bucket_and_reorder")
 def bucket_and_reorder(
     graph: Graph,
     settings: Settings,
@@ -57,19 +67,6 @@ def bucket_and_reorder(
             not on this: if it fails on one of them, the others wait in their first collective for
             it until it exits or the process group gives up.
     """
-    try:
-        _transform(graph, settings, fqn_of, planned, before)
-    except Exception as error:
-        raise PassError(f"bucket_and_reorder: {error}; {REMEDY}") from error
-
-
-def _transform(
-    graph: Graph,
-    settings: Settings,
-    fqn_of: fx.FqnOf,
-    planned: Sequence[PortableBucket] | None,
-    before: fx.Reading | None,
-) -> None:
     before = before or read(graph, settings, fqn_of)
     if planned is None:
         planned = rehearsed(before, settings, choose(before, settings)).planned
@@ -110,28 +107,24 @@ class ImposeOrder:
     uuid: str  # of the sources and settings
 
     @no_garbage_collection()
+    @_errors_of("impose_order")
     def __call__(self, snodes: list[Any]) -> list[Any]:
         """The same scheduler nodes, in order.
 
         Raises:
             PassError: they cannot be put into it.
         """
-        try:
-            reading = scheduler.read(snodes)
-            program = reading.program
-            if not any(c.bucket for c in program.sent.values()):
-                return snodes  # a graph without buckets
-            if self.as_planned:
-                program = program.reorder(in_sequence(program, scheduler.lowered_at(reading)))
-            order = overlap(program, self.policy, keep_starts=True)
-            reading.program.reorder(order).verify()
-            if starts_in(reading.program, order) != starts_in(reading.program, reading.snodes):
-                raise ProgramError(
-                    "the sequence of launches changed, and may differ on other ranks"
-                )
-            return scheduler.write(reading, order, len(snodes))
-        except Exception as error:
-            raise PassError(f"impose_order: {error}; {REMEDY}") from error
+        reading = scheduler.read(snodes)
+        program = reading.program
+        if not any(c.bucket for c in program.sent.values()):
+            return snodes  # a graph without buckets
+        if self.as_planned:
+            program = program.reorder(in_sequence(program, scheduler.lowered_at(reading)))
+        order = overlap(program, self.policy, keep_starts=True)
+        reading.program.reorder(order).verify()
+        if starts_in(reading.program, order) != starts_in(reading.program, reading.snodes):
+            raise ProgramError("the sequence of launches changed, and may differ on other ranks")
+        return scheduler.write(reading, order, len(snodes))
 
 
 Chooser = Callable[[fx.Reading, Settings], Plan | tuple[Bucket, ...]]

@@ -187,12 +187,6 @@ def itemsize(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
 
 
-def fake_mode_of(value: Any) -> Any:
-    """The mode of a traced (fake) tensor, or list of them; operators run in it cost nothing."""
-    tensor = value[0] if isinstance(value, (list, tuple)) else value
-    return tensor.fake_mode
-
-
 @contextmanager
 def plain_tensors() -> Iterator[None]:
     """Tensors made inside are real and on the CPU, though a compiler traces with fake ones, and

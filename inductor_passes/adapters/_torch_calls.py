@@ -150,13 +150,14 @@ def note_values(graph: Graph) -> None:
             if items:
                 node.meta["val"] = tuple(items.get(i) for i in range(max(items) + 1))
             else:
-                node.meta["val"] = _computed(call_of(node))
+                node.meta["val"] = computed(call_of(node))
 
 
-def _computed(call: Call) -> Any:
-    """The value of a call, if one of its arguments is a fake tensor."""
+def computed(call: Call) -> Any:
+    """The value of a call with nodes, from theirs, if one of these is a fake tensor."""
     args, kwargs = map_arg((call.args, dict(call.kwargs)), lambda node: node.meta.get("val"))
-    mode = next((v.fake_mode for v in (*args, *kwargs.values()) if hasattr(v, "fake_mode")), None)
+    given = pytree.tree_leaves((args, kwargs))
+    mode = next((v.fake_mode for v in given if hasattr(v, "fake_mode")), None)
     if mode is None:
         return None
     with mode:

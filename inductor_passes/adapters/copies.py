@@ -7,13 +7,14 @@ cast or padded a member before goes. Elsewhere a cast is left to be fused with t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.adapters import _torch
+from inductor_passes.adapters._torch_calls import Call, computed
 from inductor_passes.adapters.loops import loop_of
 from inductor_passes.adapters.packs import PACK, UNPACK, has_kernel
 from inductor_passes.adapters.unrounded import is_cast
@@ -23,8 +24,6 @@ _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _PAD, _CLONE = _aten.constant_pad_nd.default, _aten.clone.default
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNED = 128  # bytes: what is sent should begin at a multiple of it
-
-Call = Callable[..., Node]
 
 
 class Calls:
@@ -36,14 +35,12 @@ class Calls:
 
     def __call__(self, target: Any, *args: Any) -> Node:
         node = self.graph.call_function(target, args)
-        values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-        with _torch.fake_mode_of(node.all_input_nodes[0].meta["val"]):
-            node.meta["val"] = target(*values)
+        node.meta["val"] = computed(Call(target, args, {}))
         self.made.append(node)
         return node
 
 
-def copied_in(call: Call, inputs: Sequence[Node], rows: int) -> Node:
+def copied_in(call: Calls, inputs: Sequence[Node], rows: int) -> Node:
     """One buffer of all inputs, each of which is of so many rows, row by row."""
     widths = [n.meta["val"].numel() // rows for n in inputs]
     first = inputs[0].meta["val"]
@@ -55,7 +52,7 @@ def copied_in(call: Call, inputs: Sequence[Node], rows: int) -> Node:
     return call(_aten.view.default, call(_aten.cat.default, parts, 1), [rows * sum(widths)])
 
 
-def copied_out(call: Call, flat: Node, rows: int, shapes: Sequence[Sequence[int]]) -> list[Node]:
+def copied_out(call: Calls, flat: Node, rows: int, shapes: Sequence[Sequence[int]]) -> list[Node]:
     """What a buffer of so many rows has of each member, in its shape; views if it is one row."""
     widths = [torch.Size(shape).numel() // rows for shape in shapes]
     if rows > 1 and has_kernel(flat.meta["val"].device):
@@ -75,7 +72,7 @@ def copied_out(call: Call, flat: Node, rows: int, shapes: Sequence[Sequence[int]
 
 
 def cast_together(
-    call: Call, alone: Sequence[Node], shared: Sequence[Node]
+    call: Calls, alone: Sequence[Node], shared: Sequence[Node]
 ) -> tuple[list[Node], list[Node]]:
     """What a gather sends of each input ``alone``, and a buffer of those ``shared``, if there are.
 

@@ -330,6 +330,6 @@ def write_order(graph: Graph, reading: Reading, order: Sequence[str]) -> None:
 
 def place(graph: Graph, nodes: Sequence[Node]) -> None:
     """Move ``nodes``, which are all but the inputs and the output, into the given order."""
-    output = next(iter(reversed(graph.nodes)))
+    output = graph.output_node()
     for node in nodes:
         output.prepend(node)

@@ -86,7 +86,7 @@ def write_buckets(
             together = range(len(starts)) if layout == "flat" else sorted(packs(sent))
             inputs = [start.all_input_nodes[0] for start in starts]
             # Erasing a node that others are inserted at would lose the place; the output stays.
-            with graph.inserting_before(next(iter(reversed(graph.nodes)))):
+            with graph.inserting_before(graph.output_node()):
                 launch, arrive = _write(graph, starts, waits, together)
             instead.update((name, []) for name in erase_unused(graph, inputs))
             instead[bucket.starts[0]] = launch

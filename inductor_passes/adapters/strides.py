@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from inductor_passes.adapters import _torch
+from inductor_passes.adapters._torch_calls import Call, computed
 
 
 def take_strides_of_inputs(graph: Graph, inputs: Sequence[Any]) -> None:
@@ -69,13 +70,10 @@ def _lies(value: Any) -> Any:
 
 def _made_by(node: Node) -> FakeTensor | None:
     """What an operator of one result makes of what its inputs are; None if that is not known."""
-    was = node.meta.get("val")
-    if not isinstance(was, FakeTensor):
+    if not isinstance(node.meta.get("val"), FakeTensor):
         return None
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     try:
-        with was.fake_mode:
-            made = node.target(*args, **kwargs)  # type: ignore[operator]
+        made = computed(Call(node.target, node.args, node.kwargs))
     except Exception:  # an operator that is not for fake tensors is known by what was traced
         return None
     return made if isinstance(made, FakeTensor) else None

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.adapters import _torch
+from inductor_passes.adapters._torch_calls import Call, computed
 from inductor_passes.adapters.fx import KIND_OF
 
 _aten = torch.ops.aten
@@ -96,7 +97,5 @@ def _unrounded(graph: Graph, chain: list[Node]) -> Node:
         rounds.replace_all_uses_with(chain[0])
         graph.erase_node(rounds)
     for node in views:
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with _torch.fake_mode_of(node.meta["val"]):
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["val"] = computed(Call(node.target, node.args, node.kwargs))
     return chain[-1]

@@ -59,7 +59,9 @@ def compile_by_regions(gm: GraphModule, codes: Codes, *, is_backward: bool) -> C
         len(codes) - before,
         len(pieces) - regions,
     )
-    _torch.report_output_strides([_value(v) for v in _outputs(gm)])
+    outputs: Any = gm.graph.output_node().args[0]
+    values = [v.meta.get("val") if isinstance(v, Node) else v for v in outputs]
+    _torch.report_output_strides(values)
     return program
 
 
@@ -67,12 +69,3 @@ def has_symbols(gm: GraphModule) -> bool:
     """Whether sizes in a graph are symbols, as those of a second batch, or those that depend on
     data: Inductor must see such a graph as a whole."""
     return any(_torch.has_symbols(node.meta.get("val")) for node in gm.graph.nodes)
-
-
-def _outputs(gm: GraphModule) -> tuple[Any, ...]:
-    (output,) = gm.graph.find_nodes(op="output")
-    return tuple(output.args[0])
-
-
-def _value(output: Any) -> Any:
-    return output.meta.get("val") if isinstance(output, Node) else output

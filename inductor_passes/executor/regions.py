@@ -179,7 +179,7 @@ def _needed(graph: Graph, pieces: Sequence[Node | list[Node]], facts: Facts) -> 
 
     Of a run in which there is nothing to fuse, its nodes one by one: kernels are as good as code.
     """
-    needed: set[Node] = set(next(iter(reversed(graph.nodes))).all_input_nodes)
+    needed: set[Node] = set(graph.output_node().all_input_nodes)
     found: list[Node | Region] = []
     for piece in reversed(pieces):
         if isinstance(piece, Node):

@@ -66,7 +66,7 @@ class _Writer:
     def __init__(self, gm: GraphModule, pieces: Sequence[Node | Region]) -> None:
         self.gm, self.pieces = gm, pieces
         self.name = {node: f"v{i}" for i, node in enumerate(gm.graph.nodes)}
-        self.output = next(iter(reversed(gm.graph.nodes)))
+        self.output = gm.graph.output_node()
         self.scope: dict[str, Any] = {}
         self.last = self._last_uses()
 

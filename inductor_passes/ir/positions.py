@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
-def places(order: Sequence[int]) -> list[int]:
-    """Where each position is in an ``order`` of them."""
-    return sorted(range(len(order)), key=order.__getitem__)
+def by_key(keys: Sequence[Any]) -> list[int]:
+    """Positions, by the key of each. By an order of positions: where each of them is in it."""
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def moved(found: Mapping[int, Iterable[int]], to: Sequence[int]) -> dict[int, tuple[int, ...]]:

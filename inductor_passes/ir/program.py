@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import Literal
 
-from inductor_passes.ir.positions import moved, places
+from inductor_passes.ir.positions import by_key, moved
 
 Kind = Literal["compute", "view", "start", "wait"]
 CollectiveKind = Literal["gather", "reduce", "all_reduce", "other"]
@@ -173,6 +173,10 @@ class Program:
         """Bytes of each storage; a view that repeats elements may have more."""
         return {b.storage: self.buffers[b.storage].nbytes for b in self.buffers.values()}
 
+    def touched_nbytes(self, op: Op) -> int:
+        """Of all buffers that ``op`` reads or writes."""
+        return sum(self.buffers[name].nbytes for name in {*op.reads, *op.writes})
+
     @cached_property
     def _overwritten(self) -> list[list[str]]:
         """Storages of what each op writes and is not the first to write."""
@@ -244,7 +248,7 @@ class Program:
             odd = [n for n in counts if (counts[n], n in self.index) != (2, True)]
             raise ProgramError(f"the new order must name every op once; it does not for {odd[:5]}")
         after = [self.index[name] for name in order]
-        place = places(after)
+        place = by_key(after)
         for i, before in enumerate(self.predecessors):
             for j in (j for j in before if place[j] > place[i]):
                 one, other = self.ops[i].name, self.ops[j].name
@@ -254,7 +258,7 @@ class Program:
     def permuted(self, after: Sequence[int]) -> Program:
         """The same program with its ops in an order of positions that is known to be legal."""
         program = self.with_ops(map(self.ops.__getitem__, after))
-        program.__dict__["start_of"] = moved(self.start_of, places(after))
+        program.__dict__["start_of"] = moved(self.start_of, by_key(after))
         return program
 
     def sending(self, change: Callable[[Collective], Collective]) -> Program:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from inductor_passes.ir.json_file import shown
 from inductor_passes.ir.program import (
@@ -27,7 +27,6 @@ from inductor_passes.ir.program import (
     KINDS,
     Buffer,
     Collective,
-    CollectiveKind,
     Kind,
     Op,
     Program,
@@ -153,7 +152,7 @@ class _Reader:
         if self.tokens:
             raise ProgramError(f"unexpected {' '.join(self.tokens)!r} at the end")
 
-    def _op(self, word: str) -> None:
+    def _op(self, kind: Kind) -> None:
         name = self._name()
         self._expect("(")
         reads = self._list(self._name, end=")")
@@ -166,7 +165,7 @@ class _Reader:
                 unit = int(self._take())
             else:
                 collective = self._collective()
-        self.ops.append(Op(name, cast(Kind, word), reads, writes, collective, unit))
+        self.ops.append(Op(name, kind, reads, writes, collective, unit))
 
     def _collective(self) -> Collective:
         word = self._take()
@@ -190,7 +189,7 @@ class _Reader:
             name: of_type(fields[key]) if key in fields else left_out
             for key, (name, of_type, left_out) in _FIELDS.items()
         }
-        return Collective(cast(CollectiveKind, word), fqns=fqns, **values)
+        return Collective(word, fqns=fqns, **values)
 
     def _declare(self) -> str:
         name = self._name()

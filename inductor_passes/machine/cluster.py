@@ -269,10 +269,7 @@ class ClusterCost:
         return replace(self, cluster=self.cluster.with_flat_buckets())
 
     def compute_us(self, program: Program, op: Op) -> float:
-        work = self.work.get(op.name)
-        if work is None:
-            names = {*op.reads, *op.writes}
-            work = Work(nbytes=sum(program.buffers[name].nbytes for name in names))
+        work = self.work.get(op.name) or Work(nbytes=program.touched_nbytes(op))
         return self.cluster.compute_us(work)
 
     def collective_us(self, collective: Collective) -> float:

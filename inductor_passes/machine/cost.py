@@ -74,8 +74,7 @@ class LinearCost:
         known = self.op_us.get(op.name)
         if known is not None:
             return known
-        nbytes = sum(program.buffers[name].nbytes for name in {*op.reads, *op.writes})
-        return self.launch_us + nbytes / (self.memory_gb_s * 1e3)
+        return self.launch_us + program.touched_nbytes(op) / (self.memory_gb_s * 1e3)
 
     def collective_us(self, collective: Collective) -> float:
         latency_us = self.latency_us + self.member_us * (collective.members - 1)

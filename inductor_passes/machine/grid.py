@@ -174,10 +174,7 @@ def _asked(opened: OpenProgram, op: Op) -> tuple[Work | Collective, tuple[float,
     """What is to be priced, and its numbers."""
     if op.collective is not None:
         return op.collective, (op.collective.nbytes, op.collective.ranks)
-    work = opened.work.get(op.name)
-    if work is None:
-        buffers = opened.program.buffers
-        work = Work(nbytes=sum(buffers[name].nbytes for name in {*op.reads, *op.writes}))
+    work = opened.work.get(op.name) or Work(nbytes=opened.program.touched_nbytes(op))
     return work, (work.flops, work.nbytes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from inductor_passes.ir.positions import moved, places
+from inductor_passes.ir.positions import by_key, moved
 from inductor_passes.ir.program import Bucket, Collective, Op, Program, ProgramError
 from inductor_passes.transform.needs import nearest_order
 
@@ -125,7 +125,7 @@ def _topological(
         )
     after = before.with_ops(ops[at] for at in order)
     # These are known, and dear to find again in a large program.
-    now = places(order)
+    now = by_key(order)
     after.__dict__["start_of"] = moved(before.start_of, [now[at] for at in at_of])
     sent = (name for i in merged for name in (*before.ops[i].reads, *before.ops[i].writes))
     # Else a wait touches what all of its bucket do.

@@ -8,6 +8,7 @@ from functools import cache
 from heapq import heappop, heappush
 from math import inf
 
+from inductor_passes.ir.positions import by_key
 from inductor_passes.ir.program import Program
 
 # (position in the old order, what goes first there, which of those): compared left to right.
@@ -96,7 +97,7 @@ def nearest_order(needs: Sequence[set[int]], place: Sequence[int]) -> list[int]:
     left: dict[int, int] = {}  # of those, how many they wait for
     done = [False] * len(needs)
     order: list[int] = []
-    for turn in sorted(range(len(needs)), key=place.__getitem__):
+    for turn in by_key(place):
         if ahead := [j for j in needs[turn] if not done[j]]:
             left[turn] = len(ahead)
             for j in ahead:

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
+from inductor_passes.ir.positions import by_key
 from inductor_passes.ir.program import CollectiveKind, Program
 from inductor_passes.transform.needs import IN_PLACE, Key, Needs, nearest_order
 
@@ -80,13 +81,17 @@ def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = Fals
         keep_starts: leave the sequence of the starts as it is. All ranks must launch in the same
             sequence, so it may be chosen where they all see the same program only.
     """
-    order = order_of(Needs(program), launches_of(program, policy), keep_starts=keep_starts)
-    return [program.ops[i].name for i in order]
+    return [program.ops[i].name for i in _order(program, policy, keep_starts=keep_starts)]
 
 
 def overlapped(program: Program, policy: OverlapPolicy) -> Program:
     """``program`` in the order of :func:`overlap`, which is legal because of how it is made."""
-    return program.permuted(order_of(Needs(program), launches_of(program, policy)))
+    return program.permuted(_order(program, policy, keep_starts=False))
+
+
+def _order(program: Program, policy: OverlapPolicy, *, keep_starts: bool) -> list[int]:
+    launches = launches_of(program, policy)
+    return by_key(keys_of(Needs(program), launches, keep_starts=keep_starts))
 
 
 def launches_of(program: Program, policy: OverlapPolicy) -> Launched:
@@ -101,16 +106,6 @@ def launches_of(program: Program, policy: OverlapPolicy) -> Launched:
         return Together([program.index[n] for n in names], window or policy.window(kind))
 
     return {kind: [together(kind, names) for names in of.values()] for kind, of in groups.items()}
-
-
-def order_of(needs: Needs, launches: Launched, *, keep_starts: bool = False) -> list[int]:
-    """Positions in the order of :func:`overlap`."""
-    return by_key(keys_of(needs, launches, keep_starts=keep_starts))
-
-
-def by_key(keys: Sequence[Key]) -> list[int]:
-    """Positions by the keys of their ops."""
-    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def keys_of(needs: Needs, launches: Launched, *, keep_starts: bool = False) -> list[Key]:

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_passes.adapters import _torch, _torch_lowering
-from inductor_passes.adapters._torch_calls import flops_formula, is_size
+from inductor_passes.adapters._torch_calls import Call, computed, flops_formula, is_size
 from inductor_passes.adapters._torch_fusions import fusions_as_planned
 from inductor_passes.machine.stored import RepeatLimits
 from simplefsdp import _torch as simplefsdp_torch
@@ -165,16 +165,18 @@ def test_plain_tensors():
     assert real.tolist() == [1, 1], "unset_fake_temporarily no longer leaves fake tensors alone"
 
 
-def test_fake_mode_of():
+def test_computed():
     graph = of_every_sort()
     gather = node_of(graph, _ops.all_gather_into_tensor.default)
     split = node_of(graph, _aten.split.Tensor)
-    for node in (gather, split):
-        mode = _torch.fake_mode_of(node.meta["val"])
-        assert isinstance(mode, torch._subclasses.FakeTensorMode), "FakeTensor.fake_mode moved"
-    with mode:
-        made = gather.target(gather.args[0].meta["val"], 4, "a group that does not exist")
-    assert made.shape == gather.meta["val"].shape, "a fake collective looks up its group"
+    for call in (
+        Call(gather.target, (gather.args[0], 4, "a group that does not exist"), {}),
+        Call(operator.getitem, (split, 1), {}),
+    ):
+        made = computed(call)
+        assert isinstance(made, torch._subclasses.FakeTensor), "FakeTensor.fake_mode moved"
+        if call.target is gather.target:
+            assert made.shape == gather.meta["val"].shape, "a fake collective looks up its group"
 
 
 # Inductor's scheduler

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from inductor_passes.ir.positions import by_key
 from inductor_passes.ir.program import Bucket, CollectiveKind, Op, Program
 from inductor_passes.planner.plan import scheduled
 from inductor_passes.transform.merge import merge_starts
 from inductor_passes.transform.needs import Key, Needs
-from inductor_passes.transform.order import OverlapPolicy, Together, by_key, keys_of
+from inductor_passes.transform.order import OverlapPolicy, Together, keys_of
 
 
 class Schedules:
