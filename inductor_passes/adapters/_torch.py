@@ -6,7 +6,7 @@ Each has a contract test in ``tests/adapters/test_passes_contract.py`` that says
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -150,7 +150,7 @@ def layout_text(value: Any) -> str:
     return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device} {bits}"
 
 
-def mutated_arguments(node: Node) -> Iterable[Node]:
+def mutated_arguments(node: Node) -> Sequence[Node]:
     """Nodes whose tensors ``node`` writes in place.
 
     Of a call without a schema (a higher-order op, a user's Triton kernel) they may be any.

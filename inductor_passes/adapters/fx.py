@@ -247,7 +247,7 @@ class _Reader:
             if name not in self.buffers:
                 self.buffers[name] = Buffer(name, 0)
                 self.inputs.append(name)
-        mutated = list(_torch.mutated_arguments(node))
+        mutated = _torch.mutated_arguments(node)
         self.written_inputs += [
             n.name for n in mutated if n.op == "placeholder" and not n.meta.get(_KEPT)
         ]

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
+from inductor_passes.adapters import _torch
+
 
 def write_inputs_early(graph: Graph, is_ours: Callable[[Node], bool]) -> None:
     """Move each final ``copy_`` to an input behind what it copies, and behind other reads of it.
@@ -45,6 +47,6 @@ def _reads(target: Node, write: Node) -> list[Node]:
 
 
 def _may_alias(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not _torch.is_op(node):
         return True
-    return any(r.alias_info is not None for r in node.target._schema.returns)
+    return any(r.alias_info is not None for r in node.target._schema.returns)  # type: ignore[union-attr]

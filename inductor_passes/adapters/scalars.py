@@ -56,7 +56,7 @@ def reduce_at_once(graph: Graph, fqn_of: FqnOf) -> None:
 def _before_writes(graph: Graph) -> Iterator[Node]:
     """Nodes that read the inputs as they were given."""
     for node in graph.nodes:
-        if any(True for _ in _torch.mutated_arguments(node)):
+        if _torch.mutated_arguments(node):
             return
         yield node
 

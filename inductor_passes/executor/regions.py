@@ -132,7 +132,7 @@ def _is_alone(node: Node) -> bool:
         return True
     if is_write_to_input(node):
         return False
-    return _torch.is_op(node) and any(True for _ in _torch.mutated_arguments(node))
+    return _torch.is_op(node) and bool(_torch.mutated_arguments(node))
 
 
 def _is_free(node: Node) -> bool:

@@ -44,7 +44,7 @@ class Facts:
 
     def __init__(self, graph: Graph) -> None:
         calls = [node for node in graph.nodes if node.op == "call_function"]
-        self.writes = {node for node in calls if any(True for _ in _torch.mutated_arguments(node))}
+        self.writes = {node for node in calls if _torch.mutated_arguments(node)}
         single = [
             node
             for node in calls
@@ -179,7 +179,7 @@ def root_of(node: Node) -> Node:
     """What has the memory of a view, of a part, of what was waited for, of what was written to."""
     while node.op == "call_function":
         same = _torch.is_view(node) or _torch.is_wait(node) or node.target is operator.getitem
-        before = node.all_input_nodes if same else list(_torch.mutated_arguments(node))
+        before = node.all_input_nodes if same else _torch.mutated_arguments(node)
         if not before:
             break
         node = before[0]

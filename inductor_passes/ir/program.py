@@ -180,10 +180,8 @@ class Program:
     @cached_property
     def _overwritten(self) -> list[list[str]]:
         """Storages of what each op writes and is not the first to write."""
-        where, by = self.buffers, self.writer
-        return [
-            [where[n].storage for n in op.writes if by.get(n) != i] for i, op in enumerate(self.ops)
-        ]
+        storage, by = self.storage, self.writer
+        return [[storage[n] for n in op.writes if by.get(n) != i] for i, op in enumerate(self.ops)]
 
     def mutated(self, i: int) -> Iterator[str]:
         """Storages that op ``i`` writes in place."""
@@ -316,7 +314,7 @@ class Program:
         for name in op.reads:
             if pending.pop(name, None) is None:
                 raise ProgramError(f"{op.name} waits for {name}, which no collective is filling")
-        if any(self.buffers[n].storage not in self.storages(op.reads) for n in op.writes):
+        if not self.storages(op.writes) <= self.storages(op.reads):
             raise ProgramError(f"{op.name}: the result of a wait shares its input's storage")
 
 

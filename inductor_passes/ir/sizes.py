@@ -23,6 +23,21 @@ _ENDLESS = 1 << 62  # what is compared with it is not limited
 _notes: list[set[sympy.Basic]] = []
 
 
+def _operator(name: str) -> Any:
+    def calculate(self: Size, other: Any) -> Any:
+        return _made(name, self, other)
+
+    return calculate
+
+
+def _comparison(name: str, *, negated: bool = False) -> Any:
+    def compare(self: Size, other: Any) -> Any:
+        found = _compared(name, self, other)
+        return not found if negated else found
+
+    return compare
+
+
 class Size(int):
     """A whole number and the formula that it comes from.
 
@@ -37,44 +52,16 @@ class Size(int):
         made.formula = formula
         return made
 
-    def __add__(self, other: Any) -> Any:
-        return _made("__add__", self, other)
-
-    def __mul__(self, other: Any) -> Any:
-        return _made("__mul__", self, other)
-
-    def __sub__(self, other: Any) -> Any:
-        return _made("__sub__", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _made("__rsub__", self, other)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return _made("__floordiv__", self, other)
+    __add__ = __radd__ = _operator("__add__")
+    __mul__ = __rmul__ = _operator("__mul__")
+    __sub__, __rsub__ = _operator("__sub__"), _operator("__rsub__")
+    __floordiv__ = _operator("__floordiv__")
+    __eq__, __ne__ = _comparison("eq"), _comparison("eq", negated=True)
+    __lt__, __ge__ = _comparison("lt"), _comparison("lt", negated=True)
+    __gt__, __le__ = _comparison("gt"), _comparison("gt", negated=True)
 
     def __neg__(self) -> Size:
         return Size(-int(self), -self.formula)
-
-    __radd__ = __add__
-    __rmul__ = __mul__
-
-    def __eq__(self, other: Any) -> bool:
-        return _compared("eq", self, other)
-
-    def __ne__(self, other: Any) -> bool:
-        return not _compared("eq", self, other)
-
-    def __lt__(self, other: Any) -> bool:
-        return _compared("lt", self, other)
-
-    def __le__(self, other: Any) -> bool:
-        return not _compared("gt", self, other)
-
-    def __gt__(self, other: Any) -> bool:
-        return _compared("gt", self, other)
-
-    def __ge__(self, other: Any) -> bool:
-        return not _compared("lt", self, other)
 
     __hash__ = int.__hash__
 

@@ -123,7 +123,8 @@ def _heads(program: Program, us: Sequence[float], before: Edges) -> list[float]:
     heads = [0.0] * len(us)
     for i, needed in enumerate(before):
         for j in needed:
-            heads[i] = max(heads[i], heads[j] + _passed_us(program, us, j, i))
+            passed_us = 0.0 if _is_only_launched(program, j, i) else us[j]
+            heads[i] = max(heads[i], heads[j] + passed_us)
     return heads
 
 
@@ -132,14 +133,12 @@ def _tails(program: Program, us: Sequence[float], before: Edges) -> list[float]:
     tails = [0.0] * len(us)
     for i in reversed(range(len(us))):
         for j in before[i]:
-            # What follows a start need not wait for its end, unless it is its wait.
-            launched = program.ops[j].kind == "start" and j not in program.start_of.get(i, ())
-            follows = us[i] + tails[i] - (us[j] if launched else 0.0)
+            follows = us[i] + tails[i] - (us[j] if _is_only_launched(program, j, i) else 0.0)
             tails[j] = max(tails[j], follows)
     return tails
 
 
-def _passed_us(program: Program, us: Sequence[float], j: int, i: int) -> float:
-    """Time that passes from the beginning of op ``j`` to that of ``i``, which needs it."""
-    launched = program.ops[j].kind == "start" and j not in program.start_of.get(i, ())
-    return 0.0 if launched else us[j]
+def _is_only_launched(program: Program, j: int, i: int) -> bool:
+    """Whether op ``i``, which needs ``j``, need not wait for its end: that is a start, and this not
+    its wait."""
+    return program.ops[j].kind == "start" and j not in program.start_of.get(i, ())

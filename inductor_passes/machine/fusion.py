@@ -94,14 +94,14 @@ class Kernels:
 
     def __init__(self, program: Program, loops: Mapping[str, Loop]) -> None:
         self.program, self.loops = program, loops
-        self.storage = {name: buffer.storage for name, buffer in program.buffers.items()}
+        self.storage = program.storage
         self.of = self._share()
         self.readers: defaultdict[str, set[int]] = defaultdict(set)
         for i, op in enumerate(program.ops):
             if op.kind != "view":
                 for name in op.reads:
                     self.readers[self.storage[name]].add(self.of[i])
-        self.returned = {self.storage[name] for name in program.outputs}
+        self.returned = program.storages(program.outputs)
         self.held: defaultdict[int, set[str]] = defaultdict(set)
         self.paid: defaultdict[tuple[int, str], int] = defaultdict(int)
 
@@ -179,10 +179,10 @@ def _makers(program: Program) -> list[list[int]]:
     last: dict[str, int] = {}
     found = []
     for i, op in enumerate(program.ops):
-        storages = dict.fromkeys(program.buffers[name].storage for name in op.reads)
+        storages = dict.fromkeys(program.storage[name] for name in op.reads)
         found.append([last[storage] for storage in storages if storage in last])
         if op.kind != "view":
-            last.update((program.buffers[name].storage, i) for name in op.writes)
+            last.update((program.storage[name], i) for name in op.writes)
     return found
 
 

@@ -98,7 +98,7 @@ class _Repeated:
                     self.names.add(op.name)
                     self.trees[op.writes[0]] = tree
         made = (op.writes[0] for op in program.ops if op.name in self.names)
-        self.storages = {program.buffers[name].storage for name in made}
+        self.storages = program.storages(made)
 
     def op(self, op: Op) -> Op:
         """``op``, which reads what the loops that it repeats read."""
@@ -110,7 +110,7 @@ class _Repeated:
         """``op``, as :meth:`op` has made it, without what is not stored; a view if it is that."""
         if op.name in self.names:
             return replace(op, kind="view", reads=())
-        reads = tuple(n for n in op.reads if self.program.buffers[n].storage not in self.storages)
+        reads = tuple(n for n in op.reads if self.program.storage[n] not in self.storages)
         return replace(op, reads=reads)
 
     def _tree(self, op: Op) -> _Tree:
@@ -133,7 +133,7 @@ class _Repeated:
         if loop is None or loop.reduces or loop.stored or len(op.writes) != 1:
             return False
         (name,) = op.writes
-        if self.program.writer.get(name) != i or self.program.buffers[name].storage != name:
+        if self.program.writer.get(name) != i or self.program.storage[name] != name:
             return False
         readers = [self.program.ops[j].name for j in self.readers[name]]
         return name not in self.returned and all(reader in self.loops for reader in readers)
@@ -209,8 +209,7 @@ def _made_and_read(
     """Of ops that share a kernel: each with a storage that it makes; and what the kernel reads."""
     made = [(i, storage) for i in group for storage in sorted(program.first_written(i))]
     own = {storage for _, storage in made}
-    where = program.buffers
-    read = dict.fromkeys(where[n].storage for i in group for n in program.ops[i].reads)
+    read = dict.fromkeys(program.storage[n] for i in group for n in program.ops[i].reads)
     return made, [storage for storage in read if storage not in own]
 
 

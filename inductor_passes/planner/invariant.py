@@ -142,7 +142,7 @@ def following(program: Program, kinds: Collection[str]) -> set[int]:
     left: set[str] = set()
     found: set[int] = set()
     for i, op in enumerate(program.ops):
-        if not op.sends and any(program.buffers[name].storage in left for name in op.reads):
+        if not op.sends and not left.isdisjoint(program.storages(op.reads)):
             found.add(i)
         if i in found or op.sends in kinds:
             left |= program.storages(op.writes)
@@ -155,7 +155,7 @@ def prepared(program: Program) -> set[int]:
     of_inputs: set[int] = set()
     for i, op in enumerate(program.ops):
         mutates = any(program.writer.get(name) != i for name in op.writes)
-        known = all(program.buffers[name].storage in from_inputs for name in op.reads)
+        known = program.storages(op.reads) <= from_inputs
         if op.kind in ("compute", "view") and known and not mutates:
             of_inputs.add(i)
             from_inputs |= program.storages(op.writes)

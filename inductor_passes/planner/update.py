@@ -31,7 +31,7 @@ def with_one_update(program: Program) -> Program:
     ops = [op for i, op in enumerate(program.ops) if i not in gone]
     update = Op(UPDATE, "compute", tuple(sorted(reads)), (UPDATE,))
     known = {*program.inputs, *outputs, *used, *reads, *(n for op in ops for n in op.writes)}
-    storages = {program.buffers[name].storage for name in known}
+    storages = program.storages(known)
     buffers = {n: b for n, b in program.buffers.items() if n in known or n in storages}
     return replace(
         program,

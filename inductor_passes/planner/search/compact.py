@@ -222,15 +222,14 @@ class _Runs:
         return self._storages(names)
 
     def _is_new(self, name: str, i: int) -> bool:
-        storage = self.bare.buffers[name].storage
+        storage = self.bare.storage[name]
         return storage not in self.given and self.lives[storage][0] == i
 
     def _read(self, ops: Iterable[int]) -> tuple[str, ...]:
         return self._storages(n for i in ops for n in self.bare.ops[i].reads)
 
     def _storages(self, names: Iterable[str]) -> tuple[str, ...]:
-        storages = (self.bare.buffers[name].storage for name in names)
-        return tuple(dict.fromkeys(storages))
+        return tuple(dict.fromkeys(map(self.bare.storage.__getitem__, names)))
 
     def program(self) -> Program:
         """The program that they are."""
