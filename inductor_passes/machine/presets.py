@@ -141,78 +141,66 @@ def gpu_node(
 # 526 and 331.
 
 
-def _a100(name: str, memory_gb_s: float, memory_gb: float) -> Cluster:
-    """DGX A100, of 80 or 40 GB.
+# DGX A100, of 80 or 40 GB. Peaks 312 (bf16), 19.5 (fp32), 19.5 (fp64) TFLOP/s, memory 2.0 or 1.6
+# TB/s: data sheet. Fractions: 0.80 matmul, 0.60 attention (FlashAttention 2's published figures):
+# estimated. NVLink: 0.70 of an H100's, from a bus bandwidth of 230-250 GB/s on 8 (nccl-tests,
+# measured) against 345; network: half, a 200 Gb/s card per GPU: estimated.
+_A100 = gpu_node(
+    "a100",
+    gpu_peaks(312.0, 19.5, 19.5, matmul=0.80, attention=0.60, float8=False),
+    2039.0,
+    80.0,
+    nvlink=0.70,
+    network=0.5,
+)
+_A100_40 = replace(_A100, name="a100-40gb", memory_gb_s=1555.0, memory_gb=40.0)
 
-    Peaks 312 (bf16), 19.5 (fp32), 19.5 (fp64) TFLOP/s, memory 2.0 or 1.6 TB/s: data sheet.
-    Fractions: 0.80 matmul, 0.60 attention (FlashAttention 2's published figures): estimated.
-    NVLink: 0.70 of an H100's, from a bus bandwidth of 230-250 GB/s on 8 (nccl-tests, measured)
-    against 345; network: half, a 200 Gb/s card per GPU: estimated.
-    """
-    peaks = gpu_peaks(312.0, 19.5, 19.5, matmul=0.80, attention=0.60, float8=False)
-    return gpu_node(name, peaks, memory_gb_s, memory_gb, nvlink=0.70, network=0.5)
+# DGX H100 (SXM). Peaks 989 (bf16), 67 (fp32), 67 (fp64) TFLOP/s, memory 3.35 TB/s, 80 GB: data
+# sheet. Fractions: 0.65 matmul (an H200, with the same cores, was measured at 0.78-0.81 on a large
+# one; an H100 that trains for long has less power to spare): estimated; 0.53 attention (cuDNN's
+# 526 TFLOP/s, measured, see above). Links: measured, see above.
+_H100_PEAKS = gpu_peaks(989.0, 67.0, 67.0, matmul=0.65, attention=0.53, float8=True)
+_H100 = gpu_node("h100", _H100_PEAKS, 3350.0, 80.0)
 
+# DGX H200: an H100 with 4.8 TB/s and 141 GB (data sheet). 0.79 matmul: measured, 769-798 TFLOP/s of
+# 989 on a large one. The rest as for an H100: estimated.
+_H200_PEAKS = gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.53, float8=True)
+_H200 = gpu_node("h200", _H200_PEAKS, 4800.0, 141.0)
 
-def _h100() -> Cluster:
-    """DGX H100 (SXM).
+# DGX B200; nothing of it is measured here. Peaks 2250 (bf16), 75 (fp32), 37 (fp64) TFLOP/s, memory
+# 8 TB/s, 180 GB: data sheet. Fractions: 0.70 matmul: estimated; 0.48 attention: estimated from 1605
+# TFLOP/s forward of FlashAttention 4, 1.3 times cuDNN 9.13 (its authors,
+# together.ai/blog/flashattention-4), and a backward as much slower as on an H100. NVLink twice an
+# H100's, the same network (400 Gb/s per GPU): estimated.
+_B200_PEAKS = gpu_peaks(2250.0, 75.0, 37.0, matmul=0.70, attention=0.48, float8=True)
+_B200 = gpu_node("b200", _B200_PEAKS, 8000.0, 180.0, nvlink=2.0)
 
-    Peaks 989 (bf16), 67 (fp32), 67 (fp64) TFLOP/s, memory 3.35 TB/s, 80 GB: data sheet.
-    Fractions: 0.65 matmul (an H200, with the same cores, was measured at 0.78-0.81 on a large
-    one; an H100 that trains for long has less power to spare): estimated; 0.53 attention
-    (cuDNN's 526 TFLOP/s, measured, see above). Links: measured, see above.
-    """
-    peaks = gpu_peaks(989.0, 67.0, 67.0, matmul=0.65, attention=0.53, float8=True)
-    return gpu_node("h100", peaks, 3350.0, 80.0)
+# A core of a server per rank, gloo over loopback. One core of an AMD EPYC 7003 (AVX2) in a busy
+# virtual machine of two, so roughly. Measured with ``simplefsdp calibrate``: 75 GFLOP/s fp32 and
+# 1.5 bf16 (it has no such instructions), attention at 0.25-0.5 of fp32, memory 16 GB/s of which
+# loops with arithmetic reach 0.4, launch 4 us, two ranks 600 us and 1 GB/s. Estimated: fp64, half
+# of fp32; 8 GB of memory; more ranks, which share the cores; nodes, 1 Gbit/s between them. What a
+# bucket's members cost, and what compute loses beside transfers, is not known: nothing.
+_CPU_RAMPS: tuple[Ramp, Ramp] = (
+    ((5e5, 0.15), (4e6, 0.7), (3e7, 1.0)),
+    ((6e7, 0.25), (9e8, 0.33), (4e9, 0.5)),
+)
+_CPU_PEAKS = {
+    "float32": Peak(0.075, *_CPU_RAMPS),
+    "float64": Peak(0.0375, *_CPU_RAMPS),
+    "bfloat16": Peak(0.0015),
+}
+_CPU_ROWS: tuple[_Row, ...] = (
+    (2, 1, 600.0, 1.0, ()),
+    (8, 1, 2000.0, 0.3, ()),
+    (16, 2, 3000.0, 0.1, ()),
+    (256, 32, 15000.0, 0.08, ()),
+)
+_CPU = Cluster("cpu-gloo", 8, _CPU_PEAKS, 16.0, 0.4, 4.0, 8.0, _wires(_CPU_ROWS), _SOURCE)
 
-
-def _h200() -> Cluster:
-    """DGX H200: an H100 with 4.8 TB/s and 141 GB (data sheet).
-
-    0.79 matmul: measured, 769-798 TFLOP/s of 989 on a large one. The rest as for an H100:
-    estimated.
-    """
-    peaks = gpu_peaks(989.0, 67.0, 67.0, matmul=0.79, attention=0.53, float8=True)
-    return gpu_node("h200", peaks, 4800.0, 141.0)
-
-
-def _b200() -> Cluster:
-    """DGX B200; nothing of it is measured here.
-
-    Peaks 2250 (bf16), 75 (fp32), 37 (fp64) TFLOP/s, memory 8 TB/s, 180 GB: data sheet. Fractions:
-    0.70 matmul: estimated; 0.48 attention: estimated from 1605 TFLOP/s forward of FlashAttention
-    4, 1.3 times cuDNN 9.13 (its authors, together.ai/blog/flashattention-4), and a backward as
-    much slower as on an H100. NVLink twice an H100's, the same network (400 Gb/s per GPU):
-    estimated.
-    """
-    peaks = gpu_peaks(2250.0, 75.0, 37.0, matmul=0.70, attention=0.48, float8=True)
-    return gpu_node("b200", peaks, 8000.0, 180.0, nvlink=2.0)
-
-
-def _cpu_gloo() -> Cluster:
-    """A core of a server per rank, gloo over loopback.
-
-    One core of an AMD EPYC 7003 (AVX2) in a busy virtual machine of two, so roughly. Measured
-    with ``simplefsdp calibrate``: 75 GFLOP/s fp32 and 1.5 bf16 (it has no such instructions),
-    attention at 0.25-0.5 of fp32, memory 16 GB/s of which loops with arithmetic reach 0.4, launch
-    4 us, two ranks 600 us and 1 GB/s. Estimated: fp64, half of fp32; 8 GB of memory; more ranks,
-    which share the cores; nodes, 1 Gbit/s between them. What a bucket's members cost, and what
-    compute loses beside transfers, is not known: nothing.
-    """
-    matmul = ((5e5, 0.15), (4e6, 0.7), (3e7, 1.0))
-    attention = ((6e7, 0.25), (9e8, 0.33), (4e9, 0.5))
-    peaks = {
-        "float32": Peak(0.075, matmul, attention),
-        "float64": Peak(0.0375, matmul, attention),
-        "bfloat16": Peak(0.0015),
-    }
-    rows: tuple[_Row, ...] = (
-        (2, 1, 600.0, 1.0, ()),
-        (8, 1, 2000.0, 0.3, ()),
-        (16, 2, 3000.0, 0.1, ()),
-        (256, 32, 15000.0, 0.08, ()),
-    )
-    return Cluster("cpu-gloo", 8, peaks, 16.0, 0.4, 4.0, 8.0, _wires(rows), _SOURCE)
-
+PRESETS: Mapping[str, Cluster] = {
+    cluster.name: cluster for cluster in (_CPU, _A100, _A100_40, _H100, _H200, _B200)
+}
 
 # What torch calls the devices that these are of. Others of the family (PCIe, NVL) have other
 # links, clocks or memory.
@@ -222,9 +210,4 @@ DEVICES: Mapping[str, str] = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
-}
-
-_A100, _A100_40 = _a100("a100", 2039.0, 80.0), _a100("a100-40gb", 1555.0, 40.0)
-PRESETS: Mapping[str, Cluster] = {
-    cluster.name: cluster for cluster in (_cpu_gloo(), _A100, _A100_40, _h100(), _h200(), _b200())
 }
