@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from inductor_passes.ir.buckets import assign_by_module
 from inductor_passes.ir.program import Program
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"--passes: there is no {unknown[0]!r}; expected of {', '.join(PASSES)}")
     try:
-        text = sys.stdin.read() if options.program == "-" else _read(options.program)
+        text = sys.stdin.read() if options.program == "-" else Path(options.program).read_text()
         cost = ClusterCost(as_cluster(options.cluster)) if options.cluster else LinearCost()
         program = parse(text)
         for name in names:
@@ -108,11 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0
-
-
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read()
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def write_buckets(
             wait_names = [wait.name for wait in waits]
             sent = [program.sent[name] for name in bucket.starts]
             together = range(len(starts)) if layout == "flat" else sorted(packs(sent))
-            inputs = [start.all_input_nodes[0] for start in starts]
+            inputs = _inputs(starts)
             # Erasing a node that others are inserted at would lose the place; the output stays.
             with graph.inserting_before(graph.output_node()):
                 launch, arrive = _write(graph, starts, waits, together)

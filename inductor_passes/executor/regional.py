@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -46,11 +47,7 @@ def compile_by_regions(gm: GraphModule, codes: Codes, *, is_backward: bool) -> C
     correct_strides(gm.graph)
     pieces = cut(gm.graph)
     before = len(codes)
-
-    def code_of(region: Region) -> Compiled:
-        return codes.code_of(region, is_backward=is_backward)
-
-    program = straight_line(gm, pieces, code_of)
+    program = straight_line(gm, pieces, partial(codes.code_of, is_backward=is_backward))
     regions = sum(isinstance(piece, Region) for piece in pieces)
     log.debug(
         "%s graph: %d regions, of which %d were compiled; %d calls of single operators",

@@ -111,29 +111,23 @@ class Cluster:
     averages: bool = False
 
     def __post_init__(self) -> None:
-        fractions = ("memory_fraction", "compute_beside")
-        check_count(f"cluster {self.name!r}: ranks_per_node", self.ranks_per_node)
+        who, fractions = f"cluster {self.name!r}", ("memory_fraction", "compute_beside")
+        check_count(f"{who}: ranks_per_node", self.ranks_per_node)
         for name in ("memory_gb_s", "memory_gb", *fractions):
-            check_number(f"cluster {self.name!r}: {name}", getattr(self, name))
-        check_number(f"cluster {self.name!r}: launch_us", self.launch_us, zero=True)
+            check_number(f"{who}: {name}", getattr(self, name))
+        check_number(f"{who}: launch_us", self.launch_us, zero=True)
         for name in fractions:
             if getattr(self, name) > 1:
-                raise ValueError(f"cluster {self.name!r}: {name} is above 1: {getattr(self, name)}")
+                raise ValueError(f"{who}: {name} is above 1: {getattr(self, name)}")
         if not isinstance(self.averages, bool):
-            raise ValueError(
-                f"cluster {self.name!r}: averages: expected true or false, got "
-                f"{shown(self.averages)}"
-            )
+            raise ValueError(f"{who}: averages: expected true or false, got {shown(self.averages)}")
         if not self.peaks or not self.wires:
-            raise ValueError(
-                f"cluster {self.name!r}: it has no {'wires' if self.peaks else 'peaks'}"
-            )
+            raise ValueError(f"{who}: it has no {'wires' if self.peaks else 'peaks'}")
         for wire in self.wires:
             if wire.ranks > wire.nodes * self.ranks_per_node:
                 raise ValueError(
-                    f"cluster {self.name!r}: ranks_per_node is {self.ranks_per_node}, but it has a "
-                    f"{wire.kind} among {wire.ranks} ranks on {wire.nodes} node"
-                    f"{'s'[: wire.nodes > 1]}"
+                    f"{who}: ranks_per_node is {self.ranks_per_node}, but it has a {wire.kind} "
+                    f"among {wire.ranks} ranks on {wire.nodes} node{'s'[: wire.nodes > 1]}"
                 )
 
     def compute_us(self, work: Work) -> float:

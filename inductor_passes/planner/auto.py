@@ -162,7 +162,7 @@ class _Planner:
     def _is_worth(self, lean: Plan, fast: Plan) -> bool:
         """Whether what ``lean`` takes less is worth its time and launches, at most 1 % of time."""
         saved = 1 - lean.peak_nbytes / fast.peak_nbytes
-        more_us = _price_us(lean, self.manual) - _price_us(fast, self.manual)
+        more_us = self._price_us(lean) - self._price_us(fast)
         return (
             lean.step_us <= NEAR * fast.step_us and more_us <= MEMORY * saved * lean.lower_bound_us
         )
@@ -188,7 +188,7 @@ class _Planner:
         smaller = [] if fits else self._in_parts(most_launches)
         if _is_enough(manual) and (plan := self._as_good(smaller, budget_nbytes)):
             return replace(plan, budget_nbytes=budget_nbytes)
-        halves = _of_halves(self.program, self.cost, self.fqns, budget_nbytes, self.work, share)
+        halves = self._of_halves(budget_nbytes, share)
         self.small = small_program(
             self.program, self.late, self.cost, self.fqns, budget_nbytes, self.small
         )
@@ -198,7 +198,7 @@ class _Planner:
             self.fqns,
             manual=manual,
             budget_nbytes=budget_nbytes,
-            work=int(share * _work(self.program, self.cost, self.work)),
+            work=self._work_on(self.program, share),
             most_launches=most_launches,
         )
 
@@ -213,39 +213,40 @@ class _Planner:
             # Of these two, since a search within another budget may not find what this one did.
             smallest = min((self.least, manual), key=lambda plan: plan.peak_nbytes)
             raise budget_error(self.program, smallest, budget_nbytes)
-        return replace(_chosen(fitting, manual), budget_nbytes=budget_nbytes)
+        return replace(self._chosen(fitting), budget_nbytes=budget_nbytes)
 
+    def _work_on(self, program: Program, share: float) -> int:
+        """A share of the ops that a search for plans of ``program`` simulates."""
+        known = self.work
+        ops = WORK + WORK_PER_OP * len(common_ops(program, self.cost)) if known is None else known
+        return int(share * ops)
 
-def _work(program: Program, cost: CostModel, work: int | None) -> int:
-    return WORK + WORK_PER_OP * len(common_ops(program, cost)) if work is None else work
+    def _of_halves(self, budget_nbytes: int, share: float) -> list[Bucket]:
+        """The buckets of a whole step whose halves were planned for themselves, by a share of the
+        work for each; none of others."""
 
+        def plan(half: Program) -> Sequence[Bucket]:
+            work = self._work_on(half, share)
+            found = plan_auto(half, self.cost, self.fqns, budget_nbytes=budget_nbytes, work=work)
+            return found.buckets
 
-def _price_us(plan: Plan, manual: Plan) -> float:
-    """Its time, and what its launches are held to be worth, counted as the search does."""
-    return plan.step_us + (
-        launches_price(len(plan.buckets), len(manual.buckets)) * plan.lower_bound_us
-    )
+        try:
+            return by_halves(self.program, plan)
+        except BudgetError:  # the whole may fit all the same
+            return []
 
+    def _price_us(self, plan: Plan) -> float:
+        """Its time, and what its launches are held to be worth, counted as the search does."""
+        launches = launches_price(len(plan.buckets), len(self.manual.buckets))
+        return plan.step_us + launches * plan.lower_bound_us
 
-def _of_halves(
-    program: Program,
-    cost: CostModel,
-    fqns: Sequence[str],
-    budget_nbytes: int,
-    work: int | None,
-    share: float,
-) -> list[Bucket]:
-    """The buckets of a whole step whose halves were planned for themselves, by a share of the work
-    for each; none of others."""
-
-    def plan(half: Program) -> Sequence[Bucket]:
-        mine = int(share * _work(half, cost, work))
-        return plan_auto(half, cost, fqns, budget_nbytes=budget_nbytes, work=mine).buckets
-
-    try:
-        return by_halves(program, plan)
-    except BudgetError:  # the whole may fit all the same
-        return []
+    def _chosen(self, plans: Sequence[Plan]) -> Plan:
+        """The fastest of those that launch no more than that by module, if that is among them,
+        launches counted as the search does; or that by module, if it is about as fast."""
+        fits, most = self.manual in plans, len(self.manual.buckets)
+        few = [plan for plan in plans if not fits or len(plan.buckets) <= most]
+        best = min(few, key=self._price_us)
+        return self.manual if fits and self.manual.step_us <= CLOSE * best.step_us else best
 
 
 def _fitting(
@@ -260,12 +261,3 @@ def _is_enough(manual: Plan) -> bool:
     bound_us = manual.lower_bound_us
     hidden = manual.exposed_us <= (CLOSE - 1) * bound_us
     return manual.step_us <= (HIDDEN if hidden else CLOSE) * bound_us
-
-
-def _chosen(plans: Sequence[Plan], manual: Plan) -> Plan:
-    """The fastest of those that launch no more than that by module, if that is among them, launches
-    counted as the search does; or that by module, if it is about as fast."""
-    fits = manual in plans
-    few = [p for p in plans if not fits or len(p.buckets) <= len(manual.buckets)]
-    best = min(few, key=lambda plan: _price_us(plan, manual))
-    return manual if fits and manual.step_us <= CLOSE * best.step_us else best

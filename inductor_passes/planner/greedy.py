@@ -56,7 +56,11 @@ def plan_greedy(
     bound = lower_bound_us(program, cost)
     late = bare(program)
     lines = lines_of(late)
-    low = evaluate(program, cost, named_buckets(least(lines), lines, fqns), bound)
+
+    def planned(state: State) -> Plan | None:
+        return evaluate(program, cost, named_buckets(state, lines, fqns), bound)
+
+    low = planned(least(lines))
     if low is None:
         raise ProgramError("the program's collectives cannot be launched one by one")
     if budget_nbytes is None:
@@ -65,26 +69,17 @@ def plan_greedy(
         budget_nbytes = default_budget(manual, low, device_nbytes)
     if low.peak_nbytes > budget_nbytes:
         raise budget_error(program, low, budget_nbytes)
+    rule, room = _Greedy(late, cost, lines), room_of(late, lines, budget_nbytes)["gather"]
     for eighths in range(8, 0, -1):
-        rule = _Greedy(late, cost, lines, budget_nbytes, max_nbytes, eighths / 8)
-        plan = evaluate(program, cost, named_buckets(rule.state(), lines, fqns), bound)
+        plan = planned(rule.state([min(max_nbytes, eighths / 8 * free) for free in room]))
         if plan is not None and plan.peak_nbytes <= budget_nbytes:
             return replace(plan, budget_nbytes=budget_nbytes)
     return replace(low, budget_nbytes=budget_nbytes)
 
 
 class _Greedy:
-    def __init__(
-        self,
-        late: Program,
-        cost: CostModel,
-        lines: Lines,
-        budget_nbytes: float,
-        most_nbytes: int,
-        share: float,
-    ) -> None:
-        self.cost, self.lines, self.most, self.share = cost, lines, most_nbytes, share
-        self.room = room_of(late, lines, budget_nbytes)
+    def __init__(self, late: Program, cost: CostModel, lines: Lines) -> None:
+        self.cost, self.lines = cost, lines
         # Of each gather, compute before its first use, and reduces that are ready by then.
         self.used_us: list[float] = []
         self.made: list[int] = []
@@ -100,10 +95,11 @@ class _Greedy:
             if op.sends == "reduce":
                 self.ready_us.append(now)
 
-    def state(self) -> State:
-        """The plan by the rule."""
+    def state(self, limits: Sequence[float]) -> State:
+        """The plan by the rule; ``limits`` are the most bytes of a bucket that is gathered while
+        one that begins at each place is used."""
         gathers, reduces = len(self.used_us), len(self.ready_us)
-        begins = self._gathers() if gathers else []
+        begins = self._gathers(limits) if gathers else []
         ends = {self.made[begin] for begin in begins} if gathers else self._reduces()
         alone = range(len(self.lines.starts["all_reduce"]) + 1)
         return (
@@ -122,21 +118,20 @@ class _Greedy:
             runs += [tuple(members) for members in of.values()]
         return with_windows(kind, dict.fromkeys(runs, 2))
 
-    def _gathers(self) -> list[int]:
+    def _gathers(self, limits: Sequence[float]) -> list[int]:
         """Where the buckets of gathers begin."""
         begins = [0]
         for m in range(1, len(self.used_us)):
-            if not self._joins(begins, m):
+            if not self._joins(begins, m, limits):
                 begins.append(m)
         return begins
 
-    def _joins(self, begins: list[int], m: int) -> bool:
+    def _joins(self, begins: list[int], m: int, limits: Sequence[float]) -> bool:
         """Whether a gather joins the last bucket."""
-        last, nbytes = begins[-1], self.lines.nbytes["gather"]
+        last = begins[-1]
         if len(begins) == 1:
             return False  # nothing hides the first gather: it is as small as can be
-        size = sum(nbytes[last : m + 1])
-        if size > self.most or size > self.share * self.room["gather"][begins[-2]]:
+        if sum(self.lines.nbytes["gather"][last : m + 1]) > limits[begins[-2]]:
             return False
         ready = [self.made[begin] for begin in begins]
         reduced = (ready[-3], ready[-2]) if len(begins) > 2 else (0, ready[-2])
