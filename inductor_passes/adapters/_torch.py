@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -281,9 +280,7 @@ def is_scheduled_item(snode: Any) -> bool:
     return isinstance(snode.node, ir.MultiOutput)
 
 
-def scheduled_reads(
-    snode: Any, launched: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-) -> tuple[str, ...]:
+def scheduled_reads(snode: Any, launched: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Names of the buffers whose writers must run before a scheduler node.
 
     Dependencies that stand for a sequence, not for data, are marked as fake. Inductor chains the

@@ -151,7 +151,7 @@ class Cluster:
         _warn(f"cluster {self.name!r} has no peak for {dtype}; counted as {name}")
         return self.peaks[name]
 
-    def link_of(self, collective: Collective, nodes: int | None = None) -> Link:
+    def link_of(self, collective: Collective, nodes: int | None) -> Link:
         """The link of a collective whose group spans ``nodes``: the fewest, if that is not known.
 
         Raises:

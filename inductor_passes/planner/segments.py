@@ -237,8 +237,7 @@ def named_buckets(
     found: list[Bucket] = []
     labels: defaultdict[Kind, set[str]] = defaultdict(set)
     for kind, names, window in buckets_of(state, lines):
-        alone = ([(name, lines.sent[name])] for name in names)
-        members = [m for some in ([travel[n] for n in names] if travel else alone) for m in some]
+        members = [m for n in names for m in (travel[n] if travel else [(n, lines.sent[n])])]
         members.sort(key=lambda member: fqn_place(member[1], place))
         label = new_label(_label(kind, [c for _, c in members]), labels[kind])
         labels[kind].add(label)
@@ -261,17 +260,24 @@ def buckets_of(state: State, lines: Lines) -> Iterator[tuple[Kind, tuple[str, ..
     bucket of reduces leaves are one, too, or travel with those of the next."""
     for kind in KINDS:
         segments = of_kind(state, kind)
-        sent_on: defaultdict[object, list[str]] = defaultdict(list)
+        reduced: list[str] = []
         for segment, window in zip(segments, windows_of(segments), strict=True):
             names = tuple(lines.starts[kind][m] for m in segment.members)
             yield kind, names, window
-            for name in names:
-                for follower in lines.followers.get(name, ()):
-                    sent_on[bucket_class(lines.sent[follower])].append(follower)
+            reduced += names
             if not segment.deferred or segment == segments[-1]:
-                for found in sent_on.values():
+                for found in sent_on(reduced, lines):
                     yield "all_reduce", tuple(found), SENT_ON
-                sent_on.clear()
+                reduced.clear()
+
+
+def sent_on(names: Iterable[str], lines: Lines) -> list[list[str]]:
+    """The all-reduces that follow the reduces of these names, by what may be one."""
+    found: defaultdict[object, list[str]] = defaultdict(list)
+    for name in names:
+        for follower in lines.followers.get(name, ()):
+            found[bucket_class(lines.sent[follower])].append(follower)
+    return list(found.values())
 
 
 def room_of(

@@ -9,7 +9,7 @@ collectives of others, which count as compute.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -41,7 +41,8 @@ def compact(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
         plain = i in sides.in_turn or (kind in ("compute", "view") and i not in sides.moving)
         return plain and late.in_place.isdisjoint(sides.touched[i])
 
-    for plain, run in groupby(sides.kept(), is_plain):
+    kept = (i for i in range(len(late.ops)) if i not in sides.gone)
+    for plain, run in groupby(kept, is_plain):
         members = list(run)
         if plain:
             runs.add(members[0], members[-1] + 1)
@@ -60,6 +61,7 @@ class _Sides:
         before: of a start, the ops whose results it alone needs.
         behind: of a start, the ops that need what it left, and nothing of other collectives.
         waits: of a start, all of its waits, if they wait for nothing else.
+        gone: ops that go with others.
         in_turn: starts of somebody else's collectives that are waited for at once, and the waits.
             They count as compute, so what is in transfer slows them: of a plan that is found with
             them the time is taken anew.
@@ -78,11 +80,9 @@ class _Sides:
         }
         self._prepare(followers)
         self._follow(followers)
-        self.in_turn: set[int] = set()
-        for i, op in bare.starts():
-            alone = bare.waits_of[i] == (i + 1,) and bare.start_of[i + 1] == (i,)
-            if op.sends == "other" and alone:
-                self.in_turn |= {i, i + 1}
+        others = [i for i, op in bare.starts() if op.sends == "other"]
+        alone = [i for i in others if bare.waits_of[i] == (i + 1,) and bare.start_of[i + 1] == (i,)]
+        self.in_turn = {*alone, *(i + 1 for i in alone)}
         self.gone = {i for found in (*self.before.values(), *self.behind.values()) for i in found}
         self.gone.update(w for waits in self.waits.values() for w in waits[1:])
 
@@ -116,10 +116,6 @@ class _Sides:
                 if len(starts) == 1 and -1 not in starts:
                     start_of[i] = starts.pop()
                     self.behind[start_of[i]].append(i)
-
-    def kept(self) -> Iterator[int]:
-        """Positions of the ops that are left."""
-        return (i for i in range(len(self.bare.ops)) if i not in self.gone)
 
 
 class _Runs:
@@ -218,12 +214,10 @@ class _Runs:
 
     def _made(self, ops: Iterable[int]) -> tuple[str, ...]:
         """Storages that some ops make."""
-        names = (n for i in sorted(set(ops)) for n in self.bare.ops[i].writes if self._is_new(n, i))
-        return self._storages(names)
-
-    def _is_new(self, name: str, i: int) -> bool:
-        storage = self.bare.storage[name]
-        return storage not in self.given and self.lives[storage][0] == i
+        storage = self.bare.storage
+        written = ((storage[n], i) for i in sorted(set(ops)) for n in self.bare.ops[i].writes)
+        new = (s for s, i in written if s not in self.given and self.lives[s][0] == i)
+        return tuple(dict.fromkeys(new))
 
     def _read(self, ops: Iterable[int]) -> tuple[str, ...]:
         return self._storages(n for i in ops for n in self.bare.ops[i].reads)
@@ -235,10 +229,9 @@ class _Runs:
         """The program that they are."""
         buffers = {s: Buffer(s, nbytes) for s, nbytes in self.size.items()}
         buffers |= {buffer.name: buffer for buffer in self.scratch.values()}
-        ends = {side: self._storages(getattr(self.bare, side)) for side in ("inputs", "outputs")}
-        resident = frozenset(self._storages(sorted(self.bare.resident)))
-        made = Program(tuple(self.ops), buffers, ends["inputs"], resident, ends["outputs"])
-        return _with_few_buffers(made)
+        resident = frozenset(self.bare.storages(self.bare.resident))
+        inputs, outputs = self._storages(self.bare.inputs), self._storages(self.bare.outputs)
+        return _with_few_buffers(Program(tuple(self.ops), buffers, inputs, resident, outputs))
 
 
 def _with_few_buffers(program: Program) -> Program:

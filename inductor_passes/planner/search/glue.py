@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
 from inductor_passes.ir.program import Bucket, Program
-from inductor_passes.planner.segments import KINDS, Lines, fqn_place, lines_of, room_of
-from inductor_passes.transform.merge import bucket_class, merge
+from inductor_passes.planner.segments import KINDS, fqn_place, lines_of, room_of, sent_on
+from inductor_passes.transform.merge import merge
 
 PART = 1 / 2  # of the room for it, above which a collective is not glued to others
 EDGE = 8  # collectives at both ends of a line that are not glued to others
@@ -53,18 +52,8 @@ def glued(
     of: dict[str, str] = {}
     buckets: list[Bucket] = []
     for group in groups:
-        together = [group, *_sent_on(group, lines)]
-        for names in together:
+        for names in (group, *sent_on(group, lines)):
             names.sort(key=lambda name: fqn_place(lines.sent[name], place))
             of.update(dict.fromkeys(names, names[0]))
             buckets.append(Bucket(str(len(buckets)), tuple(names)))
     return merge(program, buckets).sending(lambda c: replace(c, bucket="", window=0)), of
-
-
-def _sent_on(group: Sequence[str], lines: Lines) -> list[list[str]]:
-    """The all-reduces that follow the reduces of a group, by what may be one."""
-    found: defaultdict[object, list[str]] = defaultdict(list)
-    for name in group:
-        for follower in lines.followers.get(name, ()):
-            found[bucket_class(lines.sent[follower])].append(follower)
-    return list(found.values())
