@@ -18,7 +18,7 @@ from inductor_passes.adapters._torch_calls import (
     is_size,
     note_values,
 )
-from inductor_passes.adapters.loops import nbytes_of, tensors_of
+from inductor_passes.adapters.loops import nbytes_of, results_of
 from inductor_passes.adapters.units import Part, Piece, in_units, parts_of, pieces_of
 from inductor_passes.ir.program import Buffer, Collective, CollectiveKind, Kind, Op, Program
 
@@ -262,7 +262,7 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
     does = KIND_OF.get(start.target, "other")
     kind = does if fqns else "other"
     sent = [start] if does == "gather" else start.all_input_nodes
-    dtypes = dict.fromkeys(str(t.dtype) for node in sent for t in _tensors(node))
+    dtypes = dict.fromkeys(str(t.dtype) for node in sent for t in results_of(node))
     arguments = by_name(call_of(start))
     group = str(arguments.get("group_name", ""))
     return Collective(
@@ -276,7 +276,7 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
         fqns,
         bucket,
         window,
-        max(1, len(_tensors(start))),
+        max(1, len(results_of(start))),
     )
 
 
@@ -314,12 +314,8 @@ def _waited_once(start: Node) -> tuple[Node, ...]:
     return results if waited else ()
 
 
-def _tensors(node: Node) -> list[torch.Tensor]:
-    return tensors_of(node.meta.get("val"))
-
-
 def _buffer(node: Node, storage: str = "") -> Buffer:
-    itemsize = max((v.element_size() for v in _tensors(node)), default=1)
+    itemsize = max((v.element_size() for v in results_of(node)), default=1)
     return Buffer(node.name, nbytes_of(node), storage, itemsize)
 
 

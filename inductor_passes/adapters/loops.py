@@ -47,7 +47,7 @@ def loop_of(node: Node) -> Loop | None:
     if not _torch.is_op(node):
         return None
     name, tags = name_of(node), node.target.tags  # type: ignore[union-attr]
-    result = max(map(_numel, tensors_of(node.meta.get("val"))), default=0)
+    result = max(map(_numel, results_of(node)), default=0)
     if torch.Tag.reduction in tags or name in _REDUCTIONS:
         source = max(map(_numel, inputs_of(node)), default=0)
         if source <= _UNROLLED * result:
@@ -68,8 +68,7 @@ def is_lookup(node: Node) -> bool:
 
 
 def _is_on_cpu(node: Node) -> bool:
-    value = next(iter(tensors_of(node.meta.get("val"))), None)
-    return value is not None and value.device.type == "cpu"
+    return any(value.device.type == "cpu" for value in results_of(node)[:1])
 
 
 def _is_one_hot(node: Node) -> bool:
@@ -114,7 +113,12 @@ def touches_of(node: Node) -> int | None:
 
 def nbytes_of(node: Node) -> int:
     """Of all tensors that a node makes."""
-    return sum(map(_nbytes, tensors_of(node.meta.get("val"))))
+    return sum(map(_nbytes, results_of(node)))
+
+
+def results_of(node: Node) -> list[torch.Tensor]:
+    """The tensors that a node makes."""
+    return tensors_of(node.meta.get("val"))
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -129,7 +133,7 @@ def inputs_of(node: Node) -> list[torch.Tensor]:
     call = call_of(node)
     found: dict[Node, None] = {}
     torch.fx.node.map_arg((call.args, call.kwargs), found.setdefault)
-    return [v for n in found for v in tensors_of(n.meta.get("val"))]
+    return [value for source in found for value in results_of(source)]
 
 
 def _numel(value: torch.Tensor) -> int:

@@ -19,7 +19,7 @@ from inductor_passes.adapters._torch_calls import (
     work_call,
 )
 from inductor_passes.adapters.fx import Reading
-from inductor_passes.adapters.loops import inputs_of, loop_of, tensors_of, touches_of
+from inductor_passes.adapters.loops import inputs_of, loop_of, results_of, touches_of
 from inductor_passes.ir.program import Program
 from inductor_passes.machine import attention
 from inductor_passes.machine.cluster import Cluster, ClusterCost, Work, nodes_spanned
@@ -158,8 +158,6 @@ def nodes_of(program: Program, ranks_per_node: int) -> dict[str, int]:
 def device_of(reading: Reading) -> torch.device:
     """The device of what a graph sends, else of its first tensor; the CPU if it has none."""
     starts = [reading.nodes[name] for name in reading.program.sent]
-    values = (
-        node.meta.get("val") for found in (starts, reading.nodes.values()) for node, *_ in found
-    )
-    tensors = (tensor for value in values for tensor in tensors_of(value))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    nodes = (node for found in (starts, reading.nodes.values()) for node, *_ in found)
+    devices = (tensor.device for node in nodes for tensor in results_of(node))
+    return next(devices, torch.device("cpu"))

@@ -118,7 +118,6 @@ class LocalSearch:
         self.compute_us = sum(self.cost.op_us.values())
         self.seen: set[frozenset[Segment]] = set()
         self.budget_nbytes = self.whole_nbytes = budget_nbytes
-        self.less_nbytes = 0
         self.peaks: dict[State, int] = {}
 
     def starts(self) -> list[Tried]:
@@ -175,23 +174,14 @@ class LocalSearch:
         price_us = step_us + share * self.bound_us
         if price_us >= below_us:
             return None
-        found = Tried(
-            state,
-            len(buckets),
-            step_us,
-            price_us,
-            after,
-            self.cost,
-            self.budget_nbytes,
-            self.peaks,
-        )
+        room = self.budget_nbytes
+        found = Tried(state, len(buckets), step_us, price_us, after, self.cost, room, self.peaks)
         return found if below_us == inf or found.fits else None
 
     def with_less_room(self, end: Tried, nbytes: int) -> Tried | None:
         """A climb from where another ended, whose plan takes ``nbytes`` more than what it was tried
         on; from now on there is room for that. None if the work is done."""
-        self.less_nbytes = max(self.less_nbytes, nbytes)
-        self.budget_nbytes = self.whole_nbytes - self.less_nbytes
+        self.budget_nbytes = min(self.budget_nbytes, self.whole_nbytes - nbytes)
         self.seen.clear()
         again = self.tried(end.state)
         return None if again is None else self.climb(again)

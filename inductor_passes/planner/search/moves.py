@@ -226,12 +226,15 @@ def _joined(first: Segment, second: Segment) -> Segment:
 
 def _shifted(state: State, first: Segment, second: Segment) -> Iterator[State]:
     """The last members of ``first`` in ``second``, or the other way round."""
-    for n in dict.fromkeys((*SHIFTS, len(first.members) // 2)):
-        if 0 < n < len(first.members):
-            yield _cut(state, first, second, first.members[:-n])
-    for n in dict.fromkeys((*SHIFTS, len(second.members) // 2)):
-        if 0 < n < len(second.members):
-            yield _cut(state, first, second, first.members + second.members[:n])
+    for n in _shifts(first):
+        yield _cut(state, first, second, first.members[:-n])
+    for n in _shifts(second):
+        yield _cut(state, first, second, first.members + second.members[:n])
+
+
+def _shifts(s: Segment) -> list[int]:
+    """How many of its members another may get."""
+    return [n for n in dict.fromkeys((*SHIFTS, len(s.members) // 2)) if 0 < n < len(s.members)]
 
 
 def _cut(state: State, first: Segment, second: Segment, members: tuple[int, ...]) -> State:
