@@ -82,10 +82,18 @@ def verify(files: CheckpointFiles, tell: Tell | None = None, *, alone: bool = Fa
     Raises:
         ValueError: a file is damaged, missing or has no checksum; on all ranks, with its name.
     """
-    sums, needed = files.checksums, files_of(files.metadata)
+    sums = files.checksums
     if sums is None:
         return f"{files.path} has no checksums, {checksums.NO_SUMS}: it is not verified"
-    if faults := all_faults(files.path, sums, needed, tell, alone=alone):
+    alone = alone or not dist.is_initialized() or "fake" in dist.get_backend_config()
+    names = sorted(sums) if alone else share_of(sums, dist.get_rank(), dist.get_world_size())
+    faults = faults_in(files.path, sums, names, tell)
+    faults += without_checksum(sums, files_of(files.metadata))
+    if not alone:
+        found: list[list[Fault]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, faults)
+        faults = sorted({fault for of_rank in found for fault in of_rank})
+    if faults:
         more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
         raise ValueError(f"checkpoint {files.path} is damaged: {faults[0]}{more}; {REMEDY}")
     return None
@@ -123,25 +131,6 @@ def faults_in(
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(lambda name: _fault(folder, name, sums[name], progress.add), names)
         return [fault for fault in found if fault is not None]
-
-
-def all_faults(
-    folder: Path,
-    sums: Mapping[str, Checksum],
-    needed: Collection[str],
-    tell: Tell | None = None,
-    *,
-    alone: bool = False,
-) -> list[Fault]:
-    """What is wrong with any file. Every rank must call it and gets all of it, unless ``alone``;
-    each reads a part."""
-    if alone or not dist.is_initialized() or "fake" in dist.get_backend_config():
-        return [*faults_in(folder, sums, sorted(sums), tell), *without_checksum(sums, needed)]
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    found: list[list[Fault]] = [[] for _ in range(ranks)]
-    mine = faults_in(folder, sums, share_of(sums, rank, ranks), tell)
-    dist.all_gather_object(found, [*mine, *without_checksum(sums, needed)])
-    return sorted({fault for faults in found for fault in faults})
 
 
 def share_of(sums: Mapping[str, Checksum], rank: int, ranks: int) -> list[str]:
