@@ -191,15 +191,14 @@ def read_trainer_state(checkpoint: Path) -> TrainerState | None:
         written_by = typed(saved.pop("format", None), int, "format")
         if written_by == 1:
             _from_first_format(saved)
-        state = None if written_by > _FORMAT else _trainer_state(saved)
+        if written_by <= _FORMAT:
+            return _trainer_state(saved)
     except (ValueError, OSError) as error:
         raise ValueError(
             f"{path} is damaged ({error}); copy it again, or move {checkpoint} elsewhere and use "
             "an earlier checkpoint"
         ) from error
-    if state is None:
-        raise ValueError(f"{path} was written by a later simplefsdp; upgrade to read it")
-    return state
+    raise ValueError(f"{path} was written by a later simplefsdp; upgrade to read it")
 
 
 def _from_first_format(saved: dict[str, Any]) -> None:
