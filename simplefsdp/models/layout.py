@@ -71,11 +71,11 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if names == mesh.mesh_dim_names else mesh[names]
 
 
-def precision_policy(options: ParallelOptions, device: str) -> MixedPrecisionPolicy | None:
-    """bfloat16 gathers and compute with float32 reductions, or None for full precision."""
+def precision_policy(options: ParallelOptions, device: str) -> MixedPrecisionPolicy:
+    """bfloat16 gathers and compute with float32 reductions, or full precision."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     wanted = options.mixed_precision
     if wanted == "bf16" or (wanted == "auto" and device == "cuda"):
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return None
+    return MixedPrecisionPolicy()

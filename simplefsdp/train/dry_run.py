@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Column, Table
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from simplefsdp.frontend.placement import local_nbytes
@@ -48,25 +50,21 @@ def plan_memory(config: TrainConfig, layout: RankLayout) -> MemoryPlan:
         optimizer = make_optimizer(model, config.optim)
         states: Any = get_optimizer_state_dict(model, optimizer)["state"]  # which makes them
         parameters = list(model.parameters())
+        trained = [p for p in parameters if p.requires_grad]
         # What is planned here runs on GPUs, so "auto" means what it means there.
         policy = precision_policy(config.parallel, "cuda")
-        compute_dtype = policy.param_dtype if policy else None
-        reduce_dtype = policy.reduce_dtype if policy else None
+
+        def full_nbytes(p: nn.Parameter, dtype: torch.dtype | None) -> int:
+            return p.numel() // layout.tp * (dtype or p.dtype).itemsize
+
+        deferred = trained if elastic.divide(config, layout.dp).microbatches > 1 else []
         return MemoryPlan(
             n_parameters=sum(p.numel() for p in parameters),
             parameters_nbytes=local_nbytes(parameters),
-            gradients_nbytes=local_nbytes(p for p in parameters if p.requires_grad),
-            deferred_nbytes=0
-            if elastic.divide(config, layout.dp).microbatches == 1
-            else sum(
-                p.numel() // layout.tp * (reduce_dtype or p.dtype).itemsize
-                for p in parameters
-                if p.requires_grad
-            ),
+            gradients_nbytes=local_nbytes(trained),
+            deferred_nbytes=sum(full_nbytes(p, policy.reduce_dtype) for p in deferred),
             optimizer_nbytes=local_nbytes(v for state in states.values() for v in state.values()),
-            largest_gather_nbytes=max(
-                p.numel() // layout.tp * (compute_dtype or p.dtype).itemsize for p in parameters
-            ),
+            largest_gather_nbytes=max(full_nbytes(p, policy.param_dtype) for p in parameters),
         )
 
 
