@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from inductor_passes.ir.program import CollectiveKind
 from inductor_passes.machine.cluster import LINK_KINDS
@@ -35,9 +36,10 @@ def time_collectives(
         shards = dict.fromkeys([*_shards(sweep.nbytes, ranks), *map(sum, several)])
         at = ranks, group.group_name, device
         for kind in LINK_KINDS:
-            calls = {(n, 1): _waited(_launch(kind, n, *at)) for n in shards}
-            for parts in several:
-                calls[sum(parts), len(parts)] = _coalesced(kind, parts, *at)
+            calls = {
+                (sum(parts), len(parts)): _waited(_launch(kind, parts, *at))
+                for parts in (*([n] for n in shards), *several)
+            }
             us = medians_us(calls, sweep.repeats, timer_for(device), together=True)
             found[kind] = [Sample(4.0 * n * ranks, t, members) for (n, members), t in us.items()]
     dist.barrier()
@@ -68,36 +70,26 @@ def halved(numel: int) -> list[int]:
 
 
 def _launch(
-    kind: CollectiveKind, numel: int, ranks: int, group: str, device: torch.device
-) -> Callable[[], Tensor]:
-    """The collective that a compiled graph launches, of ``numel`` fp32 elements per shard."""
-    sent = torch.randn(numel if kind == "gather" else numel * ranks, device=device)
-    if kind == "gather":
-        return lambda: _ops.all_gather_into_tensor(sent, ranks, group)
-    if kind == "reduce":
-        return lambda: _ops.reduce_scatter_tensor(sent, "sum", ranks, group)
-    return lambda: _ops.all_reduce(sent, "sum", group)
-
-
-def _waited(launched: Callable[[], Tensor]) -> Call:
-    return lambda: _ops.wait_tensor(launched())
-
-
-def _coalesced(
     kind: CollectiveKind, parts: Sequence[int], ranks: int, group: str, device: torch.device
-) -> Call:
-    """A bucket of tensors with so many fp32 elements per shard."""
+) -> Callable[[], Any]:
+    """The collective that a compiled graph launches: of a tensor with so many fp32 elements per
+    shard, or of several as one bucket."""
+    name, args = {
+        "gather": ("all_gather_into_tensor", (ranks, group)),
+        "reduce": ("reduce_scatter_tensor", ("sum", ranks, group)),
+        "all_reduce": ("all_reduce", ("sum", group)),
+    }[kind]
     each = 1 if kind == "gather" else ranks
     sent = [torch.randn(n * each, device=device) for n in parts]
+    if len(sent) == 1:
+        return partial(getattr(_ops, name), sent[0], *args)
+    return partial(getattr(_ops, f"{name}_coalesced"), sent, *args)
 
+
+def _waited(launched: Callable[[], Any]) -> Call:
     def run() -> None:
-        if kind == "gather":
-            results = _ops.all_gather_into_tensor_coalesced(sent, ranks, group)
-        elif kind == "reduce":
-            results = _ops.reduce_scatter_tensor_coalesced(sent, "sum", ranks, group)
-        else:
-            results = _ops.all_reduce_coalesced(sent, "sum", group)
-        for result in results:
+        results = launched()
+        for result in results if isinstance(results, list) else [results]:
             _ops.wait_tensor(result)
 
     return run
@@ -112,7 +104,7 @@ def compute_beside(sweep: Sweep, device: torch.device) -> float | None:
     """
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
     shard, timer = max(1, max(sweep.nbytes) // (4 * ranks)), timer_for(device)
-    launches = [_launch(kind, shard, ranks, group, device) for kind in ("gather", "reduce")]
+    launches = [_launch(kind, [shard], ranks, group, device) for kind in ("gather", "reduce")]
     transfers = {i: _waited(launched) for i, launched in enumerate(launches)}
     room_us = min(medians_us(transfers, sweep.repeats, timer, together=True).values()) / 3
     layers = layers_beside(sweep, device)
