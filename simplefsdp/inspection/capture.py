@@ -206,12 +206,11 @@ _NOTHING = (
 
 
 def _modules(rehearsal: Rehearsal, forward: Mapping[str, str]) -> Mapping[str, str]:
-    """Module by op name; what backward gets from forward has the name that it has there."""
+    """Module by op name; ``forward`` are those of the graph that this is the backward of."""
     graph = next(iter(rehearsal.reading.nodes.values()))[0].graph
-    program = rehearsal.reading.program
-    fqns = [fqn for _, op in program.starts() if op.collective for fqn in op.collective.fqns]
-    made = {name: forward[name] for name in program.inputs if name in forward}
-    return made | modules_of(graph, fqns)
+    starts = rehearsal.reading.program.starts()
+    fqns = [fqn for _, op in starts if op.collective for fqn in op.collective.fqns]
+    return modules_of(graph, fqns, forward)
 
 
 def compare(launched: Sequence[Sequence[tuple[str, str]]]) -> RankComparison:

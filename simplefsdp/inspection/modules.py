@@ -13,22 +13,16 @@ _ROOT = re.compile(r"^L\['\w+'\]\.?")
 
 
 def modules_of_step(step: TracedStep) -> dict[str, dict[str, str]]:
-    """Module path by node name, of the forward and of the backward graph.
-
-    What backward gets from forward belongs to the module that made it there.
-    """
-    forward = modules_of(step.forward.graph, step.fqns)
-    backward = modules_of(step.backward.graph, step.fqns)
-    for node in step.backward.graph.nodes:
-        if node.op == "placeholder" and node.name in forward:
-            backward[node.name] = forward[node.name]
-    return {"forward": forward, "backward": backward}
+    """Module path by node name, of the forward and of the backward graph."""
+    forward = modules_of(step.forward.graph, step.fqns, {})
+    return {"forward": forward, "backward": modules_of(step.backward.graph, step.fqns, forward)}
 
 
-def modules_of(graph: Graph, fqns: Iterable[str]) -> dict[str, str]:
+def modules_of(graph: Graph, fqns: Iterable[str], forward: Mapping[str, str]) -> dict[str, str]:
     """Module path by node name; a node without one belongs with the node before it.
 
-    Paths are as in ``fqns``: a module around the wrapped one, such as a loss, is left out.
+    Paths are as in ``fqns``: a module around the wrapped one, such as a loss, is left out. What a
+    backward graph gets from ``forward`` belongs to the module that made it there.
     """
     paths = {node: path for node in graph.nodes if (path := _path(node)) is not None}
     around = _around(paths.values(), {fqn.partition(".")[0] for fqn in fqns})
@@ -39,6 +33,8 @@ def modules_of(graph: Graph, fqns: Iterable[str]) -> dict[str, str]:
             last = paths[node].removeprefix(around)
         if last and node.op == "call_function":
             found[node.name] = last
+        elif node.op == "placeholder" and node.name in forward:
+            found[node.name] = forward[node.name]
     return found
 
 
