@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,7 @@ def trace_llama(
     Raises:
         ValueError: no such model, or a sequence that is too long for it.
     """
-    config = config_of(options.model)
-    if layers is not None:
-        config = replace(config, n_layers=layers)
+    config = config_of(options.model, layers)
     if seq_len > config.max_seq_len:
         raise ValueError(
             f"--seq-len {seq_len} is longer than --model {options.model} takes "

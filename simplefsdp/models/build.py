@@ -4,7 +4,6 @@ A launcher makes the plain model to check a run: what wraps it is imported where
 """
 
 import logging
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,7 @@ from simplefsdp.models.options import ModelOptions, ParallelOptions
 
 def plain_model(options: ModelOptions, layers: int | None = None) -> Llama:
     """The model on meta, as it is before anything parallel; with all its layers or so many."""
-    config = config_of(options.model)
-    if layers is not None:
-        config = replace(config, n_layers=layers)
+    config = config_of(options.model, layers)
     # On meta, not fake: a mesh looks into its own tensors when it is cut into groups.
     with torch.device("meta"):
         return Llama(config, activation_checkpointing=options.activation_checkpointing)

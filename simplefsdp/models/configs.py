@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DOCUMENT_SEPARATOR = 0xFF
 """The byte between documents of a byte-level corpus: the one that never occurs in UTF-8 text."""
@@ -99,11 +99,13 @@ CONFIGS: dict[str, LlamaConfig] = {
 the others are Llama 3.1, with the published sizes."""
 
 
-def config_of(name: str) -> LlamaConfig:
-    """The hyper-parameters of ``--model``. Raises ValueError, listing the names, for another."""
+def config_of(name: str, layers: int | None = None) -> LlamaConfig:
+    """The hyper-parameters of ``--model``, with all its layers or so many. Raises ValueError,
+    listing the names, for another."""
     if name not in CONFIGS:
         raise ValueError(f"unknown --model {name!r}: choose one of {', '.join(CONFIGS)}")
-    return CONFIGS[name]
+    config = CONFIGS[name]
+    return config if layers is None else replace(config, n_layers=layers)
 
 
 def num_parameters(config: LlamaConfig) -> int:

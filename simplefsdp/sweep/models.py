@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,7 @@ def swept_llama(
     Raises:
         ValueError: there is no such model.
     """
-    config = config_of(options.model)
-    config = replace(config, n_layers=layers or config.n_layers)
-
+    config = config_of(options.model, layers)
     return SweptModel(
         options.model,
         lambda depth, mesh: llama_with_loss(options, parallel, mesh, depth),
