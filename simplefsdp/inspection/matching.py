@@ -125,7 +125,7 @@ class Comparison:
             table.add_row(
                 row.graph,
                 row.bucket.kind,
-                row.bucket.parameters or row.bucket.name,
+                row.bucket.parameters,
                 time_text(exposure.duration_us),
                 time_text(us) if us is not None else "-",
                 time_text(exposure.exposed_us),

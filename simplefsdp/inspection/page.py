@@ -134,7 +134,7 @@ def _buckets(graph: GraphReport, begin_us: float) -> Iterator[dict[str, Any]]:
             **{name: found[name] for name in _SHOWN},
             **{name: round(found[name] + begin_us, 3) for name in _TIMES},
             "parameters": ", ".join(names) + (f" and {more} more" if more > 0 else ""),
-            "what": bucket.parameters or bucket.name,
+            "what": bucket.parameters,
             "lane": f"wire {bucket.ranks} ({bucket.group})",
             "hidden_by": shorten_blocks(sorted(map(block_of, bucket.hidden_by[:3]))),
         }

@@ -71,7 +71,7 @@ class _Lanes:
 
     def _bucket(self, bucket: BucketReport, flow: int) -> Iterator[Event]:
         exposure = bucket.exposure
-        what = f"{bucket.kind} {bucket.parameters or bucket.name}"
+        what = f"{bucket.kind} {bucket.parameters}"
         tid = self.tid_of[bucket.group]
         told = {
             "bytes": bucket.nbytes,

@@ -42,8 +42,8 @@ class BucketReport:
 
     @property
     def parameters(self) -> str:
-        """The parameters in a few words."""
-        return shorten_fqns(self.fqns)
+        """The parameters in a few words; its name, if it carries none."""
+        return shorten_fqns(self.fqns) or self.name
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def _buckets(buckets: Iterable[BucketReport]) -> Table:
         exposure = bucket.exposure
         table.add_row(
             bucket.kind,
-            bucket.parameters or bucket.name,
+            bucket.parameters,
             nbytes_text(bucket.nbytes),
             bucket.dtype,
             str(bucket.ranks),
@@ -138,7 +138,7 @@ def _reasons(graph: GraphReport) -> list[str]:
     lines = [f"exposed {time_text(graph.prediction.exposed_us)}: {causes}"]
     for bucket in exposed[:_SENTENCES]:
         exposure = bucket.exposure
-        what = f"{bucket.kind} {bucket.parameters or bucket.name}"
+        what = f"{bucket.kind} {bucket.parameters}"
         lines.append(
             f"  {time_text(exposure.exposed_us)} {what}: {exposure.reason}: {exposure.why}"
         )
