@@ -1,5 +1,7 @@
 """What users choose from by a word, in code and on the command line, which imports no torch."""
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Literal, get_args
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
@@ -7,3 +9,11 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 Bucketing = Literal["none", "manual", "auto"]
 Executor = Literal["auto", "inductor", "regions", "aot_eager"]
 EXECUTORS: tuple[Executor, ...] = get_args(Executor)
+
+
+def with_default(args: Sequence[str], flag: str, word: str) -> list[str]:
+    """``args``, in which ``flag`` by itself, without a value, means ``word``."""
+    found: list[str] = []
+    for arg, following in zip_longest(args, args[1:], fillvalue="--"):
+        found += [flag, word] if arg == flag and following.startswith("--") else [arg]
+    return found

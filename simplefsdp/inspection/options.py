@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.cluster_file import as_cluster
-from simplefsdp.choices import Mode
+from simplefsdp.choices import Mode, with_default
 from simplefsdp.models.options import ActivationCheckpointing, ParallelOptions
 
 DESCRIPTION = """See what the compiler does with a model's collectives: per bucket when it runs, what
@@ -120,14 +119,8 @@ def parse(args: list[str]) -> InspectOptions:
     """Read the options."""
     import tyro
 
-    args = [*itertools.chain.from_iterable(_with_value(args))]
+    args = with_default(args, "--fit", "batch")
     return tyro.cli(InspectOptions, prog="simplefsdp inspect", description=DESCRIPTION, args=args)
-
-
-def _with_value(args: list[str]) -> Iterator[list[str]]:
-    """``--fit`` by itself asks for the batch."""
-    for arg, following in itertools.zip_longest(args, args[1:], fillvalue="--"):
-        yield ["--fit", "batch"] if arg == "--fit" and following.startswith("--") else [arg]
 
 
 def recomputed(options: InspectOptions) -> ActivationCheckpointing:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simplefsdp.choices import with_default
 from simplefsdp.launcher.errors import UserError, user_errors
 from simplefsdp.launcher.follow import follow_launcher, under_torchrun
 from simplefsdp.launcher.importing import importing
@@ -95,7 +96,7 @@ def parse(args: list[str]) -> TrainConfig:
         UserError: ``--resume`` names nothing to resume from.
         SystemExit: the options cannot be read (code 2), or ``--help`` was shown (0).
     """
-    args = _complete_resume(args)
+    args = with_default(args, "--resume", "latest")
     config = _read(args, TrainConfig())
     with user_errors():
         elastic.check_resumes(config)
@@ -107,16 +108,6 @@ def parse(args: list[str]) -> TrainConfig:
         config = _read(args, default)
     resume = str(checkpoint) if checkpoint else None
     return replace(config, run=replace(config.run, resume=resume))
-
-
-def _complete_resume(args: list[str]) -> list[str]:
-    """``--resume`` alone means ``--resume latest``."""
-    complete: list[str] = []
-    for this in [*args, "--"]:
-        if complete and complete[-1] == "--resume" and this.startswith("--"):
-            complete.append("latest")
-        complete.append(this)
-    return complete[:-1]
 
 
 def _read(args: list[str], default: TrainConfig) -> TrainConfig:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from simplefsdp.choices import with_default
 from simplefsdp.cli import COMMANDS, main
 from simplefsdp.launcher import launch
 from simplefsdp.models import num_parameters
@@ -182,7 +183,7 @@ def test_help_teaches_with_examples_that_parse(capsys: pytest.CaptureFixture[str
     assert len(commands) >= 5
     for words in commands:
         args = words[words.index("train") + 1 :]
-        command._read(command._complete_resume(args), TrainConfig())
+        command._read(with_default(args, "--resume", "latest"), TrainConfig())
 
 
 @pytest.mark.slow(quick=["--model debug --world-size 64 --mode replicate-64-1-1"])
