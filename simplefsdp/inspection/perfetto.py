@@ -7,7 +7,7 @@ transfer to its wait. Live bytes are a counter. Forward, backward and optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
@@ -37,71 +37,64 @@ def _plan(pid: int, plan: PlanReport) -> Iterator[Event]:
     for group, name in lanes.items():
         yield _named("thread_name", pid, tid_of[group], name)
     begin_us = 0.0
+    at_rest = plan.step.parameters_nbytes + plan.step.optimizer_nbytes
     for number, graph in enumerate(plan.graphs.values()):
-        lane = _Lanes(pid, tid_of, begin_us, flow=pid * 10**6 + number * 10**5)
-        yield from lane.graph(graph, plan.step.parameters_nbytes + plan.step.optimizer_nbytes)
+        for event in _graph(graph, at_rest, tid_of, flow=pid * 10**6 + number * 10**5):
+            yield {**event, "pid": pid, "ts": begin_us + event["ts"]}
         begin_us += graph.prediction.timeline.total_us
-    optimizer = _Lanes(pid, tid_of, begin_us, flow=0)
-    yield optimizer.slice(_COMPUTE, "optimizer", "compute", 0, plan.step.optimizer_us)
+    optimizer = _slice(_COMPUTE, "optimizer", "compute", begin_us, plan.step.optimizer_us)
+    yield {**optimizer, "pid": pid}
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
 
 
-class _Lanes:
-    """Events of one graph of a plan."""
+def _graph(
+    graph: GraphReport, at_rest_nbytes: int, tid_of: Mapping[str, int], flow: int
+) -> Iterator[Event]:
+    """Events of a graph, in times from its begin on; its first bucket has the flow ``flow``."""
+    timeline = graph.prediction.timeline
+    yield _slice(_COMPUTE, graph.name, "graph", 0.0, timeline.total_us)  # around its ops
+    for span in timeline.spans:
+        if span.lane == "compute":
+            module = graph.module_of.get(span.op, "")
+            us = span.end_us - span.begin_us
+            yield _slice(_COMPUTE, span.op, "compute", span.begin_us, us, module=module)
+    for number, bucket in enumerate(graph.buckets):
+        yield from _bucket(bucket, tid_of[bucket.group], flow + number)
+    for us, nbytes in graph.memory.curve:
+        yield _event("C", 0, "memory", us, args={"bytes": nbytes + at_rest_nbytes})
 
-    def __init__(self, pid: int, tid_of: dict[str, int], begin_us: float, flow: int) -> None:
-        self.pid, self.tid_of, self.begin_us, self.flow = pid, tid_of, begin_us, flow
 
-    def graph(self, graph: GraphReport, at_rest_nbytes: int) -> Iterator[Event]:
-        timeline = graph.prediction.timeline
-        yield self.slice(_COMPUTE, graph.name, "graph", 0.0, timeline.total_us)  # around its ops
-        for span in timeline.spans:
-            if span.lane == "compute":
-                module = graph.module_of.get(span.op, "")
-                us = span.end_us - span.begin_us
-                yield self.slice(_COMPUTE, span.op, "compute", span.begin_us, us, module=module)
-        for number, bucket in enumerate(graph.buckets):
-            yield from self._bucket(bucket, self.flow + number)
-        for us, nbytes in graph.memory.curve:
-            args = {"bytes": nbytes + at_rest_nbytes}
-            yield self._event("C", 0, "memory", us, args=args)
+def _bucket(bucket: BucketReport, tid: int, flow: int) -> Iterator[Event]:
+    exposure = bucket.exposure
+    what = f"{bucket.kind} {bucket.parameters}"
+    told = {
+        "bytes": bucket.nbytes,
+        "dtype": bucket.dtype,
+        "ranks": bucket.ranks,
+        "collectives": bucket.members,
+        "exposed_us": exposure.exposed_us,
+        "reason": exposure.reason,
+        "why": exposure.why,
+        "parameters": ", ".join(bucket.fqns),
+    }
+    begin, us = exposure.begin_us, exposure.duration_us
+    stall = max(exposure.exposed_us, _INSTANT_US)
+    yield _slice(_COMPUTE, f"start {what}", "start", exposure.launch_us, _INSTANT_US)
+    yield _slice(tid, what, bucket.kind, begin, us, **told)
+    yield _slice(_COMPUTE, f"wait {what}", "wait", exposure.needed_us, stall, **told)
+    of_flow = {"cat": "collective", "id": flow}
+    yield _event("s", _COMPUTE, what, exposure.launch_us, **of_flow)
+    yield _event("t", tid, what, begin, **of_flow)
+    yield _event("f", _COMPUTE, what, exposure.needed_us, **of_flow, bp="e")
 
-    def _bucket(self, bucket: BucketReport, flow: int) -> Iterator[Event]:
-        exposure = bucket.exposure
-        what = f"{bucket.kind} {bucket.parameters}"
-        tid = self.tid_of[bucket.group]
-        told = {
-            "bytes": bucket.nbytes,
-            "dtype": bucket.dtype,
-            "ranks": bucket.ranks,
-            "collectives": bucket.members,
-            "exposed_us": exposure.exposed_us,
-            "reason": exposure.reason,
-            "why": exposure.why,
-            "parameters": ", ".join(bucket.fqns),
-        }
-        begin, end = exposure.begin_us, exposure.end_us
-        stall = max(exposure.exposed_us, _INSTANT_US)
-        yield self.slice(_COMPUTE, f"start {what}", "start", exposure.launch_us, _INSTANT_US)
-        yield self.slice(tid, what, bucket.kind, begin, end - begin, **told)
-        yield self.slice(_COMPUTE, f"wait {what}", "wait", exposure.needed_us, stall, **told)
-        for phase, at, thread in (
-            ("s", exposure.launch_us, _COMPUTE),
-            ("t", begin, tid),
-            ("f", exposure.needed_us, _COMPUTE),
-        ):
-            event = self._event(phase, thread, what, at, cat="collective", id=flow)
-            yield {**event, "bp": "e"} if phase == "f" else event
 
-    def slice(
-        self, tid: int, name: str, category: str, begin_us: float, us: float, **args: object
-    ) -> Event:
-        given = {key: value for key, value in args.items() if value not in ("", None)}
-        return self._event("X", tid, name, begin_us, dur=us, cat=category, args=given)
+def _slice(tid: int, name: str, category: str, begin_us: float, us: float, **args: object) -> Event:
+    given = {key: value for key, value in args.items() if value not in ("", None)}
+    return _event("X", tid, name, begin_us, dur=us, cat=category, args=given)
 
-    def _event(self, phase: str, tid: int, name: str, us: float, **more: object) -> Event:
-        at = self.begin_us + us
-        return {"ph": phase, "name": name, "pid": self.pid, "tid": tid, "ts": at, **more}
+
+def _event(phase: str, tid: int, name: str, us: float, **more: object) -> Event:
+    return {"ph": phase, "name": name, "tid": tid, "ts": us, **more}
