@@ -113,16 +113,16 @@ def _compute(graph: GraphReport) -> Iterator[tuple[float, float, str]]:
             label = f"{module} ({span.op})" if module else span.op
             yield round(span.begin_us, 2), round(span.end_us - span.begin_us, 2), label
         return
-    begin, end, label, n = 0.0, 0.0, "", 0
+    merged: list[tuple[float, float, str, int]] = []  # begin, end, module, number
     for span in spans:
         module = graph.module_of.get(span.op, "")
-        if n and (module != label or span.begin_us > end):
-            yield round(begin, 2), round(end - begin, 2), f"{label}: {plural(n, 'op')}"
-            n = 0
-        begin = begin if n else span.begin_us
-        end, label, n = span.end_us, module, n + 1
-    if n:
-        yield round(begin, 2), round(end - begin, 2), f"{label}: {plural(n, 'op')}"
+        begin, n = span.begin_us, 1
+        if merged and merged[-1][2] == module and begin <= merged[-1][1]:
+            begin, *_, before = merged.pop()
+            n += before
+        merged.append((begin, span.end_us, module, n))
+    for begin, end, module, n in merged:
+        yield round(begin, 2), round(end - begin, 2), f"{module}: {plural(n, 'op')}"
 
 
 def _buckets(graph: GraphReport, begin_us: float) -> Iterator[dict[str, Any]]:
