@@ -68,7 +68,7 @@ def _code(name: str) -> int:
     return ord(getattr(pickle, name))
 
 
-class _Reader(_Unpickler):  # type: ignore[misc]
+class _Reader(_Unpickler):
     def __init__(self, file: BytesIO, known: Collection[Named]) -> None:
         super().__init__(file)
         self._known = known

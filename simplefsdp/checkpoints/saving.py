@@ -38,7 +38,7 @@ class ChecksumWriter(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # One rank is here, and the others wait for its plan: none has begun to write.
         Path(self.path, METADATA).unlink(missing_ok=True)
-        return super().prepare_global_plan(plans)  # type: ignore[no-any-return]
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written: Sequence[WriteResult] = super().write_data(plan, planner).wait()

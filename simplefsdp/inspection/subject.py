@@ -172,7 +172,7 @@ def _load(option: str, path: str) -> Callable[..., Any]:
         functions = [n for n, f in found if f.__module__ == name and n[0] != "_"]
         has = f"its functions are {', '.join(functions)}" if functions else "it has no functions"
         raise UserError(f"{option} {path}: {name} has no function {attribute}; {has}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _called(option: str, path: str, function: Callable[..., Any], *args: object) -> Any:

@@ -205,7 +205,7 @@ def _function(which: _Pass) -> Callable[..., GraphModule]:
     unknown = [key for key in which.takes if key not in inspect.signature(function).parameters]
     if unknown:
         raise ValueError(_lacks(f"{', '.join(unknown)} of {which.name}"))
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _lacks(what: str) -> str:

@@ -142,7 +142,7 @@ class Attention(nn.Module):
         q, k, v = (self._split_heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
         # The number of heads comes from the tensor: under tensor parallelism it is this rank's.
@@ -160,7 +160,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [batch, seq, dim]` to the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -176,7 +176,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`x [batch, seq, dim]` to the same shape; `cos`, `sin` are `[seq, head_dim / 2]`."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Llama(nn.Module):
@@ -228,7 +228,7 @@ class Llama(nn.Module):
         x = self.norm(x)
         if self.lm_head is None:
             return F.linear(x, self.embed_tokens.weight)
-        return self.lm_head(x)  # type: ignore[no-any-return]
+        return self.lm_head(x)
 
 
 def _residual_std(config: LlamaConfig) -> float:
@@ -261,11 +261,11 @@ def layer_caller(mode: ActivationCheckpointing) -> Callable[..., Tensor]:
 
 
 def _call(layer: nn.Module, *inputs: Tensor) -> Tensor:
-    return layer(*inputs)  # type: ignore[no-any-return]
+    return layer(*inputs)
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(_KEPT)
 
 
 _aten = torch.ops.aten

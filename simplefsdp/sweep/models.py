@@ -220,4 +220,4 @@ class _Logits(nn.Module):
         self.model = model
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(tokens, use_cache=False).logits  # type: ignore[no-any-return]
+        return self.model(tokens, use_cache=False).logits
