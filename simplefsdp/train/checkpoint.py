@@ -5,7 +5,6 @@ renames the folder. A checkpoint is therefore either complete under its name or 
 """
 
 import shutil
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -88,18 +87,14 @@ class CheckpointWriter:
         if (short := self._shortage()) is not None:
             self._ended(state.step, short)
             return
-        with warnings.catch_warnings():
-            # async_save is marked experimental by a warning in some releases.
-            warnings.simplefilter("ignore")
-            future: Any = async_save(
-                tensors,
-                storage_writer=ChecksumWriter(
-                    runs.temporary(runs.step_folder(self.run, state.step))
-                ),
-                process_group=self._group,
-                # A new one is what torch takes by itself, but not if it is given a writer.
-                async_stager=self._stager or DefaultStager(StagingOptions(*[False] * 4)),
-            )
+        written = runs.temporary(runs.step_folder(self.run, state.step))
+        future: Any = async_save(
+            tensors,
+            storage_writer=ChecksumWriter(written),
+            process_group=self._group,
+            # A new one is what torch takes by itself, but not if it is given a writer.
+            async_stager=self._stager or DefaultStager(StagingOptions(*[False] * 4)),
+        )
         self._pending = future, state
 
     def _shortage(self) -> str | None:
