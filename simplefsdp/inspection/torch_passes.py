@@ -24,7 +24,6 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -177,8 +176,8 @@ def _after(
     estimates = patch.object(
         overlap_scheduling, "estimate_roofline_runtime_ms", milliseconds, create=True
     )
-    with suppress(ImportError):  # it sets its level when it is imported, and tells of every graph
-        importlib.import_module(_FX_PASSES + "fsdp")
+    # It sets its level when it is imported, and tells of every graph.
+    importlib.import_module(_FX_PASSES + "fsdp")
     logging.getLogger(_FX_PASSES + "fsdp").setLevel(logging.WARNING)
     made = copy.deepcopy(gm)
     starts, sources = _starts(made.graph), _sources(made.graph)
