@@ -102,10 +102,8 @@ class RankLogs(DefaultLogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)
-        files = {}
+        files = {rank: str(self._errors / f"{rank}.json") for rank in envs}
         for rank, env in envs.items():
-            attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-            files[rank] = str(self._errors / f"{attempt}-{rank}.json")
             env["TORCHELASTIC_ERROR_FILE"] = files[rank]
         self.stderr_of = {rank: file for rank, file in destinations.stderrs.items() if file}
         return replace(destinations, error_files=files)
