@@ -100,16 +100,16 @@ def on_rank_zero(rank: Rank, decide: Callable[[], T]) -> T:
 
     If rank 0 refuses with a UserError, it raises it, and the other ranks exit without a word.
     """
-    outcome: list[T | UserError | None] = [None]
+    decided: Any = None
     if rank.rank == 0:
         try:
-            outcome = [decide()]
+            decided = decide()
         except UserError as error:
-            outcome = [error]
-    decided = from_rank_zero(outcome[0])
+            decided = error
+    decided = from_rank_zero(decided)
     if isinstance(decided, UserError):
         refuse(rank, str(decided))
-    return decided  # type: ignore[return-value]
+    return decided
 
 
 def refuse(rank: Rank, why: str) -> NoReturn:
