@@ -85,10 +85,10 @@ def cell_steps(
     peak = torch.zeros_like(total)
     costs = [cost_of(cell.ranks) for cell in cells]
     for plans in candidates:
-        found = [taken(plan, sizes, costs) for plan in plans]
+        each = zip(*(taken(plan, sizes, costs) for plan in plans), strict=True)
+        found = Taken(*map(torch.stack, each))  # a row for each plan
         best = _best(found, room - at_rest)
-        columns = (torch.stack(column) for column in zip(*found, strict=True))
-        one = Taken(*(column.gather(0, best[None])[0] for column in columns))
+        one = Taken(*(column.gather(0, best[None])[0] for column in found))
         total, exposed = total + one.total_us, exposed + one.exposed_us
         compute, wire = compute + one.compute_us, wire + one.wire_us
         peak = torch.maximum(peak, one.peak_nbytes)
@@ -106,12 +106,11 @@ def cell_steps(
     ]
 
 
-def _best(found: Sequence[Taken], room: Tensor) -> Tensor:
+def _best(found: Taken, room: Tensor) -> Tensor:
     """Which to choose in each cell, as the automatic planner does: the fastest of those that take
     no more memory than the first, that by module, or than the device has, if that is less; where
     none does, the smallest."""
-    peaks = torch.stack([one.peak_nbytes for one in found])
-    times = torch.stack([one.total_us for one in found])
+    peaks = found.peak_nbytes
     fits = peaks <= torch.minimum(peaks[0], room)
-    fastest = times.where(fits, torch.inf).argmin(0)
+    fastest = found.total_us.where(fits, torch.inf).argmin(0)
     return torch.where(fits.any(0), fastest, peaks.argmin(0))
