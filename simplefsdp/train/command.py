@@ -139,8 +139,7 @@ def _run_rank(args: list[str]) -> int:
             config = parse(args)
             if config.plan.dry_run:
                 raise UserError("--dry-run starts no ranks: run it without torchrun")
-            node_ranks = rank.local_size
-            plan = plan_run(config, rank.world_size, node_ranks)
+            plan = plan_run(config, rank.world_size, node_ranks=rank.local_size)
             if not plan.finished:
                 stack.enter_context(runs.lock(plan.out))
             return plan
