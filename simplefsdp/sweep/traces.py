@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -25,21 +26,17 @@ _BATCHES = (3, 5)  # no powers of two: products with them are like no sizes of a
 _AT_ONCE = 2000  # cells: what is alive during 1,024 ops in each takes 16 MB
 
 
+@dataclass(eq=False)
 class CellSweep:
     """What a model takes in any cell, spread over its ranks by ``parallel``, under the best of the
     plans that ``bucketing`` has."""
 
-    def __init__(
-        self,
-        model: SweptModel,
-        parallel: ParallelOptions,
-        cluster: Cluster,
-        bucketing: SweepPlan = "auto",
-    ) -> None:
-        self.model, self.parallel = model, parallel
-        self.cluster, self.bucketing = cluster, bucketing
-        # With the candidates for the plan of each of its graphs.
-        self.traced: list[tuple[OpenStep, list[list[OpenProgram]]]] = []
+    model: SweptModel
+    parallel: ParallelOptions
+    cluster: Cluster
+    bucketing: SweepPlan = "auto"
+    # With the candidates for the plan of each of its graphs.
+    traced: list[tuple[OpenStep, list[list[OpenProgram]]]] = field(default_factory=list, init=False)
 
     def steps(self, cells: Sequence[Cell]) -> list[CellStep]:
         """The step in each cell; the model is traced anew where no trace holds yet.
