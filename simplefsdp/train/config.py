@@ -93,12 +93,8 @@ class CompileOptions:
 
 def backend_options(options: CompileOptions) -> dict[str, Any]:
     """What ``torch.compile`` is given."""
-    given = {
-        "bucketing": options.bucketing,
-        "executor": options.executor,
-        "cluster": options.cluster,
-        "memory_budget_gb": options.memory_budget_gb,
-    }
+    names = ("bucketing", "executor", "cluster", "memory_budget_gb")
+    given = {name: getattr(options, name) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 
 
