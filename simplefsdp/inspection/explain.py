@@ -82,9 +82,8 @@ class _Run:
         self.taken: defaultdict[tuple[str, bool], float] = defaultdict(float)
 
     def explain(self, i: int) -> Exposure:
-        op = self.program.ops[i]
-        assert op.collective is not None
-        span, exposed = self.span_of[op.name], self.timeline.exposed_us[op.name]
+        name = self.program.ops[i].name
+        span, exposed = self.span_of[name], self.timeline.exposed_us[name]
         wait = min(self.program.waits_of[i])
         ready, needed = self._ready_us(i), self.arrival[wait]
         causes = list(self._causes(i, wait, span, ready, exposed))
@@ -114,11 +113,11 @@ class _Run:
         if held > _TINY_US:
             self.taken[c.group, gathers] += held
             yield self._held_back(i, wait, c, held, lane)
+        busy = lane.busy_us(ready, span.begin_us)
         # Idle time that another gather is to take is as good as busy.
-        queue = span.begin_us - ready - held if gathers else lane.busy_us(ready, span.begin_us)
+        queue = span.begin_us - ready - held if gathers else busy
         queued = min(exposed - held, max(0.0, queue))
         if queued > _TINY_US:
-            busy = lane.busy_us(ready, span.begin_us)
             why = f"the lane was busy with other transfers for {busy:,.0f} us since it could have "
             yield "wire-bound", queued, why + f"started, at {ready:,.0f} us"
         rest = exposed - held - queued
@@ -161,10 +160,10 @@ class _Run:
     def _window_text(self, c: Collective) -> str:
         policy = self.limits.policy
         gathers = c.kind == "gather"
+        if self.limits.placed_by:
+            return f"{self.limits.placed_by} left it here"
         if policy is None:
-            mover = f"{self.limits.placed_by} left it here" if self.limits.placed_by else ""
-            place = f"it {'starts' if gathers else 'is waited for'} in place"
-            return mover or f"nothing moves it: {place}"
+            return f"nothing moves it: it {'starts' if gathers else 'is waited for'} in place"
         default = policy.max_inflight_gathers if gathers else policy.max_pending_reduces
         window = c.window or default
         if window < 0:
