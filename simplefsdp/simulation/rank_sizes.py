@@ -113,11 +113,10 @@ class _Spread:
 
     def _pad(self, names: Sequence[str], rows: _Rows) -> None:
         """Full parameters or gradients with their padding; what has another size is a slice."""
-        sizes = [self.program.buffers[name].nbytes for name in names]
-        for name, nbytes in zip(names, sizes, strict=True):
-            for alias in self.aliases[self.program.buffers[name].storage]:
-                if self.program.buffers[alias].nbytes == nbytes:
-                    self._resize(alias, _formula(nbytes, rows.padded))
+        for buffer in (self.program.buffers[name] for name in names):
+            for alias in self.aliases[buffer.storage]:
+                if self.program.buffers[alias].nbytes == buffer.nbytes:
+                    self._resize(alias, _formula(buffer.nbytes, rows.padded))
 
     def _follow(self, op: Op) -> None:
         """What is made of one parameter's shards alone is as long as they are."""
