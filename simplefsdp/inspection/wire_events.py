@@ -51,9 +51,8 @@ def transfer_of_launches(events: Iterable[Event], launched: Mapping[Any, Event])
     begins = [t.launch[0] for t in transfers]
     found: dict[Any, Told] = {}
     for key, call in launched.items():
-        at = bisect_right(begins, call.begin_us) - 1
-        if at < 0 or call.begin_us > transfers[at].launch[1]:
-            continue
-        if transfers[at].thread == call.thread:
-            found[key] = transfers[at]
+        at = bisect_right(begins, call.begin_us)
+        last = transfers[at - 1] if at else None
+        if last and call.begin_us <= last.launch[1] and last.thread == call.thread:
+            found[key] = last
     return found
