@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from inductor_passes.ir.program import Program
 from inductor_passes.ir.text import to_text
 from simplefsdp.inspection.names import shorten_fqns
@@ -57,8 +59,5 @@ def _places(program: Program) -> Places:
 
 
 def _computed(program: Program) -> list[int]:
-    found, n = [], 0
-    for op in program.ops:
-        found.append(n)
-        n += op.kind == "compute"
-    return found
+    """Compute ops before each op."""
+    return list(accumulate((op.kind == "compute" for op in program.ops), initial=0))
