@@ -13,6 +13,7 @@ from rich.table import Table
 from inductor_passes.ir.cells import CellError
 from inductor_passes.machine.cluster import Cluster, UnknownLinkError
 from inductor_passes.rehearsal import USABLE
+from simplefsdp.choices import Bucketing
 from simplefsdp.inspection.names import nbytes_text, over_text, time_text
 from simplefsdp.inspection.options import InspectOptions, parallel_options, recomputed
 from simplefsdp.inspection.subject import Target
@@ -25,7 +26,7 @@ from simplefsdp.sweep.axes import cells_of, parse_axes
 from simplefsdp.sweep.cells import Cell, CellStep
 from simplefsdp.sweep.fit import MOST, largest
 from simplefsdp.sweep.models import swept_llama, swept_target, swept_transformers
-from simplefsdp.sweep.plans import SWEEP_PLANS, SweepPlan
+from simplefsdp.sweep.plans import SWEEP_PLANS
 from simplefsdp.sweep.traces import CellSweep
 from simplefsdp.words import plural
 
@@ -57,7 +58,7 @@ def _sweep_of(options: InspectOptions, cluster: Cluster) -> CellSweep:
         else:
             swept = swept_llama(model, parallel, options.layers)
     swept = replace(swept, build=user_errors()(swept.build))  # what cannot be built was asked for
-    bucketing: SweepPlan = options.bucketing  # type: ignore[assignment]  # refused if it is another
+    bucketing: Bucketing = options.bucketing  # type: ignore[assignment]  # refused if it is another
     return CellSweep(swept, parallel, cluster, bucketing)
 
 

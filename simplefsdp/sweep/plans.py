@@ -7,7 +7,6 @@ search begins; what it finds beyond them takes seconds per cell.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 from inductor_passes.ir.buckets import assign_by_module
 from inductor_passes.ir.program import Bucket, Program, ProgramError
@@ -16,13 +15,13 @@ from inductor_passes.planner.plan import scheduled
 from inductor_passes.planner.regular import few_shapes, regular
 from inductor_passes.planner.segments import bare, lines_of, named_buckets
 from inductor_passes.transform.windows import buckets_by_module
+from simplefsdp.choices import Bucketing
 from simplefsdp.sweep.traced import OpenGraph, OpenStep
 
-SweepPlan = Literal["auto", "manual", "none"]
-SWEEP_PLANS: tuple[SweepPlan, ...] = get_args(SweepPlan)
+SWEEP_PLANS: tuple[Bucketing, ...] = ("auto", "manual", "none")
 
 
-def plans_of(step: OpenStep, graph: OpenGraph, bucketing: SweepPlan) -> list[OpenProgram]:
+def plans_of(step: OpenStep, graph: OpenGraph, bucketing: Bucketing) -> list[OpenProgram]:
     """The candidates of a graph. That with which the others are compared is first: that by module;
     or, where a module's collectives depend on each other, so that it cannot be had, all of them
     one by one. Only ``"auto"`` has others.

@@ -12,6 +12,7 @@ from inductor_passes.machine.cluster import Cluster, nodes_spanned
 from inductor_passes.machine.grid import OpenProgram
 from inductor_passes.rehearsal import no_garbage_collection
 from simplefsdp._torch.symbolic import open_sizes
+from simplefsdp.choices import Bucketing
 from simplefsdp.launcher.ranks import fake_ranks
 from simplefsdp.models.layout import RankLayout, make_mesh, plan_layout
 from simplefsdp.models.options import ParallelOptions
@@ -19,7 +20,7 @@ from simplefsdp.simulation.extrapolate_depth import trace_deep
 from simplefsdp.simulation.trace import TracedStep, trace
 from simplefsdp.sweep.cells import Cell, CellStep, cell_steps
 from simplefsdp.sweep.models import SweptModel
-from simplefsdp.sweep.plans import SweepPlan, plans_of
+from simplefsdp.sweep.plans import plans_of
 from simplefsdp.sweep.traced import OpenStep, open_step
 
 _BATCHES = (3, 5)  # no powers of two: products with them are like no sizes of a model
@@ -34,7 +35,7 @@ class CellSweep:
     model: SweptModel
     parallel: ParallelOptions
     cluster: Cluster
-    bucketing: SweepPlan = "auto"
+    bucketing: Bucketing = "auto"
     # With the candidates for the plan of each of its graphs.
     traced: list[tuple[OpenStep, list[list[OpenProgram]]]] = field(default_factory=list, init=False)
 

@@ -17,7 +17,6 @@ from simplefsdp.models.layout import RankLayout
 from simplefsdp.sweep.cells import Cell, CellStep
 from simplefsdp.sweep.fit import largest
 from simplefsdp.sweep.models import swept_llama
-from simplefsdp.sweep.plans import SWEEP_PLANS
 from simplefsdp.sweep.traces import CellSweep
 from simplefsdp.train.config import TrainConfig
 from simplefsdp.train.dry_run import plan_memory
@@ -89,7 +88,7 @@ def largest_microbatch(config: TrainConfig, layout: RankLayout, cluster: Cluster
         swept_llama(config.model, config.parallel),
         config.parallel,
         cluster,
-        next(plan for plan in SWEEP_PLANS if plan == config.compile.bucketing),
+        config.compile.bucketing,
     )
     cell = Cell(part, config.data.seq_len, layout.world_size)
     (whole,) = sweep.steps([cell])
