@@ -18,6 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inductor_passes.ir.program import COLLECTIVE_KINDS
 from simplefsdp.inspection.intervals import difference, union
 from simplefsdp.inspection.trace_json import Event, Trace, read_trace
 from simplefsdp.inspection.wire_events import Told, told_by, transfer_of_launches
@@ -28,7 +29,6 @@ _NCCL = re.compile(r"^(void )?nccl\w*Kernel")
 _KIND_OF = {"allgather": "gather", "reducescatter": "reduce", "allreduce": "all_reduce"}
 _LAUNCH = re.compile(r"^c10d::_?(all_?gather|reduce_?scatter|all_?reduce)")
 _WAIT = re.compile(r"^(_c10d_functional|c10d_functional)::wait_tensor|^c10d::(barrier|monitored)")
-_OURS = ("gather", "reduce", "all_reduce", "other")
 _SPAN = attrgetter("span")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _NBYTES = {
@@ -177,7 +177,7 @@ def _predicted(trace: Trace) -> list[Profile]:
             transfers = [
                 Transfer(e.category, e.name, *e.span, e.args.get("bytes"))
                 for e in mine
-                if e.category in _OURS
+                if e.category in COLLECTIVE_KINDS
             ]
             kernels = [Kernel(*e.span, e.name) for e in mine if e.category == "compute"]
             profiles.append(_profile(name.removeprefix("simplefsdp, "), transfers, kernels))

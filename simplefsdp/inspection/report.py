@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from inductor_passes.ir.program import Program
+from inductor_passes.ir.program import COLLECTIVE_KINDS, Program
 from inductor_passes.machine.cluster import ClusterCost
 from inductor_passes.size_range import SizeRange
 from simplefsdp.inspection.explain import Exposure, Limits, explain
@@ -17,7 +17,6 @@ from simplefsdp.simulation.prediction import GraphPrediction, StepPrediction
 
 BY_CONFIG = "6 per parameter and token, and attention without its mask (PaLM, appendix B)"
 BY_TRACE = "three times those of the forward's matmuls, as traced"
-KINDS = ("gather", "reduce", "all_reduce", "other")
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def report_graph(
     before = Counter[str](op.sends for _, op in prediction.before.starts())
     return GraphReport(
         prediction,
-        {kind: before[kind] for kind in KINDS},
+        {kind: before[kind] for kind in COLLECTIVE_KINDS},
         tuple(
             _bucket(program, i, exposures[op.name], compute, module_of)
             for i, op in program.starts()

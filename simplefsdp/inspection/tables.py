@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from inductor_passes.ir.program import COLLECTIVE_KINDS
 from simplefsdp.compiler.size_limits import describe_range
 from simplefsdp.inspection.names import block_of, nbytes_text, shorten_blocks, time_text
-from simplefsdp.inspection.report import KINDS, BucketReport, GraphReport, PlanReport
+from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
 from simplefsdp.inspection.terminal import table_of
 from simplefsdp.words import counted, plural
 
@@ -79,7 +80,7 @@ def _summary(graph: GraphReport) -> str:
     timeline = prediction.timeline
     sent = sum(bucket.nbytes for bucket in graph.buckets)
     kinds = Counter(bucket.kind for bucket in graph.buckets)
-    counts = counted((kind, kinds[kind]) for kind in KINDS)
+    counts = counted((kind, kinds[kind]) for kind in COLLECTIVE_KINDS)
     slowed = f" + {time_text(timeline.slowed_us)} beside transfers" if timeline.slowed_us else ""
     return (
         f"{len(prediction.before.ops):,} nodes; {counted(graph.collectives.items())} -> "
