@@ -92,17 +92,11 @@ def cell_steps(
         total, exposed = total + one.total_us, exposed + one.exposed_us
         compute, wire = compute + one.compute_us, wire + one.wire_us
         peak = torch.maximum(peak, one.peak_nbytes)
+    columns = (total, exposed, compute, wire, at_rest + peak, room)
+    rows = zip(cells, *(column.tolist() for column in columns), strict=True)
     return [
-        CellStep(
-            cell,
-            total[k].item(),
-            exposed[k].item(),
-            compute[k].item(),
-            wire[k].item(),
-            int((at_rest + peak)[k]),
-            int(room[k]),
-        )
-        for k, cell in enumerate(cells)
+        CellStep(cell, us, exposed_us, compute_us, wire_us, int(nbytes), int(room_nbytes))
+        for cell, us, exposed_us, compute_us, wire_us, nbytes, room_nbytes in rows
     ]
 
 
