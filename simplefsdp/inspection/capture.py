@@ -208,8 +208,7 @@ _NOTHING = (
 def _modules(rehearsal: Rehearsal, forward: Mapping[str, str]) -> Mapping[str, str]:
     """Module by op name; ``forward`` are those of the graph that this is the backward of."""
     graph = next(iter(rehearsal.reading.nodes.values()))[0].graph
-    starts = rehearsal.reading.program.starts()
-    fqns = [fqn for _, op in starts if op.collective for fqn in op.collective.fqns]
+    fqns = [fqn for c in rehearsal.reading.program.sent.values() for fqn in c.fqns]
     return modules_of(graph, fqns, forward)
 
 

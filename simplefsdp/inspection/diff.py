@@ -23,8 +23,7 @@ def describe_changes(before: Program, after: Program) -> list[str]:
     was, computed = _places(before), _computed(after)
     lines = []
     for i, op in after.starts():
-        c = op.collective
-        assert c is not None
+        c = after.sent[op.name]
         # Our merging leaves the buffers that the members fill alone; torch's has others.
         members = [was[name] for name in op.writes if name in was]
         members = members or [was[c.kind, fqn] for fqn in c.fqns if (c.kind, fqn) in was]
@@ -51,8 +50,8 @@ def _places(program: Program) -> Places:
     computed = _computed(program)
     found: Places = {}
     for i, op in program.starts():
-        c = op.collective
-        names = [(c.kind, fqn) for fqn in c.fqns] if c is not None else []
+        c = program.sent[op.name]
+        names = [(c.kind, fqn) for fqn in c.fqns]
         place = computed[i], computed[min(program.waits_of[i])]
         found |= dict.fromkeys((*op.writes, *names), place)
     return found

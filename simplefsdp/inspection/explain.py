@@ -103,8 +103,7 @@ class _Run:
     def _causes(
         self, i: int, wait: int, span: Span, ready: float, exposed: float
     ) -> Iterator[tuple[Reason, float, str]]:
-        c = self.program.ops[i].collective
-        assert c is not None
+        c = self.program.sent[self.program.ops[i].name]
         if exposed <= _TINY_US:
             return
         gathers = c.kind == "gather"

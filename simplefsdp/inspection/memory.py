@@ -49,14 +49,15 @@ def _owners(program: Program, module_of: Mapping[str, str], at: int) -> dict[str
         if op.collective is not None and op.collective.fqns:
             module = op.collective.fqns[0].rpartition(".")[0]
         for name in op.writes:
-            storage = program.buffers[name].storage
+            storage = program.storage[name]
             if op.kind == "compute" and program.writer.get(name) == i <= at:
                 owner[storage] = block_of(module)
             owner.setdefault(storage, block_of(module))
     for _, op in program.starts():
-        if op.collective is not None and len(op.collective.fqns) == len(op.writes):
-            for name, fqn in zip(op.writes, op.collective.fqns, strict=True):
-                owner[program.buffers[name].storage] = block_of(fqn.rpartition(".")[0])
+        fqns = program.sent[op.name].fqns
+        if len(fqns) == len(op.writes):
+            for name, fqn in zip(op.writes, fqns, strict=True):
+                owner[program.storage[name]] = block_of(fqn.rpartition(".")[0])
     return owner
 
 

@@ -120,8 +120,7 @@ def _bucket(
     program: Program, i: int, exposure: Exposure, compute: Lane, module_of: Mapping[str, str]
 ) -> BucketReport:
     op = program.ops[i]
-    c = op.collective
-    assert c is not None
+    c = program.sent[op.name]
 
     def compute_after(i: int) -> str:
         behind = (program.ops[j] for j in range(i + 1, len(program.ops)))

@@ -253,8 +253,7 @@ def _saturating_mib(program: Program, cost: ClusterCost) -> float:
     options = config.aten_distributed_optimizations
     least = getattr(options, "pre_bucketing_fsdp_collectives_min_bucket_cap_mb", 10.0)
     most = getattr(options, "pre_bucketing_fsdp_collectives_max_bucket_cap_mb", 500.0)
-    gathers = [op.collective for _, op in program.starts() if op.collective]
-    gather = next((c for c in gathers if c.kind == "gather"), None)
+    gather = next((c for c in program.sent.values() if c.kind == "gather"), None)
     if gather is None:
         return least
 

@@ -77,8 +77,7 @@ def open_step(
         graphs.append(graph)
     forward = graphs[0].program
     nbytes = sum(forward.buffers[n].nbytes for n in forward.inputs if n in forward.resident)
-    starts = [op.collective for graph in graphs for _, op in graph.read.starts()]
-    if any(c is not None and c.group not in dim_of for c in starts):
+    if any(c.group not in dim_of for graph in graphs for c in graph.read.sent.values()):
         conditions.add(sympy.Eq(ranks, dist.get_world_size()))  # nobody knows how those grow
     names = {"batch": (), "seq": ()} | by_name | {"ranks": (ranks,)}
     symbols = Symbols(names, frozenset(conditions), frozenset(apart))
