@@ -1,8 +1,8 @@
-"""Numbers and their words."""
+"""Numbers and their words, and lists of names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def plural(n: int, word: str) -> str:
@@ -13,3 +13,8 @@ def plural(n: int, word: str) -> str:
 def counted(counts: Iterable[tuple[str, int]]) -> str:
     """Counts of kinds, those of nothing left out: ``57 gathers, 57 reduces``."""
     return ", ".join(plural(n, kind) for kind, n in counts if n) or "none"
+
+
+def few(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from simplefsdp._torch import TorchDispatchMode
 from simplefsdp.frontend.placement import dtensor_like, local_part, parameter_like
 from simplefsdp.frontend.wrapped import is_wrapped, plain_classes
+from simplefsdp.words import few
 
 # Elements per block. Part of the mapping from seed to weights: changing it changes them all.
 _BLOCK_NUMEL = 1 << 18
@@ -210,9 +211,8 @@ class _ShardedInit(TorchDispatchMode):
         missing = [fqn for address, fqn in self.unwritten.items() if address in present]
         if missing:
             raise ValueError(
-                f"init: nothing initialised {', '.join(missing[:5])}"
-                f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; give the module "
-                "that owns it a reset_parameters() that writes it in place, or pass init_fn"
+                f"init: nothing initialised {few(missing)}; give the module that owns it a "
+                "reset_parameters() that writes it in place, or pass init_fn"
             )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from simplefsdp._torch import has_no_data, is_to_empty
 from simplefsdp.frontend.placement import highest_of_ranks, parameter_like
 from simplefsdp.frontend.wrapped import shards_of
+from simplefsdp.words import few
 
 _MARK = "_simple_fsdp_uninitialised"
 _SEEN = "_simple_fsdp_has_values"  # on this rank
@@ -130,8 +131,7 @@ def refuse(missing: Sequence[str]) -> None:
     """Raise if any parameter was never given values."""
     if missing:
         raise ValueError(
-            f"{', '.join(missing[:5])}{f' and {len(missing) - 5} more' if missing[5:] else ''}: "
-            "to_empty() gave memory but nothing gave values; initialise the model "
-            "(simplefsdp.init_weights(model), or the model's own reset_parameters() or "
+            f"{few(missing)}: to_empty() gave memory but nothing gave values; initialise the "
+            "model (simplefsdp.init_weights(model), or the model's own reset_parameters() or "
             "init_weights()), or load a checkpoint"
         )

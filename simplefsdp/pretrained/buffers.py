@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from simplefsdp.frontend.initialize import reset_parameters
 from simplefsdp.frontend.wrapped import is_wrapped, plain_classes
 from simplefsdp.pretrained.huggingface import is_transformers
-from simplefsdp.pretrained.named import few
+from simplefsdp.words import few
 
 _KEEP = "_is_hf_initialized"  # transformers' initialisers leave alone what has it
 

@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from simplefsdp.pretrained import huggingface
 from simplefsdp.pretrained.files import Entry
-from simplefsdp.pretrained.named import DTYPES, few, plain_name
+from simplefsdp.pretrained.named import DTYPES, plain_name
+from simplefsdp.words import few
 
 Rename = Callable[[str], str | None]
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from simplefsdp.frontend.wrapped import is_wrapped
+from simplefsdp.words import few
 
 _COMPILED = "_orig_mod."  # torch.compile(module) puts it into names
 
@@ -33,11 +34,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def state_of(model: nn.Module) -> dict[str, Any]:
     """As :func:`tensors_of`, with the extra state of modules, which may be anything."""
     return {plain_name(k): value for k, value in model.state_dict(keep_vars=True).items()}
-
-
-def few(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def refuse_meta(tensors: dict[str, Tensor]) -> None:

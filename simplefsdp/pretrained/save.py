@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from simplefsdp.pretrained import huggingface
-from simplefsdp.pretrained.named import few, refuse_meta, state_of, wrapped_model
+from simplefsdp.pretrained.named import refuse_meta, state_of, wrapped_model
 from simplefsdp.pretrained.send import into, send
 from simplefsdp.pretrained.together import together
 from simplefsdp.pretrained.writer import Writer, complete_folder, in_files
 from simplefsdp.rank_guard import ranks_of_model
+from simplefsdp.words import few
 
 _WHAT = "what save_pretrained does"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
