@@ -39,12 +39,11 @@ from simplefsdp.frontend.waiting import (
 )
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
-    LAYOUTS,
     ParameterLayout,
-    is_wrapped,
+    layouts_of,
     mark_stays,
-    shards_of,
     wrapped_in,
+    wrapped_parts,
 )
 from simplefsdp.rank_guard import agree, ranks_of_model
 
@@ -87,7 +86,7 @@ def set_sync(syncs: Iterable[tuple[nn.Module, Sync]]) -> None:
 
 def _deferrals(module: nn.Module, sync: Sync) -> dict[str, dict[str, Any]]:
     deferrals: dict[str, dict[str, Any]] = {}
-    for name, layout in module.__dict__.get(LAYOUTS, {}).items():
+    for name, layout in layouts_of(module).items():
         param = module._parameters.get(name)
         # One that is frozen now, but was not before, may be trained again before the next call.
         if isinstance(param, DTensor) and (param.requires_grad or SUMS in param.__dict__):
@@ -112,7 +111,7 @@ def sums_stay(module: nn.Module, emptied: bool = False) -> Iterator[None]:
     sums follow to their device and dtype, and are zero if they are ``emptied``."""
     with mark_stays(module, SUMS) as stayed:
         yield
-    layouts = {id(module._parameters.get(n)): x for n, x in module.__dict__[LAYOUTS].items()}
+    layouts = {id(module._parameters.get(n)): x for n, x in layouts_of(module).items()}
     for param, sums in stayed:
         if emptied or param.is_meta:
             _zero(sums)
@@ -258,11 +257,10 @@ def reduce_now(model: nn.Module) -> None:
     the other, with nothing to hide behind: it is for what no backward that reduces came after."""
     found: dict[int, tuple[DTensor, ParameterLayout, Sums]] = {}
     for module in model.modules():
-        layouts = module.__dict__.get(LAYOUTS, {})
-        for name, shard in shards_of(module) if is_wrapped(module) else ():
-            sums = waiting_sums(shard)
-            if name in layouts and sums is not None:
-                found[id(shard)] = (shard, layouts[name], sums)
+        for name, layout in layouts_of(module).items():
+            shard = module._parameters.get(name)
+            if isinstance(shard, DTensor) and (sums := waiting_sums(shard)) is not None:
+                found[id(shard)] = (shard, layout, sums)
     fqns = [layout.spec.fqn for _, layout, _ in found.values()]
     what = "the gradients that finalize_backward reduces"
     agree(what, fqns, ranks_of_model(model), remember=False)
@@ -278,7 +276,7 @@ def reduce_now(model: nn.Module) -> None:
 @contextmanager
 def syncing(model: nn.Module, *, gradients: bool) -> Iterator[None]:
     """Inside, backwards of forwards reduce gradients, or add them up; whatever is said around."""
-    before = [(module, sync_of(module)) for module in model.modules() if is_wrapped(module)]
+    before = [(module, sync_of(module)) for module in wrapped_parts(model)]
     set_sync((module, sync._replace(gradients=gradients)) for module, sync in before)
     try:
         yield

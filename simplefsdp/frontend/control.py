@@ -21,7 +21,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from simplefsdp.frontend import kept
 from simplefsdp.frontend.accumulation import drop_deferred, reduce_now, set_sync, sync_of, syncing
-from simplefsdp.frontend.wrapped import LAYOUTS, ParameterLayout, is_wrapped, set_layouts
+from simplefsdp.frontend.wrapped import is_wrapped, layouts_of, set_layouts, wrapped_parts
 
 _FACTOR = "_simple_fsdp_factor"  # on a module that set_gradient_divide_factor was called on
 _SUMS_ONLY = "_simple_fsdp_sums_only"  # on one where set_force_sum_reduction_for_comms was enabled
@@ -97,7 +97,7 @@ def set_reshard_after_backward(
 ) -> None:
     """``False``: gather now and keep, as :func:`unshard` does; ``True``: free what is kept."""
     _check_bool("reshard_after_backward", reshard_after_backward)
-    modules = list(_wrapped(self, recurse))
+    modules = _wrapped(self, recurse)
     if reshard_after_backward:
         kept.free(modules)
     else:
@@ -112,13 +112,13 @@ def unshard(self: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     ``param.to_local()``, is not noticed: call :func:`reshard` after it. To read or write full
     parameters outside of forward, use ``simplefsdp.unsharded``.
     """
-    kept.keep(_wrapped(self, recurse=True))
+    kept.keep(wrapped_parts(self))
     return _Done() if async_op else None
 
 
 def reshard(self: nn.Module) -> None:
     """Free the full parameters that :func:`unshard` keeps."""
-    kept.free(_wrapped(self, recurse=True))
+    kept.free(wrapped_parts(self))
 
 
 def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
@@ -134,7 +134,7 @@ def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
         raise TypeError(f"factor: expected a number, got {type(factor).__name__}")
     if not factor > 0:
         raise ValueError(f"factor: expected a number > 0, got {factor}")
-    change_specs(_up_to(_FACTOR, self), {"divide_factor": float(factor)})
+    change_specs(_without_own_factor(self), {"divide_factor": float(factor)})
     self.__dict__[_FACTOR] = True
 
 
@@ -145,7 +145,7 @@ def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
         ValueError: to be disabled after it was enabled, which needs a new wrap.
     """
     _check_bool("enable", enable)
-    modules = list(_wrapped(self, recurse=True))
+    modules = wrapped_parts(self)
     if enable:
         change_specs(modules, {"averages": False})
         for module in modules:
@@ -187,18 +187,17 @@ class _Done(UnshardHandle):
         """Nothing is left to wait for."""
 
 
-def _wrapped(module: nn.Module, recurse: bool) -> Iterator[nn.Module]:
-    found: Iterable[nn.Module] = module.modules() if recurse else [module]
-    return (m for m in found if is_wrapped(m))
+def _wrapped(module: nn.Module, recurse: bool) -> list[nn.Module]:
+    return wrapped_parts(module) if recurse else [module] if is_wrapped(module) else []
 
 
-def _up_to(mark: str, module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and what is in it, but for modules inside that have ``mark``, and all in them."""
+def _without_own_factor(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and what is in it, but for modules inside that have a factor, and all in them."""
     if is_wrapped(module):
         yield module
     for child in module.children():
-        if mark not in child.__dict__:
-            yield from _up_to(mark, child)
+        if _FACTOR not in child.__dict__:
+            yield from _without_own_factor(child)
 
 
 def _replace_sync(module: nn.Module, recurse: bool, **fields: bool) -> None:
@@ -210,9 +209,8 @@ def change_specs(modules: Iterable[nn.Module], fields: Mapping[str, Any]) -> Non
     """Change fields of how the own parameters of ``modules``, which are wrapped, are gathered and
     their gradients reduced, from now on."""
     for m in modules:
-        layouts: dict[str, ParameterLayout] = m.__dict__[LAYOUTS]
-        changed = {k: replace(v, spec=v.spec._replace(**fields)) for k, v in layouts.items()}
-        set_layouts(m, changed)
+        layouts = layouts_of(m).items()
+        set_layouts(m, {k: replace(v, spec=v.spec._replace(**fields)) for k, v in layouts})
 
 
 def _check_bool(name: str, value: object) -> None:

@@ -22,7 +22,7 @@ from simplefsdp._torch import handle_full_tensor
 from simplefsdp.frontend.accumulation import deferral_of
 from simplefsdp.frontend.gather import gather
 from simplefsdp.frontend.living import living_shards, modules
-from simplefsdp.frontend.wrapped import LAYOUTS, ParameterLayout, shards_of
+from simplefsdp.frontend.wrapped import layouts_of, shards_of
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def reduce_gradients_of_full_tensors() -> None:
 def _full_tensor(param: DTensor) -> Tensor | None:
     """The full tensor of a wrapped parameter, on every rank; None of any other tensor."""
     for module in modules():
-        layouts: dict[str, ParameterLayout] = module.__dict__.get(LAYOUTS, {})
+        layouts = layouts_of(module)
         for name, shard in shards_of(module) if layouts else ():
             if shard is param and name in layouts and not param.is_meta:
                 layout = layouts[name]

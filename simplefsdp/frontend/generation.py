@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp.frontend.kept import kept_of
-from simplefsdp.frontend.wrapped import LAYOUTS
+from simplefsdp.frontend.wrapped import layouts_of
 
 
 def members(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -48,5 +48,5 @@ def _all_ranks_gather(model: nn.Module) -> bool:
         and param.device_mesh.size() == dist.get_world_size()
         and kept_of(module, name) is None
         for module in model.modules()
-        for name, layout in module.__dict__.get(LAYOUTS, {}).items()
+        for name, layout in layouts_of(module).items()
     )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import TorchDispatchMode
 from simplefsdp.frontend.placement import dtensor_like, local_part, parameter_like
-from simplefsdp.frontend.wrapped import is_wrapped, plain_classes
+from simplefsdp.frontend.wrapped import is_wrapped, plain_classes, wrapped_parts
 from simplefsdp.words import few
 
 # Elements per block. Part of the mapping from seed to weights: changing it changes them all.
@@ -73,7 +73,7 @@ def init_weights(
         raise ValueError(
             f"model: expected a module wrapped by simple_fsdp, got {type(model).__name__}"
         )
-    owners = [m for m in reversed(list(model.modules())) if is_wrapped(m)]
+    owners = wrapped_parts(model)[::-1]
     paths = {module: path for path, module in model.named_modules()}
     with plain_classes(owners):
         materialize(model, device)

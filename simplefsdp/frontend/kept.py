@@ -23,7 +23,7 @@ from simplefsdp import _torch, rank_guard
 from simplefsdp._torch import local_tensor
 from simplefsdp.frontend import living
 from simplefsdp.frontend.gather import ON_META, GatherSpec, gather_shard
-from simplefsdp.frontend.wrapped import KEPT, LAYOUTS, is_wrapped, mark_stays, shards_of
+from simplefsdp.frontend.wrapped import KEPT, is_wrapped, layouts_of, mark_stays, shards_of
 
 _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
 
@@ -50,7 +50,7 @@ def kept_of(module: nn.Module, name: str) -> Tensor | None:
 def keep(modules: Iterable[nn.Module]) -> None:
     """Gather all sharded parameters of ``modules``, and keep them; collective."""
     for module in modules:
-        for name, layout in module.__dict__.get(LAYOUTS, {}).items():
+        for name, layout in layouts_of(module).items():
             param = module._parameters.get(name)
             # What a class of tensors has gathered is not its values: it is gathered as ever.
             if layout.spec.tensor_class or not isinstance(param, DTensor):

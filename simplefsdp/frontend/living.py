@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from simplefsdp.frontend.wrapped import IGNORED, LAYOUTS, ignored_params, shards_of
+from simplefsdp.frontend.wrapped import IGNORED, fqn_of, ignored_params, layouts_of, shards_of
 
 # On a parameter: how many wraps there were when its name was looked for; its id, since a copy has
 # its attributes; and its FQN. Not by weak references: torch swaps no tensor that has one.
@@ -38,7 +38,7 @@ def remember_fqns(model: nn.Module) -> None:
     fqns: set[str] = set()
     for module in model.modules():
         module.__dict__.pop(_NAMES, None)
-        fqns.update(layout.spec.fqn for layout in module.__dict__.get(LAYOUTS, {}).values())
+        fqns.update(layout.spec.fqn for layout in layouts_of(module).values())
     model.__dict__[_NAMES] = frozenset(fqns)
 
 
@@ -56,9 +56,8 @@ def known_fqns(fqns: Collection[str]) -> list[str]:
 def living_shards() -> Iterator[tuple[str, DTensor]]:
     """Every sharded parameter of every living module, with its FQN."""
     for module in modules():
-        layouts = module.__dict__.get(LAYOUTS, {})
         for name, param in shards_of(module):
-            yield (layouts[name].spec.fqn if name in layouts else name), param
+            yield fqn_of(module, name), param
 
 
 def fqns_of(named: Sequence[tuple[Tensor, str]]) -> list[str]:

@@ -17,7 +17,14 @@ from simplefsdp import rank_guard
 from simplefsdp._torch import has_hooks
 from simplefsdp.frontend.after_wrap import stands_for_shard
 from simplefsdp.frontend.placement import joined
-from simplefsdp.frontend.wrapped import LAYOUTS, SPLIT_BESIDE, is_wrapped, set_layouts, shards_of
+from simplefsdp.frontend.wrapped import (
+    SPLIT_BESIDE,
+    fqn_of,
+    is_wrapped,
+    layouts_of,
+    set_layouts,
+    shards_of,
+)
 
 
 class Slot(NamedTuple):
@@ -33,7 +40,7 @@ class Slot(NamedTuple):
         """Groups over which ranks have copies that are not of the parameter's mesh: those of tensor
         parallelism that has split others."""
         split = self.owner.__dict__.get(SPLIT_BESIDE)
-        layout = self.owner.__dict__.get(LAYOUTS, {}).get(self.name)
+        layout = layouts_of(self.owner).get(self.name)
         if split is None or layout is None or layout.tensor_parallel is not None:
             return []
         return list(split.mesh.get_all_groups())
@@ -43,13 +50,9 @@ def slots_of(module: nn.Module) -> list[Slot]:
     """The places of all sharded parameters of ``module`` and what is in it."""
     found = []
     for prefix, owner in module.named_modules():
-        if not is_wrapped(owner):
-            continue
-        layouts = owner.__dict__.get(LAYOUTS, {})
-        for name, param in shards_of(owner):
-            fqn = layouts[name].spec.fqn if name in layouts else name
+        for name, param in shards_of(owner) if is_wrapped(owner) else ():
             path = f"{prefix}.{name}" if prefix else name
-            found.append(Slot(owner, name, param, fqn, path))
+            found.append(Slot(owner, name, param, fqn_of(owner, name), path))
     return found
 
 
@@ -70,8 +73,8 @@ def restore(slots: Iterable[Slot]) -> None:
         if owner._parameters.get(name) is not None:
             owner._parameters[name] = cast(nn.Parameter, param)
         else:
-            layouts = owner.__dict__.get(LAYOUTS, {})
-            set_layouts(owner, {key: layouts[key] for key in layouts if key != name})
+            left = {key: layout for key, layout in layouts_of(owner).items() if key != name}
+            set_layouts(owner, left)
 
 
 def refuse_new_places(module: nn.Module, slots: Iterable[Slot]) -> None:

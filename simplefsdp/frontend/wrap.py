@@ -51,11 +51,12 @@ from simplefsdp.frontend.wrapped import (
     DEFERRALS,
     IGNORED,
     KEPT,
-    LAYOUTS,
     SPLIT_BESIDE,
     ParameterLayout,
     is_wrapped,
+    layouts_of,
     set_layouts,
+    wrapped_parts,
 )
 from simplefsdp.rank_guard import agree, ranks_of
 
@@ -271,8 +272,8 @@ def _install(
 
 def _mark_tensor_parallel(model: nn.Module) -> None:
     """Tell every module which ranks tensor parallelism of the model is over, if it is one group."""
-    wrapped = [module for module in model.modules() if is_wrapped(module)]
-    layouts = (layout for module in wrapped for layout in module.__dict__[LAYOUTS].values())
+    wrapped = wrapped_parts(model)
+    layouts = (layout for module in wrapped for layout in layouts_of(module).values())
     split = {tp.mesh: tp for layout in layouts if (tp := layout.tensor_parallel) is not None}
     for module in wrapped:
         module.__dict__[SPLIT_BESIDE] = next(iter(split.values())) if len(split) == 1 else None
@@ -302,7 +303,7 @@ def _requalify(model: nn.Module) -> None:
     """Name inner modules' parameters as seen from ``model``, the outermost wrap so far."""
     names: dict[int, str] = {}
     for path, module in model.named_modules():
-        layouts: dict[str, ParameterLayout] = dict(module.__dict__[LAYOUTS])
+        layouts = dict(layouts_of(module))
         for name, layout in layouts.items():
             if not isinstance(module._parameters.get(name), DTensor):
                 continue  # it was taken away since it was wrapped

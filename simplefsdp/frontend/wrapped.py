@@ -58,10 +58,20 @@ def is_wrapped(module: nn.Module) -> bool:
     return LAYOUTS in module.__dict__
 
 
+def wrapped_parts(model: nn.Module) -> list[nn.Module]:
+    """``model`` and what is in it, as far as it is wrapped."""
+    return [module for module in model.modules() if is_wrapped(module)]
+
+
+def layouts_of(module: nn.Module) -> dict[str, ParameterLayout]:
+    """How the own parameters of ``module`` are gathered, by name; empty if it is not wrapped."""
+    return module.__dict__.get(LAYOUTS, {})
+
+
 def wrapped_in(name: str, module: nn.Module) -> list[nn.Module]:
     """``module``, the argument ``name``, and those in it that are wrapped; a ValueError if none
     is."""
-    found = [m for m in module.modules() if is_wrapped(m)] if isinstance(module, nn.Module) else []
+    found = wrapped_parts(module) if isinstance(module, nn.Module) else []
     if not found:
         raise ValueError(
             f"{name}: expected a module wrapped by simple_fsdp, or one that holds such a module, "
@@ -72,7 +82,7 @@ def wrapped_in(name: str, module: nn.Module) -> list[nn.Module]:
 
 def check_placed_alike(module: nn.Module, name: str, param: object) -> None:
     """Refuse a DTensor, to be the parameter ``name``, that would be gathered as what it is not."""
-    layout = module.__dict__.get(LAYOUTS, {}).get(name)
+    layout = layouts_of(module).get(name)
     if layout is None or not isinstance(param, DTensor):
         return
     if param.shape != layout.shape or param.placements != layout.placements:
@@ -88,6 +98,12 @@ def shards_of(module: nn.Module) -> list[tuple[str, DTensor]]:
     """The module's own sharded parameters, by name."""
     own = module._parameters.items()
     return [(name, cast(DTensor, param)) for name, param in own if isinstance(param, DTensor)]
+
+
+def fqn_of(module: nn.Module, name: str) -> str:
+    """The FQN of a module's own parameter; of one that came after the wrap its name."""
+    layout = layouts_of(module).get(name)
+    return name if layout is None else layout.spec.fqn
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp.frontend.grad_norm import clip_grad_norm_
-from simplefsdp.frontend.wrapped import LAYOUTS
+from simplefsdp.frontend.wrapped import layouts_of
 from simplefsdp.integrations import checkpoint
 from simplefsdp.integrations.registered import Loaded, Saved
 from simplefsdp.pretrained.save import full_state_dict
@@ -52,7 +52,7 @@ class Accelerator(accelerate.Accelerator):
                 "even_batches=False: ranks would run out of batches at different times, and those "
                 "that go on would wait for the others' shards for ever; leave it True"
             )
-        layouts = [v for m in model.modules() for v in m.__dict__.get(LAYOUTS, {}).values()]
+        layouts = [v for m in model.modules() for v in layouts_of(m).values()]
         if any(layout.tensor_parallel is not None for layout in layouts):
             raise ValueError(
                 "model: its tensor-parallel ranks need equal batches, but accelerate gives every "
