@@ -47,8 +47,9 @@ def save(
         names = _names(optimizer, models)
         for param, state in optimizer.state.items():
             values |= {f"{key}.state.{names[param]}.{name}": v for name, v in state.items()}
-        for i, group in enumerate(_groups(optimizer, names)):
-            values |= {f"{key}.param_groups.{i}.{name}": v for name, v in group.items()}
+        for i, group in enumerate(optimizer.param_groups):
+            named = {**group, "params": [names[param] for param in group["params"]]}
+            values |= {f"{key}.param_groups.{i}.{name}": v for name, v in named.items()}
     _agree(f"what is saved to {Path(folder).name}", models, values)
     save_state_dict(values, storage_writer=ChecksumWriter(folder))
 
@@ -142,11 +143,6 @@ def _values_of(models: Sequence[nn.Module], frozen: bool) -> dict[str, Any]:
     return found
 
 
-def _groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = optimizer.param_groups
-    return [{**group, "params": [names[p] for p in group["params"]]} for group in groups]
-
-
 def _opened(folder: Path | str) -> CheckpointFiles:
     if not Path(folder, METADATA).exists():
         raise ValueError(
@@ -214,7 +210,7 @@ def _fill(
     groups: Mapping[str, dict[str, Any]],
 ) -> None:
     """``optimizer.load_state_dict``, which goes by numbers, with what is known by names."""
-    ours = [group["params"] for group in _groups(optimizer, names)]
+    ours = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
     theirs = [groups[str(i)]["params"] for i in range(len(groups))]
     if ours != theirs:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from simplefsdp.frontend.initialize import reset_parameters
-from simplefsdp.frontend.wrapped import is_wrapped, plain_classes
+from simplefsdp.frontend.wrapped import plain_classes, wrapped_parts
 from simplefsdp.pretrained.huggingface import is_transformers
 from simplefsdp.words import few
 
@@ -31,9 +31,9 @@ def without_values(model: nn.Module) -> list[BlankBuffers]:
     for path, module in model.named_modules():
         if is_transformers(module):
             models[path] = module
-        saved_not = module._non_persistent_buffers_set
-        names = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
-        names = [name for name in names if name in saved_not]
+        unsaved = module._non_persistent_buffers_set
+        own = module._buffers.items()
+        names = [n for n, b in own if b is not None and b.is_meta and n in unsaved]
         if names:
             around = [p for p in models if not p or path == p or path.startswith(f"{p}.")]
             inner = models[max(around, key=len)] if around else None
@@ -46,11 +46,10 @@ def make(model: nn.Module, places: list[BlankBuffers]) -> None:
 
     What they write to parameters is overwritten later.
     """
-    wrapped = [module for module in model.modules() if is_wrapped(module)]
     kept = [*model.parameters(), *model.buffers()]
     lost = []
     cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with plain_classes(wrapped), torch.random.fork_rng(devices=cuda):
+    with plain_classes(wrapped_parts(model)), torch.random.fork_rng(devices=cuda):
         torch.manual_seed(0)  # the same on all ranks
         for path, module, names, owner in places:
             blank = {name: module._buffers[name] for name in names}

@@ -63,7 +63,7 @@ def _matched(
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Names that match; those that do not; and those of them that transformers merge."""
     name_of = huggingface.names_in_model(model, tensors)
-    names: dict[str, str] = {}
+    by_key: dict[str, str] = {}
     unexpected, merged = [], []
     for name in entries:
         given = name if rename is None else rename(name)
@@ -74,14 +74,9 @@ def _matched(
             merged.append(name)
         if is_merged or key not in tensors:
             unexpected.append(name)
-        else:
-            names[name] = key
-    by_key: dict[str, str] = {}
-    for name, key in names.items():
-        other = by_key.setdefault(key, name)
-        if other != name:
+        elif (other := by_key.setdefault(key, name)) != name:
             raise ValueError(f"folder: {other} and {name} both stand for {key} of the model")
-    return names, unexpected, merged
+    return {name: key for key, name in by_key.items()}, unexpected, merged
 
 
 def _told(missing: list[str], unexpected: list[str], merged: list[str]) -> str:
@@ -115,11 +110,9 @@ def _check(name: str, entry: Entry, key: str, tensor: Tensor) -> None:
             f"{key}: is {tensor.dtype}, and {name} in {entry.file.name} is {entry.dtype}, from "
             "which there is no plain conversion; quantized weights must be unpacked first"
         )
-    odd = isinstance(tensor, DTensor) and any(
-        type(placement) not in (Shard, Replicate) for placement in tensor.placements
-    )
-    if odd:
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    if any(type(placement) not in (Shard, Replicate) for placement in placements):
         raise ValueError(
-            f"{key}: is placed {getattr(tensor, 'placements', ())}, and load_pretrained reads only "
-            "Shard and Replicate; load by from_pretrained() before parallelize_module"
+            f"{key}: is placed {placements}, and load_pretrained reads only Shard and "
+            "Replicate; load by from_pretrained() before parallelize_module"
         )

@@ -1,7 +1,6 @@
 """From shards to one rank: the plain model's state dict, or the folder that transformers read."""
 
 import re
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
@@ -104,12 +103,21 @@ def _write_pieces(batch: dict[str, Tensor], writer: Writer | None, ranks: tuple[
     with ExitStack() as stack:
         with together(_WHAT, ranks):  # it can be opened
             write = None if writer is None else stack.enter_context(writer.file(batch))
-        held = _Held(write)
+        # What fails is to be raised when all rows have come: others send them anyway.
+        errors: list[Exception] = []
+
+        def take(name: str, first: int, rows: Tensor) -> None:
+            if write is not None and not errors:
+                try:
+                    write(name, first, rows)
+                except Exception as error:
+                    errors.append(error)
+
         for name, tensor in batch.items():
-            send(tensor, _receiver(ranks), partial(held, name))
+            send(tensor, _receiver(ranks), partial(take, name))
         with together(_WHAT, ranks):
-            if held.error is not None:
-                raise held.error
+            if errors:
+                raise errors[0]
             stack.close()
 
 
@@ -127,22 +135,6 @@ def _write_reverted(
     with together(_WHAT, ranks):
         if writer is not None:
             writer.write(revert({name: fulls[id(tensor)] for name, tensor in batch.items()}))
-
-
-class _Held:
-    """Writes rows. What fails is to be raised when all have come: others send them anyway."""
-
-    def __init__(self, write: Callable[[str, int, Tensor], None] | None) -> None:
-        self._write = write
-        self.error: Exception | None = None
-
-    def __call__(self, name: str, first: int, rows: Tensor) -> None:
-        if self._write is None or self.error is not None:
-            return
-        try:
-            self._write(name, first, rows)
-        except Exception as error:
-            self.error = error
 
 
 def _to_write(model: nn.Module) -> dict[str, Tensor]:

@@ -177,9 +177,8 @@ def _gradients(
 ) -> tuple[Node | None, list[Node]]:
     """Append the gradients, and their norm if they are clipped; what follows has no gradients."""
     graph = gm.graph
-    (output,) = graph.find_nodes(op="output")
     norm = None
-    with graph.inserting_before(output):
+    with graph.inserting_before(graph.output_node()):
         found = graph.call_function(gradients, (tuple(names), loss.args[0], seed, *params))
         graph.call_function(torch._C._set_grad_enabled, (False,))
         if max_norm is not None:
@@ -200,8 +199,7 @@ def _append(
         values: what is in the place of numbers; the copies are added to them.
         known: what is in the place of tensors.
     """
-    (output,) = gm.graph.find_nodes(op="output")
-    with gm.graph.inserting_before(output):
+    with gm.graph.inserting_before(gm.graph.output_node()):
         for node in nodes:
             if node in known:
                 values[node] = known[node]
@@ -212,7 +210,7 @@ def _append(
 
 def _finish(gm: GraphModule, loss: Node, norm: Node | None) -> None:
     graph = gm.graph
-    (output,) = graph.find_nodes(op="output")
+    output = graph.output_node()
     with graph.inserting_before(output):
         graph.call_function(torch._C._set_grad_enabled, (True,))
         results = [
