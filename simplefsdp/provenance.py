@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch.fx.traceback as fx_traceback
 from torch.fx import Node
@@ -30,23 +31,20 @@ def reduce_of(fqn: str) -> AbstractContextManager[object]:
     return annotate_backward({_REDUCE: fqn})
 
 
-def renamed(marks: Mapping[str, object], rename: Callable[[str], str]) -> dict[str, object]:
+def renamed(marks: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, object]:
     """What ``node.meta["custom"]`` is to be if parameters are called otherwise."""
-    return {
-        key: rename(value) if key in (_GATHER, _REDUCE) and isinstance(value, str) else value
-        for key, value in marks.items()
-    }
+    return {k: rename(v) if k in (_GATHER, _REDUCE) else v for k, v in marks.items()}
 
 
-def _marks(node: Node) -> Mapping[str, object]:
+def _marks(node: Node) -> Mapping[str, Any]:
     marks = node.meta.get("custom")
     return marks if isinstance(marks, Mapping) else {}
 
 
 def reduced_fqn(node: Node) -> str | None:
     """FQN of the parameter whose gradient ``node`` reduces, or None."""
-    fqn = _marks(node).get(_REDUCE)
-    return fqn if isinstance(fqn, str) else None
+    fqn: str | None = _marks(node).get(_REDUCE)
+    return fqn
 
 
 def gathered_fqn(node: Node) -> str | None:
@@ -54,8 +52,7 @@ def gathered_fqn(node: Node) -> str | None:
     node to its backward nodes, so one of a reduce chain may carry both marks: the reduce is then
     the true one."""
     marks = _marks(node)
-    fqn = marks.get(_GATHER)
-    return fqn if isinstance(fqn, str) and _REDUCE not in marks else None
+    return None if _REDUCE in marks else marks.get(_GATHER)
 
 
 def carried_fqn(start: Node) -> str | None:
