@@ -27,12 +27,12 @@ class BufferSlot(NamedTuple):
         """What stands in its place."""
         return self.owner._buffers.get(self.name)
 
-    def is_written(self) -> bool:
-        """Whether its value is another one, bit for bit."""
-        now = self.now
-        if now is None or now.shape != self.before.shape or now.dtype != self.before.dtype:
-            return now is not None
-        return not torch.equal(bits_of(now), bits_of(self.before.to(now.device)))
+    def written(self) -> Tensor | None:
+        """What stands in its place, if its value is another one, bit for bit; else None."""
+        now, before = self.now, self.before
+        if now is None or (now.shape, now.dtype) != (before.shape, before.dtype):
+            return now
+        return None if torch.equal(bits_of(now), bits_of(before.to(now.device))) else now
 
 
 def buffers_of(module: nn.Module) -> list[BufferSlot]:
@@ -59,8 +59,7 @@ def send_written(buffers: Sequence[BufferSlot], mesh: DeviceMesh) -> None:
         return
     groups = mesh.get_all_groups()
     # Of what was written to, how many bytes; of the rest, -1.
-    sizes = [bits_of(now).numel() if b.is_written() and (now := b.now) is not None else -1
-             for b in buffers]  # fmt: skip
+    sizes = [-1 if (now := b.written()) is None else bits_of(now).numel() for b in buffers]
     told = torch.tensor(sizes, dtype=torch.int64, device=mesh.device_type)
     from_first_rank(told, groups)
     other: list[str] = []

@@ -46,7 +46,7 @@ def kept_of(module: nn.Module, name: str) -> Tensor | None:
     return full
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def keep(modules: Iterable[nn.Module]) -> None:
     """Gather all sharded parameters of ``modules``, and keep them; collective."""
     for module in modules:
@@ -69,7 +69,7 @@ def keep(modules: Iterable[nn.Module]) -> None:
     _watch_writes()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def free(modules: Iterable[nn.Module]) -> None:
     """Free what is kept of ``modules``, also where other parameters have come since."""
     for module in modules:

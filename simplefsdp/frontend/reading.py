@@ -237,7 +237,7 @@ def read_only(full: Tensor, fqn: str) -> Tensor:
 
 
 def _still_read_only(result: Any, held: list[ReadOnlyParameter]) -> Any:
-    if isinstance(result, (list, tuple)) and type(result) in (list, tuple):
+    if type(result) in (list, tuple):
         return type(result)(_still_read_only(item, held) for item in result)
     if type(result) is Tensor:
         for tensor in held:

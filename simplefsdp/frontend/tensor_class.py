@@ -17,7 +17,8 @@ outputs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,9 +104,11 @@ def held_by(fqn: str, value: Tensor, ranks: int) -> Held:
     return Held(held[0], name)
 
 
-def note_mesh(group: str, mesh: DeviceMesh) -> None:
-    """Let gathers over the process group ``group`` give the classes' methods this 1-D mesh."""
-    _meshes[group] = mesh
+def note_mesh(mesh: DeviceMesh) -> None:
+    """Let gathers over its process group give the classes' methods this 1-D ``mesh``."""
+    _meshes[mesh.get_group().group_name] = mesh
+    if mesh.size() == 1:  # which no gather has a group of
+        _meshes[""] = mesh
 
 
 class Sending(NamedTuple):
@@ -135,22 +138,24 @@ def sending(
     if len(inspect.signature(wrapped.fsdp_pre_all_gather).parameters) > 1:
         size = torch.Size((shard.shape[0] * ranks, *shard.shape[1:]) if shard.dim() else ())
         arguments += (size, torch.empty(size, device="meta").stride(), None, policy)
-    with watch_collectives_in_place(only_if=is_traced) as unseen:
+    with _all_seen(wrapped, is_traced):
         tensors, metadata = wrapped.fsdp_pre_all_gather(*arguments)
-    _refuse(wrapped, unseen)
 
     def received(outputs: Sequence[Tensor]) -> Tensor:
         dtype = shard.dtype if policy.param_dtype is None else policy.param_dtype
         full: Tensor
-        with watch_collectives_in_place(only_if=is_traced) as unseen:
+        with _all_seen(wrapped, is_traced):
             full, _ = wrapped.fsdp_post_all_gather(tuple(outputs), metadata, dtype)
-        _refuse(wrapped, unseen)
         return full
 
     return Sending(tensors, received)
 
 
-def _refuse(wrapped: Any, unseen: Sequence[str]) -> None:
+@contextmanager
+def _all_seen(wrapped: Any, is_traced: bool) -> Iterator[None]:
+    """Around a method of a class: refuse it if a compiler traces it and would miss what it sends"""
+    with watch_collectives_in_place(only_if=is_traced) as unseen:
+        yield
     if unseen:  # each rank would compute with what it has itself
         raise ValueError(
             f"{type(wrapped).__name__}: its {' or '.join(METHODS)}() calls {unseen[0]} of "

@@ -143,10 +143,7 @@ def simple_fsdp(
         for key, (fqn, param) in originals.items()
     }
     if any(value.name for value in values.values()):
-        mesh_of_shards = dp.shard_mesh()
-        tensor_class.note_mesh(mesh_of_shards.get_group().group_name, mesh_of_shards)
-        if mesh_of_shards.size() == 1:  # which no gather has a group of
-            tensor_class.note_mesh("", mesh_of_shards)
+        tensor_class.note_mesh(dp.shard_mesh())
     shards = {
         key: parameter_like(param, shard(values[key].tensor, dp, layouts[key].tensor_parallel))
         for key, (_, param) in originals.items()

@@ -83,18 +83,22 @@ def whole_step(
     used = {n for node in of_update for n in node.all_input_nodes}
     numbers = [i for i, node in enumerate(scalars.results) if node in used]
     seed = torch.ones(like.shape, dtype=like.dtype, device=like.device)
-    more = [(f"{site.kind}_{site.key}", tensor_at(optimizer, site)) for site in sites]
-    more += [(f"number_{i}", scalars.examples[i]) for i in numbers]
-    more += [("gradient_of_loss", seed)]
-    added = [add_input(gm, name, tensor, like) for name, tensor in more]
-    known = {**nodes, **dict(zip(sites, (node for node, _ in added), strict=False))}
-    values = {scalars.results[i]: added[len(sites) + k][0] for k, i in enumerate(numbers)}
+    fakes: list[Any] = []
+
+    def added(name: str, tensor: Tensor) -> Node:
+        node, fake = add_input(gm, name, tensor, like)
+        fakes.append(fake)
+        return node
+
+    known = nodes | {s: added(f"{s.kind}_{s.key}", tensor_at(optimizer, s)) for s in sites}
+    values = {scalars.results[i]: added(f"number_{i}", scalars.examples[i]) for i in numbers}
+    of_loss = added("gradient_of_loss", seed)
     names = [fqns.get(id(tensor_at(optimizer, s)), f"parameter {s.number}") for s in nodes]
-    norm, grads = _gradients(gm, loss, added[-1][0], list(nodes.values()), names, max_norm)
+    norm, grads = _gradients(gm, loss, of_loss, list(nodes.values()), names, max_norm)
     known |= {s._replace(kind="grad"): grad for s, grad in zip(nodes, grads, strict=True)}
     _append(gm, of_update, values, {n: known[s] for n, s in update.sites.items() if s in known})
     _finish(gm, loss, norm)
-    return WholeStep(gm, [*inputs, *(fake for _, fake in added)], sites, numbers, seed, trained)
+    return WholeStep(gm, [*inputs, *fakes], sites, numbers, seed, trained)
 
 
 def _check(gm: GraphModule, loss: Node) -> None:
