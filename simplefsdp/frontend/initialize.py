@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import TorchDispatchMode
-from simplefsdp.frontend.placement import dtensor_like, local_part, parameter_like
+from simplefsdp.frontend.placement import dtensor_like, local_part, parameter_like, part_of
 from simplefsdp.frontend.wrapped import is_wrapped, plain_classes, wrapped_parts
 from simplefsdp.words import few
 
@@ -252,16 +252,13 @@ def _generator(device: torch.device, key: tuple[object, ...], block: int) -> tor
 def shard_offsets(tensor: DTensor) -> list[int]:
     """Index of the local shard's first element along each dimension of the global tensor.
 
-    Follows ``torch.chunk``, as DTensor does: each mesh dimension from left to right splits what
-    the one before it left, in pieces of ceil(size / ranks), the last ones smaller or empty.
+    Each mesh dimension from left to right splits what the one before it left.
     """
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
-            dim = placement.dim
-            chunk = -(-sizes[dim] // tensor.device_mesh.size(mesh_dim))
-            start = min(coordinate[mesh_dim] * chunk, sizes[dim])
-            offsets[dim] += start
-            sizes[dim] = min(chunk, sizes[dim] - start)
+            dim, ranks = placement.dim, tensor.device_mesh.size(mesh_dim)
+            begin, sizes[dim] = part_of(sizes[dim], ranks, coordinate[mesh_dim])
+            offsets[dim] += begin
     return offsets

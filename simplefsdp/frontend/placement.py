@@ -244,6 +244,14 @@ def highest_of_ranks(flags: Sequence[bool], mesh: DeviceMesh) -> list[bool]:
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return [bool(flag) for flag in found.tolist()]
 
+def part_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Where the part of a rank begins, and its extent, of what ``torch.chunk`` splits, as DTensor
+    does: pieces of ceil(size / ranks), the last ones smaller or empty."""
+    chunk = -(-size // ranks)
+    begin = min(rank * chunk, size)
+    return begin, min(chunk, size - begin)
+
+
 
 def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """What ``distribute_tensor`` makes of a tensor that nobody has to be sent, without making the
@@ -252,8 +260,7 @@ def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     here = mesh.get_coordinate() or ()
     for size, rank, placement in zip(mesh.shape, here, placements, strict=True):
         if isinstance(placement, Shard):
-            rows = -(-part.shape[0] // size)
-            begin = min(rank * rows, part.shape[0])
+            begin, rows = part_of(part.shape[0], size, rank)
             part = part[begin : begin + rows].contiguous()
     return dtensor_of(part, mesh, placements, local.shape, local.stride())
 

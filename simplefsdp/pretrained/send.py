@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from simplefsdp.frontend.full_parameters import full_of
+from simplefsdp.frontend.placement import part_of
 
 # Of all ranks' pieces together, on the receiver.
 _PIECE_NBYTES = 1 << 24
@@ -97,9 +98,7 @@ def _steps(param: DTensor, here: Sequence[int]) -> list[_Step]:
     for dim, placement in enumerate(param.placements):
         if isinstance(placement, Shard) and mesh.size(dim) > 1:
             steps.insert(0, _Step(dim, placement.dim, tuple(shape)))
-            total = shape[placement.dim]
-            chunk = -(-total // mesh.size(dim))
-            shape[placement.dim] = max(0, min(chunk, total - here[dim] * chunk))
+            _, shape[placement.dim] = part_of(shape[placement.dim], mesh.size(dim), here[dim])
     return steps
 
 
