@@ -20,13 +20,13 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("simplefsdp")
@@ -51,11 +51,11 @@ def ranks_of(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
     return tuple(sorted(ranks.flatten().tolist()))
 
 
-def ranks_of_model(model: nn.Module) -> tuple[int, ...]:
-    """Global ranks that hold the parameters of ``model``; empty if they are not all real."""
+def ranks_of_params(params: Iterable[object]) -> tuple[int, ...]:
+    """Global ranks that hold the sharded ones of ``params``; empty if they are not all real."""
     from torch.distributed.tensor import DTensor
 
-    return ranks_of([p.device_mesh for p in model.parameters() if isinstance(p, DTensor)])
+    return ranks_of([param.device_mesh for param in params if isinstance(param, DTensor)])
 
 
 def waiting_s(default: float = TIMEOUT_S) -> float:

@@ -45,7 +45,7 @@ from simplefsdp.frontend.wrapped import (
     wrapped_in,
     wrapped_parts,
 )
-from simplefsdp.rank_guard import agree, ranks_of_model
+from simplefsdp.rank_guard import agree, ranks_of_params
 
 log = logging.getLogger("simplefsdp")
 _SYNC = "_simple_fsdp_sync"  # on a wrapped module: what its next backward reduces
@@ -263,7 +263,7 @@ def reduce_now(model: nn.Module) -> None:
                 found[id(shard)] = (shard, layout, sums)
     fqns = [layout.spec.fqn for _, layout, _ in found.values()]
     what = "the gradients that finalize_backward reduces"
-    agree(what, fqns, ranks_of_model(model), remember=False)
+    agree(what, fqns, ranks_of_params(model.parameters()), remember=False)
     for param, layout, sums in found.values():
         local = local_tensor(param)
         deferral = Deferral("all", sums.unreduced, sums.partial)

@@ -156,7 +156,7 @@ def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
         )
 
 
-def register_into(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+def members(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """For the subclass of ``cls``: these methods, less those that ``cls`` has of its own."""
     own = {method.__name__: method for method in _METHODS if not hasattr(cls, method.__name__)}
     if cls.zero_grad is nn.Module.zero_grad:
@@ -204,7 +204,7 @@ def _replace_sync(module: nn.Module, recurse: bool, **fields: bool) -> None:
     set_sync((m, sync_of(m)._replace(**fields)) for m in _wrapped(module, recurse))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def change_specs(modules: Iterable[nn.Module], fields: Mapping[str, Any]) -> None:
     """Change fields of how the own parameters of ``modules``, which are wrapped, are gathered and
     their gradients reduced, from now on."""

@@ -18,11 +18,12 @@ is what rank 0 says, for garbage is collected when it pleases each rank.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import threading
 from collections.abc import Callable, ItemsView, ValuesView
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ from simplefsdp.frontend.full_parameters import full_of, write_back
 from simplefsdp.frontend.placement import bits_of, highest_of_ranks, on_the_wire, rank_0s
 from simplefsdp.frontend.reading import in_forward
 from simplefsdp.frontend.wrapped import shards_of
-from simplefsdp.rank_guard import agree, ranks_of
+from simplefsdp.rank_guard import agree, ranks_of_params
 
-INITIALISERS = (
+_INITIALISERS = (
     "apply",
     "reset_parameters",
     "_reset_parameters",
@@ -156,7 +157,7 @@ def full_parameter(param: DTensor) -> nn.Parameter:
         # What follows is collective. A rank that initialises alone is told so, here or the next
         # time: the number makes each time another agreement.
         lines = [f"{_flow.what}, number {next(_numbers)}"]
-        agree(f"{_flow.what}, which reads parameters", lines, ranks_of([param.device_mesh]))
+        agree(f"{_flow.what}, which reads parameters", lines, ranks_of_params([param]))
         _flow.is_agreed = True
     _flush(pending)
     entry = _Pending(param)
@@ -209,7 +210,15 @@ def _give_shards() -> None:
     _flow.shards_were_given = True
 
 
-def initialiser(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+def members(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """For the subclass of ``cls``: its initialisers, if it means by them what everybody does."""
+    own = {name: inspect.getattr_static(cls, name, None) for name in _INITIALISERS}
+    if cls.apply is not nn.Module.apply:
+        del own["apply"]
+    return {name: _initialiser(cls, name) for name, m in own.items() if isinstance(m, FunctionType)}
+
+
+def _initialiser(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     """The method ``name`` of ``cls``, for its wrapped instances: it reads full parameters."""
 
     @functools.wraps(getattr(cls, name))

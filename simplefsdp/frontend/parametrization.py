@@ -8,9 +8,8 @@ instances (Dynamo would recompile for each class); what differs between instance
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -64,7 +63,7 @@ from simplefsdp.frontend.wrapped import (
     is_wrapped,
     know_own_forward,
 )
-from simplefsdp.rank_guard import ranks_of
+from simplefsdp.rank_guard import ranks_of_params
 
 _CASTS = "_simple_fsdp_casts"  # on a subclass whose forward casts, for instances with a policy
 
@@ -94,16 +93,14 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         LAYOUTS: {},  # as the next, for instances that the model's own code makes of type(self)
         GATHERS: {},
         **_methods(cls),
-        **control.register_into(cls),
+        **control.members(cls),
         **refused.members(cls),
         **accessors(cls),
         **generation.members(cls),
+        **init_flow.members(cls),
     }
     if _has_forward(cls):
         members["forward"] = marked(cls)
-    for name in init_flow.INITIALISERS:
-        if _is_initialiser(cls, name):
-            members[name] = init_flow.initialiser(cls, name)
     if issubclass(cls, nn.RNNBase):
         members |= recurrent.MEMBERS
     metaclass = equal_to_plain(type(cls))  # type: ignore[arg-type]
@@ -154,12 +151,6 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
 
     methods = (_save_to_state_dict, _load_from_state_dict, _apply, __setstate__, register_parameter)
     return {method.__name__: method for method in (*methods, __setattr__)}
-
-
-def _is_initialiser(cls: type[nn.Module], name: str) -> bool:
-    """Whether ``cls`` has such a method, and means by it what everybody does."""
-    own_apply = name == "apply" and cls.apply is not nn.Module.apply
-    return isinstance(inspect.getattr_static(cls, name, None), FunctionType) and not own_apply
 
 
 def _has_forward(cls: type[nn.Module]) -> bool:
@@ -295,7 +286,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     if isinstance(param, DTensor):
         refuse_assigned([(fqn, param)])
         if "kept" in now:
-            kept.refresh([param], ranks_of([param.device_mesh]))
+            kept.refresh([param], ranks_of_params([param]))
         else:
             note_gather(param.device_mesh, fqn, layout.spec.shard_group)
     if torch.is_inference_mode_enabled():

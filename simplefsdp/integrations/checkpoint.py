@@ -22,7 +22,7 @@ from simplefsdp.checkpoints.opened import CheckpointFiles, fill, open_files, ver
 from simplefsdp.checkpoints.saving import ChecksumWriter
 from simplefsdp.frontend.full_parameters import full_of
 from simplefsdp.frontend.wrapped import is_wrapped
-from simplefsdp.rank_guard import agree, ranks_of
+from simplefsdp.rank_guard import agree, ranks_of_params
 
 log = logging.getLogger("simplefsdp")
 FOLDER = "simplefsdp"  # in a library's own checkpoint folder
@@ -102,9 +102,8 @@ def gathered(model: nn.Module, values: Mapping[str, Any], *, keep: bool) -> dict
 
 def _agree(what: str, models: Sequence[nn.Module], keys: Iterable[str]) -> None:
     """Raise on all ranks rather than hang if one is not here, or is here with another model."""
-    params = (p for model in models for p in model.parameters())
-    meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
-    agree(what, sorted(keys), ranks_of(meshes), remember=False)
+    params = (param for model in models for param in model.parameters())
+    agree(what, sorted(keys), ranks_of_params(params), remember=False)
 
 
 def _numbered(name: str, i: int) -> str:

@@ -29,7 +29,7 @@ from simplefsdp.frontend.full_parameters import unsharded
 from simplefsdp.integrations import checkpoint
 from simplefsdp.integrations.accelerate import Accelerator
 from simplefsdp.pretrained.together import together
-from simplefsdp.rank_guard import ranks_of_model
+from simplefsdp.rank_guard import ranks_of_params
 
 # Arguments that would do harm, or nothing, and what to do instead.
 _POLICY = "pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) to simple_fsdp"
@@ -129,7 +129,7 @@ class Trainer(transformers.Trainer):
         keep = self.args.should_save
         if getattr(super()._save, "__func__", None) is not transformers.Trainer._save:
             # Another library's, as sentence-transformers': it asks the model itself.
-            ranks = ranks_of_model(self.model)
+            ranks = ranks_of_params(self.model.parameters())
             with unsharded(self.model, writeback=False), together("what save_model does", ranks):
                 if keep:
                     super()._save(output_dir)

@@ -15,7 +15,7 @@ from simplefsdp.pretrained.files import Entry, entries_of, opened
 from simplefsdp.pretrained.match import Rename, Unmatched, match
 from simplefsdp.pretrained.named import tensors_of, wrapped_model
 from simplefsdp.pretrained.together import together
-from simplefsdp.rank_guard import ranks_of_model
+from simplefsdp.rank_guard import ranks_of_params
 
 Progress = Callable[[int, int], object]
 
@@ -58,7 +58,7 @@ def load_pretrained(
         RankMismatchError: another rank failed, or has another model or folder.
     """
     model = wrapped_model(model)
-    ranks = ranks_of_model(model)
+    ranks = ranks_of_params(model.parameters())
     with together("the folder given to load_pretrained", ranks) as lines:
         entries = entries_of(folder)
         names, unmatched = match(model, tensors_of(model), entries, rename, strict=strict)

@@ -16,7 +16,7 @@ from simplefsdp.pretrained.named import refuse_meta, state_of, wrapped_model
 from simplefsdp.pretrained.send import into, send
 from simplefsdp.pretrained.together import together
 from simplefsdp.pretrained.writer import Writer, complete_folder, in_files
-from simplefsdp.rank_guard import ranks_of_model
+from simplefsdp.rank_guard import ranks_of_params
 from simplefsdp.words import few
 
 _WHAT = "what save_pretrained does"
@@ -38,7 +38,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         RankMismatchError: another rank failed, or has another model.
     """
     model = wrapped_model(model)
-    ranks = ranks_of_model(model)
+    ranks = ranks_of_params(model.parameters())
     state = state_of(model)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     receiver = _receiver(ranks)
@@ -75,7 +75,7 @@ def save_pretrained(
         RankMismatchError: another rank failed, or has another model.
     """
     model = wrapped_model(model)
-    ranks = ranks_of_model(model)
+    ranks = ranks_of_params(model.parameters())
     target = Path(folder).absolute()
     receiver = _receiver(ranks)
     with ExitStack() as stack:

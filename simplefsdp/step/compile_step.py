@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.optim.optimizer import Optimizer
 
@@ -168,12 +167,10 @@ class _Step:
                 "model alone"
             )
         log.info("the first step is not compiled: %s makes its state there", name)
-        meshes = [p.device_mesh for p in params.values() if isinstance(p, DTensor)]
         if self.timeout_s:
             what = "a step that is not compiled, for the optimizer's state"
-            rank_guard.agree(
-                what, [name], rank_guard.ranks_of(meshes), self.timeout_s, remember=False
-            )
+            ranks = rank_guard.ranks_of_params(params.values())
+            rank_guard.agree(what, [name], ranks, self.timeout_s, remember=False)
         with torch.enable_grad():
             loss = self.loss_of(*args, **kwargs)
             loss.backward()
