@@ -15,7 +15,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ def sync_of(module: nn.Module) -> Sync:
     return module.__dict__.get(_SYNC, Sync())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def set_sync(syncs: Iterable[tuple[nn.Module, Sync]]) -> None:
     """Have the backward of the next forward of wrapped modules reduce that, for all or for none; of
     each its own parameters only, not those of the modules inside it."""
@@ -150,16 +150,13 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
 
     if not sync.gradients:
         sums.until = "none"
-        if sums.unreduced is None:
-            sums.unreduced = zeros(spec.rows)
+        sums.unreduced = zeros(spec.rows) if sums.unreduced is None else sums.unreduced
         return Deferral("none", sums.unreduced)
-    if not sync.copies and spec.copy_groups:
-        sums.until = "shards"
-        if sums.partial is None:
-            sums.partial = zeros(padded_rows(spec))
-        return Deferral("shards", sums.unreduced, sums.partial)
-    sums.until = "all"
-    return Deferral("all", sums.unreduced, sums.partial)
+    until: Literal["shards", "all"] = "all" if sync.copies or not spec.copy_groups else "shards"
+    sums.until = until
+    if until == "shards" and sums.partial is None:
+        sums.partial = zeros(padded_rows(spec))
+    return Deferral(until, sums.unreduced, sums.partial)
 
 
 def noting_backwards(
@@ -242,7 +239,7 @@ def drop_deferred(model: nn.Module) -> None:
                 _zero(sums)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def _zero(sums: Sums) -> None:
     # In place: backwards that are still to come write to these tensors.
     for tensor in (sums.unreduced, sums.partial):

@@ -142,9 +142,8 @@ def _allocate(param: DTensor, device: torch.device | str | None) -> nn.Parameter
 
 
 def _default(model: nn.Module) -> str:
-    meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    mesh = next(meshes, None)
-    return "cpu" if mesh is None else mesh.device_type
+    types = (p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor))
+    return next(types, "cpu")
 
 
 class _ShardedInit(TorchDispatchMode):

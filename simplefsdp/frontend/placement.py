@@ -84,8 +84,7 @@ def data_parallel(mesh: DeviceMesh, mode: str) -> DataParallel:
             f"mesh: expected a torch.distributed.device_mesh.DeviceMesh, got "
             f"{type(mesh).__name__}; make one with init_device_mesh(device_type, (ranks,))"
         )
-    expected_ndim = 2 if mode == "hybrid_shard" else 1
-    if mesh.ndim != expected_ndim:
+    if mesh.ndim != (2 if mode == "hybrid_shard" else 1):
         raise ValueError(
             f"mesh: mode {mode!r} needs {_MESH_OF_MODE[mode]}; got a {mesh.ndim}-D mesh of shape "
             f"{tuple(mesh.shape)}. Slice it by name (mesh['dp']) or choose another mode"
@@ -244,13 +243,13 @@ def highest_of_ranks(flags: Sequence[bool], mesh: DeviceMesh) -> list[bool]:
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return [bool(flag) for flag in found.tolist()]
 
+
 def part_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Where the part of a rank begins, and its extent, of what ``torch.chunk`` splits, as DTensor
     does: pieces of ceil(size / ranks), the last ones smaller or empty."""
     chunk = -(-size // ranks)
     begin = min(rank * chunk, size)
     return begin, min(chunk, size - begin)
-
 
 
 def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
