@@ -148,14 +148,12 @@ def _check_placed_alike(param: Tensor, grad: Tensor) -> None:
 def _splits(placement: Placement) -> bool:
     """Whether each rank has other elements (``_StridedShard``: of FSDP2 over tensor
     parallelism)."""
-    if is_split(placement):
-        return True
-    if not placement.is_replicate():
+    if not is_split(placement) and not placement.is_replicate():
         raise TypeError(
             f"clip_grad_norm_: expected parameters placed by Shard or Replicate, got {placement}; "
             "redistribute the parameter first"
         )
-    return False
+    return is_split(placement)
 
 
 def _norm_over(

@@ -53,11 +53,6 @@ _named: dict[str, TensorClass] = {}
 _meshes: dict[str, DeviceMesh] = {}
 
 
-def extends(tensor: Tensor) -> bool:
-    """Whether the class of ``tensor`` says how it is gathered."""
-    return any(hasattr(tensor, name) for name in METHODS)
-
-
 class Held(NamedTuple):
     """The plain tensor that a parameter's value is or holds."""
 
@@ -72,15 +67,15 @@ def held_by(fqn: str, value: Tensor, ranks: int) -> Held:
         ValueError: it holds several tensors, or one of another shape or dtype; its class says only
             half, or has no text of its own for what it adds; or its rows are uneven.
     """
-    if not extends(value):
+    says = [hasattr(value, name) for name in METHODS]
+    if not any(says):
         return Held(value, "")
     cls: Any = type(value)
     flatten = getattr(value, "__tensor_flatten__", None)
     names, context = ([], None) if flatten is None else flatten()
     held = [getattr(value, name) for name in names]
-    complete = all(hasattr(value, name) for name in METHODS)
     alike = len(held) == 1 and (held[0].shape, held[0].dtype) == (value.shape, value.dtype)
-    if not complete or not alike:
+    if not all(says) or not alike:
         raise ValueError(
             f"{fqn}: is a {cls.__name__}, which says by {' and '.join(METHODS)}() how FSDP2 is to "
             "gather it; simple_fsdp can do so if it has both, and holds one plain tensor of its "

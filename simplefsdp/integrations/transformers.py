@@ -147,8 +147,7 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """The scheduler: the optimizer was saved with the model."""
         if self.args.should_save:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it says that the optimizer should be saved, too
+            with warnings.catch_warnings(action="ignore"):  # that the optimizer should be, too
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(
@@ -178,8 +177,7 @@ class Trainer(transformers.Trainer):
             )
         checkpoint.load_optimizers(shards, [self.model], [self._optimizer])
         saved = torch.load(Path(checkpoint_folder, SCHEDULER_NAME), weights_only=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             self.lr_scheduler.load_state_dict(saved)
 
     @property
