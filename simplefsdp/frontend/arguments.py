@@ -54,6 +54,15 @@ def check_arguments(
     _refuse_offloading(offload_policy)
 
 
+_OF_OTHERS = {
+    FSDPModule: "is wrapped by fully_shard; simple_fsdp takes its place: call it alone",
+    DistributedDataParallel: "is a DistributedDataParallel; pass the module that is in it, with "
+    "mode='replicate' to have copies, too",
+    torch.jit.ScriptModule: "was made by torch.jit, whose code reads its own parameters; pass the "
+    "module that it was made of, or name its parameters in ignored_params",
+}
+
+
 def check_modules(modules: Mapping[nn.Module, str]) -> None:
     """Refuse modules that others wrapped, and such as need their weight, or its gradient, whole.
 
@@ -64,21 +73,9 @@ def check_modules(modules: Mapping[nn.Module, str]) -> None:
         ValueError: see :func:`simplefsdp.simple_fsdp`.
     """
     for module, path in modules.items():
-        if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{path or 'model'}: is wrapped by fully_shard; simple_fsdp takes its place: call "
-                "it alone"
-            )
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError(
-                f"{path or 'model'}: is a DistributedDataParallel; pass the module that is in it, "
-                "with mode='replicate' to have copies, too"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{path or 'model'}: was made by torch.jit, whose code reads its own parameters; "
-                "pass the module that it was made of, or name its parameters in ignored_params"
-            )
+        for cls, what in _OF_OTHERS.items():
+            if isinstance(module, cls):
+                raise ValueError(f"{path or 'model'}: {what}")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             _check_embedding(module, path or "model")
 

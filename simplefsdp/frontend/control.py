@@ -97,11 +97,8 @@ def set_reshard_after_backward(
 ) -> None:
     """``False``: gather now and keep, as :func:`unshard` does; ``True``: free what is kept."""
     _check_bool("reshard_after_backward", reshard_after_backward)
-    modules = _wrapped(self, recurse)
-    if reshard_after_backward:
-        kept.free(modules)
-    else:
-        kept.keep(modules)
+    change = kept.free if reshard_after_backward else kept.keep
+    change(_wrapped(self, recurse))
 
 
 def unshard(self: nn.Module, async_op: bool = False) -> UnshardHandle | None:

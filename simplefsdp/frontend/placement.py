@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from simplefsdp._torch import grad_dtype_override, has_no_data
 from simplefsdp.choices import MODES
 
+# The mesh that each mode needs, and which of its dimensions shards are over, and which copies.
 _MESH_OF_MODE = {
-    "fully_shard": "a 1-D mesh: the ranks that share the shards",
-    "hybrid_shard": "a 2-D mesh: (ranks that hold copies, ranks that share the shards)",
-    "replicate": "a 1-D mesh: the ranks that hold copies",
+    "fully_shard": ("a 1-D mesh: the ranks that share the shards", 0, None),
+    "hybrid_shard": ("a 2-D mesh: (ranks that hold copies, ranks that share the shards)", 1, 0),
+    "replicate": ("a 1-D mesh: the ranks that hold copies", None, 0),
 }
 
 
@@ -84,16 +85,13 @@ def data_parallel(mesh: DeviceMesh, mode: str) -> DataParallel:
             f"mesh: expected a torch.distributed.device_mesh.DeviceMesh, got "
             f"{type(mesh).__name__}; make one with init_device_mesh(device_type, (ranks,))"
         )
+    needed, shard_dim, replicate_dim = _MESH_OF_MODE[mode]
     if mesh.ndim != (2 if mode == "hybrid_shard" else 1):
         raise ValueError(
-            f"mesh: mode {mode!r} needs {_MESH_OF_MODE[mode]}; got a {mesh.ndim}-D mesh of shape "
+            f"mesh: mode {mode!r} needs {needed}; got a {mesh.ndim}-D mesh of shape "
             f"{tuple(mesh.shape)}. Slice it by name (mesh['dp']) or choose another mode"
         )
-    if mode == "replicate":
-        return DataParallel(mesh, shard_dim=None, replicate_dim=0)
-    if mode == "fully_shard":
-        return DataParallel(mesh, shard_dim=0, replicate_dim=None)
-    return DataParallel(mesh, shard_dim=1, replicate_dim=0)
+    return DataParallel(mesh, shard_dim, replicate_dim)
 
 
 @dataclass(frozen=True)

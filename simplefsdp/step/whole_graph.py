@@ -195,14 +195,8 @@ def _gradients(
 def _append(
     gm: GraphModule, nodes: Iterable[Node], values: dict[Node, Node], known: Mapping[Node, Node]
 ) -> None:
-    """Append copies of the nodes of an update.
-
-    Args:
-        gm: the graph.
-        nodes: to be copied, in order.
-        values: what is in the place of numbers; the copies are added to them.
-        known: what is in the place of tensors.
-    """
+    """Append copies of the ``nodes`` of an update, with ``known`` in the place of its tensors, and
+    ``values`` in that of numbers, to which the copies are added."""
     with gm.graph.inserting_before(gm.graph.output_node()):
         for node in nodes:
             if node in known:
