@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import TorchDispatchMode
 from simplefsdp.frontend.placement import dtensor_like, local_part, parameter_like, part_of
-from simplefsdp.frontend.wrapped import is_wrapped, plain_classes, wrapped_parts
+from simplefsdp.frontend.wrapped import is_wrapped, plain_classes
 from simplefsdp.words import few
 
 # Elements per block. Part of the mapping from seed to weights: changing it changes them all.
@@ -73,16 +73,15 @@ def init_weights(
         raise ValueError(
             f"model: expected a module wrapped by simple_fsdp, got {type(model).__name__}"
         )
-    owners = wrapped_parts(model)[::-1]
-    paths = {module: path for path, module in model.named_modules()}
-    with plain_classes(owners):
+    named = [(path, module) for path, module in model.named_modules() if is_wrapped(module)]
+    with plain_classes(module for _, module in named):
         materialize(model, device)
         fill = _ShardedInit(model, seed)
         cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=cuda), fill:
             torch.manual_seed(seed)
-            for module in owners:
-                fill.module = f"{paths[module] or 'root'} ({type(module).__name__})"
+            for path, module in reversed(named):
+                fill.module = f"{path or 'root'} ({type(module).__name__})"
                 (init_fn or reset_parameters)(module)
         fill.check_complete(model)
     return model

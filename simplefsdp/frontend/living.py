@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import cast
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -46,8 +45,7 @@ def known_fqns(fqns: Collection[str]) -> list[str]:
     """Parameters of the living models that have all of ``fqns``, which a graph reads, for patterns
     may name what it does not read. If no model has all, several wraps are in one graph: then of
     those that have one of them."""
-    found = [module.__dict__.get(_NAMES) for module in modules()]
-    models = [cast(frozenset[str], names) for names in found if names is not None]
+    models: list[frozenset[str]] = [m.__dict__[_NAMES] for m in modules() if _NAMES in m.__dict__]
     wanted = set(fqns)
     own = [names for names in models if wanted <= names]
     return sorted(set().union(*(own or [names for names in models if wanted & names])))
