@@ -27,7 +27,6 @@ _NOT_IN_MODEL = (
 def mark_original(param: Tensor, fqn: str) -> None:
     """Note on a parameter that a shard took its place."""
     setattr(param, _ORIGINAL, fqn)
-    _watch_optimizers()
 
 
 class _Replaced(NamedTuple):
@@ -48,7 +47,6 @@ def note_replaced(owner: nn.Module, name: str, by: Tensor, fqn: str) -> None:
     if shard is not None and shard is not by:
         note = _Replaced(weakref.ref(shard), weakref.ref(owner), name, fqn)
         _replaced[id(shard), id(owner), name] = note
-        _watch_optimizers()
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:
@@ -77,7 +75,6 @@ def refuse_replaced(optimizer: Optimizer) -> None:
 def mark_full(param: nn.Parameter, fqn: str) -> nn.Parameter:
     """Note on a full parameter that it stands for a shard, inside ``unsharded``."""
     setattr(param, _FULL, fqn)
-    _watch_optimizers()
     return param
 
 
@@ -92,7 +89,8 @@ def is_original(param: Tensor) -> bool:
 
 
 @functools.cache
-def _watch_optimizers() -> None:
+def refuse_steps() -> None:
+    """From the first wrap of a process on, refuse steps of what is not in the model."""
     register_optimizer_step_pre_hook(_refuse_originals)
 
 

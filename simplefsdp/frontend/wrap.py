@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import REPEATED, has_hooks, mend_gloo_gathers
 from simplefsdp.frontend import tensor_class
-from simplefsdp.frontend.after_wrap import is_original, mark_original
+from simplefsdp.frontend.after_wrap import is_original, mark_original, refuse_steps
 from simplefsdp.frontend.arguments import (
     Dtypes,
     check_arguments,
@@ -164,6 +164,7 @@ def simple_fsdp(
     cast_in_forward(model, policy)
     _requalify(model)
     remember_fqns(model)
+    refuse_steps()
     handle_operators()
     reduce_gradients_of_full_tensors()
     return model
