@@ -128,8 +128,10 @@ def check_placements(
     placement_of: Callable[[nn.Parameter], Shard | None] | None,
 ) -> None:
     """Refuse FSDP2's function of placements if it wants another than ours."""
-    for fqn, param in named if placement_of is not None else ():
-        placement = placement_of(param)  # type: ignore[misc]
+    if placement_of is None:
+        return
+    for fqn, param in named:
+        placement = placement_of(param)
         if placement is not None and not (type(placement) is Shard and placement.dim == 0):
             raise ValueError(
                 f"{fqn}: shard_placement_fn: expected None or Shard(0), got {placement!r}; "

@@ -178,9 +178,8 @@ class Numbers:
             [p for p in sites if p.owner is None or p.owner in trained] for sites in scalars.sources
         ]
         self.equal = [sites for sites in mine if len(sites) > 1]
-        self.sources = [
-            own[0] if own else all_[0] for own, all_ in zip(mine, scalars.sources, strict=True)
-        ]
+        both = zip(mine, scalars.sources, strict=True)
+        self.sources = [(own or every)[0] for own, every in both]
         self.written = {p: i for p, i in scalars.written.items() if p.owner in trained}
         self.left: list[tuple[Tensor, int]] = []  # counts, as they were checked
 
