@@ -157,7 +157,7 @@ def _note_write(value: Any) -> None:
 
 
 def refresh(
-    params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float = rank_guard.TIMEOUT_S
+    params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float | None = None
 ) -> None:
     """Gather again what is kept of ``params``, if they have changed; then it is collective."""
     kept = [(param, param.__dict__.get(_OF_SHARD)) for param in params]
