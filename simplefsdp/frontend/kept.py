@@ -156,9 +156,7 @@ def _note_write(value: Any) -> None:
                 kept.version = -1
 
 
-def refresh(
-    params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float | None = None
-) -> None:
+def refresh(params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float | None = None) -> None:
     """Gather again what is kept of ``params``, if they have changed; then it is collective."""
     kept = [(param, param.__dict__.get(_OF_SHARD)) for param in params]
     stale = [(param, k) for param, k in kept if k is not None and k.version != _version(param)]
