@@ -5,6 +5,7 @@ and says what moved, when a new release of PyTorch moves it.
 """
 
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from simplefsdp._torch.backends import (
     Passes,
@@ -102,7 +103,6 @@ from simplefsdp._torch.tensors import (
     storage_number,
     storage_of,
     storage_use_count,
-    tree_map_only,
     watch_collectives_in_place,
     watch_writes_to_dtensors,
 )

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -295,8 +296,6 @@ def graphs_of(
     Nothing runs. The state of no random generator is stashed for what the backward recomputes:
     torch does that in ways that differ by device, and can fail on the CPU's.
     """
-    from unittest.mock import patch
-
     from torch._functorch import config as functorch_config
     from torch._functorch import partitioners
 

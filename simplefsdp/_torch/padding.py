@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -29,8 +30,6 @@ _USES_OF_COPY = 300
 @contextmanager
 def padding_without_benchmarks() -> Iterator[None]:
     """Inside, Inductor asks :func:`_should_pad` which matmuls to pad; if it may pad any."""
-    from unittest.mock import patch
-
     from torch._inductor.fx_passes import pad_mm
 
     _tell_what_is_not_asked()

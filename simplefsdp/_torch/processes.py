@@ -5,16 +5,17 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def shared_store(prefix: str) -> Any:
     """The key-value store that all ranks of the default process group share, under ``prefix``."""
-    from torch.distributed import distributed_c10d
-
     return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
 
 
@@ -44,10 +45,6 @@ def second_group(name: str) -> str:
     from the communicator of all ranks, as torch does if ``init_process_group`` was given a
     ``device_id``: that would wait for ranks that compile nothing, or not now.
     """
-    from unittest.mock import patch
-
-    from torch.distributed import distributed_c10d
-
     group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
     if group not in _second_groups:
         backend = distributed_c10d.get_backend_config(group)
@@ -66,8 +63,6 @@ def second_group(name: str) -> str:
 
 def _timeout_of(group: Any) -> timedelta:
     """After which a collective of ``group`` is given up; torch's own where it does not say."""
-    from torch.distributed import distributed_c10d
-
     backends = (group._get_backend(device) for device in group._device_types)
     told = [getattr(getattr(b, "options", None), "_timeout", None) for b in backends]
     default = distributed_c10d._get_default_timeout(distributed_c10d.get_backend(group))
@@ -93,8 +88,6 @@ def in_backward() -> bool:
 
 def dispatch_mode() -> str | None:
     """Class name of the innermost dispatch mode of the user's, or None; Dynamo stays out then."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
     users = [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
     return type(users[-1]).__name__.lstrip("_") if users else None
 

@@ -11,18 +11,17 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node as BackwardNode
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._random import is_rng_supported_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import Node
-
-
-def tree_map_only(kind: type[Any], function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with ``function`` of each leaf of that kind, in any nesting of containers."""
-    from torch.utils import _pytree as pytree
-
-    return pytree.tree_map_only(kind, function, value)
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 
 
 @contextmanager
@@ -60,8 +59,6 @@ def hooks_of(tensor: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
 
 def is_plain_tensor(value: object) -> bool:
     """Whether a value is a tensor that holds no others, as subclasses do."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
     return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
 
 
@@ -69,8 +66,6 @@ def is_plain_tensor(value: object) -> bool:
 def watch_collectives_in_place(*, only_if: bool) -> Iterator[list[str]]:
     """Gives a list to which, if so told, the name comes of each collective, called inside, that
     writes to its argument: a compiler that traces does not see those."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     names: list[str] = []
 
     class Watch(TorchDispatchMode):
@@ -87,8 +82,6 @@ def watch_collectives_in_place(*, only_if: bool) -> Iterator[list[str]]:
 
 def has_no_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor is only a shape: on meta, or fake."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
@@ -101,8 +94,6 @@ def order_of_saved(node: Node) -> int:
 
 def storage_of(value: object) -> int | None:
     """What tells a fake tensor's storage from others; None for anything else."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return storage_number(value) if isinstance(value, FakeTensor) else None
 
 
@@ -118,9 +109,6 @@ def storage_number(tensor: torch.Tensor) -> int:
 
 def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:
     """A fake tensor like ``tensor``, on the storage of ``owner``, or on one of its own."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.utils._mode_utils import no_dispatch
-
     with no_dispatch():  # which would make each of these calls on fake tensors, in milliseconds
         if owner is not None:
             storage = owner.untyped_storage()
@@ -158,7 +146,6 @@ def grad_dtype_override(param: torch.Tensor) -> GradDtype | None:
 
 def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
     """``value``, of nested containers and dataclasses, with its floating-point tensors cast."""
-    from torch.utils import _pytree as pytree
 
     def cast_one(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -169,7 +156,7 @@ def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
             return dataclasses.replace(leaf, **changes)
         return leaf
 
-    return pytree.tree_map(cast_one, value)
+    return tree_map(cast_one, value)
 
 
 DTensorOp = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -236,8 +223,6 @@ def _dtensor_handlers() -> dict[Any, DTensorOp]:
 
 def draws_globally(mesh: DeviceMesh) -> bool:
     """Whether torch draws random DTensors on ``mesh`` as one global tensor; on CPU it does not."""
-    from torch.distributed.tensor._random import is_rng_supported_mesh
-
     return mesh.device_type != "cpu" and is_rng_supported_mesh(mesh)
 
 
@@ -298,8 +283,6 @@ class _LocalOf(torch.autograd.Function):
 
 def is_split(placement: Placement) -> bool:
     """Whether a placement gives each rank elements of its own, strided or not."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     return isinstance(placement, (Shard, _StridedShard))
 
 
