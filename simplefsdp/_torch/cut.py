@@ -21,17 +21,16 @@ class Cut(NamedTuple):
 
 
 def can_cut() -> bool:
-    """Whether nobody else wants to see the joint graph, and this torch lets us cut it."""
+    """Whether nobody else wants to see the joint graph."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config
 
-    settings = ("joint_custom_pre_pass", "joint_custom_post_pass", "custom_partitioner_fn")
-    known = config.get_config_copy()
-    if functorch_config.joint_custom_pass is not None or not all(n in known for n in settings):
+    if functorch_config.joint_custom_pass is not None:
         return False
     if functorch_config.activation_memory_budget != 1:  # a share of what all layers would keep
         return False
-    return all(known[name] in (None, []) for name in settings)
+    users = config.joint_custom_pre_pass, config.joint_custom_post_pass
+    return all(of_user in (None, []) for of_user in (*users, config.custom_partitioner_fn))
 
 
 def partitioner(cut: Cut, identity: Callable[[], str]) -> dict[str, Any]:

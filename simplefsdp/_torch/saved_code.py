@@ -41,20 +41,9 @@ log = logging.getLogger("simplefsdp")
 Keep = Callable[[Any], None]
 
 
-@functools.cache
 def can_save_code() -> bool:
     """Whether this torch has all parts of it. Up to 2.14 an entry is made in another way."""
-    if torch.__version__ < "2.15":
-        return False
-    try:
-        from torch._functorch._aot_autograd import autograd_cache as cache
-        from torch.compiler._cache import CacheArtifactRecorder
-    except ImportError:
-        return False
-    names = ("try_load", "save", "make_entry")
-    return callable(CacheArtifactRecorder) and all(
-        hasattr(cache.AOTAutogradCache, n) for n in names
-    )
+    return torch.__version__ >= "2.15"
 
 
 class _Key(str):

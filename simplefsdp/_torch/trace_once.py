@@ -22,19 +22,10 @@ def trace_repeated_calls_once(backend: Callable[..., Any]) -> None:
         _patch()
 
 
-@functools.cache
 def can_trace_once() -> bool:
     """Whether this torch can put a traced call in a graph again, and tells what is not alike. 2.12
     and 2.13 have the parts, and fail; 2.14 takes layers to be alike that -0.0 tells apart."""
-    if torch.__version__ < "2.15":
-        return False
-    try:
-        from torch._dynamo.variables import invoke_subgraph
-
-        from simplefsdp._torch.traced_calls import NEEDED
-    except ImportError:
-        return False
-    return all(hasattr(invoke_subgraph, name) for name in NEEDED)
+    return torch.__version__ >= "2.15"
 
 
 @functools.cache

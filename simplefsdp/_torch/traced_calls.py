@@ -43,14 +43,6 @@ _MOST_KINDS = 4
 
 _TRACED = "_simplefsdp_traced_calls"
 
-NEEDED = (
-    "InvokeSubgraphHigherOrderVariable",
-    "build_input_fingerprint",
-    "is_reusable",
-    "stamp_out_subgraph",
-)
-"""Of ``torch._dynamo.variables.invoke_subgraph``."""
-
 
 @functools.cache
 def _caller(kind: object) -> Any:
