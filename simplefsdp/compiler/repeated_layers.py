@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from inductor_passes.adapters._torch import is_collective_start, is_random, is_view
@@ -119,7 +119,7 @@ def _moved_to_layers(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
     home = {node: i for i, node in enumerate(body[:end])}
     moved: dict[int, list[Node]] = {}
     for node in body[end:]:
-        arguments = _arguments(node)
+        arguments = node.all_input_nodes
         if node in returned and arguments and home.keys() >= {*arguments}:
             home[node] = max(home[argument] for argument in arguments)
             moved.setdefault(home[node], []).append(node)
@@ -162,7 +162,7 @@ def _shared(layers: Sequence[Sequence[Node]]) -> set[Node]:
     found: set[Node] = set()
     for nodes, others in pairwise(layers):
         for node, other in zip(nodes, others, strict=True):
-            pairs = zip(_arguments(node), _arguments(other), strict=False)
+            pairs = zip(node.all_input_nodes, other.all_input_nodes, strict=False)
             found.update(ours for ours, theirs in pairs if ours is theirs)
     return found
 
@@ -170,10 +170,10 @@ def _shared(layers: Sequence[Sequence[Node]]) -> set[Node]:
 def _places(
     graph: Graph, before: Sequence[Node], layers: Sequence[Sequence[Node]]
 ) -> dict[Node, Place]:
-    outside = _shared(layers).union(*map(_arguments, before))
+    outside = _shared(layers).union(*(node.all_input_nodes for node in before))
     place: dict[Node, Place] = {}
     for layer, nodes in enumerate(layers):
-        used = (argument for node in nodes for argument in _arguments(node))
+        used = (argument for node in nodes for argument in node.all_input_nodes)
         for member, node in enumerate((*nodes, *used)):
             if node not in outside and (member < len(nodes) or node.op == "placeholder"):
                 place.setdefault(node, Place(layer, member))
@@ -185,12 +185,6 @@ def _places(
             elif ahead is not None:
                 place[node] = ahead = Place(ahead.layer, ("behind", ahead.member))
     return place
-
-
-def _arguments(node: Node) -> list[Node]:
-    found: list[Node] = []
-    map_arg((node.args, node.kwargs), found.append)
-    return found
 
 
 def _compare(layout: LayeredGraph, numbering: Numbering) -> None:
@@ -215,7 +209,7 @@ def _compare(layout: LayeredGraph, numbering: Numbering) -> None:
     if inputs[0] != inputs[1] or inputs[1] != inputs[2]:
         raise ValueError("the layers do not take alike inputs in the traced graph")
     for node in layout.after:
-        for argument in _arguments(node):
+        for argument in node.all_input_nodes:
             if argument in layout.place and layout.place[argument].layer <= template:
                 raise ValueError(
                     f"{node.format_node()}, behind the layers, refers to one in the middle"
