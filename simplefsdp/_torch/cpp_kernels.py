@@ -47,12 +47,12 @@ _KERNEL = re.compile(
 
 @dataclass(eq=False)
 class _StandIn:
-    """A kernel that a module asked for."""
+    """A kernel that modules asked for."""
 
     argtypes: tuple[str, ...]  # C++ types of its arguments
     source: str  # C++, one function named ``kernel``
     asked: _Asked  # all of the same graph; itself among them
-    # The module's dictionary, and its name there.
+    # The modules' dictionaries, and its name there.
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     function: Function | None = None  # None until it is compiled
 
@@ -77,16 +77,20 @@ class _StandIn:
 
 @dataclass(eq=False)
 class _Asked:
-    """The kernels that a graph asked for, and what g++ was called with."""
+    """The kernels that a graph asked for, each source once."""
 
-    kernels: list[_StandIn] = field(default_factory=list)
-    begun: list[_Library] = field(default_factory=list)
+    kernels: dict[tuple[tuple[str, ...], str], _StandIn] = field(default_factory=dict)
+    begun: list[Callable[[], None]] = field(default_factory=list)  # each waits for a call of g++
     lock: Any = field(default_factory=RLock)
 
+    def kernel(self, argtypes: Sequence[str], source: str) -> _StandIn:
+        """A stand-in, the same for all that ask for the same."""
+        key = tuple(argtypes), source
+        return self.kernels.setdefault(key, _StandIn(*key, self))
+
     def begin(self) -> None:
-        """Call g++ for what is not yet compiled, each source once; in other threads, if there are
-        any."""
-        self.begun += _begin([kernel for kernel in self.kernels if kernel.function is None])
+        """Call g++ for what is not yet compiled; in other threads, if there are any."""
+        self.begun += _begin([k for k in self.kernels.values() if k.function is None])
 
     def finish(self) -> None:
         """Put functions into the modules."""
@@ -94,7 +98,7 @@ class _Asked:
             if not self.begun:
                 self.begin()
             while self.begun:
-                self.begun.pop().finish()
+                self.begun.pop()()
 
 
 _asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
@@ -144,8 +148,7 @@ def _give_stand_ins() -> None:
         if asked is None or not _can_be_joined(argtypes, source_code):
             return ask_torch(self, argtypes, source_code)
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
-        asked.kernels.append(_StandIn(tuple(argtypes), source_code, asked))
-        return asked.kernels[-1]
+        return asked.kernel(argtypes, source_code)
 
     def wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
         wait_for_torch(self, scope)
@@ -175,49 +178,33 @@ def _is_one_block(source: str) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class _Library:
-    """What one call of g++ compiles."""
-
-    kernels: list[list[_StandIn]]  # those of one source each
-    load: Callable[[], Function]  # waits for g++; raises CppCompileError
-
-    def finish(self) -> None:
-        """Put its functions where its kernels stand."""
-        from torch._inductor.codecache import CppPythonBindingsCodeCache
-        from torch._inductor.exc import CppCompileError
-
-        firsts = [alike[0] for alike in self.kernels]
-        try:
-            functions = _functions(self.load(), firsts)
-        except CppCompileError:
-            _log.debug("kernels are compiled one by one", exc_info=True)
-            functions = [
-                CppPythonBindingsCodeCache.load_pybinding(list(kernel.argtypes), kernel.source)
-                for kernel in firsts
-            ]
-        for alike, function in zip(self.kernels, functions, strict=True):
-            for kernel in alike:
-                kernel.be(function)
-
-
-def _begin(kernels: Sequence[_StandIn]) -> list[_Library]:
-    """Call g++, each source once."""
+def _begin(kernels: Sequence[_StandIn]) -> list[Callable[[], None]]:
+    """Call g++; gives what waits for each call."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    alike: dict[tuple[tuple[str, ...], str], list[_StandIn]] = {}
-    for kernel in kernels:
-        alike.setdefault((kernel.argtypes, kernel.source), []).append(kernel)
     threads = get_compile_threads()
     submit = AsyncCompile.submit if threads > 1 else None
-    return [
-        _Library(
-            [alike[kernel.argtypes, kernel.source] for kernel in part],
-            CppPythonBindingsCodeCache.load_pybinding_async(*_joined(part), submit_fn=submit),
-        )
-        for part in _in_parts([kernels[0] for kernels in alike.values()], threads)
-    ]
+    load = partial(CppPythonBindingsCodeCache.load_pybinding_async, submit_fn=submit)
+    return [partial(_finish, part, load(*_joined(part))) for part in _in_parts(kernels, threads)]
+
+
+def _finish(kernels: Sequence[_StandIn], load: Callable[[], Function]) -> None:
+    """Put the functions of a library, which ``load`` gives when g++ is done, where its kernels
+    stand; ``load`` raises CppCompileError."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.exc import CppCompileError
+
+    try:
+        functions = _functions(load(), kernels)
+    except CppCompileError:
+        _log.debug("kernels are compiled one by one", exc_info=True)
+        functions = [
+            CppPythonBindingsCodeCache.load_pybinding(list(kernel.argtypes), kernel.source)
+            for kernel in kernels
+        ]
+    for kernel, function in zip(kernels, functions, strict=True):
+        kernel.be(function)
 
 
 def _in_parts(kernels: Sequence[_StandIn], most: int) -> list[list[_StandIn]]:
