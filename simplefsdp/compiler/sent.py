@@ -17,43 +17,29 @@ from simplefsdp.frontend.gather import spec_of
 from simplefsdp.frontend.living import fqns_of
 
 
-class _Sent:
-    """What calls of a graph gather by one process group."""
-
-    def __init__(self, group: str) -> None:
-        self.group = group
-        # Names in the graph, by places among its inputs, as they are gathered.
-        self.fqns: list[tuple[int, str]] = []
-        # Names of the parameters of the last call, and what that gathered.
-        self.last = ([""], rank_sequence.gathered(()))
-
-    def note(self, args: tuple[Any, ...]) -> None:
-        """A call with ``args`` begins."""
-        names = fqns_of([(args[place], fqn) for place, fqn in self.fqns])
-        before, now = self.last
-        if names != before:
-            now = rank_sequence.gathered(names)
-            self.last = names, now
-        rank_sequence.note(self.group, now)
-
-
 def noting_gathers(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """What makes the compiled ``gm`` a function of which each call is compared with other ranks'
     calls, some calls later."""
     place_of = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    sent: dict[str, _Sent] = {}
+    # By process group, names in the graph by places among its inputs, as they are gathered.
+    gathered: dict[str, list[tuple[int, str]]] = {}
     for node in gathers_of(gm):
         spec = spec_of(node)
         if spec.shard_ranks > 1 and "kept" not in node.kwargs:
-            of = sent.setdefault(spec.shard_group, _Sent(spec.shard_group))
-            of.fqns.append((place_of[node.args[0]], spec.fqn))  # type: ignore[index]
+            place = place_of[node.args[0]]  # type: ignore[index]
+            gathered.setdefault(spec.shard_group, []).append((place, spec.fqn))
+    # Likewise, names of the parameters of the last call, and what that gathered.
+    last = {group: ([""], rank_sequence.gathered(())) for group in gathered}
 
     def noting(compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            for of in sent.values():
-                of.note(args)
+            for group, fqns in gathered.items():
+                names = fqns_of([(args[place], fqn) for place, fqn in fqns])
+                if names != last[group][0]:
+                    last[group] = names, rank_sequence.gathered(names)
+                rank_sequence.note(group, last[group][1])
             return compiled(*args)
 
-        return call if sent else compiled
+        return call if gathered else compiled
 
     return noting
