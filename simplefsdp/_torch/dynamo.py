@@ -240,17 +240,12 @@ def code_number() -> int | None:
     return None if found is None else found.frame_id
 
 
-def source_name(source: Any) -> str:
-    """The Python expression of what Dynamo has read."""
-    return str(source.name() if callable(source.name) else source.name)
-
-
 def input_name(placeholder: Node) -> str | None:
     """FQN of a graph input that is a parameter, else its Python expression, or None."""
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
         return None
-    name = source_name(source)
+    name = source.name
     # L['self']._modules['fc']._parameters['weight'] is fc.weight to the user.
     return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", name)) or name
 

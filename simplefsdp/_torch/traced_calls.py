@@ -28,7 +28,7 @@ from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from simplefsdp._torch.changed_state import State, bases, changes, held_by, hold_alike
-from simplefsdp._torch.dynamo import has_policy, source_name, with_own_code
+from simplefsdp._torch.dynamo import has_policy, with_own_code
 from simplefsdp._torch.exact import exactly, is_plain
 from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
 
@@ -240,7 +240,7 @@ def _global_values(tx: Any, found: Any, held: Mapping[int, object]) -> dict[int,
         if any(isinstance(k, ConstDictKeySource) and id(value_of(k)) in held for k in keys):
             raise LookupError("what is read by a key that a layer holds may differ for others")
         known = source in above or own.concerns(source)
-        if source_name(source) and not known and not is_from_local_source(source):
+        if source.name and not known and not is_from_local_source(source):
             values.append(value_of(source))
     return held_by(values)
 
@@ -306,7 +306,7 @@ def _guard_as(tx: Any, traced: _Traced, sources: Sequence[Any]) -> None:
 
 def _note_layer(tx: Any, layer: Any) -> str:
     """Note on the call that was just put in the graph which layer it is."""
-    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", source_name(layer.source))
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", layer.source.name)
     _last_call(tx).meta[LAYER] = path
     return path
 
