@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import io
 import logging
+import operator
 import pickle
 import platform
 import time
@@ -207,9 +208,6 @@ class _Forward:
     code: Any
     is_backward = False
 
-    def pre_save(self) -> None:
-        """Nothing: it is in the form that can be saved."""
-
     def load(self, example_inputs: Sequence[Any]) -> Any:
         """Load the modules and kernels that the code names."""
         with kernels_together():
@@ -251,7 +249,7 @@ class _Pickler(pickle.Pickler):
         if is_kept_code(value):
             return _kept_code, (type(value), without_callables(value))
         if isinstance(value, torch._ops.OpOverload):
-            return _operator_named, (value.name(), value._overloadname)
+            return _operator_named, (str(value),)
         if isinstance(value, (GraphModule, torch._subclasses.FakeTensor)):
             raise pickle.PicklingError(f"a {type(value).__name__}")
         return NotImplemented
@@ -272,7 +270,5 @@ def _kept_code(cls: Any, state: dict[str, Any]) -> Any:
     return code
 
 
-def _operator_named(name: str, overload: str) -> Any:
-    namespace, _, rest = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), rest.removesuffix(f".{overload}"))
-    return getattr(packet, overload)
+def _operator_named(name: str) -> Any:
+    return operator.attrgetter(name)(torch.ops)
