@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_passes.adapters._torch import is_random, is_view, is_wait, layout_text
+from inductor_passes.adapters.loops import tensors_of
 from simplefsdp import provenance
 
 # The partitioner saves a recomputed node that feeds a checkpoint region of a *higher* id, taking
@@ -131,9 +132,7 @@ def _must_save(node: Node) -> None:
 
 
 def _is_on_cpu(node: Node) -> bool:
-    value = node.meta.get("val")
-    first = value[0] if isinstance(value, (tuple, list)) else value
-    return isinstance(first, torch.Tensor) and first.device.type == "cpu"
+    return any(made.device.type == "cpu" for made in tensors_of(node.meta.get("val"))[:1])
 
 
 def _is_view_or_cast(node: Node) -> bool:
