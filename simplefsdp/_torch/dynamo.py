@@ -305,10 +305,8 @@ def compile_modules_of_torch_too(backend: str, function: str = "") -> None:
     original = nn.Module.compile
 
     def is_meant(given: Any) -> bool:
-        if isinstance(given, str):
-            return given == backend
         names = (getattr(given, part, "") for part in ("__module__", "__qualname__"))
-        return bool(function) and ".".join(map(str, names)) == function
+        return given == backend or ".".join(map(str, names)) == function
 
     def in_front(module: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
