@@ -93,6 +93,7 @@ from simplefsdp._torch.tensors import (
     is_plain_tensor,
     is_split,
     is_to_empty,
+    layout_of,
     local_of,
     local_tensor,
     memory_of,

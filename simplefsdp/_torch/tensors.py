@@ -97,6 +97,15 @@ def storage_of(value: object) -> int | None:
     return storage_number(value) if isinstance(value, FakeTensor) else None
 
 
+def layout_of(value: torch.Tensor) -> tuple[object, ...]:
+    """How a tensor lies in memory, to be compared with others; of a DTensor its shard, too."""
+    layout = (*value.shape,), value.stride(), value.dtype, value.device, value.requires_grad
+    if not isinstance(value, DTensor):
+        return type(value), *layout
+    shard = layout_of(value._local_tensor)
+    return type(value), *layout, value.placements, value.device_mesh, shard
+
+
 def shard_storage_of(value: object) -> int | None:
     """What tells the storage of a fake DTensor's shard from others; of a plain fake tensor, its."""
     return storage_of(getattr(value, "_local_tensor", value))

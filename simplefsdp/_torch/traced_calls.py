@@ -22,7 +22,6 @@ from torch._dynamo.source import ConstDictKeySource, is_from_local_source
 from torch._dynamo.variables import invoke_subgraph
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._guards import Source
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -31,6 +30,7 @@ from simplefsdp._torch.changed_state import State, bases, changes, held_by, hold
 from simplefsdp._torch.dynamo import has_policy, with_own_code
 from simplefsdp._torch.exact import exactly, is_plain
 from simplefsdp._torch.repeated_calls import INSIDE, LAYER, REFUSED, kind_of
+from simplefsdp._torch.tensors import layout_of
 
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 _TAGS = invoke_subgraph.InputTag
@@ -112,15 +112,8 @@ def _described(layer: nn.Module) -> list[object]:
     all of it is guarded."""
     some = (layer.named_parameters, layer.named_buffers)
     named = itertools.chain.from_iterable(of(remove_duplicate=False) for of in some)
-    tensors = [(name, t.requires_grad, t.is_leaf, _layout(t)) for name, t in named]
+    tensors = [(name, t.is_leaf, layout_of(t)) for name, t in named]
     return [*tensors, *((name, sorted(vars(m))) for name, m in layer.named_modules())]
-
-
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    own = type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    if not isinstance(tensor, DTensor):
-        return own
-    return *own, tensor.device_mesh, tensor.placements, _layout(tensor._local_tensor)
 
 
 class _Asked(NamedTuple):

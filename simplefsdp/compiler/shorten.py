@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from inductor_passes.adapters._torch import has_symbols
 from inductor_passes.adapters.submodules import attribute_of
 from inductor_passes.ir.buckets import repeated_modules
-from simplefsdp._torch import graph_module, has_policy, is_plain_tensor
+from simplefsdp._torch import graph_module, has_policy, is_plain_tensor, layout_of
 from simplefsdp._torch.exact import exactly
 from simplefsdp.compiler.dedupe import gathers_of
 from simplefsdp.compiler.repeated_layers import Numbering
@@ -214,14 +214,7 @@ def _submodule(node: Node) -> object:
 def _value(node: Node) -> object:
     """What matters of the value that Dynamo saw."""
     leaves = pytree.tree_leaves(node.meta.get("example_value"))
-    return tuple(_of_tensor(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-
-
-def _of_tensor(value: Tensor) -> object:
-    layout = (*value.shape,), value.stride(), value.dtype, value.device, value.requires_grad
-    if isinstance(value, DTensor):
-        return layout, value.placements, value.device_mesh, _of_tensor(value._local_tensor)
-    return layout
+    return [layout_of(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
 
 
 def _longest_run(described: Sequence[list[object]], period: int = 1) -> tuple[int, int]:
