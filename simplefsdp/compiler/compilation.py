@@ -131,11 +131,11 @@ class _Compiler:
                 graph_pass=passes,
                 cut=cut,
             )
-        attempt = self.warm.attempt()
+        self.warm.begin()
 
         def results(is_backward: bool, code: Any) -> None:
             self._meet(is_backward)
-            attempt.add(is_backward, self.current, code)
+            self.warm.add(is_backward, self.current, code)
 
         scheduler, lowering = self._orders()
         return _torch.compile_with_inductor(
@@ -145,7 +145,7 @@ class _Compiler:
             observe=self._by_regions if self.executor == "regions" else self._note,
             lowering=lowering,
             cudagraphs=self.compilation.options.cudagraphs,
-            results=_torch.Results(results, attempt.finish if self.warm.can_keep else None),
+            results=_torch.Results(results, self.warm.finish if self.warm.can_keep else None),
             cut=cut,
         )
 

@@ -15,7 +15,6 @@ import logging
 import pickle
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule
@@ -48,7 +47,7 @@ class WarmStart:
         self, gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation
     ) -> None:
         self._compilation = compilation
-        self._attempt = _Attempt()
+        self.begin()
         self.shared = ""
         self._can = compilation.options.executor != "aot_eager" and _torch.can_save_code()
         self._name: str | None = None
@@ -142,53 +141,38 @@ class WarmStart:
         """Whether what is compiled can be kept."""
         return self._name is not None
 
-    def attempt(self) -> _Attempt:
-        """To be told of what is compiled from now on."""
-        self._attempt = _Attempt()
-        return self._attempt
-
-    def accept(self) -> None:
-        """The code of the last attempt is what runs: keep it, now or when its backward is there."""
-        self._attempt.accept(self._keep)
-
-    def _keep(self, attempt: _Attempt) -> None:
-        observed, codes = attempt.observed, attempt.codes
-        if observed.keys() != codes.keys() or not all(one.stands for one in observed.values()):
-            return
-        code = _torch.dump_code(attempt.entry, codes, self._meshes)
-        kept = {part: one._replace(number=0) for part, one in observed.items()}
-        _torch.keep(FOLDER, str(self._name), pickle.dumps((kept, code)))
-
-
-@dataclass
-class _Attempt:
-    """A compilation of a graph, which may be given up for another one: what was observed of the
-    graphs, their codes, and what AOTAutograd says of them when it has compiled all."""
-
-    observed: dict[bool, Observed] = field(default_factory=dict)
-    codes: dict[bool, Any] = field(default_factory=dict)
-    entry: Any = None
-    _keep: Callable[[_Attempt], None] | None = None
+    def begin(self) -> None:
+        """Be told of what is compiled from now on: what was before has been given up."""
+        self._observed: dict[bool, Observed] = {}
+        self._codes: dict[bool, Any] = {}
+        self._entry: Any = None
+        self._is_accepted = False
 
     def add(self, is_backward: bool, observed: Observed, code: Any) -> None:
         """Called with each graph that is compiled."""
-        self.observed[is_backward], self.codes[is_backward] = observed, code
+        self._observed[is_backward], self._codes[is_backward] = observed, code
 
     def finish(self, entry: Any) -> None:
-        """Called by AOTAutograd, perhaps when the first backward runs."""
-        self.entry = entry
-        if self._keep is not None:
-            self._keep(self)
-            self.entry, self.codes = None, {}
+        """Called by AOTAutograd when it has compiled all, perhaps when the first backward runs."""
+        self._entry = entry
+        if self._is_accepted:
+            self._keep()
 
-    def accept(self, keep: Callable[[_Attempt], None]) -> None:
-        """Keep it when it is finished."""
-        self._keep = keep
-        if self.entry is not None:
+    def accept(self) -> None:
+        """The code that was compiled is what runs: keep it, now or when its backward is there."""
+        self._is_accepted = True
+        if self._entry is not None:
             try:
-                keep(self)
+                self._keep()
             except Exception as error:  # it would only have saved time
                 log.debug("compiled code is not kept: %r", error)
+
+    def _keep(self) -> None:
+        if all(one.stands for one in self._observed.values()):
+            code = _torch.dump_code(self._entry, self._codes, self._meshes)
+            kept = {part: one._replace(number=0) for part, one in self._observed.items()}
+            _torch.keep(FOLDER, str(self._name), pickle.dumps((kept, code)))
+        self._entry, self._codes = None, {}
 
 
 def _name(gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> str:
