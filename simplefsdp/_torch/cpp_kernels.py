@@ -210,11 +210,8 @@ def _finish(kernels: Sequence[_StandIn], load: Callable[[], Function]) -> None:
 def _in_parts(kernels: Sequence[_StandIn], most: int) -> list[list[_StandIn]]:
     """Up to ``most`` parts that take about as long; the same in each process, for the cache."""
     parts: list[list[_StandIn]] = [[] for _ in range(min(max(most, 1), -(-len(kernels) // _FEW)))]
-    lengths = [0] * len(parts)
     for kernel in sorted(kernels, key=lambda kernel: -len(kernel.source)):
-        shortest = lengths.index(min(lengths))
-        parts[shortest].append(kernel)
-        lengths[shortest] += len(kernel.source)
+        min(parts, key=lambda part: sum(len(k.source) for k in part)).append(kernel)
     return parts
 
 

@@ -309,7 +309,6 @@ def _told_of_now(gm: GraphModule) -> tuple[dict[int, str], list[int], list[int]]
 
 
 def _without_values(gathered: Mapping[int, str], inputs: Sequence[Any]) -> list[str]:
-    params = [(fqn, inputs[place]) for place, fqn in gathered.items()]
     return uninitialised.without_values(
-        (fqn, param, _torch.local_tensor(param)) for fqn, param in params
+        (fqn, inputs[place], _torch.local_tensor(inputs[place])) for place, fqn in gathered.items()
     )

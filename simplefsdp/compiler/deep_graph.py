@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import SymInt, Tensor
@@ -155,17 +156,16 @@ class Deep:
         returned += [self.at[Place(deep, member)] for deep in self.copies for member in members]
         self.graph.output(tuple(returned)).meta = dict(output.meta)
 
-    def _renumbered(self, meta: dict[str, Any], by: int, at_least: int = 0) -> dict[str, Any]:
+    def _renumbered(self, meta: dict[str, Any], by: int, at_least: int) -> dict[str, Any]:
         """What is noted on a node, for a layer further on if its number is ``at_least`` so much."""
         found = dict(meta)
-
-        def moved(path: str) -> str:
-            return self.numbering.moved(path, by, at_least)
-
-        if by and "custom" in meta:
+        if not by:
+            return found
+        if "custom" in meta:
+            moved = partial(self.numbering.moved, by=by, at_least=at_least)
             found["custom"] = provenance.renamed(meta["custom"], moved)
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
-            if by and meta.get(key):
+            if meta.get(key):
                 found[key] = self._stack_moved(meta[key], by, at_least)
         return found
 

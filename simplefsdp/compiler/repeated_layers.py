@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -245,9 +245,7 @@ def _described(
         other, member = layout.place[argument]
         return layer - other, member
 
-    def moved(fqn: str) -> str:
-        return numbering.moved(fqn, -layout.numbers[layer])
-
+    moved = partial(numbering.moved, by=-layout.numbers[layer])
     marks = provenance.renamed(node.meta.get("custom") or {}, moved)
     arguments = map_aggregate((node.args, node.kwargs), refer)
     return node.op, arguments, _values(node), marks
