@@ -39,7 +39,8 @@ def dedupe_gathers(gm: GraphModule, inputs: Sequence[Any]) -> list[GatherSpec]:
             for node, value in zip(placeholders, inputs, strict=True)
         },
     )
-    return _dedupe(gm)
+    _dedupe(gm)
+    return specs_of(gm)
 
 
 def _name_gathers(gm: GraphModule, fqns: Mapping[Node, str]) -> None:
@@ -56,7 +57,8 @@ def _name_gathers(gm: GraphModule, fqns: Mapping[Node, str]) -> None:
             _name_gathers(body, {a: fqns[b] for a, b in named if b in fqns})
 
 
-def _dedupe(gm: GraphModule) -> list[GatherSpec]:
+def _dedupe(gm: GraphModule) -> dict[Node, _Read]:
+    """Leave one gather of those in ``gm`` that read alike, and tell what is read by it."""
     _refuse_writes(gm)
     for node in list(gm.graph.nodes):
         if _torch.is_checkpoint_region(node):
@@ -71,7 +73,7 @@ def _dedupe(gm: GraphModule) -> list[GatherSpec]:
             node.replace_all_uses_with(kept)
             gm.graph.erase_node(node)
     gm.recompile()
-    return specs_of(gm)
+    return {node: reads[node] for node in first.values()}
 
 
 def reduce_in_second_group(gm: GraphModule) -> None:
@@ -226,8 +228,7 @@ def _hoist_gathers(gm: GraphModule, region: Node) -> None:
     if not isinstance(body_attr, Node) or len(body_attr.users) > 1:
         return
     body = getattr(gm, str(body_attr.target))
-    _dedupe(body)
-    for inner, read in _lift_out_of_no_grad(body).items():
+    for inner, read in _dedupe(body).items():
         if read.writes:
             raise ValueError(
                 f"{inner.args[1]}: a part of the model that is checkpointed writes to it, and then "
