@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.fx import GraphModule
 
 from simplefsdp import _torch
 from simplefsdp._torch import CodePlace, GraphBreak
 from simplefsdp.compiler import observers
 from simplefsdp.compiler.observers import CompiledGraph
+from simplefsdp.rank_logging import speaks
 
 if TYPE_CHECKING:
     from inductor_passes.ir.program import CollectiveKind
@@ -105,7 +105,7 @@ def reset() -> None:
 def _tell(seen: CompiledGraph, cut: str | None) -> None:
     """A warning for the first break of a function that is compiled, else a line at INFO."""
     forward = seen.part == "forward"
-    if cut is None or (dist.is_initialized() and dist.get_rank() != 0):
+    if cut is None or not speaks():
         return
     us, cluster = _exposed_us(seen, "gather" if forward else "reduce")
     if us is None:
