@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -26,7 +27,6 @@ from simplefsdp._torch.system_info import triton_by_version
 from simplefsdp._torch.users_passes import GraphPass, after_the_users
 
 CompiledFunction = Callable[..., Any]
-GraphCompiler = Callable[[GraphModule, Sequence[Any]], CompiledFunction]
 
 
 class Passes(NamedTuple):
@@ -237,20 +237,15 @@ def compile_with_aot_eager(
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    def tagged_as_if_cut(graph: GraphModule) -> GraphModule:
-        joint_pass(graph.graph)
-        return as_if_cut(graph)
-
-    def compiler(is_backward: bool) -> GraphCompiler:
-        def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> CompiledFunction:
-            graph = tagged_as_if_cut(graph) if cut == AS_ONE else graph
-            observe(graph, is_backward)
-            if not decompose:
-                make_runnable(graph, graph_pass)
-            compiled(is_backward)
-            return make_boxed_func(graph.forward)  # type: ignore[no-any-return]
-
-        return compile_graph
+    def compile_graph(graph: GraphModule, inputs: Any, *, is_backward: bool) -> CompiledFunction:
+        if cut == AS_ONE:
+            joint_pass(graph.graph)
+            graph = as_if_cut(graph)
+        observe(graph, is_backward)
+        if not decompose:
+            make_runnable(graph, graph_pass)
+        compiled(is_backward)
+        return make_boxed_func(graph.forward)  # type: ignore[no-any-return]
 
     def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         if isinstance(cut, Cut):
@@ -268,8 +263,8 @@ def compile_with_aot_eager(
 
         decompositions = without_whole_slices(select_decomp_table())
     backend = aot_autograd(
-        fw_compiler=compiler(False),
-        bw_compiler=compiler(True),
+        fw_compiler=partial(compile_graph, is_backward=False),
+        bw_compiler=partial(compile_graph, is_backward=True),
         partition_fn=partition,
         decompositions=decompositions,
         keep_inference_input_mutations=True,
