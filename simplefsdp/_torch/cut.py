@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from torch._logging import _internal
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 
 class Cut(NamedTuple):
@@ -54,8 +56,6 @@ def partitioner(cut: Cut, identity: Callable[[], str]) -> dict[str, Any]:
 def graph_module(root: GraphModule, graph: Graph) -> GraphModule:
     """A module of ``graph``, with the attributes of ``root``, whose Python is only made if it is
     run: for a deep graph that takes a second."""
-    from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-
     with _use_lazy_graph_module(True):
         return _make_graph_module(root, graph)
 
@@ -87,8 +87,6 @@ def cut_in_two(cut: Cut, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -
 def _print_where_wanted(gm: GraphModule) -> None:
     """Let AOTAutograd have no text of ``gm`` where nobody reads it: it asks in any case, and for a
     deep graph that takes a second."""
-    from torch._logging import _internal
-
     log = _internal.getArtifactLogger("torch._functorch._aot_autograd.graph_compile", "aot_graphs")
     if not _internal.trace_log.handlers and not log.isEnabledFor(logging.INFO):
         gm.print_readable = _no_text  # type: ignore[method-assign,assignment]

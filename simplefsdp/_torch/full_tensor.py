@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch.dynamo import run_as_it_is
@@ -44,8 +45,6 @@ def handle_full_tensor(
 def _break_the_graph() -> None:
     """Called where Dynamo runs a node on what stands for its inputs: the call is no part of the
     graph then."""
-    from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
-
     raise UnsupportedFakeTensorException(
         "full_tensor() of a parameter is not traced: its gradient is reduced over ranks; read the "
         "parameter in a forward (see simplefsdp.register_forward_method), write a penalty as "

@@ -24,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._guards import TracingContext
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
@@ -149,8 +150,6 @@ def dump_code(entry: Any, codes: Mapping[bool, Any], meshes: Sequence[DeviceMesh
     """An entry that :func:`giving_entry` gave, with the compiled forward (False) and backward
     (True) graph, as bytes; a mesh in it is told as its place in ``meshes``. A ValueError if it
     holds what is true of this process alone; anything else if it cannot be pickled."""
-    from torch._guards import TracingContext
-
     backward = entry.compiled_bw
     context = TracingContext.try_get()
     # Dynamo guards on which inputs are one tensor, if it was told to.

@@ -11,19 +11,19 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import GraphModule
 
+from inductor_passes.adapters.roofline import cost_of
+from inductor_passes.ir.program import CollectiveKind
+from inductor_passes.machine.simulate import simulate
+from inductor_passes.rehearsal import assumed_cluster
 from simplefsdp import _torch
 from simplefsdp._torch import CodePlace, GraphBreak
 from simplefsdp.compiler import observers
 from simplefsdp.compiler.observers import CompiledGraph
 from simplefsdp.rank_logging import speaks
-
-if TYPE_CHECKING:
-    from inductor_passes.ir.program import CollectiveKind
 
 log = logging.getLogger("simplefsdp")
 
@@ -127,10 +127,6 @@ def _tell(seen: CompiledGraph, cut: str | None) -> None:
 
 def _exposed_us(seen: CompiledGraph, kind: CollectiveKind) -> tuple[float | None, str]:
     """What compute waits for the first gather, or the last reduce, of a graph; None without one."""
-    from inductor_passes.adapters.roofline import cost_of
-    from inductor_passes.machine.simulate import simulate
-    from inductor_passes.rehearsal import assumed_cluster
-
     after = seen.rehearsal.after
     starts = [op.name for _, op in after.starts() if op.sends == kind]
     if not starts:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from inductor_passes.rehearsal import Rehearsal, Settings
-    from inductor_passes.size_range import SizeRange
+from inductor_passes.rehearsal import Rehearsal, Settings
+from inductor_passes.size_range import SizeRange
 
 log = logging.getLogger("simplefsdp")
-
 
 Part = Literal["forward", "backward", "step"]
 
