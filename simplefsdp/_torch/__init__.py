@@ -14,7 +14,6 @@ from simplefsdp._torch.backends import (
     compile_with_inductor,
     graphs_of,
     has_settings_for_whole_graphs,
-    hash_of_files,
 )
 from simplefsdp._torch.cache_files import cache_folder, keep, read_kept
 from simplefsdp._torch.cpp import prepare_cpp

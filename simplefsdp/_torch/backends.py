@@ -312,10 +312,3 @@ def graphs_of(
             decompose=True,
         )
     return graphs
-
-
-def hash_of_files(files: Sequence[str]) -> str:
-    """Hash of the contents of source files, to key a cache on the code that made its entries."""
-    from torch._inductor.custom_graph_pass import get_hash_for_files
-
-    return get_hash_for_files(tuple(files)).hex()

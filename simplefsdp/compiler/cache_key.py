@@ -8,7 +8,6 @@ from pathlib import Path
 
 import inductor_passes
 from inductor_passes.rehearsal import Settings
-from simplefsdp import _torch
 
 
 def identity(settings: Settings | None) -> str:
@@ -19,10 +18,10 @@ def identity(settings: Settings | None) -> str:
 @functools.cache
 def sources() -> str:
     """A hash of the sources of all of ``simplefsdp`` and of the passes."""
-    return _torch.hash_of_files(source_files())
+    return hashlib.sha256(b"".join(file.read_bytes() for file in source_files())).hexdigest()
 
 
-def source_files() -> list[str]:
+def source_files() -> list[Path]:
     """The files of which code that a cache holds may come."""
-    packages = [Path(_torch.__file__).parents[1], Path(inductor_passes.__file__).parent]
-    return sorted(str(f) for path in packages for f in path.rglob("*.py"))
+    packages = [Path(__file__).parents[1], Path(inductor_passes.__file__).parent]
+    return sorted(file for path in packages for file in path.rglob("*.py"))

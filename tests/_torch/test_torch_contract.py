@@ -242,7 +242,6 @@ def test_inductor_takes_our_pass_and_inner_compile():
     assert "enable_autograd_cache" in functorch_config.get_config_copy()
     assert parameters_of(compile_fx) >= {"inner_compile", "config_patches"}
     assert set(CustomGraphPass.__abstractmethods__) == {"__call__", "uuid"}
-    assert len(_torch.hash_of_files([__file__])) == 64
 
 
 def test_random_cpu_ops_are_tagged_as_such():

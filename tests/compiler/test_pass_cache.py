@@ -128,7 +128,7 @@ def test_sources_are_part_of_the_id(monkeypatch):
 
 
 def test_all_sources_are():
-    hashed = {Path(file) for file in cache_key.source_files()}
+    hashed = {*cache_key.source_files()}
     packages = [Path(p.__file__).parent for p in (simplefsdp, inductor_passes)]
     assert hashed == {file for path in packages for file in path.rglob("*.py")}
     assert packages[0] / "frontend" / "gather.py" in hashed
