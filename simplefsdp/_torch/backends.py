@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
@@ -58,8 +60,6 @@ NO_RESULTS = Results(lambda is_backward, code: None, None)
 
 def has_settings_for_whole_graphs() -> bool:
     """Whether the user has given Inductor what regards each graph as a whole."""
-    from torch._inductor import config
-
     passes = (config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass)
     return any(wrappers().values()) or any(of_user is not None for of_user in passes)
 
@@ -90,7 +90,6 @@ def compile_with_inductor(
         results: told of what is compiled.
         cut: the joint graph, only if :func:`can_cut`; or there is none, see ``one_graph.py``.
     """
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     static: set[str] = set()
@@ -174,8 +173,6 @@ _TORCH_BUCKETING_OFF = {
 
 
 def _scheduler_patches(scheduler_pass: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
-    from torch._inductor import config
-
     patches = {
         "reorder_for_compute_comm_overlap": True,
         "reorder_for_compute_comm_overlap_passes": [scheduler_pass],
@@ -259,7 +256,7 @@ def compile_with_aot_eager(
     if decompose:
         from torch._inductor.decomposition import select_decomp_table
 
-        from simplefsdp._torch.symbolic import without_whole_slices  # imports Dynamo
+        from simplefsdp._torch.symbolic import without_whole_slices  # with the planner
 
         decompositions = without_whole_slices(select_decomp_table())
     backend = aot_autograd(
@@ -291,7 +288,6 @@ def graphs_of(
     Nothing runs. The state of no random generator is stashed for what the backward recomputes:
     torch does that in ways that differ by device, and can fail on the CPU's.
     """
-    from torch._functorch import config as functorch_config
     from torch._functorch import partitioners
 
     graphs: dict[bool, GraphModule] = {}

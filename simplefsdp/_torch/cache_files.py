@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch._inductor import config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 
 # What the loader says of it, by how much is missing.
@@ -47,9 +49,6 @@ def broken_files_removed() -> Iterator[None]:
 def cache_folder(name: str) -> Path | None:
     """A folder of ours in that of Inductor's caches; None if the user wants no caches, or there is
     no place for them."""
-    from torch._inductor import config
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     if config.force_disable_caches or not config.fx_graph_cache:
         return None
     try:
@@ -98,8 +97,6 @@ CacheArtifactFactory.register(_Kept)
 
 def _cut_short(message: str) -> tuple[Path | None, str]:
     """The file of the cache that an error complains of, if one, and what of it."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     if header := _SHORT_HEADER.search(message):
         return Path(header["path"] + ".gch"), header["what"]
     shared = _SHORT.search(message)

@@ -24,6 +24,8 @@ from itertools import islice
 from threading import Event, Thread, get_ident
 from typing import Any
 
+from torch._inductor import config, cpu_vec_isa
+
 _log = logging.getLogger(__name__)
 _AT_MOST_S = 30
 
@@ -77,8 +79,6 @@ def let_compiler_finish() -> None:
 def pick_by_kernel(compile_kernel: Callable[[], object]) -> None:
     """Have Inductor take the widest instructions if ``compile_kernel`` succeeds with them, which
     compiles :data:`KERNEL` as Inductor does, and loads it. Others who ask meanwhile wait."""
-    from torch._inductor import cpu_vec_isa
-
     choices = _none_or_widest()
     if choices is None:
         cpu_vec_isa.pick_vec_isa()
@@ -111,16 +111,12 @@ def pick_by_kernel(compile_kernel: Callable[[], object]) -> None:
 
 def _wanted() -> tuple[object, ...]:
     """What the user says of instructions."""
-    from torch._inductor import config
-
     return config.cpp.simdlen, config.cpp.vec_isa_ok, os.getenv("ATEN_CPU_CAPABILITY")
 
 
 def _none_or_widest() -> list[Any] | None:
     """The widest instructions that the processor has, if it has some, and the user wants them; None
     if the user chose others, or nobody can say."""
-    from torch._inductor import config, cpu_vec_isa
-
     *chosen, capability = _wanted()
     is_x86 = sys.platform == "linux" and platform.machine() == "x86_64"
     if not is_x86 or chosen != [None, None] or not _is_of_context(config):

@@ -6,6 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from torch._functorch import config as functorch_config
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._logging import _internal
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
@@ -24,9 +27,6 @@ class Cut(NamedTuple):
 
 def can_cut() -> bool:
     """Whether nobody else wants to see the joint graph."""
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config
-
     if functorch_config.joint_custom_pass is not None:
         return False
     if functorch_config.activation_memory_budget != 1:  # a share of what all layers would keep
@@ -37,7 +37,6 @@ def can_cut() -> bool:
 
 def partitioner(cut: Cut, identity: Callable[[], str]) -> dict[str, Any]:
     """The setting that has Inductor cut by :func:`cut_in_two`, which its caches can key on."""
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class _Partitioner(CustomPartitionerFn):
         def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._dynamo import config, convert_frame, eval_frame
+from torch._dynamo.backends import registry
+from torch._dynamo.eval_frame import cached_backends
+from torch._dynamo.exc import ShortenTraceback, exceptions_allowed_to_be_fallback
+from torch._dynamo.guards import install_guard
+from torch._dynamo.source import GlobalStateSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.trace_rules import is_callable_allowed
 from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
@@ -44,8 +52,6 @@ def sets_grad_mode(node: Node) -> bool:
 
 def is_allowed_in_graph(function: Callable[..., Any]) -> bool:
     """Whether somebody gave a function, or a class, to ``torch.compiler.allow_in_graph``."""
-    from torch._dynamo.trace_rules import is_callable_allowed
-
     return bool(is_callable_allowed(function))
 
 
@@ -58,11 +64,9 @@ def run_as_it_is(function: Callable[..., Any]) -> None:
     """Let no call of ``function`` become a graph of its own, nor what it calls: where Dynamo cannot
     take a frame, it goes on with each function that the frame calls. Called from a frame that it
     can take, ``function`` is traced as ever."""
-    from torch._C._dynamo import eval_frame
-
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def left_alone_by_dynamo(error: Exception, frame: FrameType) -> Exception:
@@ -74,8 +78,6 @@ def left_alone_by_dynamo(error: Exception, frame: FrameType) -> Exception:
 
 
 def _left_alone(kind: type[Exception]) -> type[Any]:
-    from torch._dynamo.exc import ShortenTraceback
-
     def __init__(self: Any, message: str, first_useful_frame: FrameType | None = None) -> None:
         Exception.__init__(self, message)
         self.first_useful_frame = first_useful_frame
@@ -96,8 +98,6 @@ def _left_alone(kind: type[Exception]) -> type[Any]:
 def is_skipped_by_dynamo(module: nn.Module) -> bool:
     """Whether ``module``, whose forward runs eagerly now, was called compiled: the caller stands on
     the stack, and nobody has asked for eager code."""
-    from torch._dynamo import config, eval_frame
-
     if module._compiled_call_impl is None or config.disable:
         return False
     stance = eval_frame._stance.stance
@@ -120,9 +120,6 @@ def breaks_the_graph(error: BaseException) -> bool:
     It does not where the user allowed a function in the graph, as we allow ``gather``; from here
     on, for the graph that is being compiled, it does.
     """
-    from torch._dynamo.exc import exceptions_allowed_to_be_fallback
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     if not isinstance(error, exceptions_allowed_to_be_fallback):
         return False
     InstructionTranslator.current_tx().output.has_user_defined_allowed_in_graph = False
@@ -169,9 +166,6 @@ def inlines(prefix: str) -> bool:
 
 def guarded(question: Callable[[], bool]) -> bool:
     """The answer to a question; what Dynamo traces now runs only where it is the same."""
-    from torch._dynamo.guards import install_guard
-    from torch._dynamo.source import GlobalStateSource
-
     answer = question()
     if _tracer() is None:  # Dynamo itself looks at an attribute, after it has traced
         return answer
@@ -187,8 +181,6 @@ def guarded(question: Callable[[], bool]) -> bool:
 
 def _tracer() -> Any:
     """What Dynamo traces with now; None if it traces nothing."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     try:
         return InstructionTranslator.current_tx()
     except AttributeError:
@@ -216,8 +208,6 @@ def place_being_compiled() -> CodePlace | None:
 def place_called() -> CodePlace | None:
     """The outermost of the functions that run compiled, which the user's call began with; None if
     none does: it is being compiled."""
-    from torch._dynamo import convert_frame, eval_frame
-
     found: CodePlace | None = None
     inner: CodePlace | None = None  # the last function on the way out that is not torch's own
     frame: FrameType | None = sys._getframe()
@@ -287,8 +277,6 @@ def reset_with_dynamo(backend: Callable[..., Any]) -> None:
     """Let ``torch.compiler.reset()`` call ``backend.reset()``, if it has one; Dynamo does so only
     for what ``torch.compile`` was called for since the last one, not for what was compiled again.
     """
-    from torch._dynamo.eval_frame import cached_backends
-
     cached_backends.setdefault(id(backend), backend)
 
 
@@ -326,8 +314,6 @@ def compile_modules_of_torch_too(backend: str, function: str = "") -> None:
 def name_backend(name: str, module: str) -> None:
     """Have ``torch.compile`` know a backend by name where its package is only on the path, and not
     installed; its module is imported when it is asked for."""
-    from torch._dynamo.backends import registry
-
     place = EntryPoint(name, f"{module}:{name}", "torch_dynamo_backends")
     registry._BACKENDS.setdefault(name, place)
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._inductor import config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -55,7 +57,6 @@ def meshes_of(example_inputs: Sequence[Any]) -> list[DeviceMesh]:
 def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
     """Of torch's version and settings, and of the machine, what torch's own caches ask for, and
     what they do not."""
-    from torch._functorch import config as functorch_config
     from torch._inductor.codecache import FxGraphCache, FxGraphCachePickler, FxGraphHashDetails
 
     _refuse_settings()
@@ -95,8 +96,6 @@ def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
 
 def wrappers() -> dict[str, bool]:
     """Inductor's settings of what its code is wrapped in, and whether the user has set them."""
-    from torch._inductor import config
-
     return {
         "triton.cudagraphs": config.triton.cudagraphs,
         "cpp_wrapper": config.cpp_wrapper,
@@ -106,9 +105,6 @@ def wrappers() -> dict[str, bool]:
 
 def _refuse_settings() -> None:
     """Refuse what no text tells, and what code is not kept under."""
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config
-
     refused = {
         "joint_custom_pass": functorch_config.joint_custom_pass is not None,
         "enable_autograd_cache": not functorch_config.enable_autograd_cache,

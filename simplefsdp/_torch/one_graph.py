@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, Literal
 
 import torch
+from torch._functorch import config
 from torch.fx import Graph, GraphModule, Node
 
 from simplefsdp._torch.cut import graph_module
@@ -39,8 +40,6 @@ def partitioning() -> AbstractContextManager[None]:
     And it leaves a graph with its own backward alone: it knows nothing of what the cut chooses, and
     refuses random ops (since 2.12).
     """
-    from torch._functorch import config
-
     name = "remat_using_tags_for_fwd_loss_bwd_graph"
     others = {name: False} if hasattr(config, name) else {}
     return config.patch({"recompute_views": True, **others})

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
+from torch._inductor import config
 
 from inductor_passes.adapters._torch import size_hint
 
@@ -43,7 +44,6 @@ def _should_pad(
     """Whether to pad a matmul, of which some size is not aligned. The user's ``force_shape_pad``,
     ``deterministic`` (none is padded) and ``pad_aten_mm_pass`` stand, and ``shape_padding=False``,
     too: then nobody asks."""
-    from torch._inductor import config
     from torch._inductor.fx_passes import pad_mm
 
     if config.force_shape_pad:
@@ -75,8 +75,6 @@ def _row(matrix: Tensor) -> int:
 
 def _tell_what_is_not_asked() -> None:
     """Say which settings of the user's only mean something where matmuls are timed."""
-    from torch._inductor import config
-
     if "shape_padding_multiplier" in config.post_grad_fusion_options:
         _say_not_used("post_grad_fusion_options['shape_padding_multiplier']")
     if config.run_autoheuristic("pad_mm") and not config.deterministic:

@@ -9,7 +9,9 @@ import sys
 from types import CodeType, FrameType
 from typing import Any
 
+import torch._dynamo
 from torch import nn
+from torch._dynamo import convert_frame
 
 _given_up: set[CodeType] = set()
 
@@ -18,9 +20,6 @@ _given_up: set[CodeType] = set()
 def watch_recompiling(at_least: int) -> None:
     """Have Dynamo compile each function so often, unless somebody has said how often; and note
     those that it gives up on."""
-    import torch._dynamo
-    from torch._dynamo import convert_frame
-
     config: Any = torch._dynamo.config
     if config._is_default("recompile_limit") and config.recompile_limit < at_least:
         config.recompile_limit = at_least

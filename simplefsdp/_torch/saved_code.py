@@ -24,7 +24,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
+from torch._inductor import cpu_vec_isa
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
@@ -62,8 +64,6 @@ def giving_entry(keep: Keep | None) -> Iterator[None]:
     """Inside, the next graph that AOTAutograd compiles is not looked up, and given to ``keep`` when
     there is the code of forward and backward, which may be later; never, if Inductor cannot tell by
     a key what it compiled."""
-    from torch._functorch import config as functorch_config
-
     if keep is not None:
         _give_entries()
     token = _wanted.set([keep] if keep is not None else None)
@@ -78,7 +78,6 @@ def giving_entry(keep: Keep | None) -> Iterator[None]:
 def backward_compiled_at_once() -> Iterator[None]:
     """Inside, a backward graph is compiled with its forward, not when it first runs. It writes over
     nothing that forward has saved: nobody knows yet whether the first backward retains it."""
-    from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import graph_compile
 
     with (
@@ -98,8 +97,6 @@ class BackwardLaterError(Exception):
 
 def may_be_compiled_later() -> bool:
     """Whether AOTAutograd, which calls a compiler of a backward graph, would call it again."""
-    from torch._functorch import config as functorch_config
-
     return not in_backward() and not functorch_config.force_non_lazy_backward_lowering
 
 
@@ -192,8 +189,6 @@ def load_code(content: bytes, meshes: Sequence[DeviceMesh]) -> Callable[..., Any
 def _instructions(entry: Any) -> str:
     """The processor's, which loops in C++ are as wide as; "" if there are none. Not a part of the
     key: who compiles finds them out beside tracing."""
-    from torch._inductor import cpu_vec_isa
-
     graphs = [part.code for part in (entry.compiled_fw, entry.compiled_bw) if part is not None]
     if not any("cpu" in code.device_types for graph in graphs for code in codes_in(graph)):
         return ""

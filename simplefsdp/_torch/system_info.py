@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import config
 from torch.fx import GraphModule
 
 from inductor_passes.adapters.loops import tensors_of
@@ -22,8 +23,6 @@ _by_version: ContextVar[bool] = ContextVar("by_version", default=False)
 def triton_by_version(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[None]:
     """Inside, keys tell the version of Triton, not a hash of its files, if the graph and its inputs
     are on the CPU, where no code comes of it: that takes each process half a second."""
-    from torch._inductor import config
-
     _ask_here()
     all_on_cpu = _devices(gm, example_inputs) == {"cpu"} and config.cpu_backend != "triton"
     token = _by_version.set(all_on_cpu)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
 from simplefsdp._torch.repeated_calls import INSIDE, REFUSED, REPEATED, kind_of
 
@@ -30,8 +31,6 @@ def can_trace_once() -> bool:
 
 @functools.cache
 def _patch() -> None:
-    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-
     from simplefsdp._torch.traced_calls import called
 
     original = UnspecializedNNModuleVariable.call_function

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._dynamo import config
 from torch.fx import Graph, GraphModule, Node
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
@@ -146,8 +147,6 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 def no_backward_inside() -> AbstractContextManager[None]:
     """Have Dynamo refuse ``backward()`` in what it traces, also where the user allows it: a step's
     own gradients are others."""
-    from torch._dynamo import config
-
     if not getattr(config, "trace_autograd_ops", False):
         return nullcontext()
     return config.patch(trace_autograd_ops=False)  # type: ignore[no-any-return]

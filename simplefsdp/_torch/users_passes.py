@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch._inductor import config, custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 GraphPass = Callable[[Graph], None]
@@ -13,9 +15,6 @@ GraphPass = Callable[[Graph], None]
 def after_the_users(name: str, function: GraphPass, identity: Callable[[], str]) -> dict[str, Any]:
     """The setting that makes ``function`` a pass of Inductor's, after the user's of that name,
     which its caches can key on."""
-    from torch._inductor import config, custom_graph_pass
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
     users = getattr(config, name)
     in_turn = users if isinstance(users, (list, tuple)) else [users] if users is not None else []
 

@@ -22,6 +22,7 @@ from inductor_passes.executor import regional
 from inductor_passes.passes import ImposeOrder, bucket_and_reorder
 from inductor_passes.rehearsal import Settings
 from simplefsdp import _torch
+from simplefsdp._torch.symbolic import open_layouts
 from simplefsdp.compiler.by_one_rank import by_one_rank
 from simplefsdp.compiler.lengthen import few_layers_traced
 from simplefsdp.compiler.observed import Observed, meet_compiled, observe
@@ -96,8 +97,6 @@ def compile_with_passes(
         return code
     # Where sizes are open AOTAutograd compiles the backward with the forward: then all ranks do, or
     # one would compare its backward with others that run their forwards, and wait for it there.
-    from simplefsdp._torch.symbolic import open_layouts  # imports Dynamo, which calls us
-
     what, timeout_s = "which sizes are open", compilation.timeout_s
     alike = not together or have_the_same(what, open_layouts(gm), ranks, timeout_s)
     with nullcontext() if alike else _torch.backward_compiled_at_once():

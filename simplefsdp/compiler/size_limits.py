@@ -17,6 +17,7 @@ from inductor_passes.adapters.devices import cluster_of
 from inductor_passes.adapters.roofline import device_of
 from inductor_passes.rehearsal import Rehearsal, Settings, no_garbage_collection, room_nbytes
 from inductor_passes.size_range import ENDLESS, OpenPlan, SizeRange, SizeSpan, open_plan, range_of
+from simplefsdp._torch.symbolic import open_inputs
 from simplefsdp.compiler.machine import is_an_example
 from simplefsdp.rank_logging import level
 
@@ -32,8 +33,6 @@ class SizeLimits:
     """
 
     def __init__(self, gm: GraphModule) -> None:
-        from simplefsdp._torch.symbolic import open_inputs  # imports Dynamo, which calls us
-
         self._sizes = open_inputs(gm)
         self._planned: list[_Planned] = []
         self._watched: tuple[int, ...] = ()
