@@ -40,9 +40,7 @@ def partitioning() -> AbstractContextManager[None]:
     And it leaves a graph with its own backward alone: it knows nothing of what the cut chooses, and
     refuses random ops (since 2.12).
     """
-    name = "remat_using_tags_for_fwd_loss_bwd_graph"
-    others = {name: False} if hasattr(config, name) else {}
-    return config.patch({"recompute_views": True, **others})
+    return config.patch(recompute_views=True, remat_using_tags_for_fwd_loss_bwd_graph=False)
 
 
 def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:

@@ -6,7 +6,7 @@ import dis
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -147,8 +147,6 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 def no_backward_inside() -> AbstractContextManager[None]:
     """Have Dynamo refuse ``backward()`` in what it traces, also where the user allows it: a step's
     own gradients are others."""
-    if not getattr(config, "trace_autograd_ops", False):
-        return nullcontext()
     return config.patch(trace_autograd_ops=False)  # type: ignore[no-any-return]
 
 
