@@ -90,7 +90,7 @@ class _Asked:
 
     def begin(self) -> None:
         """Call g++ for what is not yet compiled; in other threads, if there are any."""
-        self.begun += _begin([k for k in self.kernels.values() if k.function is None])
+        self.begun += _begin([k for k in [*self.kernels.values()] if k.function is None])
 
     def finish(self) -> None:
         """Put functions into the modules."""

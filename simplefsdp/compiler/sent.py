@@ -35,9 +35,11 @@ def noting_gathers(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[.
         def call(*args: Any) -> Any:
             for group, fqns in gathered.items():
                 names = fqns_of([(args[place], fqn) for place, fqn in fqns])
-                if names != last[group][0]:
-                    last[group] = names, rank_sequence.gathered(names)
-                rank_sequence.note(group, last[group][1])
+                before, now = last[group]
+                if names != before:
+                    now = rank_sequence.gathered(names)
+                    last[group] = names, now
+                rank_sequence.note(group, now)  # and not what another thread has put there
             return compiled(*args)
 
         return call if gathered else compiled

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from inductor_passes.adapters._torch import has_symbols
 from inductor_passes.adapters.submodules import attribute_of
 from inductor_passes.ir.buckets import repeated_modules
 from simplefsdp._torch import graph_module, has_policy, is_plain_tensor, layout_of
-from simplefsdp._torch.exact import exactly
 from simplefsdp.compiler.dedupe import gathers_of
 from simplefsdp.compiler.repeated_layers import Numbering
 from simplefsdp.compiler.stand_in import stand_in
@@ -107,7 +106,7 @@ def _layers(body: Sequence[Node], numbering: Numbering) -> list[_Layer]:
     return [_Layer(body[i:j], number) for number, (i, j) in enumerate(pairwise(cuts))]
 
 
-def _described(layers: Sequence[_Layer], numbering: Numbering) -> list[list[object]]:
+def _described(layers: Sequence[_Layer], numbering: Numbering) -> list[list[Hashable]]:
     pairs = zip([None, *layers], layers, strict=False)
     return [layer.described(before, numbering) for before, layer in pairs]
 
@@ -162,13 +161,11 @@ class _Layer:
         fqns = [str(node.args[1]) for node in self.nodes if node.target is gather]
         return {numbering.of(fqn) for fqn in fqns} <= {None, self.number}
 
-    def described(self, before: _Layer | None, numbering: Numbering) -> list[object]:
+    def described(self, before: _Layer | None, numbering: Numbering) -> list[Hashable]:
         """What is the same in layers that are alike, node by node."""
         known = before.at if before is not None else {}
 
-        def refer(node: Any) -> Any:
-            if not isinstance(node, Node):
-                return exactly(node)
+        def refer(node: Node) -> Any:
             if node in self.at:
                 return "here", self.at[node]
             if node in self.own:
@@ -177,47 +174,57 @@ class _Layer:
                 return "attribute", _submodule(node)
             return ("before", known[node]) if node in known else node
 
-        lines: list[object] = []
+        lines: list[Hashable] = []
         for node in self.nodes:
             args, kwargs = node.args, node.kwargs
             if node.target is gather:
                 args = (args[0], numbering.moved(str(args[1]), -self.number), *args[2:])
-            referring = map_aggregate((args, kwargs), refer)
-            marks = map_aggregate(node.meta.get("custom"), exactly)
-            lines.append((node.op, node.target, referring, _value(node), marks))
+            referring = map_arg((args, kwargs), refer)
+            marks = _hashable(node.meta.get("custom"))
+            lines.append((node.op, node.target, _hashable(referring), _value(node), marks))
         return lines
 
 
-def _submodule(node: Node) -> object:
+def _submodule(node: Node) -> Hashable:
     """What a submodule computes, whatever its nodes are called; any other attribute is itself. A
     region with a policy of the user's of what to keep is like none: a policy may count layers."""
     module = attribute_of(node)
     if not isinstance(module, GraphModule) or has_policy(module):
         return id(module)
     number = {n: i for i, n in enumerate(module.graph.nodes)}
-
-    def refer(node: Any) -> Any:
-        return ("here", number[node]) if isinstance(node, Node) else exactly(node)
-
-    lines: list[object] = []
+    lines: list[Hashable] = []
     for inner in module.graph.nodes:
         target: Any = inner.target
         if inner.op == "get_attr":
             target = _submodule(inner)
         elif inner.op == "placeholder":
             target = None
-        referring = map_aggregate((inner.args, inner.kwargs), refer)
-        lines.append((inner.op, target, referring, _value(inner)))
-    return lines
+        referring = map_arg((inner.args, inner.kwargs), lambda n: ("here", number[n]))
+        lines.append((inner.op, target, _hashable(referring), _value(inner)))
+    return tuple(lines)
 
 
-def _value(node: Node) -> object:
+def _hashable(value: Any) -> Hashable:
+    """``value`` so that it can be compared; of a type that is not known, only to itself."""
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *(_hashable(item) for item in value)
+    if isinstance(value, Mapping):
+        return "mapping", *((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return "slice", *(_hashable(item) for item in (value.start, value.stop, value.step))
+    if isinstance(value, float):
+        return "float", value.hex()  # 0.0 and -0.0 are equal, and not the same
+    # Neither are 1, True and 1.0.
+    return type(value).__name__, value if isinstance(value, Hashable) else id(value)
+
+
+def _value(node: Node) -> Hashable:
     """What matters of the value that Dynamo saw."""
     leaves = pytree.tree_leaves(node.meta.get("example_value"))
-    return [layout_of(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
+    return tuple(layout_of(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
-def _longest_run(described: Sequence[list[object]], period: int = 1) -> tuple[int, int]:
+def _longest_run(described: Sequence[list[Hashable]], period: int = 1) -> tuple[int, int]:
     """The first and the last of the most layers, one behind the other, that are like the one
     ``period`` ahead, but for the first of them."""
     best = begin = 0, period - 1

@@ -154,6 +154,7 @@ def simple_fsdp(
         _install(module, layouts, shards)
         _move_buffers(module, mesh.device_type)
     keep_layers(own)
+    refuse_steps()
     for fqn, param in originals.values():
         mark_original(param, fqn)
     _mark_tensor_parallel(model)
@@ -164,7 +165,6 @@ def simple_fsdp(
     cast_in_forward(model, policy)
     _requalify(model)
     remember_fqns(model)
-    refuse_steps()
     handle_operators()
     reduce_gradients_of_full_tensors()
     return model

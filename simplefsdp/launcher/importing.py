@@ -15,7 +15,7 @@ def importing() -> Iterator[None]:
     gc.disable()
     try:
         yield
-    finally:
         gc.freeze()
+    finally:
         if enabled:
             gc.enable()

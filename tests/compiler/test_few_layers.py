@@ -118,6 +118,32 @@ def one_negative(model: Model) -> Model:
     return model
 
 
+@torch.compiler.allow_in_graph
+def in_order(given=None, **named):
+    """Each value counts by its place among the others."""
+    values = (named if given is None else given).values()
+    return sum(place * value for place, value in enumerate(values, 1))
+
+
+class Ordered(Layer):
+    """The order of what is given by name tells layers apart."""
+
+    names = ("x", "mask")
+    as_dict = False
+
+    def forward(self, x, mask):
+        both = {"x": super().forward(x, mask), "mask": mask}
+        given = {name: both[name] for name in self.names}
+        return in_order(given) if self.as_dict else in_order(**given)
+
+
+def one_reversed(model: Model, as_dict: bool) -> Model:
+    model.layers[4].names = ("mask", "x")
+    for layer in model.layers:
+        layer.as_dict = as_dict
+    return model
+
+
 class Chooses(Layer):
     """An operator takes graphs, which have other names in each layer."""
 
@@ -285,6 +311,8 @@ CASES = {
     "wide first": (lambda: wide_first(Model(depth=DEPTH + 2)), LEFT_OUT),
     "tied": (lambda: tied(Model(depth=DEPTH + 1)), LEFT_OUT),
     "one sign": (lambda: one_negative(Model(layer=Signed)), 0),
+    "one order of names": (lambda: one_reversed(Model(layer=Ordered), False), 0),
+    "one order of a dict": (lambda: one_reversed(Model(layer=Ordered), True), 0),
     "policy": (lambda: Model(layer=ByPolicy), 0),
     "unused": (Unused, 0),
     "two lists": (ThenOthers, 0),
