@@ -55,7 +55,7 @@ def loop_of(node: Node) -> Loop | None:
         return Loop(source, result, _reduces(node, result))
     if torch.Tag.pointwise in tags or name in _COPIES or name in _LOOKUPS or _is_one_hot(node):
         moves = name in _COPIES or name in _LOOKUPS or name == "aten::clone"
-        on_cpu = _is_on_cpu(node)
+        on_cpu = is_on_cpu(node)
         heavy = on_cpu and name in _HEAVY_ON_CPU
         stored = (on_cpu and name == "aten::cat") or _torch.is_stored(node)
         return Loop(result, result, elementwise=not moves, heavy=heavy, stored=stored)
@@ -67,7 +67,8 @@ def is_lookup(node: Node) -> bool:
     return _torch.is_op(node) and name_of(node) in _LOOKUPS
 
 
-def _is_on_cpu(node: Node) -> bool:
+def is_on_cpu(node: Node) -> bool:
+    """Whether what a node makes, the first of it, is on the CPU."""
     return any(value.device.type == "cpu" for value in results_of(node)[:1])
 
 

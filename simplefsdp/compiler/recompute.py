@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_passes.adapters._torch import is_random, is_view, is_wait, layout_text
-from inductor_passes.adapters.loops import tensors_of
+from inductor_passes.adapters.loops import is_on_cpu
 from simplefsdp import provenance
 
 # The partitioner saves a recomputed node that feeds a checkpoint region of a *higher* id, taking
@@ -119,7 +119,7 @@ def save_cpu_random_ops(graph: Graph) -> None:
     of the CPU's generator where the forward graph's output order has the mesh of a DTensor, and
     fail ("expected all tensors_saved_with_vc_check to be Tensors")."""
     for node in graph.nodes:
-        if is_random(node) and "recompute" in node.meta and _is_on_cpu(node):
+        if is_random(node) and "recompute" in node.meta and is_on_cpu(node):
             _must_save(node)
 
 
@@ -129,10 +129,6 @@ def _must_save(node: Node) -> None:
     for user in node.users:
         if user.target is operator.getitem:
             _must_save(user)
-
-
-def _is_on_cpu(node: Node) -> bool:
-    return any(made.device.type == "cpu" for made in tensors_of(node.meta.get("val"))[:1])
 
 
 def _is_view_or_cast(node: Node) -> bool:
