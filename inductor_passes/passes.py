@@ -13,6 +13,7 @@ from inductor_passes.adapters import fx, scheduler
 from inductor_passes.adapters.layouts import Packs, write_buckets
 from inductor_passes.adapters.packs import has_kernel
 from inductor_passes.adapters.roofline import device_of, nodes_of
+from inductor_passes.garbage import no_garbage_collection
 from inductor_passes.ir.program import Bucket, ProgramError
 from inductor_passes.ir.verify import verify_unchanged
 from inductor_passes.machine.packing import members_to_pack
@@ -21,7 +22,6 @@ from inductor_passes.rehearsal import (
     Rehearsal,
     Settings,
     choose,
-    no_garbage_collection,
     read,
     rehearsed,
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +12,7 @@ from inductor_passes.adapters import _torch, fx
 from inductor_passes.adapters.devices import cluster_of, device_name
 from inductor_passes.adapters.layouts import BucketLayout
 from inductor_passes.adapters.roofline import cost_of, device_of, fused_program
+from inductor_passes.garbage import no_garbage_collection
 from inductor_passes.ir.buckets import Assignment, plan_buckets
 from inductor_passes.ir.cells import with_plain_sizes
 from inductor_passes.ir.program import Bucket, Program, ProgramError
@@ -34,20 +33,6 @@ from inductor_passes.transform.windows import buckets_by_module
 USABLE = 0.9
 """Share of a device's memory that is not left for its context, communication's own buffers and
 fragmentation; an estimate."""
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """A pass makes many small objects that live; to look for garbage among them, the collector
-    would walk the compiler's whole heap time and again, and the time of a pass would grow with
-    the square of the model."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from inductor_passes.adapters import fx
 from inductor_passes.adapters.roofline import cost_of, fused_program
 from inductor_passes.adapters.scalars import reduce_at_once
 from inductor_passes.adapters.unrounded import write_sums_unrounded
+from inductor_passes.garbage import no_garbage_collection
 from inductor_passes.planner.keep import Costed, choose_kept
-from inductor_passes.rehearsal import Settings, no_garbage_collection, room_nbytes
+from inductor_passes.rehearsal import Settings, room_nbytes
 from simplefsdp import _torch, provenance
 from simplefsdp.compiler.dedupe import gathers_of, specs_of
 from simplefsdp.compiler.recompute import tag_for_recompute

@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 
 from inductor_passes.adapters.devices import cluster_of
 from inductor_passes.adapters.roofline import device_of
-from inductor_passes.rehearsal import Rehearsal, Settings, no_garbage_collection, room_nbytes
+from inductor_passes.garbage import no_garbage_collection
+from inductor_passes.rehearsal import Rehearsal, Settings, room_nbytes
 from inductor_passes.size_range import ENDLESS, OpenPlan, SizeRange, SizeSpan, open_plan, range_of
 from simplefsdp._torch.symbolic import open_inputs
 from simplefsdp.compiler.machine import is_an_example

@@ -148,7 +148,7 @@ def sending(
 
 @contextmanager
 def _all_seen(wrapped: Any, is_traced: bool) -> Iterator[None]:
-    """Around a method of a class: refuse it if a compiler traces it and would miss what it sends"""
+    """Around a method of a class: refuse it if it is traced, and what it sends would be missed."""
     with watch_collectives_in_place(only_if=is_traced) as unseen:
         yield
     if unseen:  # each rank would compute with what it has itself

@@ -33,11 +33,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from inductor_passes.adapters import fx
 from inductor_passes.adapters.roofline import cost_of, fused_program
+from inductor_passes.garbage import no_garbage_collection
 from inductor_passes.ir.buckets import assign_by_module
 from inductor_passes.ir.program import Program
 from inductor_passes.machine.cluster import Cluster, ClusterCost
 from inductor_passes.machine.simulate import memory, simulate
-from inductor_passes.rehearsal import no_garbage_collection
 from simplefsdp.inspection.options import PlanName, TorchPlan
 from simplefsdp.provenance import carried_fqn
 from simplefsdp.simulation.prediction import GraphPrediction, StepPrediction, predict_step

@@ -4,6 +4,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from inductor_passes.garbage import no_garbage_collection
+
 
 @contextmanager
 def importing() -> Iterator[None]:
@@ -11,11 +13,6 @@ def importing() -> Iterator[None]:
 
     It would look through all of it each time that it has grown by a quarter: for 0.6 s of 3.7 s.
     """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         yield
         gc.freeze()
-    finally:
-        if enabled:
-            gc.enable()

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 
 from inductor_passes.adapters.scalars import reduce_at_once
 from inductor_passes.adapters.unrounded import write_sums_unrounded
-from inductor_passes.rehearsal import no_garbage_collection
+from inductor_passes.garbage import no_garbage_collection
 from simplefsdp import _torch
 from simplefsdp.compiler.dedupe import dedupe_gathers
 from simplefsdp.compiler.recompute import (

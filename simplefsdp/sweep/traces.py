@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from inductor_passes.garbage import no_garbage_collection
 from inductor_passes.ir.cells import CellError
 from inductor_passes.machine.cluster import Cluster, nodes_spanned
 from inductor_passes.machine.grid import OpenProgram
-from inductor_passes.rehearsal import no_garbage_collection
 from simplefsdp._torch.symbolic import open_sizes
 from simplefsdp.choices import Bucketing
 from simplefsdp.launcher.ranks import fake_ranks
