@@ -60,10 +60,9 @@ def few_layers_traced(
     gm: GraphModule, compiled: Callable[[GraphModule, _torch.Cut | None], CompiledFunction]
 ) -> CompiledFunction:
     """``gm`` compiled, of layers that are alike a few traced; all, where that does not do."""
-    short = shorten(gm) if _torch.can_cut() else None
-    if short is not None:
+    for short in shorten(gm) if _torch.can_cut() else ():
         layers_of, graphs = short.numbering.layers, _Graphs(short)
-        cut = _torch.Cut(graphs.take_out, graphs.lengthen, lambda: graphs.last.kept)
+        cut = _torch.Cut(graphs.take_out, graphs.lengthen, graphs.kept)
         try:
             code = compiled(short.gm, cut)
         except RankMismatchError:
@@ -71,13 +70,14 @@ def few_layers_traced(
         except Exception as error:
             if graphs.are_long:  # and what failed has nothing to do with it
                 raise
-            log.debug("%s: all layers are traced, since they differ: %s", layers_of, error)
+            log.debug("%s: more layers are traced, since they differ: %s", layers_of, error)
         else:
             if graphs.are_long:
                 count = short.more * short.numbering.period
                 log.debug("%s: %d layers were not traced", layers_of, count)
                 return code
             log.debug("%s: all layers are traced, for there is no backward", layers_of)
+            break
     return compiled(gm, None)
 
 
@@ -93,6 +93,10 @@ class _Graphs:
         if not self.left_out:
             raise ValueError("the joint graph does not call the layers that are left out")
         return self.left_out[-1]
+
+    def kept(self) -> Sequence[int]:
+        """Places of the joint graph's inputs that it has still."""
+        return self.last.kept
 
     def take_out(self, graph: Graph) -> None:
         """Of a joint graph; Inductor asks for those that operators take as arguments, too."""

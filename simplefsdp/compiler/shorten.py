@@ -5,8 +5,8 @@ layers that compute the same, node for node, are found in the Dynamo graph, whic
 one operator stands for all but a few (``stand_in.py``), and their graphs are made of a traced
 one's when the graph has been partitioned (``lengthen.py``)::
 
-    0  1  2  [3 ... 28]  29  30  31     layers of a model; 29 is the template
-    0  1  2  [stand-in]   3   4   5     as they are traced, and numbered
+    0  1  [2 ... 28]  29  30  31     layers of a model; 29 is the template
+    0  1  [stand-in]   2   3   4     as they are traced, and numbered
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -24,22 +24,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from inductor_passes.adapters._torch import has_symbols
-from inductor_passes.adapters.submodules import attribute_of
 from inductor_passes.ir.buckets import repeated_modules
-from simplefsdp._torch import graph_module, has_policy, is_plain_tensor, layout_of
+from simplefsdp._torch import graph_module, is_plain_tensor
 from simplefsdp.compiler.dedupe import gathers_of
+from simplefsdp.compiler.dynamo_layers import DynamoLayer
 from simplefsdp.compiler.repeated_layers import Numbering
 from simplefsdp.compiler.stand_in import stand_in
-from simplefsdp.frontend.gather import gather
+from simplefsdp.frontend.gather import gather, spec_of
 from simplefsdp.rank_logging import speaks
 
 log = logging.getLogger("simplefsdp")
 
-HEAD, TAIL = 3, 2
+HEAD, TAIL = 2, 2
 """Layers that are traced before and behind the template at least: where a graph begins or ends, a
 layer's nodes are others, and so may be those of the next one."""
 
@@ -63,15 +62,16 @@ class Shortened:
     own: int  # how many inputs a layer has for itself
 
 
-def shorten(gm: GraphModule) -> Shortened | None:
-    """``gm`` with a stand-in for the layers that need not be traced; None if all must be."""
+def shorten(gm: GraphModule) -> Iterator[Shortened]:
+    """``gm`` with a stand-in for the layers that need not be traced. The second one, should the
+    first not do, has one layer more. There is none if all must be traced."""
     members = repeated_modules([str(node.args[1]) for node in gathers_of(gm)])
     lists = Counter(member.rpartition(".")[0] for member in members)
     if not lists:
-        return None
+        return
     numbering = Numbering(lists.most_common(1)[0][0])
     if not _is_plain(gm, numbering):
-        return None
+        return
     body = [node for node in gm.graph.nodes if node.op.startswith("call_")]
     layers, tail = _layers(body, numbering), TAIL
     described = _described(layers, numbering)
@@ -79,36 +79,58 @@ def shorten(gm: GraphModule) -> Shortened | None:
     # The shortest of those by which most layers are like the one so far ahead.
     period = max(runs, key=lambda period: _length(runs[period]) - period)
     if _length(runs[period]) < (HEAD + LEAST) * period:
-        return None
+        return
     if period > 1:
         tail += len(layers) % period > 0  # the last ones are no whole period
         numbering = replace(numbering, period=period)
         layers = _layers(body, numbering)
         runs[1] = _longest_run(_described(layers, numbering))
+    if not all(layer.reads_its_own_parameters(numbering) for layer in layers):
+        return
     first, last = runs[1]
-    # Next to the template is one that follows one like it: backward begins a layer's nodes where
-    # those of the layer ahead of it end.
-    first, last = max(first + 2, HEAD), min(last, len(layers) - 1 - tail)
-    if last - first < LEAST or not _passes_gradients(layers[first - 1], layers[first]):
-        return None
-    own = all(layer.reads_its_own_parameters(numbering) for layer in layers)
-    if not own or any(map(_reads_what_is_written, layers[first : last + 2])):
-        return None
-    return _without(gm, layers, range(first, last), numbering)
+    last = min(last - 1, len(layers) - 1 - tail)  # one like the template comes behind it
+    # So it does in backward, where a layer's nodes end where those of the layer ahead of it begin.
+    is_near = first > 0 and _does_the_same(layers[first - 1], layers[first], numbering)
+    for begin in [first + 1, first + 2] if is_near else [first + 2]:
+        found = _with_stand_in(gm, layers, range(max(begin, HEAD), last), numbering)
+        if found is not None:
+            yield found
 
 
-def _layers(body: Sequence[Node], numbering: Numbering) -> list[_Layer]:
+def _with_stand_in(
+    gm: GraphModule, layers: Sequence[DynamoLayer], left_out: range, numbering: Numbering
+) -> Shortened | None:
+    if len(left_out) < LEAST:
+        return None
+    first = left_out.start
+    if not _passes_gradients(layers[first - 1], layers[first]):
+        return None
+    if any(map(_reads_what_is_written, layers[first : left_out.stop + 2])):
+        return None
+    return _without(gm, layers, left_out, numbering)
+
+
+def _layers(body: Sequence[Node], numbering: Numbering) -> list[DynamoLayer]:
     """The layers, one behind the other; none if they do not stand so."""
     begins = _begins(body, numbering)
     if list(begins) != list(range(len(begins))):
         return []
     cuts = [*begins.values(), len(body)]
-    return [_Layer(body[i:j], number) for number, (i, j) in enumerate(pairwise(cuts))]
+    return [DynamoLayer(body[i:j], number) for number, (i, j) in enumerate(pairwise(cuts))]
 
 
-def _described(layers: Sequence[_Layer], numbering: Numbering) -> list[list[Hashable]]:
+def _described(layers: Sequence[DynamoLayer], numbering: Numbering) -> list[list[Hashable]]:
     pairs = zip([None, *layers], layers, strict=False)
     return [layer.described(before, numbering) for before, layer in pairs]
+
+
+def _does_the_same(layer: DynamoLayer, following: DynamoLayer, numbering: Numbering) -> bool:
+    """Whether the first layer is like the following ones, but that no layer made what it takes, and
+    whether its backward begins with a gather, as theirs."""
+    gathers = (spec_of(node) for node in layer.nodes if node.target is gather)
+    if any(spec.shard_ranks == 1 for spec in gathers):
+        return False
+    return layer.done(numbering) == following.done(numbering)
 
 
 def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
@@ -140,90 +162,6 @@ def _begins(body: Sequence[Node], numbering: Numbering) -> dict[int, int]:
     return begins
 
 
-class _Layer:
-    """The nodes of a layer, from its first gather to the next one's, and the inputs that only it
-    reads, in the order of first use."""
-
-    def __init__(self, nodes: Sequence[Node], number: int) -> None:
-        self.nodes, self.number = nodes, number
-        self.at = {node: i for i, node in enumerate(nodes)}
-        used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
-        here = [n for n in used if n.op == "placeholder" and all(u in self.at for u in n.users)]
-        self.own = {node: i for i, node in enumerate(here)}
-
-    def taken(self, before: _Layer) -> list[Node]:
-        """What this layer takes of the one before it, in the order of that one's nodes."""
-        used = {n for node in self.nodes for n in node.all_input_nodes if n in before.at}
-        return sorted(used, key=before.at.__getitem__)
-
-    def reads_its_own_parameters(self, numbering: Numbering) -> bool:
-        """Whether each parameter that is first read here is of this layer, or of none."""
-        fqns = [str(node.args[1]) for node in self.nodes if node.target is gather]
-        return {numbering.of(fqn) for fqn in fqns} <= {None, self.number}
-
-    def described(self, before: _Layer | None, numbering: Numbering) -> list[Hashable]:
-        """What is the same in layers that are alike, node by node."""
-        known = before.at if before is not None else {}
-
-        def refer(node: Node) -> Any:
-            if node in self.at:
-                return "here", self.at[node]
-            if node in self.own:
-                return "own", self.own[node], _value(node)
-            if node.op == "get_attr":
-                return "attribute", _submodule(node)
-            return ("before", known[node]) if node in known else node
-
-        lines: list[Hashable] = []
-        for node in self.nodes:
-            args, kwargs = node.args, node.kwargs
-            if node.target is gather:
-                args = (args[0], numbering.moved(str(args[1]), -self.number), *args[2:])
-            referring = map_arg((args, kwargs), refer)
-            marks = _hashable(node.meta.get("custom"))
-            lines.append((node.op, node.target, _hashable(referring), _value(node), marks))
-        return lines
-
-
-def _submodule(node: Node) -> Hashable:
-    """What a submodule computes, whatever its nodes are called; any other attribute is itself. A
-    region with a policy of the user's of what to keep is like none: a policy may count layers."""
-    module = attribute_of(node)
-    if not isinstance(module, GraphModule) or has_policy(module):
-        return id(module)
-    number = {n: i for i, n in enumerate(module.graph.nodes)}
-    lines: list[Hashable] = []
-    for inner in module.graph.nodes:
-        target: Any = inner.target
-        if inner.op == "get_attr":
-            target = _submodule(inner)
-        elif inner.op == "placeholder":
-            target = None
-        referring = map_arg((inner.args, inner.kwargs), lambda n: ("here", number[n]))
-        lines.append((inner.op, target, _hashable(referring), _value(inner)))
-    return tuple(lines)
-
-
-def _hashable(value: Any) -> Hashable:
-    """``value`` so that it can be compared; of a type that is not known, only to itself."""
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, *(_hashable(item) for item in value)
-    if isinstance(value, Mapping):
-        return "mapping", *((key, _hashable(item)) for key, item in value.items())
-    if isinstance(value, slice):
-        return "slice", *(_hashable(item) for item in (value.start, value.stop, value.step))
-    if isinstance(value, float):
-        return "float", value.hex()  # 0.0 and -0.0 are equal, and not the same
-    # Neither are 1, True and 1.0.
-    return type(value).__name__, value if isinstance(value, Hashable) else id(value)
-
-
-def _value(node: Node) -> Hashable:
-    """What matters of the value that Dynamo saw."""
-    leaves = pytree.tree_leaves(node.meta.get("example_value"))
-    return tuple(layout_of(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-
-
 def _longest_run(described: Sequence[list[Hashable]], period: int = 1) -> tuple[int, int]:
     """The first and the last of the most layers, one behind the other, that are like the one
     ``period`` ahead, but for the first of them."""
@@ -238,7 +176,7 @@ def _length(run: tuple[int, int]) -> int:
     return run[1] - run[0] + 1
 
 
-def _passes_gradients(before: _Layer, layer: _Layer) -> bool:
+def _passes_gradients(before: DynamoLayer, layer: DynamoLayer) -> bool:
     """Whether what goes from layer to layer is plain tensors, all with gradients, and what a layer
     has for itself is tensors or their shards."""
     values = [node.meta.get("example_value") for node in layer.taken(before)]
@@ -249,7 +187,7 @@ def _passes_gradients(before: _Layer, layer: _Layer) -> bool:
     return all(value.requires_grad for value in values)  # type: ignore[union-attr]
 
 
-def _reads_what_is_written(layer: _Layer) -> bool:
+def _reads_what_is_written(layer: DynamoLayer) -> bool:
     """Whether an input of a layer, or what another has made, is ever written to: Dynamo ran each
     node on fake tensors, whose version counters have seen it."""
     used = {n for node in layer.nodes for n in node.all_input_nodes if n not in layer.at}
@@ -258,7 +196,7 @@ def _reads_what_is_written(layer: _Layer) -> bool:
 
 
 def _without(
-    gm: GraphModule, layers: Sequence[_Layer], left_out: range, numbering: Numbering
+    gm: GraphModule, layers: Sequence[DynamoLayer], left_out: range, numbering: Numbering
 ) -> Shortened | None:
     """``gm`` with a stand-in for the layers ``left_out``, in front of the template."""
     template, last = layers[left_out.stop], layers[left_out.stop - 1]
@@ -288,7 +226,7 @@ def _without(
     return Shortened(short, numbering, left_out.start, len(left_out), len(template.own))
 
 
-def _read_elsewhere(layers: Sequence[_Layer]) -> list[Node]:
+def _read_elsewhere(layers: Sequence[DynamoLayer]) -> list[Node]:
     """What any but the last of ``layers`` makes, and is read by others than it and the next one."""
     return [
         node
