@@ -14,6 +14,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch.fx import GraphModule, Node
 
 from simplefsdp import provenance
+from simplefsdp._torch.cpp_kernels import kernels_together
 from simplefsdp.compiler import compilation
 
 _ops = torch.ops._c10d_functional
@@ -50,6 +51,8 @@ def capture() -> Iterator[Captured]:
 @contextmanager
 def no_kernels() -> Iterator[None]:
     """Let Inductor generate code, but compile no kernel: nothing computes, nothing is cached."""
+    with kernels_together():
+        pass  # which changes the same function, once: not while another one stands there
     patch = pytest.MonkeyPatch()
     patch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *args: None)
     try:

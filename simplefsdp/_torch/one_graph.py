@@ -55,7 +55,7 @@ def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:
 
     inputs = gm.graph.find_nodes(op="placeholder")
     copies = _take_copies(gm.graph)
-    (output,) = gm.graph.find_nodes(op="output")
+    output: Any = gm.graph.output_node()
     name = inputs[-1].name
     seed = inputs[-1] = _renamed(gm.graph, inputs[-1], _TANGENT)
     results = list(output.args[0])
@@ -130,7 +130,7 @@ def _appended(graph: Graph, part: GraphModule, known: dict[str, Node]) -> list[A
             copied[node] = graph.node_copy(node, copied.__getitem__)
             again += [copied[node]] if node.name in known else []
             known[node.name] = copied[node]
-    (output,) = part.graph.find_nodes(op="output")
+    output: Any = part.graph.output_node()
     results = [copied[r] if isinstance(r, Node) else r for r in output.args[0]]
     # A collective counts as used. Whose parameter is only updated, its gather is not made again.
     for node in reversed(again):

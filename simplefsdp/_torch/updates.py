@@ -56,7 +56,7 @@ def captured_step(optimizer: Optimizer) -> CapturedStep:
         gm._buffers.clear()  # or the graph keeps the state that there was when it was made
         gm._parameters.clear()
         found.append(CapturedStep(gm.graph, tensors))
-        (output,) = gm.graph.find_nodes(op="output")
+        output = gm.graph.output_node()
         results = tuple(None for _ in output.args[0])  # type: ignore[union-attr]
         return lambda *_: results
 
@@ -67,7 +67,7 @@ def captured_step(optimizer: Optimizer) -> CapturedStep:
     with torch.no_grad():
         torch.compile(run, backend=backend, fullgraph=True, dynamic=False)()
     captured = found.pop()  # Dynamo keeps the backend
-    (output,) = captured.graph.find_nodes(op="output")
+    output = captured.graph.output_node()
     if not all(_is_written(node, captured.tensors) for node in output.all_input_nodes):
         raise MakesState
     return captured

@@ -113,7 +113,7 @@ def _refuse_writes(gm: GraphModule) -> None:
 def _refuse_assigned_data(gm: GraphModule, aliases: Mapping[Node, object]) -> None:
     """The graph ends at ``weight.data = ...``, and hands a gathered tensor to that line."""
     cut = _torch.graph_break_of(gm)
-    (output,) = gm.graph.find_nodes(op="output")
+    output = gm.graph.output_node()
     fqn = next((aliases[n] for n in output.all_input_nodes if n in aliases), None)
     if cut is not None and _torch.assigns_data(cut) and fqn is not None:
         where = f" ({cut.stack[-1].filename}:{cut.stack[-1].lineno})" if cut.stack else ""

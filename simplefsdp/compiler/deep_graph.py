@@ -148,8 +148,8 @@ class Deep:
 
     def _output(self) -> None:
         """All that was returned, and of each copy what its layer returned."""
-        (output,) = self.layout.graph.find_nodes(op="output")
-        values: list[Any] = list(output.args[0])  # type: ignore[call-overload]
+        output: Any = self.layout.graph.output_node()
+        values = list(output.args[0])
         place, template = self.layout.place, self.layout.template
         members = [place[v].member for v in values if v in place and place[v].layer == template]
         returned = [self.made[v] if isinstance(v, Node) else v for v in values]

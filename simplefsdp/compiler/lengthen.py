@@ -121,8 +121,8 @@ def take_out(graph: Graph, short: Shortened) -> LeftOut:
     of_layers = [own[i : i + short.own] for i in range(0, len(own), short.own)]
     names = [[node.name for node in some] for some in (*of_layers, example)]
 
-    (output,) = graph.find_nodes(op="output")
-    values: list[Any] = list(output.args[0])  # type: ignore[call-overload]
+    output: Any = graph.output_node()
+    values = list(output.args[0])
     ahead = len(values) - len(inputs)
     calls = [forward, *graph.find_nodes(op="call_function", target=layers_backward.default)]
     if not {*own, *example} <= {*inputs} or not _are_grads(calls[1:], inputs, values[ahead:]):
@@ -219,7 +219,7 @@ def lengthen(
     behind = Deep(layouts[1], short.numbering, short.more, ahead.renamed)
     _return_gradients(backward.graph, behind, left_out)
     saved = _saved_first(ahead.graph, behind.graph)
-    (output,) = ahead.graph.find_nodes(op="output")
+    output: Any = ahead.graph.output_node()
     output.args = ((*output.args[0][:outputs], *saved),)
     output.meta = {}  # descriptions of other outputs
     _inputs_in_order(ahead.graph, left_out)
@@ -228,16 +228,16 @@ def lengthen(
 
 def _refuse_outputs_of_layers(layout: LayeredGraph, outputs: int) -> None:
     """See that forward returns nothing of each layer, as the new value of a buffer."""
-    (output,) = layout.graph.find_nodes(op="output")
-    for value in output.args[0][:outputs]:  # type: ignore[index]
-        if value in layout.place and layout.place[value].layer <= layout.template:  # type: ignore[index]
+    output: Any = layout.graph.output_node()
+    for value in output.args[0][:outputs]:
+        if value in layout.place and layout.place[value].layer <= layout.template:
             raise ValueError(f"forward returns {value}, of a layer in the middle")
 
 
 def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut) -> None:
     """Let backward return something for each input of the joint graph."""
-    (before,) = short.find_nodes(op="output")
-    values: list[Any] = before.args[0]  # type: ignore[assignment]
+    before: Any = short.output_node()
+    values = before.args[0]
     names = [left_out.inputs[i].name for i in left_out.kept]
     returned = dict(zip(names, values, strict=True))
     by_name = {node.name: node for node in behind.graph.nodes}
@@ -247,7 +247,7 @@ def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut) -> None:
         for name, example in zip(layer, left_out.example, strict=True):
             value = returned[example]
             found[name] = behind.counterpart(value, number) if isinstance(value, Node) else value
-    (output,) = behind.graph.find_nodes(op="output")
+    output = behind.graph.output_node()
     output.args = (tuple(found[node.name] for node in left_out.inputs),)
     output.meta = {}  # descriptions of other outputs
 

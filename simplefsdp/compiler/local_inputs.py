@@ -36,7 +36,7 @@ def compile_with_local_inputs(
     """Compile a Dynamo graph by ``compile_graph``, its DTensors unwrapped if they must be."""
     unwrapped = {i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)}
     placeholders = gm.graph.find_nodes(op="placeholder")
-    (output,) = gm.graph.find_nodes(op="output")
+    output = gm.graph.output_node()
     must_be = (
         _alias(placeholders)
         or _alias(output.all_input_nodes)

@@ -136,7 +136,7 @@ def _does_the_same(layer: DynamoLayer, following: DynamoLayer, numbering: Number
 def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
     """Whether gradients are wanted, of all parameters, none is deferred, no full parameter is kept,
     no size is open, and what is in the list of layers can be told by its name."""
-    (output,) = gm.graph.find_nodes(op="output")
+    output = gm.graph.output_node()
     values = [node.meta.get("example_value") for node in output.all_input_nodes]
     if not torch.is_grad_enabled() or not any(getattr(v, "requires_grad", False) for v in values):
         return False

@@ -32,7 +32,7 @@ def step(weight, x, seed):
 
 def written_step(*inputs) -> GraphModule:
     gm = traced(step, *inputs)
-    (output,) = gm.graph.find_nodes(op="output")
+    output = gm.graph.output_node()
     loss, gradient = output.args[0]
     with gm.graph.inserting_before(output):
         gm.graph.call_function(_COPY, (gm.graph.find_nodes(op="placeholder")[0], gradient))
@@ -96,7 +96,7 @@ def test_dynamo_follows_the_step_that_an_optimizer_defines():
         assert float(state["step"]) == 0
         assert {id(param), id(param.grad), *map(id, state.values())} <= known
     assert id(optimizer.param_groups[0]["lr"]) in known
-    assert graph.find_nodes(op="output")[0].all_input_nodes == []
+    assert graph.output_node().all_input_nodes == []
 
 
 def test_state_that_a_step_makes_is_told():
@@ -138,7 +138,7 @@ def test_a_dynamo_graph_gets_an_input_more():
         whole = updates.copied_graph(gm)
         like = next(n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder"))
         node, fake = updates.add_input(whole, "more", weight, like)
-        (output,) = whole.graph.find_nodes(op="output")
+        output = whole.graph.output_node()
         with whole.graph.inserting_before(output):
             total = whole.graph.call_function(torch.add, (output.args[0][0], node))
         output.args = ((total,),)

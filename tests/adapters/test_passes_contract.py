@@ -735,7 +735,7 @@ def test_compile_region():
         torch.rand(3, 3), torch.rand(3, 3)
     )
     values = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
-    (output,) = graph.graph.find_nodes(op="output")
+    output = graph.graph.output_node()
     output.meta["user_visible_output_idxs"] = [0, 1]
     a, b = torch.rand(3, 3), torch.rand(3, 3)
     wanted = graph(a, b)

@@ -19,7 +19,7 @@ _copy = torch.ops.aten.copy_.default
 def traced(function, *inputs):
     """The graph of ``function``, whose results but for the last go to its first inputs."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)
-    (output,) = gm.graph.find_nodes(op="output")
+    output = gm.graph.output_node()
     *written, result = output.args[0]
     with gm.graph.inserting_before(output):
         for target, value in zip(gm.graph.find_nodes(op="placeholder"), written, strict=False):
