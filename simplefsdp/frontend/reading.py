@@ -173,7 +173,8 @@ def shards_explained() -> Iterator[None]:
             error.add_note(
                 "if it is of what parameters() or named_parameters() gave: in forward these give "
                 "shards; read each parameter by its name (self.weight), or by "
-                "self.get_parameter(name)"
+                "self.get_parameter(name). Parametrize (weight_norm, spectral_norm), prune and "
+                "fuse before simple_fsdp"
             )
         raise
 

@@ -140,6 +140,14 @@ def test_parameters_of_a_forward_are_named_in_the_error(solo_mesh):
     assert "read each parameter by its name (self.weight)" in caught.value.__notes__[-1]
 
 
+def test_a_late_parametrization_is_told_in_the_error(fake_mesh):
+    model = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    nn.utils.parametrizations.weight_norm(model)
+    with pytest.raises(RuntimeError, match="mixed") as caught:
+        model(torch.ones(2, 4))
+    assert "Parametrize (weight_norm, spectral_norm)" in caught.value.__notes__[-1]
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_what_a_forward_calls_is_inside_it(solo_mesh, backend):
     """Compiled by itself, too."""
