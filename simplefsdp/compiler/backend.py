@@ -57,9 +57,9 @@ def simplefsdp(
         gm: the graph.
         example_inputs: its inputs; parameters are the model's own.
         options: see :class:`simplefsdp.compiler.options.Options`.
-        mode: is refused, as among ``options``: it is of Inductor alone.
-        adjust: of benchmarks and tests: changes what users do not choose, of the settings that
-            follow from ``options``; in the same way on all ranks.
+        mode: refused, as a key of ``options`` is, too: only the backend Inductor has modes.
+        adjust: for benchmarks and tests: changes those settings of the passes that users cannot
+            choose; it must make the same change on all ranks.
         extension: makes a whole training step of the graph.
 
     Raises:
@@ -92,7 +92,8 @@ def simplefsdp(
     lines = [
         *_communicated(gm, params, choice, specs, settings, adjusted=adjust is not None),
         _named(missing),
-        f"compiled by {chosen.executor}",  # after what tells why, if ranks differ in it
+        # Only the first difference is reported: a line before this one says why executors differ.
+        f"compiled by {chosen.executor}",
         *(() if extension is None else extension.agreed),
     ]
     together = agree("the graph to compile", lines, ranks, timeout_s)
@@ -134,8 +135,8 @@ def _refusing_lost_values(
     ranks: Sequence[int],
     timeout_s: float,
 ) -> Callable[..., Any]:
-    """``compiled``, that refuses parameters that ``to_empty`` took the values of after
-    compiling, and what was assigned to ``.data``."""
+    """``compiled`` with a check before each call: it raises if ``to_empty`` has meanwhile taken the
+    values of a gathered parameter, or if something was assigned to its ``.data``."""
     checked = uninitialised.last_emptied()
 
     def call(*args: Any) -> Any:
@@ -159,8 +160,9 @@ def _say_uncovered(settings: Settings) -> None:
 
 
 def _reset() -> None:
-    """Forget plans, and what was kept from forward to backward: ``torch.compiler.reset()`` and
-    ``torch._dynamo.reset()`` call it, see :func:`simplefsdp.rank_guard.forget_decisions`."""
+    """Forget plans, and decisions on what is kept from forward to backward.
+    ``torch.compiler.reset()`` and ``torch._dynamo.reset()`` call this, see
+    :func:`simplefsdp.rank_guard.forget_decisions`."""
     forget_decisions()
     breaks.reset()
     _torch.reset_repeated_calls()
@@ -181,18 +183,19 @@ def _communicated(
     *,
     adjusted: bool,
 ) -> list[str]:
-    """What the ranks compare, before autograd: a difference is told by name."""
+    """The lines that the ranks compare before AOTAutograd runs; an error quotes the first different
+    one, so each line names what it is about."""
     device = _device_of(params)
     grad = "with" if torch.is_grad_enabled() else "without"
     lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients"]
     lines += [f"Triton for what is sent {'is' if has_kernel(device) else 'is not'} there"]
-    # Not the cluster, which may be a path, but what it stands for.
+    # ``options.cluster`` may be a path, which may differ: the cluster that it names is compared.
     lines += _fields("options", replace(options, cluster=None))
     if settings is not None and settings.auto is not None:
         lines += _fields("cluster", settings.auto.cluster)
     if settings is not None and adjusted:
         lines += _fields("settings", replace(settings, auto=None))
-    # Names of groups differ between ranks, and so do rows, of a tensor-parallel parameter.
+    # Not compared, as they differ between ranks: group names, rows of tensor-parallel parameters.
     for spec in specs:
         copies = tuple(("", ranks) for _, ranks in spec.copy_groups)
         lines += [str(spec._replace(rows=0, shard_group="", reduce_group="", copy_groups=copies))]
@@ -220,8 +223,9 @@ def _fields(name: str, value: Options | Cluster | Settings) -> list[str]:
 
 
 def pass_settings(options: Options, fqns: Sequence[str], device: torch.device) -> Settings | None:
-    """What the passes are to do for a model on ``device``, of whose parameters ``fqns`` are
-    gathered, in the order of the forward's first reads; None if nothing."""
+    """The settings of the passes for a model on ``device``; None if the passes have nothing to do.
+    ``fqns`` are the parameters that the graph gathers, in the order in which forward first reads
+    them."""
     merges = options.bucketing != "none"
     if not merges and not options.reorders:
         return None
@@ -252,8 +256,9 @@ def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     ignored = living.ignored()
     is_wrapped = any(isinstance(value, DTensor) for value in example_inputs)
     for node, value in zip(placeholders, example_inputs, strict=True):
-        # Inside ``unsharded`` it is the plain model that is compiled. And a wrapped model may hold
-        # a frozen one that it does not register, as a loss its teacher.
+        # Plain parameters that are no error: inside ``unsharded`` the plain model is compiled; and
+        # a wrapped model may use a frozen module that is not registered in it, such as a loss's
+        # teacher.
         frozen = is_wrapped and not getattr(value, "requires_grad", True)
         known = stands_for_shard(value) or id(value) in ignored or frozen
         seen = node.meta.get("example_value")
@@ -270,7 +275,8 @@ def _refuse_unwrapped(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _refuse_checkpoint_by_hooks(params: Sequence[Any]) -> None:
-    """Its hooks compare what a compiled forward saved with what an eager one saves."""
+    """Raise for models that ``torch.distributed._composable.checkpoint`` checkpoints: its hooks
+    compare what a compiled forward saved with what an eager forward saves."""
     for model in models_of(params):
         for path, module in model.named_modules():
             if _torch.is_checkpointed_by_hooks(module):
@@ -294,8 +300,9 @@ def _shapes(gathered: Mapping[int, str], inputs: Sequence[Any]) -> dict[str, tor
 
 
 def _told_of_now(gm: GraphModule) -> tuple[dict[int, str], list[int], list[int]]:
-    """What gathers are told of this moment, by places among the inputs: how far a gradient is
-    taken, which tensors add up what is deferred, of which parameters a full one is kept."""
+    """What the keyword arguments of the gathers say, as places among the inputs of ``gm``: how far
+    the gradient of each parameter is reduced (if it is deferred), which inputs are sums of deferred
+    gradients, and which parameters have a full one kept."""
     place_of = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     until, sums, kept = {}, [], []
     for node in gathers_of(gm):

@@ -1,9 +1,10 @@
 """Graph breaks: which graphs one call of a model runs, and what is lost between them.
 
-Dynamo ends a graph where it cannot go on, runs that line as it is, and begins another graph. Each
-is bucketed and ordered for itself, so nothing is hidden across the border: of the graph behind it,
-the first gathers have no compute before them, and in backward the last reduces none after them.
-A warning says so, once per function; its figures are for the log and decide nothing.
+Where Dynamo cannot go on, it ends a graph, runs that line eagerly, and begins another graph. Each
+graph is bucketed and ordered by itself, so no communication is hidden across the border: the first
+gathers of the graph behind the break have no compute before them, and the last reduces of its
+backward graph have none after them. A warning says so, once per function; its figures are for the
+log and decide nothing.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ class _Call:
     root: CodePlace | None = None  # the function that was called
     trains: bool = False
     before: str | None = None  # the last break before the graph that is being compiled, in words
-    after: str | None = None  # that ends it
+    after: str | None = None  # the last break so far: the one that ends that graph, if one does
     is_over: bool = True  # its backward was compiled, so no graph of its forward comes any more
 
 
 _numbers = itertools.count(1)
 _current = _Call()
-_warned: set[CodePlace | None] = set()  # of which functions
-# By compilation: the call that it is a part of, and the break before its forward graph.
+_warned: set[CodePlace | None] = set()  # functions of which a break was warned of
+# By number of the compilation: its call's number, and the break before its forward graph.
 _calls: dict[int, tuple[int, str | None]] = {}
 
 
 def enter(gm: GraphModule) -> None:
-    """Take note of a Dynamo graph that is to be compiled. It is of the same call as the one before
-    if the function that was called is still running: Dynamo compiles what is behind a break when
-    the code before it has run."""
+    """Note a Dynamo graph that is about to be compiled. It belongs to the same call as the graph
+    before it if the function that the user called is still running: Dynamo compiles the code behind
+    a break only when the code before the break has run."""
     place, trains = _torch.place_being_compiled(), torch.is_grad_enabled()
     called = _torch.place_called()
     goes_on = called is not None and called == _current.root and trains == _current.trains
@@ -63,7 +64,7 @@ def enter(gm: GraphModule) -> None:
 
 
 def is_between_breaks() -> bool:
-    """Whether the graph that is being compiled begins or ends where another one goes on."""
+    """Whether the graph that is being compiled begins or ends at a graph break."""
     return _current.before is not None or _current.after is not None
 
 
@@ -103,7 +104,7 @@ def reset() -> None:
 
 
 def _tell(seen: CompiledGraph, cut: str | None) -> None:
-    """A warning for the first break of a function that is compiled, else a line at INFO."""
+    """Warn of the first break of a function; log others, and those of backward graphs, at INFO."""
     forward = seen.part == "forward"
     if cut is None or not speaks():
         return
@@ -126,7 +127,8 @@ def _tell(seen: CompiledGraph, cut: str | None) -> None:
 
 
 def _exposed_us(seen: CompiledGraph, kind: CollectiveKind) -> tuple[float | None, str]:
-    """What compute waits for the first gather, or the last reduce, of a graph; None without one."""
+    """How long compute waits for the first gather, or for the last reduce, of a graph in us, and
+    the name of the cluster that this is predicted for; None if the graph has no such collective."""
     after = seen.rehearsal.after
     starts = [op.name for _, op in after.starts() if op.sends == kind]
     if not starts:

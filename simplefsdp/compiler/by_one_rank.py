@@ -1,14 +1,14 @@
 """Ranks of one machine that need the same code: one of them compiles it, and all load it.
 
-Else as many compilers would run at once as there are ranks, all doing the same, on the cores of
-one machine. The lowest rank compiles forward and backward, and leaves the code where a later
-process would find it (``warm_start.py``). Then all ranks go through what they would have agreed
-on, had all compiled. If one of them has no code in the end, none uses what was made: all compile,
-each for itself, and what fails then fails as ever.
+Otherwise as many compilers as there are ranks would run at once on the cores of one machine, and
+all would make the same code. Instead the lowest rank compiles forward and backward, and saves the
+code where a later process would look for it (``warm_start.py``). All ranks load it, and agree on
+all that they would have agreed on if each had compiled. If a rank has no code in the end, no rank
+uses what was made: each rank compiles for itself, and an error of compiling appears as usual.
 
-On the CPU only: code for a GPU names the device, which is another one on each rank of a machine.
-Nor where groups or shards differ between ranks, as under hybrid sharding, or tracing asks for the
-rank: their code is not the same (``_torch/graph_key.py``).
+Only on the CPU: code for a GPU names its device, which differs between the ranks of a machine. And
+not where the ranks' code differs: where groups or shards differ, as under hybrid sharding, or where
+tracing asks for the rank (``_torch/graph_key.py``).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger("simplefsdp")
 def by_one_rank(
     compilation: Compilation, warm: WarmStart, compile_alone: Callable[[], Code]
 ) -> Code | None:
-    """The code of a graph that all ranks need the same code for, compiled by the lowest; None if it
-    was of no use to one of them: then compile. All ranks call this, or none.
+    """The code of a graph for which all ranks need the same code, compiled by the lowest rank. None
+    if some rank cannot use that code: then each rank must compile. All ranks call this, or none.
 
     Args:
-        compilation: of this rank, together with all.
-        warm: its file, which all ranks share, and which is not there.
-        compile_alone: compiles in nobody's company, and calls
-            :meth:`~simplefsdp.compiler.warm_start.WarmStart.accept`. What all must agree on comes
-            afterwards; while one rank works, the others do not answer.
+        compilation: this rank's; all ranks compile together.
+        warm: names the file that all ranks share, and that does not exist yet.
+        compile_alone: compiles without asking the other ranks, which do not answer while one rank
+            works, and calls :meth:`~simplefsdp.compiler.warm_start.WarmStart.accept`. What all
+            ranks must agree on comes afterwards.
     """
     ranks, timeout_s = compilation.ranks, compilation.timeout_s
     worker = min(ranks)
@@ -57,8 +57,8 @@ def by_one_rank(
 
 
 def _made(warm: WarmStart, compile_alone: Callable[[], Code]) -> Loaded | None:
-    """What a compilation for others has left, as they load it: this rank, too, or it would run code
-    that nobody else has; None if it left nothing."""
+    """Compile for all ranks, and load the code from the file as the others will, so that this rank
+    runs the same code as they do; None if there is no usable file."""
     try:
         with _torch.backward_compiled_at_once():
             compile_alone()
@@ -66,6 +66,6 @@ def _made(warm: WarmStart, compile_alone: Callable[[], Code]) -> Loaded | None:
             log.debug("all ranks compile, since what one makes cannot be shared")
             warm.share_no_more()
         return found
-    except Exception as error:  # if it has not to do with this, all will meet it, and tell of it
+    except Exception as error:  # one that has nothing to do with sharing comes again on all ranks
         log.warning("all ranks compile, since one could not for all: %r", error)
         return None

@@ -11,7 +11,7 @@ from inductor_passes.rehearsal import Settings
 
 
 def identity(settings: Settings | None) -> str:
-    """The passes' identity for Inductor's cache: their sources, all of them, and settings."""
+    """The passes' identity for Inductor's cache: a hash of all sources and of ``settings``."""
     return hashlib.sha256(f"{sources()}{settings!r}".encode()).hexdigest()
 
 
@@ -22,6 +22,6 @@ def sources() -> str:
 
 
 def source_files() -> list[Path]:
-    """The files of which code that a cache holds may come."""
+    """The source files that code in a cache may depend on."""
     packages = [Path(__file__).parents[1], Path(inductor_passes.__file__).parent]
     return sorted(file for path in packages for file in path.rglob("*.py"))

@@ -14,8 +14,8 @@ from simplefsdp.compiler.observers import Part
 
 
 def describe(graph: Graph, part: Part) -> str:
-    """The gathers and reduces that SimpleFSDP put into ``graph``, as one line of a log; in bytes of
-    full, padded tensors. A hybrid_shard gradient is reduced, and counts, twice."""
+    """The gathers and reduces that SimpleFSDP put into ``graph``, as one log line. Bytes are those
+    of full, padded tensors. A gradient under hybrid_shard is reduced twice, and counts twice."""
     gathers = _starts(graph, ("gather",), provenance.gathered_fqn)
     reduces = _starts(graph, ("reduce", "all_reduce"), provenance.reduced_fqn)
     text = f"{len(gathers)} gathers ({format_nbytes(sum(map(nbytes_of, gathers)))}"
@@ -46,7 +46,7 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def describe_passes(rehearsal: Rehearsal, settings: Settings | None) -> str:
-    """What the passes will make of a graph, for the log line; nothing if there are none."""
+    """What the passes will make of a graph, for the log line; "" if there are no passes."""
     if settings is None:
         return ""
     found = predict(rehearsal, settings)

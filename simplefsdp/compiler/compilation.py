@@ -48,15 +48,15 @@ class Extension(NamedTuple):
     """Makes a whole training step of the graph of a loss, see :mod:`simplefsdp.step`."""
 
     agreed: Sequence[str]  # what must be the same on all ranks, line by line
-    # Of a Dynamo graph and its inputs gives the graph to compile, its inputs, and what makes of its
-    # code a function that is called as the Dynamo graph would be.
+    # Takes a Dynamo graph and its inputs. Gives the graph to compile, the inputs of that graph, and
+    # a function that wraps its code, so that it can be called as the Dynamo graph would be.
     extend: Callable[
         [GraphModule, Sequence[Any]], tuple[GraphModule, Sequence[Any], Callable[[Call], Call]]
     ]
 
 
 def begin_preparing(executor: str, device_type: str) -> None:
-    """Begin what Inductor does once per machine, where it will be needed, and do not wait."""
+    """Start, without waiting, what Inductor prepares once per machine, if it will be needed."""
     if executor != "aot_eager" and device_type == "cpu":
         _torch.prepare_cpp()
 
@@ -71,8 +71,8 @@ def compile_with_passes(
     together: bool,
     whole_step: bool = False,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph, which is changed, for its (fake) inputs; ``together`` with all
-    ranks."""
+    """Compile one Dynamo graph for its (fake) inputs; the graph is changed. ``together`` says
+    whether all ranks compile it now."""
     number, grad = next(_numbers), torch.is_grad_enabled()
     limits = SizeLimits(gm)
     compilation = Compilation(
@@ -95,8 +95,9 @@ def compile_with_passes(
         code = by_one_rank(compilation, warm, lambda: compile_for(for_all))
     if code is not None:
         return code
-    # Where sizes are open AOTAutograd compiles the backward with the forward: then all ranks do, or
-    # one would compare its backward with others that run their forwards, and wait for it there.
+    # Where sizes are open, AOTAutograd compiles the backward with the forward. If that holds on
+    # some ranks only, all do so: else a rank would want to compare its backward graph with ranks
+    # that already run their forward, and these would wait for that rank there.
     what, timeout_s = "which sizes are open", compilation.timeout_s
     alike = not together or have_the_same(what, open_layouts(gm), ranks, timeout_s)
     with nullcontext() if alike else _torch.backward_compiled_at_once():
@@ -104,7 +105,7 @@ def compile_with_passes(
 
 
 class _Compiler:
-    """What happens to the forward and the backward graph of a Dynamo graph."""
+    """Compiles the forward and the backward graph of a Dynamo graph."""
 
     def __init__(
         self, example_inputs: Sequence[Any], compilation: Compilation, warm: WarmStart
@@ -117,7 +118,7 @@ class _Compiler:
     def compiled(
         self, graph: GraphModule, cut: _torch.Cut | _torch.AsOne | None
     ) -> Callable[..., Any]:
-        """The code of a graph, whose joint graph is cut as it is told."""
+        """The code of ``graph``; ``cut`` says how its joint graph is cut, None for torch's way."""
         passes = None if self.settings is None else self._write_plan
         tag = tag_in_one_graph if cut == _torch.AS_ONE else tag_for_recompute
         if self.executor == "aot_eager":
@@ -149,9 +150,10 @@ class _Compiler:
         )
 
     def _orders(self) -> tuple[ImposeOrder | None, Callable[[], AbstractContextManager[None]]]:
-        """The scheduler's pass, and a context of lowering. With a plan, compute, too, keeps the
-        order that it was made for. Where forward and backward are one graph, loops of the one are
-        not fused with loops of the other that only read the same, however the buckets are made."""
+        """The pass for Inductor's scheduler, and a context for lowering. With a plan, compute also
+        keeps the order that the plan was made for. Where forward and backward are one graph,
+        however the buckets are chosen, a loop of forward is not fused with a loop of backward
+        merely because both read the same tensors."""
         if self.settings is None or not self.settings.reorder:
             return None, nullcontext
         as_planned = self.settings.auto is not None

@@ -6,8 +6,8 @@ gradients of all reads before the one reduce, as it would on a plain parameter. 
 in backward is decided for all of them alike, later (``recompute.py``).
 
 A write to a gathered tensor is refused: it would change a temporary, not the parameter. Where a
-model writes to a parameter itself (``for p in self.teacher.parameters(): p.lerp_(...)``), what is
-read before and after it is gathered apart.
+model writes to a parameter itself (``for p in self.teacher.parameters(): p.lerp_(...)``), reads
+before the write and reads after it have a gather each.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _name_gathers(gm: GraphModule, fqns: Mapping[Node, str]) -> None:
 
 
 def _dedupe(gm: GraphModule) -> dict[Node, _Read]:
-    """Leave one gather of those in ``gm`` that read alike, and tell what is read by it."""
+    """Leave one of the gathers in ``gm`` that read alike; return what each gather left reads."""
     _refuse_writes(gm)
     for node in list(gm.graph.nodes):
         if _torch.is_checkpoint_region(node):
@@ -68,7 +68,7 @@ def _dedupe(gm: GraphModule) -> dict[Node, _Read]:
     for node in gathers_of(gm):
         kept = first.setdefault((*node.args, reads[node]), node)
         if kept is not node:
-            if "until" in node.kwargs:  # which a read under no_grad has not
+            if "until" in node.kwargs:  # a read under no_grad has no "until"
                 kept.kwargs = node.kwargs
             node.replace_all_uses_with(kept)
             gm.graph.erase_node(node)
@@ -77,8 +77,8 @@ def _dedupe(gm: GraphModule) -> dict[Node, _Read]:
 
 
 def reduce_in_second_group(gm: GraphModule) -> None:
-    """Let the gradients travel on communicators of their own, beside the gathers; each is made when
-    it is first needed, by the ranks of its group together."""
+    """Have gradients reduced on communicators of their own, so that they travel beside the gathers.
+    The ranks of a group make its second communicator together when it is first needed."""
     for node in gathers_of(gm):
         spec = spec_of(node)
         if spec.shard_group:
@@ -88,10 +88,10 @@ def reduce_in_second_group(gm: GraphModule) -> None:
 
 
 def _refuse_writes(gm: GraphModule) -> None:
-    """Raise if the model writes to a gathered tensor, or to a view of one, in whatever way: Dynamo
-    ran each node on fake tensors, whose version counters have seen it."""
+    """Raise if the model writes to a gathered tensor, or to a view of one, by whatever operator:
+    Dynamo ran each node on fake tensors, whose version counters count writes."""
     fqn_of: dict[int | None, object] = {}
-    for node in gathers_of(gm):  # those of layers that were traced as one have one storage
+    for node in gathers_of(gm):  # gathers of layers that were traced as one share a storage
         fqn_of.setdefault(_torch.storage_of(node.meta.get("example_value")), node.args[1])
     fqn_of.pop(None, None)
     aliases: dict[Node, object] = {}
@@ -111,7 +111,7 @@ def _refuse_writes(gm: GraphModule) -> None:
 
 
 def _refuse_assigned_data(gm: GraphModule, aliases: Mapping[Node, object]) -> None:
-    """The graph ends at ``weight.data = ...``, and hands a gathered tensor to that line."""
+    """Raise if the graph ends at ``weight.data = ...`` and hands a gathered tensor to that line."""
     cut = _torch.graph_break_of(gm)
     output = gm.graph.output_node()
     fqn = next((aliases[n] for n in output.all_input_nodes if n in aliases), None)
@@ -142,20 +142,21 @@ def gathers_of(gm: GraphModule) -> list[Node]:
 
 
 def specs_of(gm: GraphModule) -> list[GatherSpec]:
-    """How each of them is done."""
+    """The specs of the gathers of a Dynamo graph, outside of checkpointed regions, in order."""
     return [spec_of(node) for node in gathers_of(gm)]
 
 
 class _Read(NamedTuple):
     """What a gather reads, and how: gathers of one parameter that read alike are one."""
 
-    writes: int  # to the parameter, that may have been before it
-    without_grad: bool  # inside a no_grad block
+    writes: int  # how many writes to the parameter may have come before it
+    without_grad: bool  # it stays inside a no_grad block
 
 
 def _lift_out_of_no_grad(gm: GraphModule) -> dict[Node, _Read]:
-    """Gather before a no_grad block, not in it: the reads after it want the gradient. But behind
-    what the block itself writes to the parameter."""
+    """Move gathers out of no_grad blocks, in front of them: reads behind the block share the
+    gather, and want its gradient. A gather stays where the block writes to the parameter before it.
+    Return what each gather reads."""
     found: dict[Node, _Read] = {}
     shard_of = {node: _shards(node.args[0]) for node in gathers_of(gm)}
     known = set[int]().union(*shard_of.values())
@@ -180,16 +181,18 @@ def _lift_out_of_no_grad(gm: GraphModule) -> dict[Node, _Read]:
 def _may_write(
     gm: GraphModule, known: Set[int], given: Sequence[Set[int]] = ()
 ) -> dict[Node, set[int]]:
-    """Of the storages of shards that are ``known``, those that each node may write to: what it
-    takes, unless it is a view of that. (What only reads them costs a gather more, at worst.)
+    """For each node, to which of the ``known`` storages it may write. A node that takes views of
+    shards may write to them, unless it only makes another view of them. (If it only reads them,
+    that costs one more gather at worst.)
 
     Args:
         gm: a graph, or the body of a region.
-        known: storages.
-        given: of a body, what its operands are views of.
+        known: storages of shards.
+        given: for a body, the storages that each of its operands is a view of.
     """
     found: dict[Node, set[int]] = {}
-    views: dict[Node, set[int]] = {}  # but not what is gathered, though it may have that storage
+    # What each node is a view of; a gathered tensor is none, though it may share a shard's storage.
+    views: dict[Node, set[int]] = {}
     views_of_input = dict(zip(gm.graph.find_nodes(op="placeholder"), given, strict=False))
     for node in gm.graph.nodes:
         taken = set[int]().union(*(views[n] for n in node.all_input_nodes))
@@ -208,7 +211,7 @@ def _may_write(
 
 
 def _in_place(node: Node) -> bool:
-    """Whether a node gives back, or looks as if it gave back, what it has written to."""
+    """Whether a node returns one of its inputs itself, or looks like an in-place operator."""
     value = node.meta.get("example_value")
     is_itself = any(value is n.meta.get("example_value") for n in node.all_input_nodes)
     is_mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
@@ -216,7 +219,7 @@ def _in_place(node: Node) -> bool:
 
 
 def _shards(node: object) -> set[int]:
-    """The storages of what a node gives: of a DTensor that of its shard."""
+    """The storages of a node's values; for a DTensor, the storage of its shard."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     values = value if isinstance(value, (tuple, list)) else (value,)
     return {n for n in map(_torch.shard_storage_of, values) if n is not None}

@@ -1,4 +1,4 @@
-"""The graph of a model with more layers than were traced: copies of a layer, wired as it is."""
+"""The graph of a model with more layers than were traced: a traced layer is copied."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from torch.utils import _pytree as pytree
 from simplefsdp import _torch, provenance
 from simplefsdp.compiler.repeated_layers import LayeredGraph, Numbering, Place
 
-# What an input is called now: by its name, and the number of its layer as it was and as it is.
+# The name of an input in a deep graph, given its name in the shallow graph and the number of its
+# layer there and in the deep graph; None if it has no other name.
 Renamed = Callable[[str, int, int], str | None]
-_Home = tuple[Place, int]  # the first node that has a storage, and which of its values
+_Home = tuple[Place, int]  # of a storage: the first node that has it, and in which of its values
 
 
 class Deep:
-    """The graph of a layout with ``more`` copies of a layer.
+    """The graph of a layout, with ``more`` copies of the template, one of its layers.
 
-    The copies come where numbers are lower: ahead of the layer if they rise, else behind it. So in
-    forward and backward they have the same numbers. Nodes are kept by place, where ``layer`` counts
-    the copies, and those that are in no copy by the node that each was made of.
+    The copies have lower numbers than the template: they stand ahead of it if numbers rise along
+    the graph (forward), else behind it (backward). So a copy has the same number in both graphs.
+    ``at`` has the new nodes by place, where ``layer`` counts the copies, too; ``made`` has those
+    that are in no copy, by the node that each was made from.
 
     Args:
         layout: of the shallow graph.
         numbering: of its layers.
-        more: copies to make.
-        name_of: of inputs that are made by another deep graph.
-        own: names of the copies' other inputs, by what the layer that is copied calls them, and
-            the number of the copy; without, they are made up.
+        more: how many copies to make.
+        name_of: gives names to inputs that another deep graph makes.
+        own: without ``name_of``: names of the copies' inputs, by the name of the template's input
+            and the number of the copy. Without both, names are made up.
     """
 
     def __init__(
@@ -58,7 +60,8 @@ class Deep:
         self._make(0 if rises else more, more if rises else 0)
 
     def renamed(self, name: str, number: int, deep: int) -> str | None:
-        """See :data:`Renamed`: what is the input of another graph is made in this one."""
+        """A :data:`Renamed` for the inputs of another deep graph that this one makes; None for an
+        input that it does not make."""
         was = self.place_of.get(name)
         if was is None:
             return None
@@ -68,7 +71,7 @@ class Deep:
         return self.at[Place(self.numbers.index(number), was.member)].name
 
     def counterpart(self, node: Node, number: int) -> Node:
-        """What is for the layer with ``number`` as ``node`` is for the one that was copied."""
+        """The node that is to the layer with ``number`` what ``node`` is to the template."""
         layer, member = self.layout.place[node]
         deep = self.numbers.index(number)
         return self.at[Place(deep + layer - self.layout.template, member)]
@@ -89,7 +92,8 @@ class Deep:
         self.graph.lint()
 
     def _referring(self, deep: int, source: int) -> Callable[[Node], Node]:
-        """What a node refers to if its layer is a copy of ``source``, at ``deep``."""
+        """Gives, for an argument of a node in the layer ``source``, the argument of that node's
+        counterpart in the layer at ``deep``, which is made from ``source``."""
 
         def refer(argument: Node) -> Node:
             if argument not in self.layout.place:
@@ -123,7 +127,7 @@ class Deep:
         self._member(node, deep, name)
 
     def _member(self, node: Node, deep: int, name: str | None = None) -> None:
-        """Make for the layer at ``deep`` what ``node`` is for its own."""
+        """Make the counterpart of ``node``, a node of a layer, in the layer at ``deep``."""
         layer, member = self.layout.place[node]
         is_copy, number = deep in self.copies, self.numbers[deep]
         name = name or (f"{node.name}_layer{number}" if is_copy else node.name)
@@ -141,13 +145,13 @@ class Deep:
         target = name if node.op == "placeholder" else node.target
         arguments, keywords = map_arg((node.args, node.kwargs), refer)
         made = self.graph.create_node(node.op, target, (), {}, name, node.type)
-        # Given to `create_node`, they are looked through for symbols, which takes longer than all.
+        # Not given to `create_node`: it would search them for symbols, longer than all else takes.
         made.args, made.kwargs = arguments, keywords
         made.meta = self._renumbered(node.meta, by, at_least)
         return made
 
     def _output(self) -> None:
-        """All that was returned, and of each copy what its layer returned."""
+        """Return all that the shallow graph returns, and of each copy what the template returns."""
         output: Any = self.layout.graph.output_node()
         values = list(output.args[0])
         place, template = self.layout.place, self.layout.template
@@ -157,7 +161,7 @@ class Deep:
         self.graph.output(tuple(returned)).meta = dict(output.meta)
 
     def _renumbered(self, meta: dict[str, Any], by: int, at_least: int) -> dict[str, Any]:
-        """What is noted on a node, for a layer further on if its number is ``at_least`` so much."""
+        """A node's ``meta``, where numbers of layers that are ``at_least`` so high rise ``by``."""
         found = dict(meta)
         if not by:
             return found
@@ -170,15 +174,15 @@ class Deep:
         return found
 
     def _stack_moved(self, stack: dict[str, Any], by: int, at_least: int) -> dict[str, Any]:
-        """Nodes of a module share one stack, and so do their copies."""
+        """A module stack, renumbered: nodes of a module share one stack, and so do their copies."""
         key = (id(stack), by, at_least)
         if key not in self.stacks:
             self.stacks[key] = self.numbering.stack_moved(stack, by, at_least)
         return self.stacks[key]
 
     def _renew(self, made: Node, node: Node, deep: int) -> None:
-        """Give a copy of ``node`` values of its own: who tracks memory goes by their storages."""
-        if "val" not in node.meta:  # a graph that an operator takes has none
+        """Give ``made``, a copy of ``node``, its own storages: memory is tracked by storage."""
+        if "val" not in node.meta:  # a subgraph that is an operator's argument has none
             return
         values, spec = self._values_of(node)
         own = [
@@ -197,8 +201,9 @@ class Deep:
         return _torch.fake_again(value, owner)
 
     def _values_of(self, node: Node) -> tuple[list[tuple[Any, _Home | None]], pytree.TreeSpec]:
-        """The values of a node that is copied, and the home of those that each copy has of its own.
-        Those of open sizes have none: they are for formulas alone, and to make one takes a ms."""
+        """The values of a node that is copied, each with its home, or None if the copies share it.
+        A tensor of open sizes is shared: only formulas of sizes use it, and making one takes a
+        ms."""
         if node not in self.values:
             leaves, spec = pytree.tree_flatten(node.meta["val"])
             self.values[node] = [(value, self._home_of(value)) for value in leaves], spec
@@ -210,7 +215,7 @@ class Deep:
 
 
 def _homes(place: dict[Node, Place]) -> dict[int | None, _Home]:
-    """The first of the placed nodes that has each storage, and where in its value."""
+    """For each storage, the place of the first node that has it, and in which of its values."""
     found: dict[int | None, _Home] = {}
     for node in sorted(place):
         for leaf, value in enumerate(pytree.tree_leaves(node.meta.get("val"))):

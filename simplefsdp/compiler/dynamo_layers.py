@@ -1,4 +1,4 @@
-"""A layer of a Dynamo graph, told so that it can be compared with others."""
+"""A layer of a Dynamo graph, described so that it can be compared with others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from simplefsdp.frontend.gather import gather
 
 
 class DynamoLayer:
-    """The nodes of a layer, from its first gather to the next one's, and the inputs that only it
-    reads, in the order of first use."""
+    """The nodes of a layer, from its first gather to that of the next layer, and the inputs that
+    only this layer reads, in the order of first use."""
 
     def __init__(self, nodes: Sequence[Node], number: int) -> None:
         self.nodes, self.number = nodes, number
@@ -28,7 +28,7 @@ class DynamoLayer:
         self.own = {node: i for i, node in enumerate(here)}
 
     def taken(self, before: DynamoLayer) -> list[Node]:
-        """What this layer takes of the one before it, in the order of that one's nodes."""
+        """The nodes of ``before``, the layer ahead, that this layer reads, in their order there."""
         used = {n for node in self.nodes for n in node.all_input_nodes if n in before.at}
         return sorted(used, key=before.at.__getitem__)
 
@@ -38,7 +38,8 @@ class DynamoLayer:
         return {numbering.of(fqn) for fqn in fqns} <= {None, self.number}
 
     def described(self, before: DynamoLayer | None, numbering: Numbering) -> list[Hashable]:
-        """What is the same in layers that are alike, node by node."""
+        """Node by node, what is equal for layers that are alike. A node of ``before`` is described
+        by its place there, any other node outside of the layer by itself."""
         known = before.at if before is not None else {}
 
         def elsewhere(node: Node) -> Hashable:
@@ -47,7 +48,7 @@ class DynamoLayer:
         return self._lines(numbering, elsewhere)
 
     def done(self, numbering: Numbering) -> list[Hashable]:
-        """As :meth:`described`, wherever what the layer takes was made."""
+        """As :meth:`described`, but of nodes outside of the layer only their values matter."""
         return self._lines(numbering, value_of)
 
     def _lines(self, numbering: Numbering, elsewhere: Callable[[Node], Hashable]) -> list[Hashable]:
@@ -72,8 +73,9 @@ class DynamoLayer:
 
 
 def _submodule(node: Node) -> Hashable:
-    """What a submodule computes, whatever its nodes are called; any other attribute is itself. A
-    region with a policy of the user's of what to keep is like none: a policy may count layers."""
+    """What a submodule computes, without the names of its nodes. Any other attribute equals only
+    itself; so does a checkpointed region where the user has a policy of what to save, since a
+    policy may count layers."""
     module = attribute_of(node)
     if not isinstance(module, GraphModule) or has_policy(module):
         return id(module)
@@ -91,7 +93,7 @@ def _submodule(node: Node) -> Hashable:
 
 
 def _hashable(value: Any) -> Hashable:
-    """``value`` so that it can be compared; of a type that is not known, only to itself."""
+    """``value`` as something hashable to compare; what cannot be hashed equals only itself."""
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *(_hashable(item) for item in value)
     if isinstance(value, Mapping):
@@ -100,11 +102,11 @@ def _hashable(value: Any) -> Hashable:
         return "slice", *(_hashable(item) for item in (value.start, value.stop, value.step))
     if isinstance(value, float):
         return "float", value.hex()  # 0.0 and -0.0 are equal, and not the same
-    # Neither are 1, True and 1.0.
+    # With the type: 1, True and 1.0 are equal, and not the same.
     return type(value).__name__, value if isinstance(value, Hashable) else id(value)
 
 
 def value_of(node: Node) -> Hashable:
-    """What matters of the value that Dynamo saw."""
+    """What matters of the value that Dynamo saw: tensors' layouts, and other leaves' types."""
     leaves = pytree.tree_leaves(node.meta.get("example_value"))
     return tuple(layout_of(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)

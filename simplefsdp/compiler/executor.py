@@ -13,7 +13,7 @@ from simplefsdp.choices import Executor
 from simplefsdp.compiler.options import Options
 from simplefsdp.rank_logging import say
 
-# Layers that are alike, from which on one is compiled for all. Steps of the rows of
+# With so many layers that are alike, or more, one is compiled for all. Steps of the rows of
 # `benchmarks/step.py` then take 1.00 to 1.03 times as long (benchmarks/RESULTS.md, "By regions"),
 # compiling takes 0.7 of the time with 12 layers, 0.45 with 32. Each region is one more call, so
 # layers of microseconds lose more: 8 % of a step whose blocks are 64 wide. With less than 8 layers
@@ -24,11 +24,12 @@ MANY_LAYERS = 8
 def executor_of(
     options: Options, shapes: Mapping[str, Sequence[int]], device: torch.device
 ) -> Executor:
-    """The executor for a graph: what the user chose, or the one for as many layers as are alike.
+    """The executor for a graph: the user's choice, or by the number of layers that are alike.
 
-    On CPU only: on an H200 steps by regions took 2 to 11 % longer (benchmarks/RESULTS.md). Not for
-    what regards a graph as a whole: the user's own passes and wrappers of Inductor, and
-    ``bucketing="none"``, by which layers would be cut at each gather.
+    ``"auto"`` is ``"regions"`` on CPU only: on an H200 steps by regions took 2 to 11 % longer
+    (benchmarks/RESULTS.md). Nor is it ``"regions"`` where something regards a graph as a whole: the
+    user's own passes and wrappers of Inductor, and ``bucketing="none"``, by which layers would be
+    cut at each gather.
 
     Args:
         options: the user's.
@@ -45,8 +46,8 @@ def executor_of(
 
 
 def most_alike(shapes: Mapping[str, Sequence[int]]) -> int:
-    """How many of a model's layers have parameters of the same names and shapes, two matrices at
-    least: one by itself is a table, or a head."""
+    """The largest number of layers whose parameters have the same names and shapes. Only layers
+    with two or more matrices count: a single one is an embedding table, or a head."""
     held: defaultdict[str, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
     for fqn, layer in layer_of(list(shapes)).items():
         held[layer].add((fqn.removeprefix(layer), tuple(shapes[fqn])))

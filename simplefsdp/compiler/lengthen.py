@@ -1,10 +1,10 @@
-"""The layers that were not traced: out of the joint graph, and into the two that it is cut in.
+"""Takes the stand-in out of a joint graph, and puts the layers into its forward and backward.
 
-``shorten.py`` has AOTAutograd trace a model with a stand-in for most layers. Before anything looks
-at the joint graph the stand-in, its inputs and their gradients are taken out of it, which leaves
-the joint graph of a shallow model. When that has been cut in two, its forward and backward get the
-layers, as copies of the traced one's nodes, and every input and output comes to the place that it
-has for AOTAutograd, which knows of nothing that was left out.
+``shorten.py`` has AOTAutograd trace a model with a stand-in for most layers. Before anything else
+looks at the joint graph, the stand-in, its inputs and their gradients are taken out, which leaves
+the joint graph of a shallow model. When that has been cut in two, forward and backward get the
+missing layers, as copies of a traced layer's nodes. Every input and output is put where AOTAutograd
+expects it, since AOTAutograd does not know that anything was left out.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ log = logging.getLogger("simplefsdp")
 
 
 class LeftOut(NamedTuple):
-    """What a joint graph had, and its two parts must have."""
+    """What a joint graph had before anything was taken out, and its two parts must have."""
 
     short: Shortened  # of the Dynamo graph
-    inputs: list[Node]  # of the joint graph, but for tangents, in order
-    # Names of the inputs of the template, which is traced, and of the layers that are not, by the
-    # number of the layer in the whole model.
+    inputs: list[Node]  # all inputs of the joint graph but the tangents, in order
+    # By the number of a layer in the whole model, the names of its inputs: of the layers that were
+    # not traced, and of the template.
     inputs_of: dict[int, list[str]]
-    # Inputs that nothing reads, by name, with the name of what was returned in the place of a
-    # gradient, or None.
+    # By the name of an input that nothing reads, the name of what was returned as its gradient, or
+    # None.
     unread: dict[str, str | None]
 
     @property
@@ -50,7 +50,7 @@ class LeftOut(NamedTuple):
 
     @property
     def kept(self) -> list[int]:
-        """Places of the inputs that the graph has still."""
+        """Places of the inputs that the joint graph still has."""
         own = {name for names in self.inputs_of.values() for name in names} - {*self.example}
         gone = own | self.unread.keys()
         return [i for i, node in enumerate(self.inputs) if node.name not in gone]
@@ -59,7 +59,7 @@ class LeftOut(NamedTuple):
 def few_layers_traced(
     gm: GraphModule, compiled: Callable[[GraphModule, _torch.Cut | None], CompiledFunction]
 ) -> CompiledFunction:
-    """``gm`` compiled, of layers that are alike a few traced; all, where that does not do."""
+    """``gm`` compiled, with few of the layers that are alike traced; with all, if that fails."""
     for short in shorten(gm) if _torch.can_cut() else ():
         layers_of, graphs = short.numbering.layers, _Graphs(short)
         cut = _torch.Cut(graphs.take_out, graphs.lengthen, graphs.kept)
@@ -68,7 +68,7 @@ def few_layers_traced(
         except RankMismatchError:
             raise
         except Exception as error:
-            if graphs.are_long:  # and what failed has nothing to do with it
+            if graphs.are_long:  # the layers are back: what failed has nothing to do with them
                 raise
             log.debug("%s: more layers are traced, since they differ: %s", layers_of, error)
         else:
@@ -82,8 +82,8 @@ def few_layers_traced(
 
 
 class _Graphs:
-    """A joint graph, what was left out of it once that is known, and whether the two that it is cut
-    in have all layers by now."""
+    """The graphs of one attempt: what was left out of the joint graph (an empty list before that is
+    known), and whether forward and backward have all layers by now."""
 
     def __init__(self, short: Shortened) -> None:
         self.short, self.left_out, self.are_long = short, list[LeftOut](), False
@@ -95,11 +95,12 @@ class _Graphs:
         return self.left_out[-1]
 
     def kept(self) -> Sequence[int]:
-        """Places of the joint graph's inputs that it has still."""
+        """Places of the inputs that the joint graph still has."""
         return self.last.kept
 
     def take_out(self, graph: Graph) -> None:
-        """Of a joint graph; Inductor asks for those that operators take as arguments, too."""
+        """Take the stand-in out of ``graph`` if it is a joint graph. Inductor also calls this with
+        graphs that operators take as arguments, which have none."""
         if graph.find_nodes(op="call_function", target=layers.default):
             self.left_out.append(take_out(graph, self.short))
 
@@ -112,8 +113,9 @@ class _Graphs:
 
 
 def take_out(graph: Graph, short: Shortened) -> LeftOut:
-    """Take the stand-in out of a joint graph, and the inputs that nothing reads then; a ValueError
-    if what it takes are not inputs of the graph, or its gradients are changed."""
+    """Take the stand-in out of a joint graph, and then the inputs that nothing reads. ValueError if
+    the layers' own tensors, which the stand-in takes, are no inputs of the graph, or if anything
+    changes its gradients."""
     inputs = [n for n in graph.find_nodes(op="placeholder") if "tangents" not in str(n.target)]
     (forward,) = graph.find_nodes(op="call_function", target=layers.default)
     _, own, example = ([_source(n) for n in some] for some in forward.args)
@@ -144,7 +146,7 @@ def take_out(graph: Graph, short: Shortened) -> LeftOut:
         output.meta["desc"] = [descriptions[i] for i in places]
     for node in (*own, *unread):
         graph.erase_node(node)
-    graph.set_codegen(CodeGen())  # the former one nests inputs and outputs, of which some are gone
+    graph.set_codegen(CodeGen())  # the former one nests inputs and outputs, some of which are gone
     return left_out
 
 
@@ -156,7 +158,8 @@ def _source(node: Node) -> Node:
 
 
 def _are_grads(calls: Sequence[Node], inputs: Sequence[Node], values: Sequence[Any]) -> bool:
-    """Whether ``values`` are of ``inputs``, one by one, by what the stand-in gives for its own."""
+    """Whether the gradients of ``inputs``, which are ``values`` one by one, are just what the
+    stand-in's one backward gives, for each input whose gradient it is to give."""
     if len(calls) != 1 or len(inputs) != len(values):
         return False
     passed, wanted = calls[0].args
@@ -170,8 +173,8 @@ def _are_grads(calls: Sequence[Node], inputs: Sequence[Node], values: Sequence[A
 
 
 def _bypass(call: Node) -> None:
-    """Let what reads the results that are passed on read what the stand-in takes, and views of
-    these results be views of that."""
+    """Have readers of the results that the stand-in passes on read what it takes instead, and have
+    fake values on the storages of these results lie on the storages of what it takes."""
     passed: Sequence[Node] = call.args[0]  # type: ignore[assignment]
     owner: dict[int | None, Any] = {}  # what is in the place of a result, by its storage
     for item in list(call.users):
@@ -202,8 +205,8 @@ def _erase_unused(graph: Graph) -> None:
 def lengthen(
     forward: GraphModule, backward: GraphModule, left_out: LeftOut, outputs: int
 ) -> tuple[GraphModule, GraphModule]:
-    """The forward and backward graph of all layers, of those that the joint graph was cut in;
-    ``outputs`` of the forward's are not for backward."""
+    """The forward and backward graph with all layers, made from the two that the joint graph was
+    cut into. The first ``outputs`` outputs of forward are not for backward."""
     short = left_out.short
     own = {
         (example, number): name
@@ -227,7 +230,7 @@ def lengthen(
 
 
 def _refuse_outputs_of_layers(layout: LayeredGraph, outputs: int) -> None:
-    """See that forward returns nothing of each layer, as the new value of a buffer."""
+    """Raise if forward returns something of each layer, such as the new value of a buffer."""
     output: Any = layout.graph.output_node()
     for value in output.args[0][:outputs]:
         if value in layout.place and layout.place[value].layer <= layout.template:
@@ -235,7 +238,7 @@ def _refuse_outputs_of_layers(layout: LayeredGraph, outputs: int) -> None:
 
 
 def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut) -> None:
-    """Let backward return something for each input of the joint graph."""
+    """Have backward return a gradient, or None, for each input that the joint graph had."""
     before: Any = short.output_node()
     values = before.args[0]
     names = [left_out.inputs[i].name for i in left_out.kept]
@@ -253,9 +256,9 @@ def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut) -> None:
 
 
 def _saved_first(forward: Graph, backward: Graph) -> list[Node]:
-    """Put what backward takes from forward ahead of its other inputs, as AOTAutograd wants it:
-    tensors, then those whose versions it does not compare, then what is no tensor. Gives forward's
-    nodes."""
+    """Put the inputs that backward takes from forward ahead of its other inputs, in the order that
+    AOTAutograd wants: tensors, then tensors whose versions it does not compare, then what is no
+    tensor. Return the nodes of forward that they are."""
     known = {node.name: node for node in forward.nodes}
     inputs = list(backward.find_nodes(op="placeholder"))
     saved = sorted(

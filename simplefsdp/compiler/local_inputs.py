@@ -1,13 +1,13 @@
-"""Graphs that AOTAutograd compiles only if no input is a tensor subclass, as our parameters are.
+"""Graphs that AOTAutograd compiles only if no input is a tensor subclass; our DTensors are.
 
-Their DTensors are made inside, of local tensors that the compiled function is called with; what is
-communicated stays the same. There are two kinds:
+So the compiled function of such a graph is called with local tensors, and the DTensors are made of
+them inside the graph; what is communicated stays the same. There are two kinds:
 
 - Inputs or outputs alias one another. A graph break makes them: ``for image in features`` hands
   views of one tensor from one graph to the next.
-- An input is a result of the step before, which forward detaches: the state of truncated
-  backpropagation through time. AOTAutograd then detaches it itself, or backward would go on into
-  that step, whose graph is gone.
+- An input is a result of the step before, and forward detaches it: the state of truncated
+  backpropagation through time. If no input is a subclass, AOTAutograd detaches such an input
+  itself; else backward would go on into the step before, whose graph is gone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _alias(nodes: Iterable[Node]) -> bool:
 
 
 def _is_cut_off(gm: GraphModule, inputs: Iterable[Node]) -> bool:
-    """Whether a Dynamo graph may lead no gradient to an input that has been computed."""
+    """Whether a Dynamo graph may give no gradient to an input that has a ``grad_fn``: it detaches
+    such an input, or has a block without gradients."""
     values = [(node, node.meta.get("example_value")) for node in inputs]
     computed = [n for n, v in values if isinstance(v, torch.Tensor) and v.grad_fn is not None]
     detached = any(user.target in _DETACH for node in computed for user in node.users)
@@ -72,7 +73,8 @@ def _is_cut_off(gm: GraphModule, inputs: Iterable[Node]) -> bool:
 
 
 def _take_local(gm: GraphModule, placeholder: Node, last: Node, param: DTensor) -> torch.Tensor:
-    """Make the DTensor of ``placeholder`` after ``last``; gives the local input to compile for."""
+    """Have the graph make the DTensor of ``placeholder``, behind the placeholder ``last``; return
+    the local tensor to compile for."""
     shape, stride = param.shape, param.stride()
     mesh, placements, mark = param.device_mesh, param.placements, _mark_of(placeholder)
 
@@ -83,8 +85,8 @@ def _take_local(gm: GraphModule, placeholder: Node, last: Node, param: DTensor) 
     with gm.graph.inserting_after(last):
         whole = gm.graph.call_function(as_dtensor, (placeholder,))
     whole.meta = placeholder.meta.copy()
-    # The fake one: AOTAutograd would take the sizes of a real tensor, of which Dynamo has not told
-    # it, for open ones.
+    # The fake tensor: of a real one, which Dynamo has not told it of, AOTAutograd would take the
+    # sizes to be open.
     fake: DTensor = placeholder.meta["example_value"]
     placeholder.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
     local = fake.to_local().detach().requires_grad_(param.requires_grad)
@@ -93,7 +95,7 @@ def _take_local(gm: GraphModule, placeholder: Node, last: Node, param: DTensor) 
 
 
 def _mark_of(placeholder: Node) -> Callable[[], AbstractContextManager[object]]:
-    """Marks what is traced inside as a part of the gather of a parameter, if it is gathered."""
+    """Gives a context that marks what is traced inside as a part of the parameter's gather."""
     for user in placeholder.users:
         if user.target is gather:
             spec = spec_of(user)

@@ -1,4 +1,4 @@
-"""The machine that plans are made for: as the options name it, else as its devices are called."""
+"""The machine that plans are made for: named by an option, else found by its devices' name."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ log = logging.getLogger("simplefsdp")
 def cluster_for(given: Cluster | str | PathLike[str] | None, device: torch.device) -> Cluster:
     """The cluster of this run.
 
-    A preset, or an estimate, is given as many ranks on a node as the launcher says, where that
-    makes a difference; in the mean, rounded up, if nodes differ.
+    A preset or an estimate gets as many ranks per node as the launcher says, where that makes a
+    difference; if nodes differ, their mean, rounded up.
 
     Args:
-        given: ``options["cluster"]``; None: as :func:`~inductor_passes.adapters.devices.cluster_of`
-            has it of ``device``. That it is an estimate is said once.
+        given: ``options["cluster"]``; None for what
+            :func:`~inductor_passes.adapters.devices.cluster_of` gives for ``device``. If that is an
+            estimate, a warning says so once.
         device: of the parameters.
 
     Raises:
-        TypeError, ValueError: there is no such cluster; or one that was measured, or made by hand,
-            has nodes of another size.
+        TypeError, ValueError: there is no such cluster; or a cluster that was measured or made by
+            hand has another number of ranks per node than this run.
     """
     cluster = as_cluster(given) if given is not None else cluster_of(device)
     if given is None and cluster.name not in PRESETS:
@@ -50,8 +51,8 @@ def cluster_for(given: Cluster | str | PathLike[str] | None, device: torch.devic
 
 
 def _ranks_per_node(ranks: int) -> int | None:
-    """By torchrun's variables, the same on all ranks; None if nothing tells, or it is of others
-    than the ``ranks`` of this process group."""
+    """Ranks per node by torchrun's variables, the same on all ranks. None if the variables are not
+    set, or were set for another number of ranks than this process group has (``ranks``)."""
     if os.environ.get("WORLD_SIZE", str(ranks)) != str(ranks):
         return None
     if nodes := _told("GROUP_WORLD_SIZE"):
@@ -65,7 +66,8 @@ def _told(variable: str) -> int:
 
 
 def is_an_example(cluster: Cluster) -> bool:
-    """Whether it is the preset of CPUs, on nodes of whatever size: nobody has just its memory."""
+    """Whether ``cluster`` is the preset for CPUs, with any number of ranks per node: the memory
+    that it states is an example, which no machine has exactly."""
     of_cpus = PRESETS["cpu-gloo"]
     return (cluster.name, cluster.source) == (of_cpus.name, of_cpus.source)
 

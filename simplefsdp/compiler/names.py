@@ -1,9 +1,10 @@
-"""What parameters are called in a graph that is like one of before.
+"""What parameters are called in a graph that is like an earlier one.
 
-Dynamo runs code that it made of one module for others like it (experts, layers that are compiled
-apart), with their parameters; that they have other names, it does not see. One rank may have to
-compile such code anew, as for a batch of a size that no other has. What it then communicates, the
-ranks have agreed on under the names of the first: with these there is nobody to wait for.
+Dynamo runs code that it compiled for one module also for other modules like it (experts, layers
+that are compiled apart), with their parameters; it does not see that these have other names. One
+rank may have to compile such code again, for a batch size that no other rank has, say. The ranks
+have agreed on what that graph communicates before, under the names of the first module. With the
+same names this rank need not wait for the others.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from simplefsdp.rank_guard import decisions
 
 def named_as_before(gm: GraphModule, options: Options) -> list[GatherSpec]:
     """Give the gathers of ``gm``, in place, the names that they had in the first graph of the same
-    code that gathers the same under the same ``options``; return how each is done. Where buckets
-    are given by names, these stay."""
+    code that gathers the same under the same ``options``; return the spec of each gather. If the
+    user gives buckets by names, names stay as they are."""
     gathers, code = gathers_of(gm), _torch.code_number()
     if gathers and code is not None and options.buckets is None:
         read = tuple(map(_read, gathers))
@@ -36,8 +37,8 @@ def named_as_before(gm: GraphModule, options: Options) -> list[GatherSpec]:
 
 
 def _read(gather: Node) -> Hashable:
-    """What is gathered: by its name from where the code stands, and how. What the ranks would not
-    compare is not to be in it: how often this rank reads it, say."""
+    """What is gathered, by its name as seen from the code that reads it, and how. Only what the
+    ranks compare may be in it; how often this rank reads the parameter, say, may not."""
     param, _, fields = gather.args
     assert isinstance(param, Node)
     value = param.meta["example_value"]

@@ -1,7 +1,7 @@
 """A graph before it is lowered: planned, compared with the other ranks', logged and shown.
 
-Of these only the first two can fail a compilation. What the ranks agreed on can be kept, and gone
-through again by a later process that has the code (``warm_start.py``).
+Only planning and comparing can fail a compilation. What the ranks agreed on can be saved; a later
+process that has the code (``warm_start.py``) has its ranks agree on the same again.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class Observed(NamedTuple):
     asked: Asked | None = None  # what one rank planned for all; None if none did
     number: int = 0  # of that plan, or 0
     said: str = ""  # the line of the log; "" if nobody wanted it
-    stands: bool = False  # a later process may go by it: nothing else was to be said
+    stands: bool = False  # a later process may reuse it: beside ``said`` there was nothing to log
 
 
 def observe(
     gm: GraphModule, is_backward: bool, compilation: Compilation
 ) -> tuple[Observed, fx.Reading | None]:
-    """Choose the buckets of a graph, compare its launches across ranks, log it and show it.
+    """Choose the buckets of a graph, compare its launches across ranks, log it, tell observers.
 
     Called whether or not Inductor's cache has the code, with the graph that the passes will get.
-    Where no passes are wanted, a graph that cannot be read leads to a warning only. Gives what the
-    ranks agreed on, and how the graph was read, if it could be.
+    Where no passes are wanted, a graph that cannot be read leads to a warning only. Returns what
+    the ranks agreed on, and the graph as it was read, if it could be.
 
     Raises:
         RankMismatchError: the ranks are about to communicate differently.
-        PassError: it cannot be planned, on any rank; when all ranks have compared it.
+        PassError: no rank can plan the graph; raised when all ranks have compared that.
         ValueError: likewise, and the user can mend it: no schedule fits the memory budget, say.
     """
     part = compilation.part(is_backward)
@@ -99,8 +99,8 @@ def observe(
 
 
 def agree_again(observed: Observed, is_backward: bool, compilation: Compilation) -> None:
-    """What :func:`observe` and :func:`meet_compiled` do among the ranks, for a graph that all of
-    them have the code of, and agreed on before as they do now."""
+    """Repeat what :func:`observe` and :func:`meet_compiled` do among the ranks, for a graph whose
+    code all ranks have. ``observed`` is what ranks agreed on when it was compiled."""
     part, number = compilation.part(is_backward), 0
     if observed.asked is not None:
         decide = functools.partial(plans.text_of_plan, observed.planned)
@@ -115,8 +115,8 @@ def meet_compiled(observed: Observed, compilation: Compilation, is_backward: boo
     """Wait until all ranks have the code of a graph, before any of them runs it.
 
     A rank with a cold cache compiles for minutes; the others would wait for it in a collective,
-    which the process group's timeout ends with an error that says nothing of compiling. A rank
-    that compiles alone, what communicates the same as before, meets nobody.
+    which the process group's timeout ends with an error that says nothing of compiling. A rank that
+    alone compiles a graph which communicates the same as one before waits for nobody.
     """
     part = compilation.part(is_backward)
     lines = [part, f"gradients {compilation.grad}", *observed.launches]
@@ -137,7 +137,8 @@ def _agree(
     compilation: Compilation,
     late: str = "",
 ) -> None:
-    """Compare lines across ranks, anew for each plan that is made; 0 is the number of none."""
+    """Compare ``lines`` across ranks, and with them ``number``, that of the plan (0 for none): so
+    ranks compare anew for each plan that is made."""
     lines = [*lines, *([f"plan {number}"] if number else [])]
     if compilation.alone and not rank_guard.was_agreed(lines, compilation.ranks):
         compilation.wait_no_longer(part)
@@ -149,8 +150,8 @@ def _agree(
 def _planned(
     gm: GraphModule, part: Part, compilation: Compilation
 ) -> tuple[Rehearsal | Exception, Choice]:
-    """What the passes will make of a graph, or why they cannot (the others wait to hear of it); and
-    how it was planned."""
+    """What the passes will make of a graph, and the choice of its buckets. An error is returned,
+    not raised: the other ranks wait to hear of it."""
     choice = Choice(())
 
     def choose(reading: fx.Reading, settings: Settings) -> Chosen:
@@ -175,8 +176,8 @@ def _cannot(error: Exception) -> str:
 def _tell(
     gm: GraphModule, part: Part, found: Rehearsal | Exception, compilation: Compilation
 ) -> tuple[tuple[SizeRange, ...], str]:
-    """Log what a graph communicates, what the passes make of it, and within which sizes; gives
-    these, and the line of the log, "" if nobody wants it."""
+    """Log what a graph communicates, what the passes make of it, and for which open sizes its plan
+    holds. Return these ranges of sizes, and the log line, or "" if logging is off."""
     settings, timed = compilation.settings, log.isEnabledFor(level())
     ranges: tuple[SizeRange, ...] = ()
     if isinstance(found, Rehearsal):
@@ -202,7 +203,7 @@ def _trace(part: str, found: Rehearsal) -> None:
 
 
 def _harmless(part: str, describe_it: Callable[[], Any]) -> Any:
-    """What a function for the log gives; if it fails, that is logged, and no more."""
+    """The result of a function that serves the log only; if it fails, a warning and None."""
     try:
         return describe_it()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Observers are called with each graph that is compiled; so inspection hears of the backend."""
+"""Observers are called with each graph that is compiled: so inspection learns of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CompiledGraph(NamedTuple):
     compilation: int  # the same for a forward graph and its backward, and for no others
     # The same for all graphs that a call of the model runs: several if Dynamo breaks it.
     call: int = 0
-    # Where what was planned holds, of each size that was left open.
+    # For each size that was left open, the range in which the plan holds.
     ranges: tuple[SizeRange, ...] = ()
 
 

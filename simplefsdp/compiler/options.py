@@ -1,22 +1,23 @@
 """The options of ``torch.compile(model, backend="simplefsdp", options={...})``.
 
-Batches of several sizes: ``torch.compile`` takes the sizes of the first batch for numbers. At the
-first batch that differs it compiles once more, with that size left open, for all that come;
+Batches of several sizes: ``torch.compile`` takes the sizes of the first batch to be constant. At
+the first batch that differs, it compiles once more with that size left open, for all later batches;
 ``torch._dynamo.mark_dynamic(tokens, 1)`` before the first call leaves it open at once, which saves
-a compilation. The plan that was made first stands for both, so begin with the largest batch. The
-log says within which sizes it fits its memory and stays as near its lower bound, to 5 %
-("L['tokens'].size()[1] is open (512 here): fits 71.9 GB from 2 to 1306"), and a call with another
-size is warned of before it runs; ``torch.compiler.reset()``, on all ranks, lets the next batch be
-planned for. With ``torch.compile(..., dynamic=False)`` each new size is compiled by itself, up to
-``torch._dynamo.config.recompile_limit`` of them: 64, or what you set. From there on the model runs
-uncompiled, if all ranks come there together (else they are told), or raises with
-``fullgraph=True``. A rank that compiles alone keeps the others waiting in a collective, until the
-process group's timeout: let all ranks meet a new size in the same step. Or pad batches to a few
-lengths: padding costs as much compute as what it stands for, a size that is new a compilation, and
-``cudagraphs`` take one shape alone.
+a compilation. The plan that was made first stands for both compilations, so begin with the largest
+batch. The log says for which sizes the plan fits its memory and stays as near its lower bound, to 5
+% ("L['tokens'].size()[1] is open (512 here): fits 71.9 GB from 2 to 1306"). A call with another
+size is warned of before it runs; ``torch.compiler.reset()``, on all ranks, has the next batch
+planned for.
 
-As with every backend, hooks of modules belong before the first call: what is compiled does not see
-those that come later, or go, until ``torch.compiler.reset()`` on all ranks.
+With ``torch.compile(..., dynamic=False)`` each new size is compiled by itself, up to
+``torch._dynamo.config.recompile_limit`` of them: 64, or what you set. After that the model runs
+uncompiled if all ranks reach the limit together (if not, an error says so); with ``fullgraph=True``
+it raises. A rank that compiles alone keeps the others waiting in a collective, until the process
+group's timeout: let all ranks meet a new size in the same step. Or pad batches to a few lengths:
+padding costs compute, a new size costs a compilation, and ``cudagraphs`` allow one shape only.
+
+As with every backend, register and remove hooks of modules before the first call: compiled code
+does not see a later change until ``torch.compiler.reset()`` on all ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ _CHECKS: dict[str, Check] = {
 }
 _WRAP = "is an argument of simple_fsdp(model, mesh, ...)"
 _AUTO = "bucketing='auto' plans it, within memory_budget_gb"
-# What is no option, and what to use instead: options there were, and habits of FSDP2.
+# What is no option, and what to use instead: former options, and habits of FSDP2's users.
 _INSTEAD = {
     "planner": "leave it out; `simplefsdp inspect --compare greedy` prices the published rule",
     "max_inflight_gathers": _AUTO,
@@ -107,30 +108,31 @@ class Options:
     """What the user may choose of a compilation.
 
     Attributes:
-        bucketing: ``"auto"``: a planner chooses which gathers and which reduces go out as one, and
-            how far ahead, from what the machine is (``cluster``) and how much memory there is
-            (``memory_budget_gb``). ``"manual"``: the gathers of a module go out as one, and so do
-            the reduces of its gradients. ``"none"``: every parameter is gathered and reduced by
-            itself.
+        bucketing: ``"auto"``: a planner chooses which gathers and which reduces are merged into one
+            launch, and how far ahead each starts, by the machine (``cluster``) and the memory
+            (``memory_budget_gb``). ``"manual"``: the gathers of a module are merged into one, and
+            so are the reduces of its gradients. ``"none"``: every parameter is gathered and reduced
+            by itself.
         buckets: the modules, as globs on FQNs in which ``*`` stays within one component; each
-            module that a glob matches is a bucket, and those that a nested list matches share
-            one. None, and what nothing matches: one bucket per element of the model's repeated
-            lists, and one per run of parameters around them.
-        cluster: of ``"auto"``: what the machine is. A preset (``"h100"``, see
+            module that a glob matches is a bucket, and those that a nested list matches share one.
+            None, and for parameters that no glob matches: one bucket per element of the model's
+            repeated lists, and one per run of parameters around them.
+        cluster: for ``"auto"``: the machine to plan for. A preset (``"h100"``, see
             :mod:`inductor_passes.machine.presets`), a
             :class:`inductor_passes.machine.cluster.Cluster`, or the path of a file that
             ``simplefsdp calibrate`` wrote, the same on all ranks. None: the preset for the device's
-            name, or an estimate, which a warning tells of, for another GPU of NVIDIA's. Presets
-            and estimates have as many ranks on a node as the launcher starts there.
-        memory_budget_gb: of ``"auto"``: 1e9 bytes for activations, full parameters, and gradients,
-            full and reduced, in forward and in backward. Parameter shards, optimizer state, and
-            gradients of earlier batches that are accumulated come on top. None: at most what
-            ``"manual"`` takes with a second bucket of gradients in flight, or nine tenths of the
-            device less the first two (fp32, AdamW), if that is less; and less than that where it
-            costs at most 1 % of the time. A number: all of it may be taken for speed.
+            name; for another NVIDIA GPU an estimate, with a warning. Presets and estimates have as
+            many ranks on a node as the launcher starts there.
+        memory_budget_gb: for ``"auto"``: memory, in 1e9 bytes, for activations, full parameters,
+            and gradients, full and reduced, in forward and in backward. Parameter shards, optimizer
+            state, and gradients of earlier batches that are accumulated come on top. None: the
+            lesser of what ``"manual"`` takes with a second bucket of gradients in flight, and nine
+            tenths of the device less parameter shards and optimizer state (fp32, AdamW); and still
+            less memory where that costs at most 1 % of the time. A number: all of it may be taken
+            for speed.
         reorder: move collectives to where compute hides them, which ``"auto"`` always does. None:
-            unless bucketing is "none".
-            With ``bucketing="none"`` the collectives of a bucket move together, unmerged.
+            True unless bucketing is "none". If True with ``bucketing="none"``, the collectives of a
+            bucket move together, unmerged.
         separate_reduce_group: reduce on a second communicator, so that gathers and reduces run
             side by side. With NCCL it costs GPU memory, and the two share the links.
         executor: ``"inductor"`` generates code for the whole graph. ``"regions"`` does so for one
@@ -141,14 +143,14 @@ class Options:
             ``"aot_eager"`` runs the forward and backward graphs op by op, which compiles in seconds
             and serves debugging.
         cudagraphs: capture the forward and the backward in a CUDA graph each, collectives and all,
-            as ``mode="reduce-overhead"`` does of ``torch.compile``: a step that is bound by the
-            host launches two graphs instead of thousands of kernels. Batches must have one shape,
-            and what a step gives is overwritten by the next one: clone a loss that you keep, and
-            set gradients to None (``optimizer.zero_grad()``) before each step, so no accumulation.
-            For forward and backward in one graph leave it out, run some steps on another stream,
-            and capture one by ``torch.cuda.graph``: it reads the batch from the tensors of the
-            capture, copy into them; parameters and gradients must stay the tensors that they were
-            (``benchmarks/gpu/graphed.py`` does all of it).
+            as ``mode="reduce-overhead"`` of ``torch.compile`` does: a step that is bound by the
+            host launches two graphs instead of thousands of kernels. Batches must have one shape.
+            The next step overwrites the results of a step: clone a loss that you keep, and set
+            gradients to None (``optimizer.zero_grad()``) before each step; so gradients cannot be
+            accumulated. For forward and backward in one CUDA graph leave this option out, run some
+            steps on another stream, and capture one step by ``torch.cuda.graph``: copy each batch
+            into the tensors of the capture; parameters and gradients must stay the same tensors
+            (``benchmarks/gpu/graphed.py`` does all of this).
         rank_guard_timeout_s: before a graph is compiled, the ranks compare what they are about to
             communicate, through the process group's store, and raise on a difference instead of
             hanging. This is how long a rank waits for the others. 0: they do not compare; with

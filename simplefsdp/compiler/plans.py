@@ -1,8 +1,8 @@
 """One rank's plan for all: the automatic planner's buckets, made once and sent to everybody.
 
-What a planner chooses depends on times and sizes of compute, which differ between ranks: their
-batches may, and under context parallelism a rank attends to more than another. So the ranks only
-agree on what is communicated. The lowest of them plans, and the others use its plan.
+A planner's choice depends on times and sizes of compute, which may differ between ranks: so may
+their batches, and under context parallelism one rank attends to more tokens than another. Thus the
+ranks agree only on what is communicated. The lowest rank plans, and the others use its plan.
 
 Plans are kept on disk, beside Inductor's caches: what was planned before is not planned again. A
 plan is the same whenever it is made of the same program, costs and budget by the same code, so
@@ -57,8 +57,8 @@ class Compilation(NamedTuple):
     grad: bool  # whether gradients are wanted
     number: int  # the same for no others
     limits: SizeLimits  # of the sizes that were left open
-    # Whether the forward graph computes its gradients itself, from its last input on, and uses
-    # them.
+    # Whether the forward graph computes its gradients itself (its last input is the gradient of
+    # the loss), and uses them.
     whole_step: bool = False
     alone: bool = False  # the other ranks have this compiled, or something like it
 
@@ -74,13 +74,14 @@ class Compilation(NamedTuple):
 
     @property
     def late(self) -> str:
-        """Why other ranks may not come, if this one compiles what they have."""
+        """Why other ranks may not come, if this one compiles alone what they have compiled."""
         return _OTHERWISE if self.alone else ""
 
     def wait_no_longer(self, part: Part) -> None:
-        """Called before this rank waits for others that have not agreed on a graph: raises if it is
-        the backward of a graph that this rank compiles alone, and compiles with its forward, while
-        they wait in theirs. In backward they will come."""
+        """Called before this rank would wait for others to agree on a graph. If this rank alone
+        compiles, and compiles this backward graph already with its forward, the others wait in
+        their forward; so this raises ``BackwardLaterError``, to compile it when backward runs: they
+        come then."""
         if self.alone and part == "backward" and _torch.may_be_compiled_later():
             _torch.expect_backward_later()
             raise _torch.BackwardLaterError
@@ -103,10 +104,10 @@ class Asked(NamedTuple):
     """What one rank plans for all."""
 
     part: Part  # of a step
-    # Whether it is of a training step. What is freed in an evaluation is kept in a training step,
-    # which may communicate the same.
+    # Whether gradients are wanted. An evaluation may communicate the same as a training step, but
+    # frees what a training step keeps.
     grad: bool
-    settings: str  # what to do, as text
+    settings: str  # of the passes, as text
     lines: tuple[str, ...]  # what is communicated, the same on all ranks
     sized: tuple[str, ...]  # the same with sizes, which may differ
 
@@ -116,7 +117,7 @@ class Choice(NamedTuple):
 
     chosen: Chosen | Exception  # or why there are none
     number: int = 0  # of the decision; 0 if no rank planned for others
-    asked: Asked | None = None  # what was decided; None likewise
+    asked: Asked | None = None  # what the decision is about; None if no rank planned for others
 
 
 def is_users(error: Exception) -> bool:
@@ -207,8 +208,9 @@ def _from_text(text: str) -> Decision:
 
 
 def recalled(made_of: str, make: Callable[[], Plan]) -> Plan:
-    """The plan that ``make`` makes: as an earlier process made it of the same program, costs and
-    budget, which ``made_of`` says, by the same sources; or made now and kept."""
+    """The plan that ``make`` makes. It is read from disk if an earlier process made it with the
+    same sources of the same ``made_of``, a text of program, costs and budget; else made now and
+    saved."""
     name = f"{hashlib.sha256(f'{sources()}{made_of}'.encode()).hexdigest()}.json"
     content = _torch.read_kept(FOLDER, name)
     try:

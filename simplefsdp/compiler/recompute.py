@@ -24,7 +24,7 @@ from simplefsdp import provenance
 _LAST_AC_GRAPH_ID = 1 << 30
 
 _GATHERS = {torch.ops._c10d_functional.all_gather_into_tensor.default}
-# Operators that copy, with the place of what they copy.
+# Operators that copy, with the place of the argument that they copy.
 _COPIES = {
     torch.ops.aten.clone.default: 0,
     torch.ops.aten._to_copy.default: 0,
@@ -34,14 +34,15 @@ _COPIES = {
 
 
 def tag_for_recompute(graph: Graph) -> None:
-    """The joint-graph pass: what of the forward the backward does again."""
+    """The joint-graph pass: tag which parts of the forward the backward recomputes."""
     save_what_reads_written_inputs(graph)
     save_copies_of_inputs(graph)
     tag_in_one_graph(graph)
 
 
 def tag_in_one_graph(graph: Graph) -> None:
-    """As :func:`tag_for_recompute`, of a whole step in one graph, whose writes come last."""
+    """As :func:`tag_for_recompute`, for a whole step in one graph: its writes to inputs come last,
+    so that nothing read from inputs must be saved because of them."""
     save_cpu_random_ops(graph)
     tag_gather_chains(graph)
 
@@ -53,8 +54,8 @@ def tag_gather_chains(graph: Graph) -> None:
         if node.op != "call_function":
             continue
         sources = node.all_input_nodes
-        # Backward nodes may carry a copied mark, but only a true chain begins at a graph input, or,
-        # where a class of tensors says what is sent and what becomes of it, at the gather.
+        # Backward nodes may carry a copied mark, but only a true chain begins at a graph input; or
+        # at the gather, where a class of tensors says what is sent (``tensor_class.py``).
         begins = node.target in _GATHERS or all(source.op == "placeholder" for source in sources)
         goes_on = any(source in chain_reshards for source in sources)
         if sources and (begins or goes_on) and provenance.gathered_fqn(node) is not None:
@@ -85,9 +86,9 @@ def save_what_reads_written_inputs(graph: Graph) -> None:
 
 
 def save_copies_of_inputs(graph: Graph) -> None:
-    """Keep the copies that the model makes of inputs, which may be written to before backward: the
-    queue of a contrastive loss, say. Inductor takes a copy for one in vain, and keeps the input:
-    here, before it does, the copies become some that also turn no dimension around."""
+    """Keep the copies that the model makes of inputs: the inputs may be written to before backward,
+    as the queue of a contrastive loss is. Inductor would remove such a copy as useless, and save
+    the input instead. So each copy becomes a ``rev`` over no dimensions, which copies, too."""
     inputs = graph.find_nodes(op="placeholder")
     left = [node for node in inputs if "tangents" not in str(node.target)]
     if len(left) == len(inputs):  # there is no backward
@@ -106,7 +107,7 @@ def save_copies_of_inputs(graph: Graph) -> None:
 
 
 def _is_copy(node: Node, source: Node) -> bool:
-    """Whether a node gives the values of ``source``, and lies as it does."""
+    """Whether a node copies ``source``, with the same layout, on the same device."""
     if node.target not in _COPIES or node.args[_COPIES[node.target]] is not source:
         return False
     new, old = node.meta["val"], source.meta["val"]
@@ -124,7 +125,7 @@ def save_cpu_random_ops(graph: Graph) -> None:
 
 
 def _must_save(node: Node) -> None:
-    """Tag ``node``, and what takes one of its results."""
+    """Tag ``node`` to be saved, and nodes that take one of its results."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for user in node.users:
         if user.target is operator.getitem:

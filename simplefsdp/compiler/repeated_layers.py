@@ -29,13 +29,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Numbering:
-    """The numbers of layers in FQNs, and in module paths, which begin with other modules.
+    """Finds and changes the numbers of layers in FQNs, and in longer module paths.
 
-    Where kinds of layers alternate, as attention of a window and of all, ``period`` of them count
-    as one.
+    Where kinds of layers alternate, such as attention to a window and to all tokens, ``period``
+    layers count as one.
     """
 
-    layers: str
+    layers: str  # FQN of the list of layers
     period: int = 1
 
     @cached_property
@@ -48,7 +48,7 @@ class Numbering:
         return int(found[1]) // self.period if found else None
 
     def moved(self, path: str, by: int, at_least: int = 0) -> str:
-        """``path`` in a layer further on, if its number is ``at_least`` so much."""
+        """``path`` with its layer's number raised ``by`` so much, if it is ``at_least`` so high."""
         found = self._pattern.search(path)
         if found is None or (number := int(found[1])) // self.period < at_least:
             return path
@@ -57,7 +57,7 @@ class Numbering:
     def stack_moved(
         self, stack: Mapping[str, tuple[str, object]], by: int, at_least: int = 0
     ) -> dict[str, tuple[str, object]]:
-        """A node's stack of modules, whose paths are :meth:`moved`."""
+        """A node's stack of modules, with their paths :meth:`moved`."""
         return {key: (self.moved(path, by, at_least), kind) for key, (path, kind) in stack.items()}
 
 
@@ -67,24 +67,26 @@ class LayeredGraph:
 
     graph: Graph
     before: list[Node]  # nodes ahead of the layers
-    # Nodes of those in the middle, all of one length, in their order in the graph.
+    # The nodes of each layer between ``before`` and ``after``, in the order of the graph; each
+    # layer has equally many.
     layers: list[list[Node]]
     after: list[Node]  # nodes behind them
     numbers: list[int]  # of the layers in the model; they fall in a backward graph
-    template: int  # index of the one that is to be repeated
-    # Of the layers' nodes; of inputs that a layer is the first to use, by where; and of inputs that
-    # nothing uses, by the input ahead of them.
+    template: int  # index of the layer that is to be copied
+    # Places of the layers' nodes; of inputs, in the layer that uses them first, by where it does;
+    # and of inputs that nothing uses, by the input ahead of them.
     place: dict[Node, Place]
 
 
 def laid_out(
     graph: Graph, numbering: Numbering, template: int, *, of_one_size: bool = False
 ) -> LayeredGraph:
-    """Find the layers of a graph; each begins with its first collective. A ValueError if those
+    """Find the layers of a graph; each begins with its first collective. ValueError if the layers
     around the one with the number ``template`` are not alike.
 
-    Layers with the same operators and other sizes are a sign that layers which are not in the graph
-    differ, too: an error. With ``of_one_size``, for whom knows the others, they are left out.
+    A layer with the same operators but other sizes is an error, too: layers that are not in the
+    graph may also differ. With ``of_one_size``, for a caller who knows all layers, such a layer and
+    those beyond it are left out instead.
     """
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     begins: dict[int, Node] = {}
@@ -106,8 +108,9 @@ def laid_out(
 
 
 def _moved_to_layers(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
-    """``body`` with what a forward graph makes at its end for backward alone, of the results of a
-    layer, directly behind these: views, a norm's ``rsqrt / size`` and ``x - mean``."""
+    """``body``, with nodes moved into layers that a forward graph has at its end for backward
+    alone: each is put directly behind the results of the layer that it uses. These are views, and a
+    norm's ``rsqrt / size`` and ``x - mean``."""
     end = body.index(last[0]) if last else len(body)
     returned: set[Node] = set()
     for node in reversed(body[end:]):
@@ -131,9 +134,9 @@ def _moved_to_layers(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
 def _run(
     numbers: Sequence[int], layers: Sequence[Sequence[Node]], template: int, of_one_size: bool
 ) -> range:
-    """Indices of the layers around ``template`` that do the same, one behind the other."""
+    """Indices of the consecutive layers around ``template`` that have the same operators."""
     at = numbers.index(template) if template in numbers else 0
-    # Graphs that operators take have a name for each layer: their code is compared behind this.
+    # Subgraphs that operators take have another name in each layer; _compare compares their code.
     targets = [
         [(n.op if n.op == "get_attr" else n.target, of_one_size and _values(n)) for n in nodes]
         for nodes in layers
@@ -158,7 +161,7 @@ def _run(
 
 
 def _shared(layers: Sequence[Sequence[Node]]) -> set[Node]:
-    """What layers next to each other refer to at the same place."""
+    """Nodes that neighbouring layers refer to in the same place: they are of no layer."""
     found: set[Node] = set()
     for nodes, others in pairwise(layers):
         for node, other in zip(nodes, others, strict=True):
@@ -188,14 +191,14 @@ def _places(
 
 
 def _compare(layout: LayeredGraph, numbering: Numbering) -> None:
-    """Compare all layers with the template."""
+    """Raise a ValueError unless all layers are like the template."""
     template = layout.template
     inner = {template - 1, template + 1, *range(1, len(layout.layers) - 1)} - {0}
     members = [node for nodes in layout.layers for node in nodes]
     code = {node: submodule_text(node) for node in members if is_submodule(node)}
     for k, nodes in enumerate(layout.layers):
         for ours, theirs in zip(layout.layers[template], nodes, strict=True):
-            # What the outer ones refer to may lie outside of the layers that are alike.
+            # Of outer layers references are not compared: they may lead out of the alike layers.
             one, other = (
                 (code.get(node, node.target), *_described(node, layout, at, numbering, k in inner))
                 for node, at in ((ours, template), (theirs, k))
@@ -235,7 +238,7 @@ def _values(node: Node) -> list[object]:
 def _described(
     node: Node, layout: LayeredGraph, layer: int, numbering: Numbering, references: bool
 ) -> tuple[object, ...]:
-    """What matters of a node but for its target, the same in layers that are alike."""
+    """What is compared of a node beside its target: equal in layers that are alike."""
 
     def refer(argument: Any) -> Any:
         if not isinstance(argument, Node):

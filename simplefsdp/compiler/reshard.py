@@ -42,8 +42,8 @@ def decide_resharding(
     """Replace every ``"auto"`` among the gathers of ``gm``, in place; gives the parameters to be
     kept from forward to backward.
 
-    What was decided for these gathers before stands: a choice depends on the batch, and one rank
-    may compile again for another one. On several ranks the lowest decides.
+    An earlier decision for the same gathers stands: a choice depends on the batch, and one rank
+    alone may compile again for another batch. On several ranks the lowest decides.
     """
     specs = specs_of(gm)
     open_ = [spec.fqn for spec in specs if spec.reshard_after_forward == "auto"]
@@ -59,7 +59,7 @@ def decide_resharding(
         return []
     known, key = decisions(), ("kept", tuple(ranks), repr(settings), tuple(specs))
     if key not in known:
-        # Of the settings and of the gathers as the ranks see them alike: names.
+        # Made of what is equal on all ranks: the settings, and of the gathers their names.
         subject = [hashlib.sha256(repr(settings).encode()).hexdigest(), *(s.fqn for s in specs)]
 
         def decide() -> str:

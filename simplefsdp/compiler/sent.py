@@ -1,7 +1,7 @@
 """What calls of a compiled graph gather from other ranks, noted for ``rank_sequence``.
 
-Dynamo runs code that it made of one layer for others like it. So what is gathered is told by the
-parameters that a call is given, not by the names in the graph.
+Dynamo runs code that it compiled for one layer for other layers like it, too. So names come from
+the parameters that a call is given, not from the graph.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from simplefsdp.frontend.living import fqns_of
 
 
 def noting_gathers(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes the compiled ``gm`` a function of which each call is compared with other ranks'
-    calls, some calls later."""
+    """A wrapper for the compiled ``gm``, which notes what each call gathers. Ranks compare that
+    some calls later."""
     place_of = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    # By process group, names in the graph by places among its inputs, as they are gathered.
+    # By process group: place among the inputs, and name in the graph, of each gather in order.
     gathered: dict[str, list[tuple[int, str]]] = {}
     for node in gathers_of(gm):
         spec = spec_of(node)
         if spec.shard_ranks > 1 and "kept" not in node.kwargs:
             place = place_of[node.args[0]]  # type: ignore[index]
             gathered.setdefault(spec.shard_group, []).append((place, spec.fqn))
-    # Likewise, names of the parameters of the last call, and what that gathered.
+    # By process group: names of the parameters of the last call, and what that call gathered.
     last = {group: ([""], rank_sequence.gathered(())) for group in gathered}
 
     def noting(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def noting_gathers(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[.
                 if names != before:
                     now = rank_sequence.gathered(names)
                     last[group] = names, now
-                rank_sequence.note(group, now)  # and not what another thread has put there
+                rank_sequence.note(group, now)  # not ``last``, which another thread may have set
             return compiled(*args)
 
         return call if gathered else compiled

@@ -1,9 +1,9 @@
 """A Dynamo graph without most of the layers that are alike, for AOTAutograd to trace.
 
 Tracing and partitioning a layer take hundreds of milliseconds of Python, whatever its size. Here
-layers that compute the same, node for node, are found in the Dynamo graph, which has all of them;
-one operator stands for all but a few (``stand_in.py``), and their graphs are made of a traced
-one's when the graph has been partitioned (``lengthen.py``)::
+layers that compute the same, node for node, are found in the Dynamo graph, which has all of them.
+One operator (``stand_in.py``) takes the place of all but a few. Once the graph is partitioned, the
+others' nodes are copied from those of a traced layer (``lengthen.py``)::
 
     0  1  [2 ... 28]  29  30  31     layers of a model; 29 is the template
     0  1  [stand-in]   2   3   4     as they are traced, and numbered
@@ -39,14 +39,14 @@ from simplefsdp.rank_logging import speaks
 log = logging.getLogger("simplefsdp")
 
 HEAD, TAIL = 2, 2
-"""Layers that are traced before and behind the template at least: where a graph begins or ends, a
-layer's nodes are others, and so may be those of the next one."""
+"""How many layers are traced at least before the stand-in, and behind the template: the layer where
+a graph begins or ends has other nodes, and so may the layer next to it."""
 
 LEAST = 2
-"""Layers that must be left out, or all are traced."""
+"""If fewer layers than this could be left out, all are traced."""
 
 MOST_KINDS = 8
-"""Of layers that alternate; each kind is traced so often, or all are."""
+"""If more kinds of layers than this alternate, all layers are traced."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Shortened:
     gm: GraphModule
     numbering: Numbering  # of the layers
     template: int  # number of the traced layer that those left out are like
-    # How many are left out. Their numbers in the model are the template's and on; those of the
-    # template and behind are higher by ``more`` than in ``gm``.
+    # How many layers are left out. In the model their numbers begin with ``template``; the template
+    # and the layers behind it have numbers there that are higher by ``more`` than in ``gm``.
     more: int
     own: int  # how many inputs a layer has for itself
 
 
 def shorten(gm: GraphModule) -> Iterator[Shortened]:
-    """``gm`` with a stand-in for the layers that need not be traced. The second one, should the
-    first not do, has one layer more. There is none if all must be traced."""
+    """``gm`` with a stand-in for the layers that need not be traced; nothing if all must be traced.
+    A second candidate, for when the first cannot be compiled, has one traced layer more."""
     members = repeated_modules([str(node.args[1]) for node in gathers_of(gm)])
     lists = Counter(member.rpartition(".")[0] for member in members)
     if not lists:
@@ -76,7 +76,7 @@ def shorten(gm: GraphModule) -> Iterator[Shortened]:
     layers, tail = _layers(body, numbering), TAIL
     described = _described(layers, numbering)
     runs = {period: _longest_run(described, period) for period in range(1, MOST_KINDS + 1)}
-    # The shortest of those by which most layers are like the one so far ahead.
+    # The shortest period of those by which most layers are like the one a period ahead of them.
     period = max(runs, key=lambda period: _length(runs[period]) - period)
     if _length(runs[period]) < (HEAD + LEAST) * period:
         return
@@ -88,8 +88,9 @@ def shorten(gm: GraphModule) -> Iterator[Shortened]:
     if not all(layer.reads_its_own_parameters(numbering) for layer in layers):
         return
     first, last = runs[1]
-    last = min(last - 1, len(layers) - 1 - tail)  # one like the template comes behind it
-    # So it does in backward, where a layer's nodes end where those of the layer ahead of it begin.
+    last = min(last - 1, len(layers) - 1 - tail)  # the template; a layer like it comes behind it
+    # In backward, which goes through the layers in reverse, a layer's nodes end where those of the
+    # layer ahead of it begin: so there, too, a layer like the template must come behind.
     is_near = first > 0 and _does_the_same(layers[first - 1], layers[first], numbering)
     for begin in [first + 1, first + 2] if is_near else [first + 2]:
         found = _with_stand_in(gm, layers, range(max(begin, HEAD), last), numbering)
@@ -111,7 +112,7 @@ def _with_stand_in(
 
 
 def _layers(body: Sequence[Node], numbering: Numbering) -> list[DynamoLayer]:
-    """The layers, one behind the other; none if they do not stand so."""
+    """The layers of a graph; none if they do not stand one behind the other, by their numbers."""
     begins = _begins(body, numbering)
     if list(begins) != list(range(len(begins))):
         return []
@@ -125,8 +126,8 @@ def _described(layers: Sequence[DynamoLayer], numbering: Numbering) -> list[list
 
 
 def _does_the_same(layer: DynamoLayer, following: DynamoLayer, numbering: Numbering) -> bool:
-    """Whether the first layer is like the following ones, but that no layer made what it takes, and
-    whether its backward begins with a gather, as theirs."""
+    """Whether ``layer``, the first, is like the ``following`` one, but for that no layer made its
+    inputs; and whether its backward begins with a gather, as that of the others does."""
     gathers = (spec_of(node) for node in layer.nodes if node.target is gather)
     if any(spec.shard_ranks == 1 for spec in gathers):
         return False
@@ -134,8 +135,8 @@ def _does_the_same(layer: DynamoLayer, following: DynamoLayer, numbering: Number
 
 
 def _is_plain(gm: GraphModule, numbering: Numbering) -> bool:
-    """Whether gradients are wanted, of all parameters, none is deferred, no full parameter is kept,
-    no size is open, and what is in the list of layers can be told by its name."""
+    """Whether layers of ``gm`` may be left out: all parameters want gradients, none is deferred, no
+    full parameter is kept, no size is open, and names alone tell what is in the list of layers."""
     output = gm.graph.output_node()
     values = [node.meta.get("example_value") for node in output.all_input_nodes]
     if not torch.is_grad_enabled() or not any(getattr(v, "requires_grad", False) for v in values):
@@ -163,8 +164,8 @@ def _begins(body: Sequence[Node], numbering: Numbering) -> dict[int, int]:
 
 
 def _longest_run(described: Sequence[list[Hashable]], period: int = 1) -> tuple[int, int]:
-    """The first and the last of the most layers, one behind the other, that are like the one
-    ``period`` ahead, but for the first of them."""
+    """The indices of the first and the last layer of the longest run in which each layer is like
+    the one ``period`` ahead of it, except the first ``period`` layers of the run."""
     best = begin = 0, period - 1
     for i, (before, layer) in enumerate(zip(described, described[period:], strict=False), period):
         begin = (begin[0], i) if before == layer else (i - period + 1, i)
@@ -188,8 +189,8 @@ def _passes_gradients(before: DynamoLayer, layer: DynamoLayer) -> bool:
 
 
 def _reads_what_is_written(layer: DynamoLayer) -> bool:
-    """Whether an input of a layer, or what another has made, is ever written to: Dynamo ran each
-    node on fake tensors, whose version counters have seen it."""
+    """Whether anything that a layer reads from outside is ever written to: Dynamo ran each node on
+    fake tensors, whose version counters count writes."""
     used = {n for node in layer.nodes for n in node.all_input_nodes if n not in layer.at}
     values = [node.meta.get("example_value") for node in used]
     return any(isinstance(value, Tensor) and value._version for value in values)
@@ -227,7 +228,8 @@ def _without(
 
 
 def _read_elsewhere(layers: Sequence[DynamoLayer]) -> list[Node]:
-    """What any but the last of ``layers`` makes, and is read by others than it and the next one."""
+    """Nodes of ``layers``, without the last one, that anything reads but their own layer and the
+    next one."""
     return [
         node
         for layer, following in pairwise(layers)
@@ -237,8 +239,8 @@ def _read_elsewhere(layers: Sequence[DynamoLayer]) -> list[Node]:
 
 
 def _tell_of_outputs(found: Sequence[Node], passed: Sequence[Node], layers: str) -> None:
-    """Warn if forward returns of each layer something of the size of what goes from one to the
-    next, with gradients, as caches of keys and values are; not of a loss."""
+    """Warn if forward returns activations of each layer, with gradients, as caches of keys and
+    values are: tensors of at least a 16th of what passes from layer to layer, so not a loss."""
     most = max(node.meta["example_value"].numel() for node in passed)
     returned = (node for node in found if any(user.op == "output" for user in node.users))
     for value in (node.meta.get("example_value") for node in returned):
@@ -259,7 +261,7 @@ def _warn_of_outputs(layers: str) -> None:
 
 
 def _renumber(node: Node, numbering: Numbering, by: int) -> None:
-    """Have a node belong to a layer further on."""
+    """Have a node belong to the layer whose number is higher ``by`` so much."""
     if node.target is gather:
         node.args = (node.args[0], numbering.moved(str(node.args[1]), by), *node.args[2:])
     if stack := node.meta.get("nn_module_stack"):

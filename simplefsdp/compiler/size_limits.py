@@ -1,6 +1,6 @@
-"""Graphs whose sizes are open: within which sizes a plan holds, and what happens outside of them.
+"""Graphs whose sizes are open: for which sizes a plan holds, and what happens for others.
 
-It is said when a graph is planned, and once more before the first call that is outside.
+The log says so when a graph is planned, and once more before the first call with another size.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _RESET = "call torch.compiler.reset() on all ranks"
 
 
 class SizeLimits:
-    """The sizes that a Dynamo graph was traced without, and where its plans hold.
+    """The open sizes of a Dynamo graph, and the ranges in which its plans hold.
 
-    Only those are watched that memory depends on: another number may change with every call.
+    Only sizes that memory depends on are watched: another number may change with every call.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -43,13 +43,14 @@ class SizeLimits:
     def ranges(
         self, part: str, rehearsal: Rehearsal, settings: Settings | None, *, timed: bool
     ) -> tuple[SizeRange, ...]:
-        """Where what was planned of the forward or the backward graph holds, size by size; calls
-        outside of it are told from now on.
+        """The range of each open size in which the plan of the forward or the backward graph holds.
+        From now on calls outside of them are logged.
 
-        There are none if no size is open, or if nobody knows what memory there is: without a budget
-        it is what a device has beside fp32 shards of all parameters and AdamW's two moments, which
-        is wrong where the graph as it was traced already takes more. Then it is told now if a plan
-        that was made for another graph takes more than the user allows.
+        There are none if no size is open, or if nobody knows what memory there is. Without a budget
+        it is taken to be what a device has beside fp32 shards of all parameters and AdamW's two
+        moments; that is wrong if the graph, as it was traced, already takes more. If there are
+        none, a plan that was made for another graph, and takes more than the user allows, is warned
+        of now.
         """
         found: tuple[SizeRange, ...] = ()
         try:
@@ -86,7 +87,7 @@ class SizeLimits:
         return found
 
     def watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled``, that says so before it runs outside of a range: once per graph and side."""
+        """``compiled``, which logs a call outside of a range first: once per graph and side."""
         if not self._sizes:
             return compiled
 
@@ -109,7 +110,7 @@ class SizeLimits:
 
 @dataclass
 class _Planned:
-    """A graph whose sizes are open."""
+    """The plan of a graph whose sizes are open."""
 
     part: str
     plan: OpenPlan
@@ -119,7 +120,7 @@ class _Planned:
     _told: set[str] = field(default_factory=set)
 
     def tell(self, sizes: Mapping[str, int]) -> None:
-        """Say what happens at some sizes if they are outside, and it was not said of that side."""
+        """Log what happens at ``sizes`` if they are out of range, once for each side of it."""
         at = [(found, sizes[str(found.size.symbol)]) for found in self.ranges]
         if not self.plan.is_known(**sizes):
             larger = any(size > found.size.hint for found, size in at)
@@ -142,7 +143,7 @@ class _Planned:
                     self._once(f"{found.size.name} {size > near.most}", at, text, level())
 
     def _takes_more(self, sizes: Mapping[str, int], at: Sequence[tuple[SizeRange, int]]) -> bool:
-        if len(at) == 1:  # else each range is of one size, with the others as they were
+        if len(at) == 1:  # else a range holds only while the other sizes are as they were
             ((found, size),) = at
             if found.fits is not None and size <= found.fits.most:
                 return False
@@ -162,8 +163,8 @@ class _Planned:
 
 
 def exceeded(rehearsal: Rehearsal, settings: Settings | None) -> tuple[int, int] | None:
-    """What a plan takes, as one that was made for another graph, and what the user allows, if that
-    is less."""
+    """The bytes that a plan takes and the bytes that the user allows, if these are less, as may be
+    with a plan that was made for another graph; else None."""
     auto = settings.auto if settings is not None else None
     budget_nbytes = auto.budget_nbytes if auto is not None else None
     if rehearsal.plan is None or budget_nbytes is None:

@@ -2,8 +2,8 @@
 
 AOTAutograd runs it, on fake tensors, in the place of layers that are like a traced one. It takes
 what the first of them takes and all their own inputs, gives what the last of them gives, and has a
-gradient for each input that needs one. So all that AOTAutograd notes of inputs and outputs is that
-of the whole model. Nothing ever runs it for real (``lengthen.py`` puts the layers in its place).
+gradient for each input that needs one. So what AOTAutograd notes of inputs and outputs is true of
+the whole model. Nothing ever runs it for real (``lengthen.py`` puts the layers in its place).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Layers(torch.autograd.Function):
     def forward(ctx: Any, passed: int, own: int, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.passed = passed
         ctx.wanted = ctx.needs_input_grad[2 + passed : 2 + passed + own]
-        # Not by DTensor's own operators, of which AOTAutograd would trace each.
+        # Unwrapped without DTensor's own operators, of which AOTAutograd would trace each.
         ctx.owners = values[passed : passed + own]
         values = tuple(v._local_tensor if isinstance(v, DTensor) else v for v in values)
         theirs = values[passed : passed + own]
@@ -63,8 +63,9 @@ class _Layers(torch.autograd.Function):
 def stand_in(
     passed: Sequence[Tensor], own: Sequence[Tensor], example: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """What layers give that are not traced: like ``passed``, which goes from layer to layer, one by
-    one; each needs a gradient. ``own`` are inputs of these layers only, layer by layer, and
-    ``example`` those of one traced layer, so that the graph tells which these are."""
+    """The results of the layers that are not traced: one like each of ``passed``, the tensors that
+    go from layer to layer, which all need a gradient. ``own`` are the inputs of these layers only,
+    layer by layer; ``example`` are those of one traced layer, so that the graph tells which they
+    are."""
     found = _Layers.apply(len(passed), len(own), *passed, *own, *example)
     return tuple(found)

@@ -1,12 +1,12 @@
 """Compiled code on disk, so that a later process need not trace, plan and lower again.
 
-A file has the code of a Dynamo graph's forward and backward, and what the ranks agreed on of both
-(``observed.py``). Its key has all that the code depends on; in doubt there is none, and the graph
-is traced. On several ranks all use their files, or none does: a rank that compiles calls its
-backward's compiler in the middle of a step, where one that does not would wait for it in vain. So
-they compare first whether each has a file, and whether the same was agreed on in all. Then they go
-through what compiling would have had them agree on: a rank that compiles alone later finds the
-same decisions as ever.
+A file has the code of a Dynamo graph's forward and backward, and what the ranks agreed on for both
+(``observed.py``). Its key contains all that the code depends on; in doubt there is no key, and the
+graph is traced. On several ranks all use their files, or none does: a rank that compiles calls the
+compiler of its backward in the middle of a step, and would meet nobody there if the others compile
+nothing. So the ranks first compare whether each has a file, and whether the same was agreed on in
+all files. Then they agree on all that they would have agreed on in compiling: a rank that later
+compiles alone finds the usual decisions.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class WarmStart:
     """The file of one Dynamo graph.
 
     Attributes:
-        shared: names the file that all ranks could use, which is not there; "" if there is none,
-            or ranks would use several. Known after :meth:`code`.
+        shared: names the file that does not exist yet and that all ranks could use; "" if there is
+            no such file, or if ranks would use several. Known after :meth:`code`.
     """
 
     def __init__(
@@ -59,8 +59,9 @@ class WarmStart:
                 log.debug("compiled code is not kept: %s", error)
 
     def code(self, *, together: bool) -> Code | None:
-        """The code of all ranks' files; None if one of them has none, or if they are not all here:
-        one that compiles alone, what was compared before, compiles."""
+        """The code of this rank's file, if all ranks have one; else None. Also None unless
+        ``together``: a rank that compiles alone, since the graph was agreed on before, uses no
+        file."""
         if not self._can or not together:
             return None
         ranks, timeout_s = self._compilation.ranks, self._compilation.timeout_s
@@ -68,7 +69,7 @@ class WarmStart:
         if found is None:
             place = self._place()
             offered = f"none, {place}"
-        else:  # what is the same on all ranks of it
+        else:  # the part of it that is the same on all ranks
             offered = repr([(p, o.planned, o.launches) for p, o in sorted(found[0].items())])
         what = "whether the code of an earlier run is used"
         alike = rank_guard.have_the_same(what, offered, ranks, timeout_s)
@@ -82,8 +83,8 @@ class WarmStart:
         return code
 
     def use(self, found: Loaded, *, is_said: bool = False) -> Code:
-        """The code that all ranks have, when they have gone through what was agreed on; which is
-        not said again if it ``is_said``."""
+        """The code in ``found``, which all ranks have, once they have agreed again on its graphs.
+        The log lines are not repeated if that ``is_said`` already."""
         observed, code = found
         for is_backward, one in observed.items():
             said = "" if is_said else one.said
@@ -91,8 +92,8 @@ class WarmStart:
         return code
 
     def _place(self) -> str:
-        """Of the file: the same on ranks that need the same code and find each other's; "" for one
-        that can use none."""
+        """Where the file is, as a text: equal on ranks that need the same code and find each
+        other's files; "" on a rank that can use none."""
         folder = _torch.cache_folder(FOLDER)
         if not self._is_wanted or folder is None or (folder / self._alone).exists():
             return ""
@@ -103,7 +104,7 @@ class WarmStart:
         return f"{self._name}.alone"
 
     def share_no_more(self) -> None:
-        """No later process is to try it: what is compiled cannot be kept."""
+        """Note on disk that this code cannot be kept: no later process is to try to share it."""
         _torch.keep(FOLDER, self._alone, b"")
 
     @property
@@ -111,8 +112,8 @@ class WarmStart:
         return not (self._name is None or observers.any_listen() or _torch.is_traced())
 
     def loaded(self) -> Loaded | None:
-        """What was agreed on of the graphs in the file, and its code; None if there is no file, or
-        not such a one."""
+        """What was agreed on for the graphs in the file, and their code; None if there is no file,
+        or none that can be used."""
         if not self._is_wanted:
             return None
         content = _torch.read_kept(FOLDER, str(self._name))
@@ -123,12 +124,12 @@ class WarmStart:
             if not all(self._is_fine(one) for one in observed.values()):
                 return None
             return observed, _torch.load_code(code, self._meshes)
-        except Exception as error:  # whatever it is, compiling meets it too, or does without
+        except Exception as error:  # compiling meets it too, or does not need what failed
             log.debug("compiled code in %s cannot be used: %r", self._name, error)
             return None
 
     def _is_fine(self, observed: Observed) -> bool:
-        """Whether it is of the plan that holds, and says what somebody wants to read."""
+        """Whether it has the plan that holds in this process, and the log line if one is wanted."""
         if log.isEnabledFor(level()) and not observed.said:
             return False
         if observed.asked is None:
@@ -142,7 +143,7 @@ class WarmStart:
         return self._name is not None
 
     def begin(self) -> None:
-        """Be told of what is compiled from now on: what was before has been given up."""
+        """Forget what was added before: that attempt to compile has been given up."""
         self._observed: dict[bool, Observed] = {}
         self._codes: dict[bool, Any] = {}
         self._entry: Any = None
@@ -159,7 +160,7 @@ class WarmStart:
             self._keep()
 
     def accept(self) -> None:
-        """The code that was compiled is what runs: keep it, now or when its backward is there."""
+        """Keep the code on disk, since it is what runs: now, or when its backward is compiled."""
         self._is_accepted = True
         if self._entry is not None:
             try:
@@ -179,7 +180,7 @@ def _name(gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilati
     options = compilation.options
     if options.cudagraphs:
         raise _torch.UnknownGraphError("cudagraphs")
-    if breaks.is_between_breaks():  # of which more is said
+    if breaks.is_between_breaks():  # the warning of a break comes with compiling
         raise _torch.UnknownGraphError("the graph breaks")
     specs = specs_of(gm)
     if any(spec.tensor_class for spec in specs):

@@ -1,9 +1,9 @@
 """Gradient accumulation without communication: several micro-batches, one reduce.
 
-A wrapped module says how far the backward of its next forward takes gradients. What is not sent
-is added up in full, in ``reduce_dtype``; the backward that sends takes the sum with it. So a
-training step has at most three kinds of graphs, each compiled once: nothing was ever deferred,
-deferred, and synchronised.
+A wrapped module says how far the backward of its next forward reduces gradients (:class:`Sync`). A
+gradient that is not sent is added to a sum in full, in ``reduce_dtype``; the backward that sends
+takes the sum with it. So there are at most three kinds of graphs, each compiled once: nothing was
+ever deferred; this backward defers; this backward sends, and takes the sums with it.
 
 The sums stay in memory from step to step: full gradients on every rank. Ranks compare modes when
 they compile; later, ranks in different modes wait for each other until the group's timeout.
@@ -59,8 +59,8 @@ class Sync(NamedTuple):
 
 
 def deferral_of(module: nn.Module, name: str) -> dict[str, Any]:
-    """How the gather of a parameter that is read now defers its gradient; empty if it does not, or
-    if the parameter is frozen by now."""
+    """What the gather of a parameter that is read now is told of deferred gradients: arguments of a
+    :class:`Deferral`. Empty if none are deferred or left, or if the parameter is frozen by now."""
     param = module._parameters.get(name)
     if not torch.is_grad_enabled() or param is None or not param.requires_grad:
         return {}
@@ -75,8 +75,8 @@ def sync_of(module: nn.Module) -> Sync:
 
 @torch.compiler.disable
 def set_sync(syncs: Iterable[tuple[nn.Module, Sync]]) -> None:
-    """Have the backward of the next forward of wrapped modules reduce that, for all or for none; of
-    each its own parameters only, not those of the modules inside it."""
+    """Set what the backward of the next forward of each module reduces, for its own parameters
+    only, not for those of modules inside it. If this raises, no module is set."""
     made = [(module, sync, _deferrals(module, sync)) for module, sync in syncs]
     for module, sync, deferrals in made:
         if sync != Sync():
@@ -88,7 +88,7 @@ def _deferrals(module: nn.Module, sync: Sync) -> dict[str, dict[str, Any]]:
     deferrals: dict[str, dict[str, Any]] = {}
     for name, layout in layouts_of(module).items():
         param = module._parameters.get(name)
-        # One that is frozen now, but was not before, may be trained again before the next call.
+        # A parameter that is frozen now and has sums may be trained again before the next call.
         if isinstance(param, DTensor) and (param.requires_grad or SUMS in param.__dict__):
             call_hooks_when_reduced(param)
             deferral = _deferral(param, layout, sync)
@@ -98,8 +98,8 @@ def _deferrals(module: nn.Module, sync: Sync) -> dict[str, dict[str, Any]]:
 
 
 def carry_over(module: nn.Module, name: str, param: Tensor | None) -> None:
-    """Let ``param``, which is about to become a parameter of ``module``, have what the one before
-    it deferred; the module goes on to write there."""
+    """Give ``param`` the sums of the parameter of ``module`` that it is about to replace: graphs of
+    the module go on to write to these."""
     sums = getattr(module._parameters.get(name), "__dict__", {}).get(SUMS)
     if sums is not None and param is not None:
         param.__dict__[SUMS] = sums
@@ -107,8 +107,8 @@ def carry_over(module: nn.Module, name: str, param: Tensor | None) -> None:
 
 @contextmanager
 def sums_stay(module: nn.Module, emptied: bool = False) -> Iterator[None]:
-    """Around what may swap the tensors of the own parameters of ``module``, or move them: their
-    sums follow to their device and dtype, and are zero if they are ``emptied``."""
+    """Around code that may swap or move the tensors of the own parameters of ``module``: their sums
+    stay, follow to the new device and dtype, and become zero if the parameters are ``emptied``."""
     with mark_stays(module, SUMS) as stayed:
         yield
     layouts = {id(module._parameters.get(n)): x for n, x in layouts_of(module).items()}
@@ -126,7 +126,7 @@ def sums_stay(module: nn.Module, emptied: bool = False) -> Iterator[None]:
 
 
 def begin_anew(module: nn.Module) -> None:
-    """Give a module whose parameters have other sums than before graphs that write to them."""
+    """Have the graphs of a module write to the sums that its parameters have now."""
     if _SYNC in module.__dict__:
         set_sync([(module, sync_of(module))])
 
@@ -162,16 +162,16 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
 def noting_backwards(
     compiled: Callable[..., Any], until: Mapping[int, str], sums: Sequence[int]
 ) -> Callable[..., Any]:
-    """``compiled``, whose backward notes of which parameters it deferred the gradients: ``until``
-    says how far, by the parameter's place among the inputs; ``sums`` are the places of tensors that
-    backwards write to."""
+    """``compiled``, whose backward notes for which parameters it deferred the gradient. ``until``
+    says how far each is reduced, by the parameter's place among the inputs; ``sums`` are the places
+    of the tensors that backwards write to."""
     if not until:
         return compiled
 
     def call(*args: Any) -> Any:
         own = list(args)
-        # Each call has versions of its own: autograd minds if what it saved is written to by
-        # another.
+        # By ``.data`` each call has its own version counters: autograd raises if a tensor that one
+        # call has saved is written to by another call.
         for place in sums:
             own[place] = args[place].data
         outputs = compiled(*own)
@@ -194,7 +194,7 @@ def note_backward(full: Tensor, param: Tensor, until: str) -> None:
 def _note_compiled_backward(
     params: Iterable[tuple[Tensor, str]], node: Any, gradients: Sequence[Any], _: Any
 ) -> None:
-    """What got no gradient has its sum neither taken along nor reduced."""
+    """Sums of a parameter that got no gradient are neither taken along nor reduced: they wait."""
     there = {id(param) for param in reached(node, gradients)}
     _note_backward((p, until) for p, until in params if until != "all" or id(p) in there)
 
@@ -218,8 +218,8 @@ def _warn_of_late_sync() -> None:
 
 
 def _refuse_other_inputs(params: Sequence[tuple[Tensor, str]], *_: Any) -> None:
-    """A backward writes to the sums whatever gradients were asked for, if it was compiled; which
-    loses nothing if it would send them and there are none."""
+    """Raise in a backward that is asked for no parameter's ``.grad``: a compiled one writes to the
+    sums all the same. That loses nothing if it sends all gradients, and no sums wait."""
     may_lose = any(until != "all" or waiting_sums(param) for param, until in params)
     if may_lose and not any(accumulates(param) for param, _ in params if param.requires_grad):
         raise ValueError(
@@ -250,8 +250,9 @@ def _zero(sums: Sums) -> None:
 
 @torch.no_grad()
 def reduce_now(model: nn.Module) -> None:
-    """Reduce what waits to be reduced, and add it to the gradients; collective. One parameter after
-    the other, with nothing to hide behind: it is for what no backward that reduces came after."""
+    """Reduce the gradients that wait to be reduced, and add them to ``.grad``; collective. This
+    goes parameter by parameter, with no compute to hide behind: it is for sums that no later
+    backward has reduced."""
     found: dict[int, tuple[DTensor, ParameterLayout, Sums]] = {}
     for module in model.modules():
         for name, layout in layouts_of(module).items():
@@ -272,7 +273,8 @@ def reduce_now(model: nn.Module) -> None:
 
 @contextmanager
 def syncing(model: nn.Module, *, gradients: bool) -> Iterator[None]:
-    """Inside, backwards of forwards reduce gradients, or add them up; whatever is said around."""
+    """Inside, the backward of each forward reduces gradients, or else adds them up, whatever was
+    set before; afterwards that holds again."""
     before = [(module, sync_of(module)) for module in wrapped_parts(model)]
     set_sync((module, sync._replace(gradients=gradients)) for module, sync in before)
     try:
@@ -282,7 +284,7 @@ def syncing(model: nn.Module, *, gradients: bool) -> Iterator[None]:
 
 
 def is_deferring(model: nn.Module) -> bool:
-    """Whether gradients of a part of it are not sent by the next forward's backward."""
+    """Whether the backward of the next forward leaves gradients of a part of ``model`` unsent."""
     return not all(sync_of(module).gradients for module in model.modules())
 
 

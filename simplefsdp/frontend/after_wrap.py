@@ -1,4 +1,4 @@
-"""What users do after the wrap and that would train nothing, or unsynchronised: told by name."""
+"""Refuses, by name, what users do after the wrap that would train nothing, or ranks apart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mark_original(param: Tensor, fqn: str) -> None:
 
 
 class _Replaced(NamedTuple):
-    """A shard that another took the place of; not noted on it, for it may be pickled."""
+    """A shard that another parameter took the place of; not noted on it: it may be pickled."""
 
     shard: weakref.ref[Tensor]
     owner: weakref.ref[nn.Module]
@@ -42,7 +42,7 @@ _replaced: dict[tuple[int, int, str], _Replaced] = {}
 
 
 def note_replaced(owner: nn.Module, name: str, by: Tensor, fqn: str) -> None:
-    """Note that a parameter is about to take the place of a shard, as by ``assign=True``."""
+    """Note that ``by`` is about to take a shard's place, as by ``load_state_dict(assign=True)``."""
     shard = owner._parameters.get(name)
     if shard is not None and shard is not by:
         note = _Replaced(weakref.ref(shard), weakref.ref(owner), name, fqn)
@@ -50,7 +50,7 @@ def note_replaced(owner: nn.Module, name: str, by: Tensor, fqn: str) -> None:
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:
-    """Refuse to update shards that models no longer have, and not what they have instead.
+    """Refuse an optimizer of shards that a model no longer has, without those in their places.
 
     Raises:
         ValueError: ``optimizer`` has such shards.
@@ -79,7 +79,7 @@ def mark_full(param: nn.Parameter, fqn: str) -> nn.Parameter:
 
 
 def stands_for_shard(param: object) -> bool:
-    """Whether ``param`` is, or was, full in the place of a shard, inside ``unsharded``."""
+    """Whether ``param`` is, or was, a full parameter in a shard's place, inside ``unsharded``."""
     return hasattr(param, _FULL)
 
 
@@ -90,7 +90,7 @@ def is_original(param: Tensor) -> bool:
 
 @functools.cache
 def refuse_steps() -> None:
-    """From the first wrap of a process on, refuse steps of what is not in the model."""
+    """From the first wrap of a process on, refuse optimizer steps of what is not in the model."""
     register_optimizer_step_pre_hook(_refuse_originals)
 
 
@@ -118,7 +118,7 @@ def refuse_unsharded(model: nn.Module) -> None:
     ignored = ignored_params([model])
     for fqn, param in model.named_parameters():
         is_ours = isinstance(param, DTensor) or stands_for_shard(param)
-        # Else torch.func.functional_call has put it there for a while.
+        # What is no nn.Parameter, torch.func.functional_call has put there for a while.
         came = isinstance(param, nn.Parameter) and param.requires_grad and not is_ours
         if came and id(param) not in ignored:
             raise ValueError(

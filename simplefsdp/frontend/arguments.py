@@ -1,5 +1,5 @@
-"""What users pass to ``simple_fsdp``: checked, and the wrong told what to pass instead; and the
-dtypes of each parameter, by FSDP2's ``MixedPrecisionPolicy`` as this torch reads it."""
+"""Checks what users pass to ``simple_fsdp``, with errors that say what to pass instead; and finds
+the dtypes of each parameter by FSDP2's ``MixedPrecisionPolicy``, as this torch applies it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def check_placements(
     named: Iterable[tuple[str, nn.Parameter]],
     placement_of: Callable[[nn.Parameter], Shard | None] | None,
 ) -> None:
-    """Refuse FSDP2's function of placements if it wants another than ours."""
+    """Refuse a ``shard_placement_fn``, as FSDP2's, that wants another placement than ours."""
     if placement_of is None:
         return
     for fqn, param in named:
@@ -147,7 +147,7 @@ class Dtypes(NamedTuple):
 
 
 def _check_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Refuse a policy that says no dtypes, or that could not be followed."""
+    """Refuse a policy whose dtypes are no floating-point ones, or that could not be followed."""
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -166,8 +166,8 @@ def _check_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
 
 def dtypes_of(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> Dtypes:
     """The dtypes of one parameter under ``policy``. Without a ``reduce_dtype`` a gradient is
-    reduced as this torch's FSDP2 does in a group by itself: since 2.15 in the parameter's own
-    dtype, before in ``param_dtype``."""
+    reduced in the dtype that this torch's FSDP2 takes for a parameter alone in its group: since
+    2.15 the parameter's own dtype, before ``param_dtype``."""
     param_dtype = _param_dtype(fqn, param, policy)
     if policy.reduce_dtype is not None:
         return Dtypes(param_dtype, policy.reduce_dtype)
@@ -175,12 +175,12 @@ def dtypes_of(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> Dt
         return Dtypes(param_dtype, param_dtype)
     if (override := _torch.grad_dtype_override(param)) is not None:
         return Dtypes(param_dtype, override.dtype)
-    # Not named where nothing is cast: the gradient follows a later model.to(dtype).
+    # None where nothing is cast, so that the gradient's dtype follows a later model.to(dtype).
     return Dtypes(param_dtype, None if param_dtype in (None, param.dtype) else param.dtype)
 
 
 def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """``policy`` less its function of parameters, which has been asked: what is left is data."""
+    """``policy`` without its ``param_dtype_override_fn``, which was asked: the rest is data."""
     if getattr(policy, "param_dtype_override_fn", None) is None:
         return policy
     return replace(policy, param_dtype_override_fn=None)  # type: ignore[call-arg]

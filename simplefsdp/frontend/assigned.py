@@ -1,7 +1,7 @@
-"""Parameters that something was assigned to by ``param.data = values``.
+"""Refuses parameters that something was assigned to by ``param.data = values``.
 
-A DTensor loses that: it computes with its shard, which is an attribute of its own. What is
-assigned changes its storage, though, in which nothing is; by that it is told.
+A DTensor loses these values: it computes with its shard, which is an attribute of its own. But the
+assignment gives the DTensor itself, whose storage holds nothing, another storage; that is noticed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _STORAGE = "_simple_fsdp_storage"
 
 
 def refuse_assigned(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if anything was assigned to one of these parameters, DTensors given with their FQNs,
-    since it was seen first."""
+    """Raise if anything was assigned to the ``.data`` of one of these parameters, DTensors with
+    their FQNs, since this function saw it first."""
     for fqn, param in named:
         now, before = (id(param), storage_number(param)), param.__dict__.get(_STORAGE)
         if now == before:

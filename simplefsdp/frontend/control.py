@@ -5,7 +5,7 @@ own parameters alone. Call them on all ranks alike. A method that the model's cl
 left as it is.
 
 A wrapped module is no ``FSDPModule``: torch's pipeline stages and others who ask for that class go
-on to reach into FSDP2's state, which it has not.
+on to reach into FSDP2's state, which a wrapped module does not have.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def set_requires_gradient_sync(
 def set_requires_all_reduce(
     self: nn.Module, requires_all_reduce: bool, *, recurse: bool = True
 ) -> None:
-    """Say whether it reduces over the ranks that hold copies, too, or adds up what it would send.
+    """Say whether that backward also reduces over ranks that hold copies, or adds gradients up.
 
-    For ``mode="hybrid_shard"``: gradients are reduced within the group of the shards in any case.
+    For ``mode="hybrid_shard"``: the backward of the next forward reduces gradients within the group
+    of the shards, unless :func:`set_requires_gradient_sync` says otherwise.
     Raises ValueError if a parameter is on the meta device.
     """
     _check_bool("requires_all_reduce", requires_all_reduce)
@@ -53,12 +54,12 @@ def set_requires_all_reduce(
 
 
 def set_is_last_backward(self: nn.Module, is_last_backward: bool) -> None:
-    """Nothing: when a compiled backward returns, its gradients are there."""
+    """Does nothing: when a compiled backward returns, its gradients are there."""
     _check_bool("is_last_backward", is_last_backward)
 
 
 def no_sync(self: nn.Module) -> AbstractContextManager[None]:
-    """Inside, forwards are of micro-batches whose gradients are not sent; as DDP's."""
+    """Inside, gradients of forwards are added up and not sent, as in DDP's ``no_sync``."""
     return syncing(self, gradients=False)
 
 
@@ -119,7 +120,7 @@ def reshard(self: nn.Module) -> None:
 
 
 def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
-    """Divide the sum of gradients over all data-parallel ranks by that; 1: a sum, no average.
+    """Divide the sum of gradients over all data-parallel ranks by ``factor``; 1 for no average.
 
     Modules inside that were given a factor of their own before keep it, as under FSDP2.
 
@@ -139,7 +140,7 @@ def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
     """Reduce by sums only, and divide in kernels of their own, where NCCL could average.
 
     Raises:
-        ValueError: to be disabled after it was enabled, which needs a new wrap.
+        ValueError: ``enable`` is False after it was True, which needs a new wrap.
     """
     _check_bool("enable", enable)
     modules = wrapped_parts(self)
@@ -178,7 +179,7 @@ _METHODS: tuple[Callable[..., Any], ...] = (
 
 
 class _Done(UnshardHandle):
-    """What FSDP2 gives for something that may still go on; here it is done."""
+    """The handle that FSDP2 returns for work that may still go on; here the work is done."""
 
     def wait(self) -> None:
         """Nothing is left to wait for."""
@@ -203,8 +204,8 @@ def _replace_sync(module: nn.Module, recurse: bool, **fields: bool) -> None:
 
 @torch.compiler.disable
 def change_specs(modules: Iterable[nn.Module], fields: Mapping[str, Any]) -> None:
-    """Change fields of how the own parameters of ``modules``, which are wrapped, are gathered and
-    their gradients reduced, from now on."""
+    """Change ``fields`` of the specs of the own parameters of ``modules``, which are wrapped: how
+    they are gathered, and their gradients reduced, from now on."""
     for m in modules:
         layouts = layouts_of(m).items()
         set_layouts(m, {k: replace(v, spec=v.spec._replace(**fields)) for k, v in layouts})

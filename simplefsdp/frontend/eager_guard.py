@@ -1,17 +1,17 @@
 """Eager ranks that gather different parameters are told, by name, at the end of the forward.
 
-Compiled ranks compare their graphs before they run one. Eager ones have none: each notes what a
-forward gathers, and if it has not gathered just that before, compares it with the others when the
-forward ends. One that took another branch has by then gathered something else than the others, or
-waits in a gather that they have ended without: they wait for it no longer than the rank guard does.
-A rank that changes over to a branch that all have taken before is told some forwards later
-(``rank_sequence.py``).
+Ranks with compiled code compare their graphs before they run one. Eager ranks have no graph: each
+notes what a forward gathers, and compares that with the others when the forward ends, unless it has
+compared the same before. A rank that took another branch has by then gathered something else than
+the others; or it waits in a gather that they have ended without, and they wait for it no longer
+than the rank guard does. A rank that changes over to a branch that all have taken before is told
+some forwards later (``rank_sequence.py``).
 
-Dynamo runs a function as it is that it has compiled as often as it may, and counts on each rank.
-What is gathered there is compared before it is sent, each time: this rank would gather one by one
-what others, that have not come so far, gather in buckets.
+Dynamo runs a function uncompiled once it has compiled it as often as it may; it counts on each rank
+by itself. What is gathered in such a function is compared before it is sent, each time: this rank
+would gather one by one what ranks that still run compiled code gather in buckets.
 
-What is not seen: a forward that others do not begin. It ends with the process group's timeout.
+Not noticed is a forward that others do not begin. It ends with the process group's timeout.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Forward(threading.local):
         self.number = 0
         self.gathered: dict[DeviceMesh, list[str]] = {}
         self.sent: dict[str, list[str]] = {}  # by process group
-        self.given_up = ""  # the function that Dynamo runs it in as it is; empty if none
-        self.asked: set[tuple[int, ...]] = set()  # ranks that were asked whether they do so, too
+        self.given_up = ""  # the function around it that Dynamo has given up on; "" if none
+        self.asked: set[tuple[int, ...]] = set()  # ranks that were asked whether they are in one
 
 
 _now = _Forward()
@@ -62,14 +62,14 @@ def note_gather(mesh: DeviceMesh, fqn: str, group: str) -> None:
 
 
 def _agree_to_run_uncompiled(function: str, mesh: DeviceMesh, fqn: str, group: str) -> None:
-    """Return when all that this gather, or the reduce of its gradient, will be sent to are about to
-    gather in a function that Dynamo has given up on.
+    """Return when all ranks of this gather, and of the reduce of its gradient, are about to gather
+    in a function that Dynamo has given up on.
 
-    They are asked once a forward if all of it is in there; else at each gather, since Dynamo may
-    have given up on one layer's function, and have code for another layer that serves some.
+    They are asked once per forward if all of it runs in such a function; else at each gather, since
+    Dynamo may have given up on the function of one layer, and run code for another.
     """
     ranks = ranks_of([mesh])
-    if not torch.is_grad_enabled():  # those that have copies are sent nothing
+    if not torch.is_grad_enabled():  # nothing is reduced, so ranks with copies are sent nothing
         ranks = tuple(rank for rank in ranks if rank in (ranks_of_group(group) or ()))
     if _now.depth and _now.given_up:
         if ranks in _now.asked:
@@ -102,7 +102,7 @@ def eager_forward() -> Iterator[None]:
     except BaseException:
         _now.depth -= 1
         with suppress(RankMismatchError):
-            _note_sent()  # others may not fail
+            _note_sent()  # as on the other ranks, which may not fail
         raise
     _now.depth -= 1
     if not _now.depth:

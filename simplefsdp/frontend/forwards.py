@@ -1,4 +1,4 @@
-"""Forwards of wrapped modules: casts of inputs and outputs, and those that are set on a module."""
+"""Forwards of wrapped modules: their casts, and forwards that are set on a module itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from simplefsdp.frontend.wrapped import POLICY
 
 
 def set_on(module: nn.Module, forward: Any) -> Any:
-    """What ``module`` is to have as its own ``forward``, before or after the wrap."""
+    """What ``module`` gets as its own ``forward`` when ``forward`` was, or is, set on it."""
     if not callable(forward) or isinstance(forward, nn.Module):  # which is a submodule
         return forward
     if isinstance(forward, MethodType) and forward.__self__ is module and is_marked(forward):
@@ -37,11 +37,11 @@ def set_on(module: nn.Module, forward: Any) -> Any:
 
 
 def casting(forward_of: Callable[[], Forward], name: str) -> Forward:
-    """What ``forward_of`` gives, marked, with inputs and outputs cast by the policy of the module,
-    if it is a wrapped root; the outermost one checks what nobody would notice.
+    """What ``forward_of`` gives, marked. If the module is a wrapped root, inputs and outputs are
+    cast by its policy, and an eager forward is checked for mistakes that nobody would notice.
 
-    All that is one function: where a graph breaks in a loop, Dynamo compiles each function on the
-    stack by itself, and traces all that is called below it each time.
+    All this is one function: where a graph breaks in a loop, Dynamo compiles each function on the
+    stack by itself, and each time traces all that this function calls.
 
     Args:
         forward_of: is called at each call, and gives a function of the module and its inputs.

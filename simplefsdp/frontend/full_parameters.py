@@ -63,13 +63,12 @@ def raw_parameters(module: nn.Module) -> Iterator[None]:
 def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """Inside, ``module`` is the plain model: full, plain, writable parameters on every rank.
 
-    What code does that knows nothing of shards works inside: ``merge_and_unload``, an orthogonal
+    Code that knows nothing of shards works inside: ``merge_and_unload``, an orthogonal
     initialisation, ``generate``, ``save_pretrained``, any method that computes. At the end the
-    values *of rank 0* go to everybody's shards, and what it has written to buffers to everybody's
-    buffers. Collective at both ends: every rank must enter
-    and leave. If an exception passes on any rank, nothing is written back and every rank raises.
-    A parameter that is set to None or deleted stays so; ``requires_grad`` and other attributes of
-    parameters go to the shards.
+    values *of rank 0* go to everybody's shards, and what rank 0 has written to buffers goes to
+    everybody's buffers. Collective at both ends: every rank must enter and leave. If an exception
+    passes on any rank, nothing is written back and every rank raises. A parameter that is set to
+    None or deleted stays so; ``requires_grad`` and other attributes of parameters go to the shards.
 
     Every rank holds all full parameters of ``module`` meanwhile; for a large model go through its
     submodules one by one.
@@ -98,7 +97,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             ends = ends_of(slots, fulls)
         except Exception as error:
             if writeback:
-                # What the others raise; this rank has an error of its own.
+                # The other ranks raise it; this rank has an error of its own.
                 with suppress(rank_guard.RankMismatchError):
                     agree_to_leave(mesh, [], [], error)
             raise
@@ -139,8 +138,8 @@ def full_of(param: DTensor) -> Tensor:
 def write_back(
     param: DTensor, full: Tensor, groups_of_copies: Iterable[dist.ProcessGroup] = ()
 ) -> None:
-    """Give every rank its shard of rank 0's ``full``; collective over the parameter's mesh and
-    ``groups_of_copies``, of ranks outside of it that have copies."""
+    """Give every rank its shard of rank 0's ``full``; collective over the parameter's mesh, and
+    over ``groups_of_copies``: groups with ranks outside of the mesh that hold copies."""
     if has_no_data(full):
         return
     full = full.detach().to(param.device).contiguous()

@@ -1,14 +1,15 @@
 """``param.full_tensor()`` in a loss that is computed outside of forward.
 
-torch takes the gradient of a full tensor to be the same on all ranks, and each keeps its rows of
-its own. In a loss of this rank's batch (a head that is fused with the loss, a learned temperature)
-it is not; so here the parameter is gathered as in forward, in its own dtype, and its gradient is
-reduced as those of forward are, with the same divisor. Where the gradient is the same on all ranks,
-as of a penalty, the average is what it was. As with a forward, all ranks must use it in their
-losses, or none.
+torch takes the gradient of a full tensor to be the same on all ranks: each rank keeps its rows of
+the gradient that it has computed itself. With a loss of this rank's batch (a head that is fused
+with the loss, a learned temperature) gradients differ. So here the parameter is gathered as in
+forward, in its own dtype, and its gradient is reduced as those of forward are, with the same
+divisor. A gradient that is the same on all ranks, as of a penalty, equals its average. As with a
+forward, all ranks must use it in their losses, or none.
 
-Only the parameter itself: of what is computed from it (``param.exp().full_tensor()``,
-``param.norm().full_tensor()``), and of ``to_local()``, the gradient is torch's.
+This is done for the parameter itself only: for what is computed from it
+(``param.exp().full_tensor()``, ``param.norm().full_tensor()``), and for ``to_local()``, the
+gradient is torch's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from simplefsdp.frontend.wrapped import layouts_of, shards_of
 
 @functools.cache
 def reduce_gradients_of_full_tensors() -> None:
-    """From the first wrap of a process on."""
+    """Have this done from the first wrap of a process on."""
     handle_full_tensor(_full_tensor, _looks_wrapped)
 
 
@@ -46,6 +47,6 @@ def _full_tensor(param: DTensor) -> Tensor | None:
 
 
 def _looks_wrapped(param: DTensor) -> bool:
-    """Whether a wrapped parameter looks as ``param``, of which a compiler knows no more."""
+    """Whether a wrapped parameter has the layout of ``param``: all that a compiler knows of it."""
     wanted = param.shape, param.placements, param.device_mesh
     return any((p.shape, p.placements, p.device_mesh) == wanted for _, p in living_shards())

@@ -124,10 +124,10 @@ def _all_gather(padded: Tensor, dtype: torch.dtype, spec: GatherSpec) -> Tensor:
 
 
 def _gather_as_class(shard: Tensor, spec: GatherSpec) -> Tensor:
-    """As the parameter's class would have it."""
+    """Gather as the parameter's class says (``tensor_class.py``)."""
     is_split = spec.shard_ranks > 1
     policy = MixedPrecisionPolicy(param_dtype=spec.param_dtype, reduce_dtype=spec.reduce_dtype)
-    # Where nothing is sharded, copies are.
+    # Where nothing is sharded, it is the group that holds copies.
     group = spec.shard_group or next((name for name, _ in spec.copy_groups), "")
     sending = tensor_class.sending(
         shard.view_as(shard), spec.tensor_class, group, spec.shard_ranks, policy
@@ -143,8 +143,8 @@ class Deferral(NamedTuple):
     """How far a backward takes the gradient of one parameter, and what earlier ones left.
 
     Gradients that are not reduced yet are added up in tensors that graphs write to, so that it
-    does not matter in which order forwards and backwards run. A backward that takes a gradient
-    further takes what is there with it, and leaves zeros.
+    does not matter in which order forwards and backwards run. A backward that reduces a gradient
+    further adds the sum of earlier ones to it, and leaves zeros there.
     """
 
     # ``"all"``: reduced over all ranks. ``"shards"``: within the group that the shards are spread
@@ -152,7 +152,7 @@ class Deferral(NamedTuple):
     until: Literal["all", "shards", "none"] = "all"
     # Sum of gradients that were not sent, the shape of the gathered parameter.
     unreduced: Tensor | None = None
-    # Sum of those that were reduced within the shard group only, that of a shard with its padding.
+    # Sum of gradients reduced within the shard group only, the shape of a shard with its padding.
     partial: Tensor | None = None
 
 
@@ -173,7 +173,7 @@ def _reduce_grad(
 
 
 def reduce_deferred(shard_rows: int, spec: GatherSpec, deferral: Deferral) -> Tensor:
-    """The gradient of the shard of what backwards deferred until ``"all"``; collective."""
+    """The shard's gradient from what backwards have deferred, reduced over all; collective."""
     if deferral.unreduced is not None:
         nothing = torch.zeros_like(deferral.unreduced)
         return cast(Tensor, _reduce_grad(nothing, shard_rows, spec, deferral))
@@ -183,7 +183,7 @@ def reduce_deferred(shard_rows: int, spec: GatherSpec, deferral: Deferral) -> Te
 
 
 def _reduce_over_shards(grad: Tensor, spec: GatherSpec) -> Tensor:
-    """What this rank has of the sum over the shard group, with its padding."""
+    """This rank's part, with its padding, of the gradient reduced over the shard group."""
     if grad.is_complex():
         return torch.view_as_complex(_reduce_over_shards(on_the_wire(grad), spec))
     if _divides_first(grad, spec):
@@ -214,8 +214,8 @@ def _reduce_over_copies(grad: Tensor, shard_rows: int, spec: GatherSpec) -> Tens
 
 
 def _divides_first(grad: Tensor, spec: GatherSpec) -> bool:
-    """float16 overflows when many gradients are summed, so it is divided before, at some loss of
-    small values; the wider dtypes are divided after, on the shard, which is less work."""
+    """Whether to divide before the sum: float16 overflows when many gradients are summed, and loses
+    some small values by this. Wider dtypes are divided after, on the shard, which is less work."""
     return grad.dtype == torch.float16 and _division(spec) != 1
 
 
@@ -224,7 +224,7 @@ def _operation(spec: GatherSpec) -> str:
 
 
 def _division(spec: GatherSpec) -> float:
-    """What a sum over all data-parallel ranks is divided by, beside what the collectives do."""
+    """What we divide a sum over all data-parallel ranks by; 1 if the collectives average."""
     if spec.divide_factor is not None:
         return spec.divide_factor
     ranks = spec.shard_ranks * math.prod(ranks for _, ranks in spec.copy_groups)
@@ -269,7 +269,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _NotTwice(torch.autograd.Function):
-    """A gradient that was made with ``create_graph=True``: it is refused to differentiate it."""
+    """A gradient that was made with ``create_graph=True``: to differentiate it once more raises."""
 
     @staticmethod
     def forward(ctx: Any, reduced: Tensor, grad: Tensor, fqn: str) -> Tensor:
@@ -305,12 +305,12 @@ def gather(
 
     Args:
         param: the sharded parameter.
-        fqn: with ``fields``, :meth:`GatherSpec.arguments`; so in a graph two reads of one
-            parameter are two nodes with equal arguments. "" while Dynamo traces, for which layers
-            would differ by their names; the backend says it (``dedupe.py``).
+        fqn: with ``fields``, :meth:`GatherSpec.arguments`; so in a graph two reads of one parameter
+            are two nodes with equal arguments. "" while Dynamo traces: by their names, layers that
+            are alike would differ. The backend fills it in (``dedupe.py``).
         fields: the same for all parameters that are gathered alike.
-        kept: what the gather would give, if it was gathered before (``kept.py``).
-        deferral: those of a :class:`Deferral`, unpacked; none if no gradient is deferred.
+        kept: the full parameter, if it was gathered before and kept (``kept.py``).
+        deferral: fields of a :class:`Deferral`; none if no gradient is, or was, deferred.
     """
     spec = _spec(fqn, fields)
     if not isinstance(param, DTensor):
@@ -325,7 +325,7 @@ def gather(
     if has_no_data(local_tensor(param)) and backend_traced_for() == "inductor":
         _warn_of_torchs_backend()
     marked = provenance.gather_of(fqn, reshard_after_forward=spec.reshard_after_forward)
-    with nullcontext() if spec.tensor_class else marked:  # which marks what is gathered
+    with nullcontext() if spec.tensor_class else marked:  # a class's gather is marked further in
         try:
             return _Gather.apply(local_of(param), spec, Deferral(**deferral), kept)  # type: ignore[no-any-return]
         except RuntimeError as error:

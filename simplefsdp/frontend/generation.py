@@ -1,8 +1,9 @@
 """Hugging Face's ``generate`` where ranks share a model.
 
 Each token is a forward, which gathers: a rank whose texts have ended must go on for as long as any
-other, or those wait for it for ever. ``generate`` does so by ``synced_gpus=True``, which it takes
-by itself for modules with a mark of FSDP2's; Dynamo would guard less of a module with that mark.
+other, or the others wait for it for ever. With ``synced_gpus=True`` ``generate`` does so. It sets
+that by itself for modules with a mark of FSDP2's; ours have no such mark, since Dynamo would guard
+less of them. So it is set here.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def members(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 
 def _all_ranks_gather(model: nn.Module) -> bool:
-    """Whether a forward sends something, among all ranks, whom transformers asks whether they are
-    done; not if each rank has, or keeps, full parameters."""
+    """Whether a forward gathers over all ranks: those that transformers asks whether they are done.
+    Not if each rank has, or keeps, full parameters."""
     return any(
         isinstance(param := module._parameters.get(name), DTensor)
         and layout.spec.shard_ranks > 1
