@@ -224,7 +224,7 @@ def lengthen(
     saved = _saved_first(ahead.graph, behind.graph)
     output: Any = ahead.graph.output_node()
     output.args = ((*output.args[0][:outputs], *saved),)
-    output.meta = {}  # descriptions of other outputs
+    output.meta = {}  # it described the outputs of before
     _inputs_in_order(ahead.graph, left_out)
     return _torch.graph_module(forward, ahead.graph), _torch.graph_module(backward, behind.graph)
 
@@ -252,7 +252,7 @@ def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut) -> None:
             found[name] = behind.counterpart(value, number) if isinstance(value, Node) else value
     output = behind.graph.output_node()
     output.args = (tuple(found[node.name] for node in left_out.inputs),)
-    output.meta = {}  # descriptions of other outputs
+    output.meta = {}  # it described the outputs of before
 
 
 def _saved_first(forward: Graph, backward: Graph) -> list[Node]:

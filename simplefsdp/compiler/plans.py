@@ -55,7 +55,7 @@ class Compilation(NamedTuple):
     settings: Settings | None  # of the passes; None for none
     ranks: tuple[int, ...]  # that compile together; none if they do not compare
     grad: bool  # whether gradients are wanted
-    number: int  # the same for no others
+    number: int  # which no other compilation has
     limits: SizeLimits  # of the sizes that were left open
     # Whether the forward graph computes its gradients itself (its last input is the gradient of
     # the loss), and uses them.

@@ -1,4 +1,4 @@
-"""Refuses, by name, what users do after the wrap that would train nothing, or ranks apart."""
+"""Refuses, by name, what users do after the wrap that trains nothing, or each rank by itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def note_replaced(owner: nn.Module, name: str, by: Tensor, fqn: str) -> None:
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:
-    """Refuse an optimizer of shards that a model no longer has, without those in their places.
+    """Refuse an optimizer that holds a shard its model no longer has, but not its replacement.
 
     Raises:
         ValueError: ``optimizer`` has such shards.

@@ -43,10 +43,10 @@ def set_requires_gradient_sync(
 def set_requires_all_reduce(
     self: nn.Module, requires_all_reduce: bool, *, recurse: bool = True
 ) -> None:
-    """Say whether that backward also reduces over ranks that hold copies, or adds gradients up.
+    """Say whether the backward of the next forward also reduces over the ranks that hold copies.
 
-    For ``mode="hybrid_shard"``: the backward of the next forward reduces gradients within the group
-    of the shards, unless :func:`set_requires_gradient_sync` says otherwise.
+    For ``mode="hybrid_shard"``. If not, it adds up what it would send to them; within the group of
+    the shards it reduces gradients, unless :func:`set_requires_gradient_sync` says otherwise.
     Raises ValueError if a parameter is on the meta device.
     """
     _check_bool("requires_all_reduce", requires_all_reduce)

@@ -27,7 +27,7 @@ from simplefsdp.frontend.wrapped import POLICY
 
 
 def set_on(module: nn.Module, forward: Any) -> Any:
-    """What ``module`` gets as its own ``forward`` when ``forward`` was, or is, set on it."""
+    """What ``module`` stores if ``forward`` is set on it itself, be it before or after the wrap."""
     if not callable(forward) or isinstance(forward, nn.Module):  # which is a submodule
         return forward
     if isinstance(forward, MethodType) and forward.__self__ is module and is_marked(forward):

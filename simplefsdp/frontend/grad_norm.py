@@ -29,8 +29,9 @@ def clip_grad_norm_(
 
     Like ``torch.nn.utils.clip_grad_norm_``, but true over all ranks, also when parameters live
     on different meshes (tensor parallelism, nested wraps) or are plain tensors. Collective: every
-    rank must call it. What differs between ranks that the wrap's mesh does not hold, as experts do,
-    must be a DTensor of theirs before the wrap: plain tensors are taken to be the same on all.
+    rank must call it. Parameters that differ between ranks outside of the wrap's mesh, as experts
+    do, must be DTensors over these ranks before the wrap: plain tensors are taken to be the same on
+    all.
 
     Args:
         model_or_params: a module, or parameters as an optimizer takes them.
@@ -73,9 +74,8 @@ def clip_grad_norm_(
 def clipped(
     params: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What :func:`clip_grad_norm_` does, of gradients in a graph that is traced: the norm, and the
-    gradients scaled, each by operators of its own, so that it waits for no other but by the norm.
-    """
+    """What :func:`clip_grad_norm_` does, for gradients in a graph that is traced: the norm, and the
+    scaled gradients. Each is scaled by operators of its own, so that it waits for the norm only."""
     found = list(zip(params, grads, strict=True))
     total = _total_norm(found, 2.0, _norm_of_each)
     factor = _factor(max_norm, total)
@@ -91,7 +91,7 @@ def _factor(max_norm: float, total: Tensor) -> Tensor:
     return (max_norm / (total + 1e-6)).clamp(max=1.0)
 
 
-# Of gradients that are alike the norm of each, in a dtype; torch's own is one kernel for all.
+# Gives the norm of each of some gradients that are alike, in a dtype. torch's own takes one kernel.
 Norms = Callable[..., Sequence[Tensor]]
 
 
@@ -146,7 +146,7 @@ def _check_placed_alike(param: Tensor, grad: Tensor) -> None:
 
 
 def _splits(placement: Placement) -> bool:
-    """Whether each rank has other elements (``_StridedShard``: of FSDP2 over tensor
+    """Whether each rank has elements of its own (``_StridedShard``: of FSDP2 over tensor
     parallelism)."""
     if not is_split(placement) and not placement.is_replicate():
         raise TypeError(
@@ -177,7 +177,7 @@ def _norm_over(
 
 
 def _dtype_of_norm(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Not bfloat16, in which it would be true to 3 digits only."""
+    """At least float32: in bfloat16 a norm would be true to 3 digits only."""
     wide = {torch.float64, torch.complex128}
     return torch.float64 if wide.intersection(dtypes) else torch.float32
 

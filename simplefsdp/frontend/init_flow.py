@@ -10,7 +10,7 @@ initialiser itself holds on to several.
 written to full parameters goes to the shards; so one may use both, in turn.
 
 Everything that communicates is decided alike on all ranks: whether a full parameter is still held
-is what rank 0 says, for garbage is collected when it pleases each rank.
+is what rank 0 says, for each rank collects garbage at another time.
 
 :func:`simplefsdp.init_weights` needs no full parameter at all, and no communication but for checks.
 """
@@ -62,10 +62,10 @@ class _Pending:
     def is_held(self) -> bool:
         """Whether anyone else refers to the full parameter, or a view of it; as rank 0 says.
 
-        A transport refers for a moment longer to what it has gathered or sent. So this is compared
-        with a parameter that nobody was given, not with what it was at first; and what nobody holds
-        may stay until the next time."""
-        # Read as that of another object is, in one place: what reads refers to it, too.
+        A transport refers for a moment longer to what it has gathered or sent. So the references
+        are compared with those to a parameter that nobody was given, not with their number at
+        first; and a parameter that nobody holds may stay until the next time."""
+        # Both are counted in one place, since counting takes references, too.
         alone = SimpleNamespace(full=nn.Parameter(torch.empty(1, device=self.full.device)))
         is_held = self.full.numel() > 0 and _references(self) != _references(alone)
         return bool(rank_0s(int(is_held), self.param.device_mesh))
@@ -115,7 +115,7 @@ class _Pending:
 
 
 def _references(holder: _Pending | SimpleNamespace) -> tuple[int, int]:
-    """How much refers to the full parameter of ``holder``, and to its memory."""
+    """How many references there are to the full parameter of ``holder``, and to its memory."""
     return sys.getrefcount(holder.full), storage_use_count(holder.full)
 
 
@@ -131,7 +131,7 @@ class _Flow(threading.local):
     pending: list[_Pending] | None = None
     what: str = ""  # the initialiser, for messages
     is_agreed: bool = False
-    shards_were_given: bool = False  # to who may write to them
+    shards_were_given: bool = False  # to code that may write to them
 
 
 _flow = _Flow()
@@ -154,8 +154,8 @@ def full_parameter(param: DTensor) -> nn.Parameter:
                 entry.bring_up_to_date()
             return entry.full
     if not _flow.is_agreed:
-        # What follows is collective. A rank that initialises alone is told so, here or the next
-        # time: the number makes each time another agreement.
+        # What follows is collective. The number makes this a new agreement each time, so that a
+        # rank that initialises alone is told so, here or the next time.
         lines = [f"{_flow.what}, number {next(_numbers)}"]
         agree(f"{_flow.what}, which reads parameters", lines, ranks_of_params([param]))
         _flow.is_agreed = True
@@ -175,9 +175,9 @@ def _flush(pending: list[_Pending]) -> None:
 
 
 def sharded_original(param: Any, current: Any) -> Any:
-    """The shard that ``param`` stands for, which an initialiser assigns in the place of
-    ``current``; else itself. A new full parameter gives the values of the shard that it replaces.
-    """
+    """What to register for ``param``, which may be assigned in the place of ``current``. In an
+    initialiser it is the shard, if ``param`` is a full parameter that stands for one, or a new one
+    in a shard's place, to which it then gives its values. Else it is ``param``."""
     if not initialising():
         return param
     for entry in _flow.pending or ():
@@ -193,8 +193,8 @@ def sharded_original(param: Any, current: Any) -> Any:
 
 
 class _Shards(dict[str, Any]):
-    """A module's ``_parameters`` for the time of an initialiser: who reads all of them gets shards
-    that are up to date."""
+    """A module's ``_parameters`` for the time of an initialiser: code that reads all of them gets
+    shards that are up to date."""
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         _give_shards()
@@ -211,7 +211,7 @@ def _give_shards() -> None:
 
 
 def members(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """For the subclass of ``cls``: its initialisers, if it means by them what everybody does."""
+    """For the subclass of ``cls``: initialisers that are methods; ``apply`` if it is torch's."""
     own = {name: inspect.getattr_static(cls, name, None) for name in _INITIALISERS}
     if cls.apply is not nn.Module.apply:
         del own["apply"]

@@ -100,7 +100,7 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def _reset_embedding(module: nn.Embedding, padding_idx: int) -> None:
-    """As the module does, but its zero row is written to the shard: a DTensor's row is a copy."""
+    """As the module does, but write the zero row to the shard: a row of a DTensor is a copy."""
     module.padding_idx = None
     try:
         module.reset_parameters()
@@ -172,8 +172,8 @@ class _ShardedInit(TorchDispatchMode):
         self.unwritten.pop(_address(target), None)
         if func not in RANDOM_FILLS or not isinstance(target, DTensor):
             return self._run(func, args, kwargs)
-        # A tensor that is no parameter may become one: trunc_normal_ draws again what it rejects,
-        # on some ranks more often than on others. So each parameter has a count of its own.
+        # A tensor that is no parameter may hold values for one: trunc_normal_ draws again what it
+        # rejects, on some ranks more often than on others. So draws are counted per parameter.
         if (fqn := self.fqns.get(_address(target))) is not None:
             self.filled, self.draws[f"after {fqn}"] = fqn, -1
         name = fqn or f"after {self.filled}"

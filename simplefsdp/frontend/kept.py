@@ -37,7 +37,7 @@ class _Kept:
     readers: int = 0  # modules that read it: a tied parameter has several
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Of a copy nothing is kept: who writes to it does not know of its original's state."""
+        """Nothing is kept of a copied shard: a write to the copy would not be noted here."""
 
 
 def kept_of(module: nn.Module, name: str) -> Tensor | None:
@@ -52,7 +52,7 @@ def keep(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for name, layout in layouts_of(module).items():
             param = module._parameters.get(name)
-            # What a class of tensors has gathered is not its values: it is gathered as ever.
+            # What a class of tensors gathers is not the full parameter: it is gathered as ever.
             if layout.spec.tensor_class or not isinstance(param, DTensor):
                 continue
             if name in module.__dict__.get(KEPT, {}):
@@ -71,7 +71,7 @@ def keep(modules: Iterable[nn.Module]) -> None:
 
 @torch.compiler.disable
 def free(modules: Iterable[nn.Module]) -> None:
-    """Free what is kept of ``modules``, also where other parameters have come since."""
+    """Free what is kept of ``modules``, also where other parameters have taken their places."""
     for module in modules:
         for name in module.__dict__.get(KEPT, {}):
             marks = getattr(module._parameters.get(name), "__dict__", {})
@@ -84,13 +84,13 @@ def free(modules: Iterable[nn.Module]) -> None:
 
 
 def forget(module: nn.Module) -> None:
-    """Leave what is kept to others that read it: ``module`` is a copy of one of them."""
+    """Have ``module``, which is a copy of another, keep nothing; the other keeps what it has."""
     if is_wrapped(module):
         module.__dict__[KEPT] = {}
 
 
 def free_everywhere(module: nn.Module) -> None:
-    """Free what is kept of the own parameters of ``module``, also where others read them."""
+    """Free what is kept of the own parameters of ``module``, in all modules that have them."""
     free([module])
     for _, shard in shards_of(module):
         if shard.__dict__.get(_OF_SHARD) is not None:
@@ -99,15 +99,15 @@ def free_everywhere(module: nn.Module) -> None:
 
 @contextmanager
 def kept_stays(module: nn.Module) -> Iterator[None]:
-    """Around what may swap the tensors of the own parameters of ``module``: what is kept of them is
-    gathered anew at the next forward."""
+    """Around code that may swap the tensors of the own parameters of ``module``: what is kept of
+    them stays, and is gathered anew at the next forward."""
     with mark_stays(module, _OF_SHARD) as stayed:
         yield
     expect_writes(param for param, _ in stayed)
 
 
 def expect_writes(params: Iterable[Any]) -> None:
-    """Gather anew what is kept of ``params``, at the next forward: unseen writes may come."""
+    """Have the next forward gather what is kept of ``params`` anew: unseen writes may come."""
     for param in params:
         kept = getattr(param, "__dict__", {}).get(_OF_SHARD)
         if kept is not None:
@@ -115,12 +115,12 @@ def expect_writes(params: Iterable[Any]) -> None:
 
 
 _all: WeakSet[_Kept] = WeakSet()
-# By the memory of the shard that it was gathered from, which several may be views of.
+# By the memory of the shard that it was gathered from; several shards may be views of one memory.
 _kept_of_memory: defaultdict[int, WeakSet[_Kept]] = defaultdict(WeakSet)
 
 
 def _note_shard(param: DTensor, kept: _Kept) -> None:
-    """What is kept is that of the shard as it is now."""
+    """Note that ``kept`` was gathered from the shard as it is now."""
     memory = _torch.memory_of(param)
     kept.version, kept.memory = _version(param), memory
     if memory is not None:
@@ -129,15 +129,15 @@ def _note_shard(param: DTensor, kept: _Kept) -> None:
 
 
 def _watch_writes() -> None:
-    """For writes that give a shard no new version: to ``param.data``, and to lists of DTensors, as
-    by ``torch._foreach_*_``."""
+    """Watch for writes that do not raise a shard's version: to ``param.data``, and to lists of
+    DTensors, as by ``torch._foreach_*_``; and for optimizers' steps."""
     _torch.watch_writes_to_dtensors(_note_write)
     _watch_optimizers()
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Others than torch's may write to the local tensors."""
+    """Expect writes in each optimizer's step: other optimizers than torch's may write to shards."""
     register_optimizer_step_post_hook(
         lambda optimizer, *_: expect_writes(p for g in optimizer.param_groups for p in g["params"])
     )
@@ -151,13 +151,13 @@ def _note_write(value: Any) -> None:
         if memory is None or memory._cdata not in _kept_of_memory:
             continue
         for kept in _kept_of_memory[memory._cdata]:
-            # It may have been of a shard that was there before, and another shard is kept now.
+            # By now it may have been gathered from another shard, in another memory.
             if kept.memory is not None and kept.memory._cdata == memory._cdata:
                 kept.version = -1
 
 
 def refresh(params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float | None = None) -> None:
-    """Gather again what is kept of ``params``, if they have changed; then it is collective."""
+    """Gather again what is kept of those ``params`` that have changed; collective if any has."""
     kept = [(param, param.__dict__.get(_OF_SHARD)) for param in params]
     stale = [(param, k) for param, k in kept if k is not None and k.version != _version(param)]
     if not stale:
@@ -172,7 +172,7 @@ def refresh(params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float | No
 def refreshing(
     compiled: Callable[..., Any], places: Sequence[int], ranks: tuple[int, ...], timeout_s: float
 ) -> Callable[..., Any]:
-    """``compiled``, that sees what is kept as it is now."""
+    """``compiled``, with what is kept gathered again before a call if the shards have changed."""
     if not places:
         return compiled
 

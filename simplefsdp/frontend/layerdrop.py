@@ -1,8 +1,9 @@
 """transformers' models that drop layers at random (LayerDrop), where ranks share a model.
 
-Each rank draws for itself which layers it drops, and those that drop other layers would wait in
-each other's gathers. Most such models ask ``is_fsdp_managed_module``, and under FSDP2 drop none. It
-looks for a mark of FSDP2's, by which Dynamo would guard less; so they ask here first.
+Each rank draws for itself which layers it drops, and ranks that drop different layers would wait
+for each other in gathers. Most such models call ``is_fsdp_managed_module``, and under FSDP2 drop
+none. That function looks for a mark of FSDP2's, which our modules do not have, since Dynamo would
+guard less of them. So it is replaced by one that asks here first.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _KEEPS = "_simple_fsdp_keeps_layers"  # on a wrapped module that asks
 
 
 def keep_layers(modules: Iterable[nn.Module]) -> None:
-    """Have those of the modules of a model, which is being wrapped, that ask the question drop no
-    layers; warn of a model that drops some and does not ask."""
+    """For the modules of a model that is being wrapped: have those that call
+    ``is_fsdp_managed_module`` drop no layers; warn of a model that drops layers and does not call
+    it."""
     asking, dropping = False, ""
     for module in modules:
         asked = [names for cls in type(module).__mro__ for names in _asked_by(cls)]
@@ -45,7 +47,7 @@ def keep_layers(modules: Iterable[nn.Module]) -> None:
 
 
 def _asked_by(cls: type) -> list[dict[str, Any]]:
-    """The globals of a class's own forward, if that asks transformers' question."""
+    """The globals of a class's own forward, if that calls transformers' function; else none."""
     function = inspect.unwrap(forward) if callable(forward := vars(cls).get("forward")) else None
     if _QUESTION not in getattr(getattr(function, "__code__", None), "co_names", ()):
         return []

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp.frontend.wrapped import IGNORED, fqn_of, ignored_params, layouts_of, shards_of
 
-# On a parameter: how many wraps there were when its name was looked for; its id, since a copy has
-# its attributes; and its FQN. Not by weak references: torch swaps no tensor that has one.
+# On a parameter: how many wraps there were when its FQN was looked for; its id, since a copy of it
+# has the same attributes; and the FQN. No weak references: torch swaps no tensor that has one.
 _FQN = "_simple_fsdp_fqn"
 _NAMES = "_simple_fsdp_names"  # on the outermost module that was wrapped: its parameters' FQNs
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a module may have no hash
@@ -42,9 +42,9 @@ def remember_fqns(model: nn.Module) -> None:
 
 
 def known_fqns(fqns: Collection[str]) -> list[str]:
-    """Parameters of the living models that have all of ``fqns``, which a graph reads, for patterns
-    may name what it does not read. If no model has all, several wraps are in one graph: then of
-    those that have one of them."""
+    """All parameters of the living models that have all of ``fqns``, which are those that a graph
+    reads: patterns may also name others. If no model has all, several wraps are in one graph: then
+    all parameters of the models that have any of them."""
     models: list[frozenset[str]] = [m.__dict__[_NAMES] for m in modules() if _NAMES in m.__dict__]
     wanted = set(fqns)
     own = [names for names in models if wanted <= names]
@@ -59,7 +59,7 @@ def living_shards() -> Iterator[tuple[str, DTensor]]:
 
 
 def fqns_of(named: Sequence[tuple[Tensor, str]]) -> list[str]:
-    """What parameters are called, each given with a name that it gets if it is of no living
+    """The FQNs of parameters. Each parameter is given with a name for when it is of no living
     module, as in ``torch.func.functional_call``."""
     found = [_known_fqn(param) for param, _ in named]
     if None in found:
@@ -71,7 +71,7 @@ def fqns_of(named: Sequence[tuple[Tensor, str]]) -> list[str]:
 
 
 def _known_fqn(param: Tensor) -> str | None:
-    """What a parameter was called since the last wrap; "" if it is of no module."""
+    """A parameter's FQN, "" if it is of no module; None if not looked for since the last wrap."""
     count, own, fqn = param.__dict__.get(_FQN, (0, 0, None))
     return fqn if (count, own) == (_Wraps.count, id(param)) else None
 

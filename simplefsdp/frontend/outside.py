@@ -1,17 +1,19 @@
-"""What is done to sharded parameters outside of forward and of initialisers, by operators.
+"""Operators on sharded parameters outside of forward and of initialisers.
 
-Most operators of DTensors do what they do to the plain tensor. Three kinds do not, and nobody would
-notice, and one is missing. torch lets a DTensor's operator be handled otherwise; these are:
+Most operators on a DTensor do what they do to the plain tensor. Three kinds do something else,
+which nobody would notice, and one is missing. torch lets a DTensor's operator have a handler; these
+do:
 
 - *random fills* (``nn.init.normal_(module.weight)`` in a loop): on CPU every rank would draw
   the same numbers for its own shard. Here they are those of one global tensor, as on CUDA, and
-  from rank 0's generator; so a fill is collective.
+  from rank 0's generator; so a fill is collective;
 - *slices along a sharded dimension* (``module.weight.data[0].zero_()``): they are copies, gathered
   from all ranks, so that a write is lost. Here they raise, where a write is possible;
-- *the number of a sum over ranks* (``param.grad.norm().item()``): it is this rank's part. Here it
-  raises, for what would add the parts up would wait for ranks that do not ask. But a truth
-  (``(param > 0).any()``, before 2.15) is that of all ranks, who ask alike, as since then;
-- *whether any element is true*, which ``torch.autograd.detect_anomaly`` asks of every gradient.
+- *the number of a sum over ranks* (``param.grad.norm().item()``): torch gives this rank's part.
+  Here it raises: to add up the parts, this rank would wait for ranks that do not ask. But a truth
+  value (``(param > 0).any()``) is that of all ranks, which all must ask; torch's is since 2.15;
+- *whether any element is true*, which ``torch.autograd.detect_anomaly`` asks of every gradient:
+  torch has no such operator for DTensors. Here it is asked over all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from simplefsdp.frontend.placement import highest_of_ranks, rank_0s
 from simplefsdp.frontend.reading import in_forward
 
 _aten = torch.ops.aten
-# The argument that is the dimension, of operators whose result is a view of a plain tensor.
+# Operators whose result is a view of a plain tensor: the place of the argument ``dim``.
 _SLICES: dict[Any, int] = {
     _aten.select.int: 1,
     _aten.slice.Tensor: 1,
@@ -39,7 +41,7 @@ _SLICES: dict[Any, int] = {
     _aten.split.Tensor: 2,
     _aten.split_with_sizes.default: 2,
 }
-# How torch would add up what ranks have of a truth, and whether it must be true on all of them.
+# By the reduction that torch would use for a truth value: whether it must be true on all ranks.
 _TRUTHS = {"sum": False, "max": False, "product": True, "min": True}
 
 
@@ -85,14 +87,14 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _is_drawn_again(target: DTensor) -> bool:
-    """Whether torch's ``trunc_normal_``, which fills a parameter, draws again what it rejects."""
+    """Whether torch's ``trunc_normal_`` redraws into ``target`` what it rejects of a parameter."""
     filled = _torch.filled_by_trunc_normal()
     return isinstance(filled, DTensor) and filled is not target and _fqn_of(filled) is not None
 
 
 class _Last:
-    """The parameter that was filled last. Ranks may reject values of it another number of times;
-    so what is drawn again is not taken from the generator that they share."""
+    """The last fill of a parameter. Some ranks may reject its values more often than others; so
+    what is drawn again is seeded from here, not taken from the generator that fills share."""
 
     number = 0  # that the generator gave
     fills = 0

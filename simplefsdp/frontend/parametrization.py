@@ -90,7 +90,7 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        LAYOUTS: {},  # as the next, for instances that the model's own code makes of type(self)
+        LAYOUTS: {},  # as GATHERS, for instances that the model's own code makes by type(self)()
         GATHERS: {},
         **_methods(cls),
         **control.members(cls),
@@ -105,12 +105,13 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         members |= recurrent.MEMBERS
     metaclass = equal_to_plain(type(cls))  # type: ignore[arg-type]
     subclass = metaclass(cls.__name__, (cls,), members)
-    setattr(subclass, PLAIN_CLASS, cls)  # now, when a registry of classes has seen that it is new
+    # Now, since with this it equals ``cls``: a registry of classes has seen that it is a new one.
+    setattr(subclass, PLAIN_CLASS, cls)
     return cast(type[nn.Module], subclass)
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
-    """What the subclass of ``cls`` does otherwise, where torch sets parameters and copies."""
+    """Methods that the subclass of ``cls`` overrides: where torch sets parameters, and copies."""
 
     def _load_from_state_dict(
         self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
@@ -120,12 +121,12 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
             cls._load_from_state_dict(self, state_dict, prefix, *args)
 
     def _save_to_state_dict(self: nn.Module, *args: Any) -> None:
-        # A checkpoint may be loaded into what it gives.
+        # A checkpoint may be loaded into the tensors that this gives.
         kept.expect_writes(self._parameters.values())
         cls._save_to_state_dict(self, *args)
 
     def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        kept.free_everywhere(self)  # of parameters of another dtype, or without values
+        kept.free_everywhere(self)  # for parameters may get another dtype, or lose their values
         with sums_stay(self, emptied=is_to_empty(fn)):
             return uninitialised.apply_marking(self, cls._apply, fn, *args, **kwargs)
 
@@ -146,7 +147,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
         cls.register_parameter(self, name, param)
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        # Libraries set it that fuse the last layer and the loss.
+        # Libraries that fuse the last layer and the loss set a forward.
         cls.__setattr__(self, name, forwards.set_on(self, value) if name == "forward" else value)
 
     methods = (_save_to_state_dict, _load_from_state_dict, _apply, __setstate__, register_parameter)
@@ -210,11 +211,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 class _Gathering:
-    """What a wrapped class has for the name of a parameter.
+    """The descriptor that a wrapped class has under the name of a parameter.
 
-    A plain attribute of that name, on an instance without the parameter, goes before it: it is
-    there in ``__dict__``, and there is no ``__set__``. (A property would have to read it there;
-    Dynamo of 2.11 takes ``__dict__[name]`` for the attribute, and recurses.)
+    It has no ``__set__``. So on an instance without the parameter, a plain attribute of that name,
+    in ``__dict__``, goes before it. (A property would have to read it there; Dynamo of 2.11 takes
+    ``__dict__[name]`` for the attribute, and recurses.)
     """
 
     __slots__ = ("name",)
@@ -232,7 +233,7 @@ class _Gathering:
             # `is_meta` would be a node of the graph.
             if param is not None and param.device.type == "meta":
                 _break_the_graph()
-            # The short way, which most take: Dynamo follows each step of it at each read.
+            # A short way for most reads: Dynamo traces each step of it at each read.
             fields = getattr(module, GATHERS).get(self.name)
             if (
                 fields is not None
@@ -254,7 +255,7 @@ def _read(module: nn.Module, name: str, param: Tensor | None) -> Any:
     if not isinstance(param, (DTensor, nn.Parameter)):
         return param  # that torch.func.functional_call has put there for a while
     if torch.compiler.is_compiling():
-        # Without the parameter's FQN, too.
+        # Here, too, without the FQN, by which layers that are alike would differ.
         return _gathered(param, layout, _now(module, name), fqn="")
     return _read_eagerly(module, name, param, layout)
 
@@ -264,13 +265,13 @@ run_as_it_is(_read)
 
 @torch.compiler.disable(reason=f"a parameter {ON_META}")
 def _break_the_graph() -> None:
-    """Called where a parameter without values is traced: it is read again as it is, whose error is
-    short. One from inside a trace ends in hundreds of lines of Dynamo's, which then never compiles
-    that code again."""
+    """Called where a parameter without values is traced: behind the break it is read again eagerly,
+    and that error is short. An error from inside a trace ends in hundreds of lines of Dynamo's, and
+    Dynamo never compiles that code again."""
 
 
 def _now(module: nn.Module, name: str) -> dict[str, Any]:
-    """What the gather of a parameter is told of this moment, beside its spec."""
+    """What the gather of a parameter that is read now is told beside its spec."""
     full = kept.kept_of(module, name)
     return deferral_of(module, name) | ({} if full is None else {"kept": full})
 
@@ -281,7 +282,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     if not in_forward():
         return param
     if param.is_meta:
-        torch.compiler.reset()  # what was compiled breaks here, and would go on to; gather raises
+        torch.compiler.reset()  # compiled code would go on to break here; gather raises
     fqn, now = layout.spec.fqn, _now(module, name)
     if isinstance(param, DTensor):
         refuse_assigned([(fqn, param)])
@@ -290,7 +291,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
         else:
             note_gather(param.device_mesh, fqn, layout.spec.shard_group)
     if torch.is_inference_mode_enabled():
-        # Of a tensor made in that mode one could not tell that it was written to.
+        # A tensor made in that mode does not tell that it was written to.
         with torch.inference_mode(False), torch.no_grad():
             full = _gathered(param, layout, now, fqn)
     else:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from simplefsdp._torch import grad_dtype_override, has_no_data
 from simplefsdp.choices import MODES
 
-# The mesh that each mode needs, and which of its dimensions shards are over, and which copies.
+# By mode: the mesh that it needs, and the dimensions of it that shards and copies are spread over.
 _MESH_OF_MODE = {
     "fully_shard": ("a 1-D mesh: the ranks that share the shards", 0, None),
     "hybrid_shard": ("a 2-D mesh: (ranks that hold copies, ranks that share the shards)", 1, 0),
@@ -33,8 +33,8 @@ class DataParallel:
     @property
     def averages(self) -> bool:
         """Whether every group can reduce with ``avg``: of torch's backends only NCCL can. The fake
-        one on a CUDA mesh stands in for it, so that a plan made without GPUs is of the graph that
-        they will run."""
+        backend on a CUDA mesh stands in for NCCL, so that a plan made without GPUs is for the graph
+        that GPUs will run."""
         device = self.mesh.device_type
         can = {f"{device}:nccl", f"{device}:fake"} if device == "cuda" else set()
         configs = [dist.get_backend_config(group) for group in self.mesh.get_all_groups()]
@@ -187,12 +187,12 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def is_float8(dtype: torch.dtype) -> bool:
-    """Whether it is a floating-point type of a byte, which is stored and not computed with."""
+    """Whether ``dtype`` is a one-byte floating-point type, which is stored, not computed with."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's elements, by which NaN equals NaN."""
+    """The bytes of a tensor's elements: compared by these, NaN equals NaN."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
@@ -204,7 +204,7 @@ def on_the_wire(tensor: Tensor) -> Tensor:
 
 
 def off_the_wire(sent: Tensor, dtype: torch.dtype) -> Tensor:
-    """What :func:`on_the_wire` was given, a tensor of ``dtype``."""
+    """The inverse of :func:`on_the_wire`: ``sent`` as a tensor of ``dtype``."""
     if dtype.is_complex:
         return torch.view_as_complex(sent)
     return sent if sent.dtype == dtype else sent.view(dtype)
@@ -243,16 +243,16 @@ def highest_of_ranks(flags: Sequence[bool], mesh: DeviceMesh) -> list[bool]:
 
 
 def part_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Where the part of a rank begins, and its extent, of what ``torch.chunk`` splits, as DTensor
-    does: pieces of ceil(size / ranks), the last ones smaller or empty."""
+    """Where a rank's part of ``size`` begins, and its extent, split as by ``torch.chunk`` and
+    DTensor: pieces of ceil(size / ranks), the last ones smaller or empty."""
     chunk = -(-size // ranks)
     begin = min(rank * chunk, size)
     return begin, min(chunk, size - begin)
 
 
 def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """What ``distribute_tensor`` makes of a tensor that nobody has to be sent, without making the
-    parts of the other ranks, who may be hundreds."""
+    """What ``distribute_tensor`` makes of a tensor without data, of which nothing is sent; but this
+    does not make the parts of the other ranks, of which there may be hundreds."""
     part = local
     here = mesh.get_coordinate() or ()
     for size, rank, placement in zip(mesh.shape, here, placements, strict=True):

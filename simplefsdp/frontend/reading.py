@@ -30,20 +30,21 @@ from simplefsdp.frontend.eager_guard import number_of_forward
 from simplefsdp.frontend.placement import share_memory
 
 Forward = Callable[..., Any]
-# A name that no function has which is written in Python: what begins with it is found on the stack.
+# Begins the names of marked forwards, which are found on the stack by it. No function that is
+# written in Python has such a name.
 _MARK = "forward of wrapped "
-_OWN = "_simple_fsdp_own_forward"  # on a module whose forward was set on it, with a number
+_OWN = "_simple_fsdp_own_forward"  # with a number, on a module: a forward that was set on it
 
 
 def plain_method(cls: type[nn.Module], name: str) -> Callable[[], Forward]:
-    """What gives the method ``name`` of ``cls``. It is looked up at each call, so that a later
-    ``cls.forward = ...`` takes effect."""
+    """A function that gives the method ``name`` of ``cls``. It looks the method up at each call, so
+    that a later ``cls.forward = ...`` takes effect."""
     fixed = _fixed(cls, name)
     return lambda: getattr(cls, name) if fixed is None else fixed
 
 
 def _fixed(cls: type[nn.Module], name: str) -> Forward | None:
-    """That method, if Dynamo knows nothing of it, for its class was allowed in Dynamo's graphs."""
+    """The method ``name``, if ``cls`` is allowed in Dynamo's graphs: Dynamo does not trace it."""
     return getattr(cls, name) if _torch.is_allowed_in_graph(cls) else None
 
 
@@ -62,7 +63,7 @@ def marked(cls: type[nn.Module], name: str = "forward") -> Forward:
 
 
 def name_of(function: Any) -> str:
-    """For tracebacks; of a partial, that it is one."""
+    """A function's name for tracebacks; for what has none, such as a partial, that of its class."""
     return getattr(function, "__qualname__", type(function).__name__)
 
 
@@ -72,13 +73,13 @@ def with_mark(function: Any, name: str) -> Forward:
 
 
 def is_marked(function: Any) -> bool:
-    """Whether :func:`with_mark` made it so."""
+    """Whether ``function`` was made by :func:`with_mark`."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_name.startswith(_MARK)
 
 
 def marked_own(module: nn.Module, forward: Forward) -> Forward:
-    """As :func:`marked`, of a forward that is set on ``module`` itself."""
+    """As :func:`marked`, for a forward that is set on ``module`` itself."""
     if isinstance(forward, MethodType) and forward.__self__ is module:
         function = forward.__func__
 
@@ -93,8 +94,8 @@ def marked_own(module: nn.Module, forward: Forward) -> Forward:
 
     else:
         function = forward
-        # There, a copy of the module has a copy of what it is bound to. Each has a name of its own:
-        # it may call the one that was set before.
+        # On the module, so that a copy of the module gets a copy of what the forward is bound to.
+        # Each has a name of its own: it may call the one that was set before.
         name = f"{_OWN}_{sum(key.startswith(_OWN) for key in module.__dict__)}"
         module.__dict__[name] = forward
 
@@ -103,14 +104,14 @@ def marked_own(module: nn.Module, forward: Forward) -> Forward:
 
     functools.update_wrapper(forward_of_wrapped, function)
     for key in [key for key in vars(forward_of_wrapped) if key.startswith("_torchdynamo")]:
-        delattr(forward_of_wrapped, key)  # by which Dynamo would call what is inside
+        delattr(forward_of_wrapped, key)  # by it Dynamo would call ``function`` directly
     if function is forward:
         _tell_arguments(forward_of_wrapped, forward)
     return with_mark(forward_of_wrapped, name_of(forward))
 
 
 def _tell_arguments(method: Any, forward: Forward) -> None:
-    """Give ``method`` the arguments of ``forward``: trainers ask for the names of a model's."""
+    """Give ``method`` the signature of ``forward``: trainers ask for the names of its arguments."""
     with suppress(TypeError, ValueError):
         ours = inspect.signature(forward)
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -138,8 +139,8 @@ def in_forward() -> bool:
 
 @torch.compiler.assume_constant_result
 def in_traced_forward() -> bool:
-    """As :func:`in_forward`, of what Dynamo traces, when it traces it; called elsewhere, a function
-    that is compiled by itself is traced anew."""
+    """As :func:`in_forward`, for what Dynamo traces, asked while it traces. A function that is
+    compiled by itself is guarded by the answer: called where it is another, it is traced anew."""
     return _torch.inlines(_MARK) or _torch.guarded(in_forward)
 
 
@@ -165,7 +166,7 @@ _OF_SHARDS = ("mixed torch.Tensor and DTensor", "sharding strategy")
 
 @contextmanager
 def shards_explained() -> Iterator[None]:
-    """Around a forward: what torch's error of shards beside plain tensors comes from."""
+    """Around a forward: explains torch's error that shards and plain tensors are mixed."""
     try:
         yield
     except RuntimeError as error:
@@ -183,12 +184,11 @@ _torch.run_as_it_is(shards_explained.__wrapped__)  # type: ignore[attr-defined]
 
 
 class ReadOnlyParameter(Tensor):
-    """A gathered parameter in an eager forward, and views of it: what is written to it would be
-    lost, so it raises; and so does a later forward that uses it. Compiled code never sees this
-    class."""
+    """A gathered parameter in an eager forward, or a view of it: a write to it raises, since it
+    would be lost; and so does its use in a later forward. Compiled code never sees this class."""
 
     _fqn: str
-    _forward: int  # in which it was gathered
+    _forward: int  # number of the forward in which it was gathered
 
     @classmethod
     def __torch_function__(
@@ -215,9 +215,9 @@ class ReadOnlyParameter(Tensor):
 
 
 _torch.run_as_it_is(ReadOnlyParameter.__torch_function__)
-# Now: Dynamo compiles anew what it compiled by other settings.
+# At import, not later: Dynamo compiles anew what it compiled under other settings.
 _torch.trace_without(ReadOnlyParameter)
-# What gives another tensor that shares the memory, but not to write to.
+# Functions whose result shares the memory, but is not there to be written to.
 _NO_VIEWS = {vars(torch._C.TensorBase)["_base"].__get__}
 
 
@@ -248,7 +248,7 @@ def _still_read_only(result: Any, held: list[ReadOnlyParameter]) -> Any:
 
 
 def _refuse_of_another_forward(held: list[ReadOnlyParameter]) -> None:
-    """What was gathered earlier has the values of then, and hands no gradient to the parameter."""
+    """Raise if one was gathered in another forward: its values are old, and it has no gradient."""
     now = number_of_forward()
     for tensor in held:
         if 0 < tensor._forward != now > 0:

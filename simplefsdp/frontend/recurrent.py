@@ -39,8 +39,9 @@ def drop_second_list(module: nn.Module) -> None:
 
 @contextmanager
 def second_lists(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, ``modules`` of torch's recurrent classes have their list, as these need it; not in
-    one chunk of memory, as torch has it for cuDNN, which computes without."""
+    """Inside, those of ``modules`` that are of torch's recurrent classes have the list that these
+    classes need. Its tensors are not in one chunk of memory, as torch has them for cuDNN, which
+    also computes without."""
     recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         weights = module.__dict__["_flat_weights"] = _read(module)

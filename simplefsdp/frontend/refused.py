@@ -1,4 +1,4 @@
-"""What users of FSDP call on a wrapped module, and it has not: an error says what to do instead."""
+"""What users of FSDP call and a wrapped module does not have: an error says what to do instead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _INSTEAD = {
 
 
 def members(cls: type[nn.Module]) -> dict[str, Any]:
-    """For the subclass of ``cls``: methods that ``cls`` has not, and pickling, which refuse."""
+    """For the subclass of ``cls``: methods that raise, for what ``cls`` lacks, and for pickling."""
     missing = {name: _method(name) for name in _INSTEAD if not hasattr(cls, name)}
     refusing = {**missing, "__reduce_ex__": _reduce_ex(cls)}
     if hasattr(cls, "save_pretrained"):

@@ -28,7 +28,7 @@ from simplefsdp.frontend.wrapped import (
 
 
 class Slot(NamedTuple):
-    """A place of a parameter: a tied one has several."""
+    """A place of a sharded parameter in a module; a tied parameter has several."""
 
     owner: nn.Module
     name: str
@@ -37,8 +37,8 @@ class Slot(NamedTuple):
     path: str  # from the module that was made whole
 
     def groups_of_copies(self) -> list[dist.ProcessGroup]:
-        """Groups over which ranks have copies that are not of the parameter's mesh: those of tensor
-        parallelism that has split others."""
+        """Groups with ranks outside of the parameter's mesh that hold copies of it: those of tensor
+        parallelism, if it has split other parameters of the model, but not this one."""
         split = self.owner.__dict__.get(SPLIT_BESIDE)
         layout = layouts_of(self.owner).get(self.name)
         if split is None or layout is None or layout.tensor_parallel is not None:
@@ -92,16 +92,16 @@ def refuse_new_places(module: nn.Module, slots: Iterable[Slot]) -> None:
 
 
 class End(NamedTuple):
-    """What a shard's place ends with."""
+    """What is in a shard's place at the end of ``unsharded``."""
 
     slot: Slot
-    made: nn.Parameter
-    full: Tensor
+    made: nn.Parameter  # the full parameter that was put there
+    full: Tensor  # the one that is there now
 
 
 def ends_of(slots: Iterable[Slot], fulls: dict[int, nn.Parameter]) -> list[End]:
-    """The full parameter that each shard ends with, if any; ``fulls`` are those that were put in
-    the slots, by the ``id`` of the shard."""
+    """For each shard the full parameter that is in its place now, if there is one; ``fulls`` are
+    those that were put there, by the ``id`` of the shard."""
     ends: dict[int, End] = {}
     for slot in slots:
         made, full = fulls[id(slot.param)], slot.owner._parameters.get(slot.name)
@@ -164,9 +164,9 @@ def agree_to_leave(
     buffers: Iterable[str],
     error: BaseException | None,
 ) -> None:
-    """Return if no rank failed, as this one did if there is an ``error``, and all are about to
-    write the same back, and had the same ``buffers``; else a RankMismatchError on the ranks that
-    did not fail."""
+    """Return if no rank failed, all are about to write the same parameters back, and all had the
+    same ``buffers``; else raise RankMismatchError. ``error`` is what this rank failed with, if it
+    did: the caller then raises that instead."""
     ranks = rank_guard.ranks_of([] if mesh is None else [mesh])
     lines = ["came to its end" if error is None else f"failed: {type(error).__name__}"]
     lines += [f"{end.slot.fqn} requires_grad={end.full.requires_grad}" for end in ends]

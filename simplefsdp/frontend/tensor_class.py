@@ -3,13 +3,13 @@
 Two methods of the subclass say it, as for FSDP2:
 
 - ``fsdp_pre_all_gather(mesh)``, or of ``(mesh, outer_size, outer_stride, module, mp_policy)``,
-  gives the tensors that are to be sent, and what else is needed;
-- ``fsdp_post_all_gather(sent, that, param_dtype)`` makes of them what the model computes with.
+  gives the tensors that are to be sent, and metadata;
+- ``fsdp_post_all_gather(sent, metadata, param_dtype)`` makes of them what the model computes with.
 
-The shard itself is the plain tensor that the subclass holds, and so are gradients and checkpoints:
-what the subclass adds are constants, which :class:`TensorClass` keeps. A gather makes the subclass
-again, of this rank's rows. It is told neither the module nor the policy's casts of inputs and
-outputs.
+The shard itself is the plain tensor that the subclass holds; gradients and checkpoints are plain,
+too. What the subclass adds are constants, which :class:`TensorClass` keeps. A gather makes the
+subclass again, from this rank's rows. Its methods are told neither the module nor the policy's
+casts of inputs and outputs.
 
     shard ─ wrapped ─ fsdp_pre_all_gather ─▶ gathers ─▶ fsdp_post_all_gather ─ full
 """
@@ -47,7 +47,7 @@ class TensorClass:
         )
 
 
-# A graph holds their names.
+# By the names that graphs hold.
 _named: dict[str, TensorClass] = {}
 # By the name of a process group that shards are spread over, or copies where nothing is sharded.
 _meshes: dict[str, DeviceMesh] = {}
@@ -57,15 +57,15 @@ class Held(NamedTuple):
     """The plain tensor that a parameter's value is or holds."""
 
     tensor: Tensor
-    name: str  # of what the class adds to it; "" if it adds nothing
+    name: str  # of the :class:`TensorClass` that it belongs to; "" if it is plain
 
 
 def held_by(fqn: str, value: Tensor, ranks: int) -> Held:
     """What ``value``, of the parameter ``fqn``, holds, if it can be sharded over ``ranks``.
 
     Raises:
-        ValueError: it holds several tensors, or one of another shape or dtype; its class says only
-            half, or has no text of its own for what it adds; or its rows are uneven.
+        ValueError: it holds several tensors, or one of another shape or dtype; its class has only
+            one of the two methods, or adds what no text tells; or its rows cannot be split evenly.
     """
     says = [hasattr(value, name) for name in METHODS]
     if not any(says):
@@ -83,7 +83,8 @@ def held_by(fqn: str, value: Tensor, ranks: int) -> Held:
             "subclass (for torchao: int8 with module_swap=True)"
         )
     text = repr(context)
-    if " at 0x" in text or "tensor(" in text:  # another may have the same, or this one another
+    # By an address or an abridged tensor, equal contexts may differ, and different ones be equal.
+    if " at 0x" in text or "tensor(" in text:
         raise ValueError(
             f"{fqn}: is a {cls.__name__}, which adds to its tensor what no text tells: {text}; "
             "give it a __repr__, without tensors, that says all of it"
@@ -100,9 +101,9 @@ def held_by(fqn: str, value: Tensor, ranks: int) -> Held:
 
 
 def note_mesh(mesh: DeviceMesh) -> None:
-    """Let gathers over its process group give the classes' methods this 1-D ``mesh``."""
+    """Have gathers over the process group of this 1-D ``mesh`` give it to the classes' methods."""
     _meshes[mesh.get_group().group_name] = mesh
-    if mesh.size() == 1:  # which no gather has a group of
+    if mesh.size() == 1:  # a gather on one rank has no group
         _meshes[""] = mesh
 
 
@@ -148,7 +149,7 @@ def sending(
 
 @contextmanager
 def _all_seen(wrapped: Any, is_traced: bool) -> Iterator[None]:
-    """Around a method of a class: refuse it if it is traced, and what it sends would be missed."""
+    """Around a method of a class: raise if it is traced, and the compiler misses what it sends."""
     with watch_collectives_in_place(only_if=is_traced) as unseen:
         yield
     if unseen:  # each rank would compute with what it has itself

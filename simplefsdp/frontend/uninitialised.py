@@ -29,14 +29,14 @@ _emptied: deque[object] = deque([object()], maxlen=1)
 
 
 def last_emptied() -> object:
-    """What is another one whenever a parameter was emptied."""
+    """An object that is another one after each time that a parameter was emptied."""
     return _emptied[0]
 
 
 def apply_marking(
     module: nn.Module, apply: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``module._apply(fn)``, that marks those of its own parameters that ``fn`` leaves empty."""
+    """``module._apply(fn)``, which then marks own parameters of it that ``fn`` leaves empty."""
     # Now, because ``fn`` may swap what is in the parameters.
     before = {n: (param.is_meta, _MARK in param.__dict__) for n, param in shards_of(module)}
     try:
@@ -109,9 +109,9 @@ def was_emptied(param: Tensor) -> bool:
 
 
 def without_values(named: Iterable[tuple[str, Tensor, Tensor]]) -> list[str]:
-    """Names of the parameters that were emptied and got no values since: of FQN, parameter, and
-    where to look for values, in the full one or, of which only this rank can judge, in the shard.
-    """
+    """FQNs of the parameters that were emptied and have got no values since. Each is given as its
+    FQN, the parameter, and the tensor to look for values in: the full one, or the shard, by which
+    only this rank can judge."""
     return [fqn for fqn, param, values in named if not _has_values(param, values)]
 
 

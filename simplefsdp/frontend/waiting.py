@@ -37,7 +37,7 @@ def waiting_sums(param: Tensor) -> Sums | None:
 
 
 class _IfReduced(NamedTuple):
-    """A hook, and what says of that which it is given whether to call it."""
+    """A hook that is called only if ``is_reduced`` is true of what it is given."""
 
     hook: Callable[[Any], Any]
     is_reduced: Callable[[Any], bool]
@@ -47,9 +47,9 @@ class _IfReduced(NamedTuple):
 
 
 def call_hooks_when_reduced(param: Tensor) -> None:
-    """Have the hooks that a parameter has by now run where its gradient is reduced only.
+    """Have the hooks that a parameter has by now run only where its gradient is reduced.
 
-    Autograd runs them in any backward, with no gradient; FSDP2 only where there is one.
+    Autograd runs them in every backward, even without a gradient; FSDP2 only where there is one.
     """
     of_gradient, after = hooks_of(param)
     for hooks, is_reduced in (
@@ -68,7 +68,7 @@ def refuse_waiting(params: Iterable[Tensor], what: str) -> None:
         if sums is None:
             continue
         there = (tensor for tensor in (sums.unreduced, sums.partial) if tensor is not None)
-        if any(bool(tensor.any()) for tensor in there):  # not of a parameter that is only read
+        if any(bool(tensor.any()) for tensor in there):  # all zeros if it got no gradient
             named = (fqn for fqn, shard in living_shards() if shard is param)
             raise ValueError(
                 f"{what}: gradients of {next(named, f'shape {tuple(param.shape)}')} wait to be "
@@ -88,7 +88,7 @@ def watch_optimizers() -> None:
 def _refuse_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before a step, or after the closure that it calls: Lightning's runs the last micro-batch."""
+    """Check before a step, or after its closure: Lightning's closure runs the last micro-batch."""
     if torch.compiler.is_compiling():
         return None
     params: Sequence[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]

@@ -1,9 +1,9 @@
 """The wrap: parameters become shards, and reading one gathers it.
 
 Each module that owns parameters gets a subclass of its own class in which every parameter name is
-a property; the shards stay in ``_parameters`` under their own names. So ``named_parameters``,
+a descriptor; the shards stay in ``_parameters`` under their own names. So ``named_parameters``,
 ``state_dict``, optimizers and ``isinstance`` see the plain model with sharded parameters, and
-``module.weight`` in any method is an all-gather that the compiler can see.
+reading ``module.weight`` in forward is an all-gather that the compiler can see.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def simple_fsdp(
         ]
         + [f"{fqn}: {dtypes[key]} {values[key].name}" for key, (fqn, _) in originals.items()],
         ranks_of([mesh]),
-        remember=False,  # what this rank wraps a second time, another may wrap another model for
+        remember=False,  # this rank may wrap an equal model again, and another rank a new one
     )
     layouts = {
         key: _layout(fqn, param, dp, dtypes[key], reshard_after_forward, values[key].name)
@@ -170,7 +170,7 @@ def simple_fsdp(
     return model
 
 
-_MANY = 4  # members of a list, which are worth looking whether they are alike
+_MANY = 4  # layers in a list, from which on it is worth looking whether they are alike
 
 Originals = dict[int, tuple[str, nn.Parameter]]
 
@@ -269,7 +269,7 @@ def _install(
 
 
 def _mark_tensor_parallel(model: nn.Module) -> None:
-    """Tell every module which ranks tensor parallelism of the model is over, if it is one group."""
+    """Note on every module a tensor-parallel layout of the model, if all of them have one mesh."""
     wrapped = wrapped_parts(model)
     layouts = (layout for module in wrapped for layout in layouts_of(module).values())
     split = {tp.mesh: tp for layout in layouts if (tp := layout.tensor_parallel) is not None}
@@ -285,8 +285,8 @@ def _move_buffers(module: nn.Module, device_type: str) -> None:
 
 
 def _mark_repeated(model: nn.Module) -> None:
-    """Mark the members of lists of layers, of which the compiler may trace one for all; not those
-    with a module that others have, too: Dynamo knows it by one of its names."""
+    """Mark the members of lists of layers: the compiler may trace one for all. A layer that shares
+    a module with another one is not marked, for Dynamo knows that module by one of its names."""
     owners = Counter(id(child) for module in model.modules() for child in module.children())
     for container in model.modules():
         layers = list(container.children())

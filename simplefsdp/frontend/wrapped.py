@@ -1,4 +1,4 @@
-"""What a wrapped module carries, and how to tell one."""
+"""What a wrapped module carries, and how to recognise one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from simplefsdp.frontend.placement import TensorParallel
 
 LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> ParameterLayout
 # On every wrapped module: parameter name -> what its gather is told beside the parameter's FQN, for
-# those whose gather is the full parameter. What Dynamo reads: of a layout it would look at each
-# field, at each read, and by their FQNs layers would differ that it can trace as one.
+# those whose gather is the full parameter. Dynamo reads this and not layouts: of a layout it would
+# look at each field at each read, and by the FQNs in them layers that it can trace as one would
+# differ.
 GATHERS = "_simple_fsdp_gathers"
 POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and outputs
-# On every wrapped module, what its gathers are told beside their specs, by parameter name. They are
-# always there: what a module's __dict__ lacks, Dynamo does not look for again.
+# On every wrapped module, what its gathers are told beside their specs, by parameter name. Both are
+# always there: Dynamo does not look again for what a module's __dict__ lacked once.
 DEFERRALS = "_simple_fsdp_deferrals"  # see accumulation.py
 KEPT = "_simple_fsdp_kept"  # see kept.py
-# On every wrapped module: the layout of a parameter of its model that tensor parallelism has split,
-# or None; the others have a copy on each of those ranks.
+# On every wrapped module: the TensorParallel of a parameter of its model that tensor parallelism
+# has split, or None. The model's other parameters have a copy on each rank of that mesh.
 SPLIT_BESIDE = "_simple_fsdp_split_beside"
 IGNORED = "_simple_fsdp_ignored"  # on a wrapped root: FQNs of parameters to be left alone
 PLAIN_CLASS = "_simple_fsdp_plain_class"  # on every subclass: the class it was made from
@@ -39,14 +40,14 @@ class ParameterLayout:
     tensor_parallel: TensorParallel | None
     shape: torch.Size
     placements: tuple[Placement, ...]
-    fields: str = field(init=False)  # of the spec, for its gather; kept, for it is made slowly
+    fields: str = field(init=False)  # the spec as text, for the gather; kept, since it takes time
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", self.spec.arguments()[1])
 
 
 def set_layouts(module: nn.Module, layouts: Mapping[str, ParameterLayout]) -> None:
-    """Have the parameters of ``module`` that are named there gathered so, and no others."""
+    """Have the parameters of ``module`` gathered by their ``layouts``, and no others gathered."""
     gathers = {
         name: layout.fields for name, layout in layouts.items() if layout.tensor_parallel is None
     }
@@ -69,8 +70,8 @@ def layouts_of(module: nn.Module) -> dict[str, ParameterLayout]:
 
 
 def wrapped_in(name: str, module: nn.Module) -> list[nn.Module]:
-    """``module``, the argument ``name``, and those in it that are wrapped; a ValueError if none
-    is."""
+    """The wrapped modules among ``module`` and those in it. ValueError if there is none, with
+    ``name`` as the name of that argument."""
     found = wrapped_parts(module) if isinstance(module, nn.Module) else []
     if not found:
         raise ValueError(
@@ -81,7 +82,7 @@ def wrapped_in(name: str, module: nn.Module) -> list[nn.Module]:
 
 
 def check_placed_alike(module: nn.Module, name: str, param: object) -> None:
-    """Refuse a DTensor, to be the parameter ``name``, that would be gathered as what it is not."""
+    """Refuse a DTensor as the parameter ``name`` if its layout is not the one to gather it by."""
     layout = layouts_of(module).get(name)
     if layout is None or not isinstance(param, DTensor):
         return
@@ -108,9 +109,10 @@ def fqn_of(module: nn.Module, name: str) -> str:
 
 @contextmanager
 def mark_stays(module: nn.Module, mark: str) -> Iterator[list[tuple[DTensor, Any]]]:
-    """Around what may swap the tensors of the own parameters of ``module``, and with them what is
-    in their ``__dict__``: those that have ``mark`` keep it, unless others were assigned in their
-    places. Gives them with the values of the mark; at the end, those that are still there."""
+    """Around code that may swap the tensors of the own parameters of ``module``, and their
+    ``__dict__`` with them: parameters that have ``mark`` keep it, unless others took their places.
+    Yields a list of these parameters with their marks; at the end, it has only those that are still
+    there."""
     stayed = [(p, p.__dict__[mark]) for _, p in shards_of(module) if mark in p.__dict__]
     yield stayed
     own = {id(param) for param in module._parameters.values()}
@@ -131,8 +133,8 @@ def ignored_params(models: Iterable[nn.Module]) -> set[int]:
 
 
 def know_own_forward(module: nn.Module) -> None:
-    """Have the forward that was set on ``module`` before it had our class known as one, too: our
-    class does so where it is set."""
+    """Set again the forward that was set on ``module`` before it had our class: our class marks a
+    forward when it is set."""
     if "forward" in module.__dict__:
         module.forward = module.__dict__["forward"]
 
