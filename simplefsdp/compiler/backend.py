@@ -300,9 +300,9 @@ def _shapes(gathered: Mapping[int, str], inputs: Sequence[Any]) -> dict[str, tor
 
 
 def _told_of_now(gm: GraphModule) -> tuple[dict[int, str], list[int], list[int]]:
-    """What the keyword arguments of the gathers say, as places among the inputs of ``gm``: how far
-    the gradient of each parameter is reduced (if it is deferred), which inputs are sums of deferred
-    gradients, and which parameters have a full one kept."""
+    """What the keyword arguments of the gathers say, by places among the inputs of ``gm``: how far
+    the gradient of a parameter is reduced, for some; which inputs are sums of deferred gradients;
+    and of which parameters a full one is kept."""
     place_of = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     until, sums, kept = {}, [], []
     for node in gathers_of(gm):

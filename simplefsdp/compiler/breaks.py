@@ -43,7 +43,7 @@ class _Call:
 
 _numbers = itertools.count(1)
 _current = _Call()
-_warned: set[CodePlace | None] = set()  # functions of which a break was warned of
+_warned: set[CodePlace | None] = set()  # functions whose first break was warned of
 # By number of the compilation: its call's number, and the break before its forward graph.
 _calls: dict[int, tuple[int, str | None]] = {}
 
@@ -127,8 +127,8 @@ def _tell(seen: CompiledGraph, cut: str | None) -> None:
 
 
 def _exposed_us(seen: CompiledGraph, kind: CollectiveKind) -> tuple[float | None, str]:
-    """How long compute waits for the first gather, or for the last reduce, of a graph in us, and
-    the name of the cluster that this is predicted for; None if the graph has no such collective."""
+    """How long, in us, compute waits for the first gather or the last reduce of a graph, and the
+    name of the cluster that this is predicted for; None if the graph has no such collective."""
     after = seen.rehearsal.after
     starts = [op.name for _, op in after.starts() if op.sends == kind]
     if not starts:

@@ -6,9 +6,9 @@ code where a later process would look for it (``warm_start.py``). All ranks load
 all that they would have agreed on if each had compiled. If a rank has no code in the end, no rank
 uses what was made: each rank compiles for itself, and an error of compiling appears as usual.
 
-Only on the CPU: code for a GPU names its device, which differs between the ranks of a machine. And
-not where the ranks' code differs: where groups or shards differ, as under hybrid sharding, or where
-tracing asks for the rank (``_torch/graph_key.py``).
+This is done on the CPU only: code for a GPU names its device, which differs between the ranks of a
+machine. And it is not done where the ranks' code differs: where groups or shards differ, as under
+hybrid sharding, or where tracing asks for the rank (``_torch/graph_key.py``).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Extension(NamedTuple):
 
     agreed: Sequence[str]  # what must be the same on all ranks, line by line
     # Takes a Dynamo graph and its inputs. Gives the graph to compile, the inputs of that graph, and
-    # a function that wraps its code, so that it can be called as the Dynamo graph would be.
+    # a function that wraps the compiled code, so that it is called as the Dynamo graph would be.
     extend: Callable[
         [GraphModule, Sequence[Any]], tuple[GraphModule, Sequence[Any], Callable[[Call], Call]]
     ]
@@ -95,9 +95,9 @@ def compile_with_passes(
         code = by_one_rank(compilation, warm, lambda: compile_for(for_all))
     if code is not None:
         return code
-    # Where sizes are open, AOTAutograd compiles the backward with the forward. If that holds on
-    # some ranks only, all do so: else a rank would want to compare its backward graph with ranks
-    # that already run their forward, and these would wait for that rank there.
+    # Where sizes are open, AOTAutograd compiles the backward with the forward. If sizes are open on
+    # some ranks only, all ranks do so: else some would compare their backward graphs while others
+    # run their forward, and each side would wait for the other.
     what, timeout_s = "which sizes are open", compilation.timeout_s
     alike = not together or have_the_same(what, open_layouts(gm), ranks, timeout_s)
     with nullcontext() if alike else _torch.backward_compiled_at_once():

@@ -15,7 +15,7 @@ from simplefsdp import _torch, provenance
 from simplefsdp.compiler.repeated_layers import LayeredGraph, Numbering, Place
 
 # The name of an input in a deep graph, given its name in the shallow graph and the number of its
-# layer there and in the deep graph; None if it has no other name.
+# layer there and in the deep graph; None to name it as if there were no such function.
 Renamed = Callable[[str, int, int], str | None]
 _Home = tuple[Place, int]  # of a storage: the first node that has it, and in which of its values
 
@@ -92,8 +92,8 @@ class Deep:
         self.graph.lint()
 
     def _referring(self, deep: int, source: int) -> Callable[[Node], Node]:
-        """Gives, for an argument of a node in the layer ``source``, the argument of that node's
-        counterpart in the layer at ``deep``, which is made from ``source``."""
+        """A function that gives, for an argument of a node in the layer ``source``, the argument of
+        that node's counterpart in the layer at ``deep``, which is made from ``source``."""
 
         def refer(argument: Node) -> Node:
             if argument not in self.layout.place:
@@ -145,7 +145,7 @@ class Deep:
         target = name if node.op == "placeholder" else node.target
         arguments, keywords = map_arg((node.args, node.kwargs), refer)
         made = self.graph.create_node(node.op, target, (), {}, name, node.type)
-        # Not given to `create_node`: it would search them for symbols, longer than all else takes.
+        # Not given to `create_node`, whose search for symbols takes longer than all the rest.
         made.args, made.kwargs = arguments, keywords
         made.meta = self._renumbered(node.meta, by, at_least)
         return made
@@ -161,7 +161,7 @@ class Deep:
         self.graph.output(tuple(returned)).meta = dict(output.meta)
 
     def _renumbered(self, meta: dict[str, Any], by: int, at_least: int) -> dict[str, Any]:
-        """A node's ``meta``, where numbers of layers that are ``at_least`` so high rise ``by``."""
+        """A copy of ``meta`` with ``by`` added to layer numbers that are ``at_least`` so high."""
         found = dict(meta)
         if not by:
             return found

@@ -24,7 +24,7 @@ MANY_LAYERS = 8
 def executor_of(
     options: Options, shapes: Mapping[str, Sequence[int]], device: torch.device
 ) -> Executor:
-    """The executor for a graph: the user's choice, or by the number of layers that are alike.
+    """The executor for a graph: the user's choice, or one chosen by how many layers are alike.
 
     ``"auto"`` is ``"regions"`` on CPU only: on an H200 steps by regions took 2 to 11 % longer
     (benchmarks/RESULTS.md). Nor is it ``"regions"`` where something regards a graph as a whole: the

@@ -158,8 +158,8 @@ def _source(node: Node) -> Node:
 
 
 def _are_grads(calls: Sequence[Node], inputs: Sequence[Node], values: Sequence[Any]) -> bool:
-    """Whether the gradients of ``inputs``, which are ``values`` one by one, are just what the
-    stand-in's one backward gives, for each input whose gradient it is to give."""
+    """Whether the stand-in has one backward, and each gradient that it gives is returned for its
+    input, unchanged. ``values`` are the gradients that are returned for ``inputs``, one by one."""
     if len(calls) != 1 or len(inputs) != len(values):
         return False
     passed, wanted = calls[0].args
@@ -258,7 +258,7 @@ def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut) -> None:
 def _saved_first(forward: Graph, backward: Graph) -> list[Node]:
     """Put the inputs that backward takes from forward ahead of its other inputs, in the order that
     AOTAutograd wants: tensors, then tensors whose versions it does not compare, then what is no
-    tensor. Return the nodes of forward that they are."""
+    tensor. Return the nodes of forward that give them."""
     known = {node.name: node for node in forward.nodes}
     inputs = list(backward.find_nodes(op="placeholder"))
     saved = sorted(

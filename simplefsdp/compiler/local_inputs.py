@@ -1,4 +1,4 @@
-"""Graphs that AOTAutograd compiles only if no input is a tensor subclass; our DTensors are.
+"""Graphs that AOTAutograd compiles only if no input is of a tensor subclass such as DTensor.
 
 So the compiled function of such a graph is called with local tensors, and the DTensors are made of
 them inside the graph; what is communicated stays the same. There are two kinds:
@@ -85,8 +85,8 @@ def _take_local(gm: GraphModule, placeholder: Node, last: Node, param: DTensor) 
     with gm.graph.inserting_after(last):
         whole = gm.graph.call_function(as_dtensor, (placeholder,))
     whole.meta = placeholder.meta.copy()
-    # The fake tensor: of a real one, which Dynamo has not told it of, AOTAutograd would take the
-    # sizes to be open.
+    # The fake tensor: the sizes of a real one, of which Dynamo has not told it, AOTAutograd would
+    # take to be open.
     fake: DTensor = placeholder.meta["example_value"]
     placeholder.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
     local = fake.to_local().detach().requires_grad_(param.requires_grad)

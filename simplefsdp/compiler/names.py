@@ -2,9 +2,9 @@
 
 Dynamo runs code that it compiled for one module also for other modules like it (experts, layers
 that are compiled apart), with their parameters; it does not see that these have other names. One
-rank may have to compile such code again, for a batch size that no other rank has, say. The ranks
-have agreed on what that graph communicates before, under the names of the first module. With the
-same names this rank need not wait for the others.
+rank may have to compile such code again, for a batch size that no other rank has, say. Earlier, the
+ranks have agreed on what this graph communicates, under the names of the first module. If the graph
+has the same names, this rank need not wait for the others.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Batches of several sizes: ``torch.compile`` takes the sizes of the first batch t
 the first batch that differs, it compiles once more with that size left open, for all later batches;
 ``torch._dynamo.mark_dynamic(tokens, 1)`` before the first call leaves it open at once, which saves
 a compilation. The plan that was made first stands for both compilations, so begin with the largest
-batch. The log says for which sizes the plan fits its memory and stays as near its lower bound, to 5
-% ("L['tokens'].size()[1] is open (512 here): fits 71.9 GB from 2 to 1306"). A call with another
+batch. The log says for which sizes the plan fits its memory, and stays as near its lower bound, to
+5 % ("L['tokens'].size()[1] is open (512 here): fits 71.9 GB from 2 to 1306"). A call with another
 size is warned of before it runs; ``torch.compiler.reset()``, on all ranks, has the next batch
 planned for.
 

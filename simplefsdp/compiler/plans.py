@@ -78,10 +78,10 @@ class Compilation(NamedTuple):
         return _OTHERWISE if self.alone else ""
 
     def wait_no_longer(self, part: Part) -> None:
-        """Called before this rank would wait for others to agree on a graph. If this rank alone
-        compiles, and compiles this backward graph already with its forward, the others wait in
-        their forward; so this raises ``BackwardLaterError``, to compile it when backward runs: they
-        come then."""
+        """Called before this rank would wait for others to agree on a graph. Raises
+        ``BackwardLaterError`` if this rank alone compiles a backward graph, together with its
+        forward: the others wait in their forward. When backward runs they come, and the graph is
+        compiled."""
         if self.alone and part == "backward" and _torch.may_be_compiled_later():
             _torch.expect_backward_later()
             raise _torch.BackwardLaterError

@@ -48,7 +48,7 @@ class Numbering:
         return int(found[1]) // self.period if found else None
 
     def moved(self, path: str, by: int, at_least: int = 0) -> str:
-        """``path`` with its layer's number raised ``by`` so much, if it is ``at_least`` so high."""
+        """``path`` with ``by`` added to its layer's number, if that is ``at_least`` so high."""
         found = self._pattern.search(path)
         if found is None or (number := int(found[1])) // self.period < at_least:
             return path
@@ -108,9 +108,9 @@ def laid_out(
 
 
 def _moved_to_layers(body: Sequence[Node], last: Sequence[Node]) -> list[Node]:
-    """``body``, with nodes moved into layers that a forward graph has at its end for backward
-    alone: each is put directly behind the results of the layer that it uses. These are views, and a
-    norm's ``rsqrt / size`` and ``x - mean``."""
+    """``body``, with some nodes moved into the layers: those that a forward graph has at its end
+    for backward alone. Each is put directly behind the results of a layer that it uses. They are
+    views, and a norm's ``rsqrt / size`` and ``x - mean``."""
     end = body.index(last[0]) if last else len(body)
     returned: set[Node] = set()
     for node in reversed(body[end:]):

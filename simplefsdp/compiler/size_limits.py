@@ -87,7 +87,7 @@ class SizeLimits:
         return found
 
     def watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled``, which logs a call outside of a range first: once per graph and side."""
+        """``compiled``; a call that is outside of a range is logged first, once for each side."""
         if not self._sizes:
             return compiled
 

@@ -90,7 +90,7 @@ def is_original(param: Tensor) -> bool:
 
 @functools.cache
 def refuse_steps() -> None:
-    """From the first wrap of a process on, refuse optimizer steps of what is not in the model."""
+    """From the first wrap of a process on, refuse steps of tensors that are not in the model."""
     register_optimizer_step_pre_hook(_refuse_originals)
 
 

@@ -127,7 +127,7 @@ def check_placements(
     named: Iterable[tuple[str, nn.Parameter]],
     placement_of: Callable[[nn.Parameter], Shard | None] | None,
 ) -> None:
-    """Refuse a ``shard_placement_fn``, as FSDP2's, that wants another placement than ours."""
+    """Refuse a ``shard_placement_fn`` (FSDP2's argument) that wants another placement than ours."""
     if placement_of is None:
         return
     for fqn, param in named:

@@ -175,9 +175,9 @@ def _flush(pending: list[_Pending]) -> None:
 
 
 def sharded_original(param: Any, current: Any) -> Any:
-    """What to register for ``param``, which may be assigned in the place of ``current``. In an
-    initialiser it is the shard, if ``param`` is a full parameter that stands for one, or a new one
-    in a shard's place, to which it then gives its values. Else it is ``param``."""
+    """What to register when ``param`` is assigned in the place of ``current``. In an initialiser:
+    the shard that a full ``param`` stands for; or ``current``, if that is a shard and ``param`` a
+    new tensor, whose values the shard will get. Else ``param`` itself."""
     if not initialising():
         return param
     for entry in _flow.pending or ():

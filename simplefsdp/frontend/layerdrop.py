@@ -47,7 +47,7 @@ def keep_layers(modules: Iterable[nn.Module]) -> None:
 
 
 def _asked_by(cls: type) -> list[dict[str, Any]]:
-    """The globals of a class's own forward, if that calls transformers' function; else none."""
+    """The globals of a class's own forward, in a list; empty if that does not ask transformers."""
     function = inspect.unwrap(forward) if callable(forward := vars(cls).get("forward")) else None
     if _QUESTION not in getattr(getattr(function, "__code__", None), "co_names", ()):
         return []

@@ -11,7 +11,7 @@ do:
   from all ranks, so that a write is lost. Here they raise, where a write is possible;
 - *the number of a sum over ranks* (``param.grad.norm().item()``): torch gives this rank's part.
   Here it raises: to add up the parts, this rank would wait for ranks that do not ask. But a truth
-  value (``(param > 0).any()``) is that of all ranks, which all must ask; torch's is since 2.15;
+  value (``(param > 0).any()``) is that of all ranks, as with torch since 2.15; all must ask for it;
 - *whether any element is true*, which ``torch.autograd.detect_anomaly`` asks of every gradient:
   torch has no such operator for DTensors. Here it is asked over all ranks.
 """

@@ -105,13 +105,13 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         members |= recurrent.MEMBERS
     metaclass = equal_to_plain(type(cls))  # type: ignore[arg-type]
     subclass = metaclass(cls.__name__, (cls,), members)
-    # Now, since with this it equals ``cls``: a registry of classes has seen that it is a new one.
+    # Not before: with this the subclass equals ``cls``; a registry of classes must see a new class.
     setattr(subclass, PLAIN_CLASS, cls)
     return cast(type[nn.Module], subclass)
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
-    """Methods that the subclass of ``cls`` overrides: where torch sets parameters, and copies."""
+    """Overridden methods for the subclass of ``cls``: torch sets, saves and copies by them."""
 
     def _load_from_state_dict(
         self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any

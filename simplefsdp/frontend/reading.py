@@ -140,7 +140,7 @@ def in_forward() -> bool:
 @torch.compiler.assume_constant_result
 def in_traced_forward() -> bool:
     """As :func:`in_forward`, for what Dynamo traces, asked while it traces. A function that is
-    compiled by itself is guarded by the answer: called where it is another, it is traced anew."""
+    compiled by itself has a guard: where the answer is another one, it is traced anew."""
     return _torch.inlines(_MARK) or _torch.guarded(in_forward)
 
 
@@ -248,7 +248,7 @@ def _still_read_only(result: Any, held: list[ReadOnlyParameter]) -> Any:
 
 
 def _refuse_of_another_forward(held: list[ReadOnlyParameter]) -> None:
-    """Raise if one was gathered in another forward: its values are old, and it has no gradient."""
+    """Raise if one was gathered in another forward: it has old values, and its gradient is lost."""
     now = number_of_forward()
     for tensor in held:
         if 0 < tensor._forward != now > 0:

@@ -83,7 +83,7 @@ def held_by(fqn: str, value: Tensor, ranks: int) -> Held:
             "subclass (for torchao: int8 with module_swap=True)"
         )
     text = repr(context)
-    # By an address or an abridged tensor, equal contexts may differ, and different ones be equal.
+    # With addresses, equal contexts have different texts; with tensors, others may have the same.
     if " at 0x" in text or "tensor(" in text:
         raise ValueError(
             f"{fqn}: is a {cls.__name__}, which adds to its tensor what no text tells: {text}; "

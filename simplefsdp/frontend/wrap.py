@@ -269,7 +269,7 @@ def _install(
 
 
 def _mark_tensor_parallel(model: nn.Module) -> None:
-    """Note on every module a tensor-parallel layout of the model, if all of them have one mesh."""
+    """Note on every module the TensorParallel of the model's split parameters, if on one mesh."""
     wrapped = wrapped_parts(model)
     layouts = (layout for module in wrapped for layout in layouts_of(module).values())
     split = {tp.mesh: tp for layout in layouts if (tp := layout.tensor_parallel) is not None}

@@ -17,8 +17,7 @@ from simplefsdp.frontend.placement import TensorParallel
 LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> ParameterLayout
 # On every wrapped module: parameter name -> what its gather is told beside the parameter's FQN, for
 # those whose gather is the full parameter. Dynamo reads this and not layouts: of a layout it would
-# look at each field at each read, and by the FQNs in them layers that it can trace as one would
-# differ.
+# look at each field at each read, and FQNs in layouts would make layers differ that are alike.
 GATHERS = "_simple_fsdp_gathers"
 POLICY = "_simple_fsdp_policy"  # on the wrapped root: casts of its inputs and outputs
 # On every wrapped module, what its gathers are told beside their specs, by parameter name. Both are
@@ -40,7 +39,7 @@ class ParameterLayout:
     tensor_parallel: TensorParallel | None
     shape: torch.Size
     placements: tuple[Placement, ...]
-    fields: str = field(init=False)  # the spec as text, for the gather; kept, since it takes time
+    fields: str = field(init=False)  # the spec as text, but its FQN; kept, as to make it is slow
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", self.spec.arguments()[1])
