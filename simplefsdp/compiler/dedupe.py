@@ -27,7 +27,7 @@ log = logging.getLogger("simplefsdp")
 
 
 def dedupe_gathers(gm: GraphModule, inputs: Sequence[Any]) -> list[GatherSpec]:
-    """Leave one gather per distinct parameter in ``gm``, in place, and return them in order."""
+    """Leave one gather per distinct parameter in ``gm``, in place; return their specs in order."""
     if copies := _torch.inline_repeated_calls(gm):
         log.debug("%d layers were not followed by Dynamo: they are like others", copies)
     known = {id(param): fqn for fqn, param in living_shards()}

@@ -176,7 +176,7 @@ def _bypass(call: Node) -> None:
     """Have readers of the results that the stand-in passes on read what it takes instead, and have
     fake values on the storages of these results lie on the storages of what it takes."""
     passed: Sequence[Node] = call.args[0]  # type: ignore[assignment]
-    owner: dict[int | None, Any] = {}  # what is in the place of a result, by its storage
+    owner: dict[int | None, Any] = {}  # by the storage of a result, the value in its place
     for item in list(call.users):
         at: int = item.args[1]  # type: ignore[assignment]
         if at < len(passed):

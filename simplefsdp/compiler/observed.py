@@ -40,7 +40,7 @@ log = logging.getLogger("simplefsdp")
 
 
 class Observed(NamedTuple):
-    """What the ranks agreed on of a graph."""
+    """What the ranks agreed on for a graph."""
 
     planned: tuple[PortableBucket, ...] = ()  # its buckets, which the pass writes
     launches: tuple[str, ...] = ()  # what it will communicate, line by line

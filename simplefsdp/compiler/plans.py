@@ -130,9 +130,9 @@ def plan_for_all(
 ) -> Choice:
     """The buckets of a graph, the same on all ranks in portable names.
 
-    A plan that was made before for a graph that communicates the same stands: one rank may compile
-    again for another batch size, and the others, who do not, go on with theirs. A failure does
-    not stand: the user may try again.
+    An earlier plan for a graph that communicates the same is used again: one rank alone may compile
+    again for another batch size, while the others go on with the plan that they have. A failure is
+    not remembered: the user may try again.
     """
     auto = settings.auto
     if auto is None:  # follows from what is communicated, and so is the same anyway
@@ -179,7 +179,7 @@ def decision_for_all(asked: Asked, compilation: Compilation, decide: Callable[[]
 
 
 def decision_before(asked: Asked, ranks: Sequence[int]) -> Decision | None:
-    """What was decided in this process, if it was."""
+    """The decision that this process knows already; None if there is none."""
     return decisions().get(_key(asked, ranks))
 
 

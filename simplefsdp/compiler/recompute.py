@@ -102,7 +102,7 @@ def save_copies_of_inputs(graph: Graph) -> None:
                 left.append(user)
             elif _is_copy(user, source):
                 user.target, user.args, user.kwargs = torch.ops.prims.rev.default, (source, []), {}
-                if "recompute" not in user.meta:  # or the user has it computed again
+                if "recompute" not in user.meta:  # else the user has said what becomes of it
                     _must_save(user)
 
 

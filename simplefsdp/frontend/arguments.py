@@ -64,7 +64,7 @@ _OF_OTHERS = {
 
 
 def check_modules(modules: Mapping[nn.Module, str]) -> None:
-    """Refuse modules that others wrapped, and such as need their weight, or its gradient, whole.
+    """Refuse modules that others wrapped, and those that need their weight or its gradient whole.
 
     Args:
         modules: that are to be wrapped, with their names.
@@ -140,7 +140,7 @@ def check_placements(
 
 
 class Dtypes(NamedTuple):
-    """What one parameter is gathered, and its gradient reduced, in."""
+    """The dtypes in which one parameter is gathered, and its gradient is reduced."""
 
     param_dtype: torch.dtype | None  # on the wire and in compute; None keeps the parameter's own
     reduce_dtype: torch.dtype | None  # of the reduce; None keeps the gradient's own

@@ -52,8 +52,8 @@ def number_of_forward() -> int:
 
 
 def note_gather(mesh: DeviceMesh, fqn: str, group: str) -> None:
-    """A parameter that lies on ``mesh`` is about to be gathered, eagerly, by ranks of the process
-    group with this name; "" if each rank has it whole."""
+    """Note that a parameter on ``mesh`` is about to be gathered, eagerly, by the ranks of
+    ``group``, the name of a process group; "" if each rank has the parameter whole."""
     if _now.depth:
         _now.gathered.setdefault(mesh, []).append(fqn)
         _now.sent.setdefault(group, []).append(fqn)

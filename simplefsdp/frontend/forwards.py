@@ -31,7 +31,7 @@ def set_on(module: nn.Module, forward: Any) -> Any:
     if not callable(forward) or isinstance(forward, nn.Module):  # which is a submodule
         return forward
     if isinstance(forward, MethodType) and forward.__self__ is module and is_marked(forward):
-        return forward  # ours comes back: another took its place for a while
+        return forward  # it is ours, and set again after another took its place for a while
     own = marked_own(module, forward)
     return MethodType(casting(lambda: own, name_of(forward)), module)
 

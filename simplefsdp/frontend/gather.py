@@ -65,10 +65,10 @@ class GatherSpec(NamedTuple):
     tensor_class: str = ""
 
     def arguments(self) -> tuple[str, str]:
-        """What :func:`gather` is told of it: the FQN, and the other fields as one text.
+        """The spec as arguments of :func:`gather`: the FQN, and the other fields as one text.
 
-        Dynamo guards each constant of each read, so twelve of them would be twelve guards, to be
-        made once and checked at every step.
+        Dynamo guards each constant of each read: twelve fields would be twelve guards, to be made
+        once and checked at every step.
         """
         return self.fqn, json.dumps(self[1:], default=lambda x: str(x).removeprefix("torch."))
 
@@ -251,7 +251,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, shard: Tensor, spec: GatherSpec, deferral: Deferral, kept: Tensor | None
     ) -> Tensor:
         ctx.spec = spec
-        ctx.deferral = deferral  # not saved for backward: earlier ones write to these tensors
+        ctx.deferral = deferral  # not saved for backward: earlier backwards write to its tensors
         ctx.shard_rows = shard.shape[0] if shard.dim() else 0
         ctx.shard_dtype = shard.dtype
         return gather_shard(shard, spec) if kept is None else kept.view_as(kept)

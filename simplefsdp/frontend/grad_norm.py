@@ -64,8 +64,8 @@ def clip_grad_norm_(
         )
     factor = _factor(max_norm, total)
     for (device, dtype), alike in _alike(map(local_part, grads)).items():
-        # Elsewhere than on CPU a kernel takes many gradients only if the factor is of their dtype;
-        # a kernel for each would round it likewise.
+        # Elsewhere than on CPU one kernel takes many gradients only if the factor has their dtype;
+        # a kernel for each gradient would round the factor likewise.
         theirs = factor.to(device) if device.type == "cpu" else factor.to(device, dtype)
         torch._foreach_mul_(alike, theirs)
     return total

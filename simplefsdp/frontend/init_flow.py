@@ -54,7 +54,7 @@ class _Pending:
 
     def __init__(self, param: DTensor) -> None:
         self.param = param
-        # Of an empty one there is nothing to gather.
+        # Of a parameter without values there is nothing to gather.
         made = uninitialised.blank if uninitialised.is_empty(param) else full_of
         self.full = uninitialised.full_like(param, made(param))
         self.shard = _local(param).clone()  # as it was when both were equal

@@ -136,7 +136,7 @@ def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _of_all_ranks(flag: DTensor, *, all_true: bool) -> bool:
-    """Whether ``flag`` is true on any rank, or on all."""
+    """Whether ``flag`` is true on any rank, or, if ``all_true``, on all ranks."""
     here = bool(_torch.local_tensor(flag))
     (found,) = highest_of_ranks([here != all_true], flag.device_mesh)
     return found != all_true

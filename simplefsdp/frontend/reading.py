@@ -160,7 +160,7 @@ def _get_parameter(self: nn.Module, target: str) -> Any:
     return getattr(self.get_submodule(owner), name)
 
 
-# What torch says of shards where a plain tensor is meant.
+# Parts of torch's errors where a shard comes in the place of a plain tensor.
 _OF_SHARDS = ("mixed torch.Tensor and DTensor", "sharding strategy")
 
 
