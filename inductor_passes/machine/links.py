@@ -139,7 +139,7 @@ class Link:
             )
 
     def us(self, nbytes: float, ranks: int, members: int = 1) -> float:
-        """Time for full tensors of ``nbytes`` in all; never falls with bytes, and is subadditive."""
+        """Time for full tensors of ``nbytes`` in all; never falls with them, and is subadditive."""
         reached = self.gb_s * fraction(self.ramp, nbytes / ranks)
         return self.latency_us + self.member_us * (members - 1) + nbytes / (reached * 1e3)
 
