@@ -40,8 +40,8 @@ class Auto:
     """How the automatic planner is to choose."""
 
     cluster: Cluster  # what the machine is
-    # Memory budget, see :func:`inductor_passes.planner.auto.plan_auto`. None takes its default,
-    # but never more than :func:`room_nbytes`, which is what the cluster's devices have.
+    # Memory budget, see :func:`inductor_passes.planner.auto.plan_auto`. None takes the default of
+    # that function, for devices of the cluster, which have :func:`room_nbytes`.
     budget_nbytes: int | None = None
     # ``"search"``, or ``"greedy"``, the published rule.
     planner: Literal["search", "greedy"] = "search"

@@ -117,7 +117,7 @@ def source_of(node: Node) -> Node:
 
 
 def _copies(node: Node, dtype: torch.dtype) -> bool:
-    """Whether a node only copies, and no compiler would do it where it computes what is copied."""
+    """Whether a node only copies. A cast of what a loop makes does not count: it is fused there."""
     if is_cast(node, dtype):
         source = node.all_input_nodes[0]
         while source.target in _VIEWS:

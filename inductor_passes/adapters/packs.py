@@ -65,7 +65,7 @@ def pack(members: Sequence[Tensor], rows: int, widths: Sequence[int], dtype: tor
 
 
 def unpack(flat: Tensor, rows: int, widths: Sequence[int]) -> list[Tensor]:
-    """The columns of each member in a buffer of ``rows``, ``[rows * width]``."""
+    """The columns of each member in a buffer of so many ``rows``, as tensors ``[rows * width]``."""
     parts = flat.view(rows, sum(widths)).split(list(widths), 1)
     return [part.clone(memory_format=torch.contiguous_format).flatten() for part in parts]
 

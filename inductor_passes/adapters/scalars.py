@@ -1,4 +1,4 @@
-"""Single numbers that ranks all-reduce one by one: all at once, if a graph begins with them known.
+"""Single numbers that ranks all-reduce: all at once, if all are known when a graph begins.
 
 A parameter that is gathered in float8 is scaled by the largest value that any rank has of it. Each
 such number is a collective of four bytes that takes the wire's latency, and its gather waits for

@@ -161,7 +161,8 @@ def made_again(inputs: Set[Node], needed: Set[Node], cheap: Set[Node]) -> list[N
 def _made(
     node: Node, there: Set[Node], cheap: Set[Node], known: dict[Node, _Made], most: int
 ) -> _Made:
-    """How a region gets ``node``, handed or repeated, with the fewest bytes beside ``there``."""
+    """How a region gets ``node``, handed over or repeated, if it is to be handed the fewest bytes
+    beside what is ``there``."""
     if node in there:
         return _Made(frozenset(), frozenset())
     if node not in known:

@@ -141,7 +141,7 @@ def _is_number(node: Node) -> bool:
 
 
 def _joined(run: Run) -> list[Run]:
-    """The parts of a run, in order: none reads a value of another, or an input that it writes."""
+    """The parts of a run, in order: none reads a value of another, or an input another writes."""
     written = {node.args[0]: node for node in run if is_write_to_input(node)}
     joined = {node: node for node in run}
 

@@ -220,7 +220,7 @@ def of_few_members(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
 
 
 def parts_of(bucket: Bucket, runs: Sequence[Sequence[str]], taken: Iterable[str]) -> list[Bucket]:
-    """``bucket`` split into one bucket per run, labelled unlike ``taken``; itself if one run."""
+    """``bucket`` cut into one bucket per run, with labels not in ``taken``; itself if one run."""
     if len(runs) == 1:
         return [bucket]
     return [

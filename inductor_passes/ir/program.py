@@ -1,8 +1,8 @@
 """``Program``: the one representation that planning, ordering, simulation and inspection share.
 
 A program is a list of ops over buffers, for one forward or backward graph. It says what depends
-on what and what communicates; what an op costs is the business of a cost model, how it is
-executed that of the backend it was read from.
+on what and what communicates. What an op costs is the business of a cost model, and how an op is
+executed is that of the backend it was read from.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _packed_us(jobs: Sequence[_Job], cost: CostModel) -> float:
 
 
 def _with_order_of_compute(program: Program) -> list[tuple[int, ...]]:
-    """Predecessors of each op; of a compute that keeps its place, also the one of these before."""
+    """Predecessors of each op. Each compute that keeps its place also follows the one before it."""
     moves = moving(program)
     before = list(program.predecessors)
     still = [i for i, op in enumerate(program.ops) if op.kind == "compute" and i not in moves]

@@ -89,9 +89,9 @@ class Cluster:
     """Nodes of equal devices, one per rank.
 
     Raises:
-        TypeError, ValueError: a figure that is no number, negative, NaN or zero (a launch may
-            be), no whole number of ranks per node, fewer than a wire has, no peaks, or no wires;
-            names it.
+        TypeError, ValueError: a figure that is no number, negative, NaN or zero (``launch_us`` may
+            be zero); ``ranks_per_node`` that is no whole number, or less than a wire has on a node;
+            no peaks, or no wires. The message names the figure.
     """
 
     name: str  # for messages

@@ -8,8 +8,8 @@ but small ones queue up on one channel, where each takes all steps of the ring i
 of 980 vectors, 21 MB together, took 70 times as long as one buffer). The cost of this is modelled
 as a fixed time per tensor (``member_us``).
 
-Sizes are those of the full tensor: gathered, or not yet scattered. nccl-tests' tables use it, too
-(``algbw``); the bus bandwidth is ``(ranks - 1) / ranks`` of that.
+Sizes are those of the full tensor: gathered, or not yet scattered. The tables of nccl-tests give
+bandwidths for that size, too (``algbw``); a bus bandwidth is ``(ranks - 1) / ranks`` of it.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class Link:
     """How long one kind of collective takes between some ranks.
 
     Raises:
-        TypeError, ValueError: a figure that is no number, negative, NaN or zero (a latency may
-            be), more per member than for the whole, or a ramp by which more bytes would take
-            less time.
+        TypeError, ValueError: a figure that is no number, negative, NaN or zero (``latency_us`` and
+            ``member_us`` may be zero), ``member_us`` above ``latency_us``, or a ramp by which more
+            bytes would take less time.
     """
 
     latency_us: float  # of the smallest message

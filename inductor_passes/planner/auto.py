@@ -69,7 +69,7 @@ def plan_auto(
     bound, moves lead no further, or its work is done. The plan by module is still taken if it fits
     and is at most 0.5 % slower than the best, so that slightly different costs give the same plan.
     If the plan by module fits, no plan with more launches is taken: hosts, networks and kernels
-    beside them pay for a launch in ways that no model of its time knows.
+    beside them pay for a launch in ways that no model of a launch's time knows.
 
     Without a budget, a plan may take the memory of the plan by module with one more bucket of
     gradients pending. Memory that buys little is given back: a lean plan, which takes at most half
@@ -125,7 +125,7 @@ class _Planner:
 
     @cached_property
     def least(self) -> Plan:
-        """The plan of single collectives, which hardly overlap: it takes least memory."""
+        """The plan of single collectives, which hardly overlap."""
         lines = lines_of(self.late)
         low = self.evaluated(named_buckets(least(lines), lines, self.fqns))
         if low is None:

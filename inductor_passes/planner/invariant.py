@@ -1,11 +1,11 @@
 """What all ranks see of a program: plans are made from this, so that they come out alike.
 
-Shards differ in size between ranks, and so may the ops around them (pads, slices, casts). Here
-those ops take no time that only prepare shards for a gather, or only follow the wait for a reduce.
-(What follows an all-reduce handles full gradients; it takes no time either, as it moves with the
-wait.) Shards of parameters take no bytes, as they are there throughout. Tensors made of them for
-gathers to send, and shards of gradients, take as many bytes on each rank: what is gathered or
-reduced, divided by the ranks. What remains is full tensors, whose sizes all ranks share.
+Shards differ in size between ranks, and so may the ops around them (pads, slices, casts). Here ops
+take no time if they only prepare shards for a gather, or only follow the wait for a reduce. (What
+follows an all-reduce handles full gradients; it takes no time either, as it moves with the wait.)
+Shards of parameters take no bytes, as they are there throughout. Tensors made of them for gathers
+to send, and shards of gradients, count as the bytes that are gathered or reduced, divided by the
+number of ranks. What remains is full tensors, whose sizes all ranks share.
 """
 
 from __future__ import annotations

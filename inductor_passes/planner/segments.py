@@ -38,12 +38,11 @@ class Segment(NamedTuple):
 
     kind: Kind  # of its line
     members: tuple[int, ...]  # places on the line, ascending
-    # For a gather, it starts just before the first use of the bucket at this place; ``FIRST`` is
-    # before everything. For a reduce, it is waited for just before the launch of the bucket at this
-    # place; ``END`` is after everything, -n is just before the n-th next bucket of gathers is first
-    # used.
+    # A gather starts just before the first use of the bucket at this place, or at ``FIRST``. A
+    # reduce is waited for just before the launch of the bucket at this place, or at ``END``; or,
+    # for -n, just before the n-th next bucket of gathers is first used.
     turn: int
-    # For a reduce, whether all-reduces of its result are sent with those of the next bucket.
+    # Of a reduce, whether all-reduces of its result are sent with those of the next bucket.
     deferred: bool = False
 
     @property

@@ -53,8 +53,8 @@ class Needs:
         return [(i, [j for j in before[i] if j in late or j in behind]) for i in sorted(behind)]
 
     def _near(self, moved: bytes) -> list[tuple[int, ...]]:
-        """For each op, the predecessors that its key may have come before. Two ops that have both
-        not ``moved`` are still in their order."""
+        """For each op, the predecessors that may stand behind it by their keys. Two ops of which
+        neither has ``moved`` are still in their order."""
         return [
             before if moved[i] else tuple(j for j in before if moved[j])
             for i, before in enumerate(self.program.predecessors)

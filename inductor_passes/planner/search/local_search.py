@@ -56,8 +56,8 @@ SHARE = 3 / 5  # fraction of the remaining work, after which a climb looks for n
 SMALLEST = 12  # states that are tried as plans of the whole program if no end of a climb fits
 GAIN = 3e-4  # fraction of the bound that a move must gain
 # Buckets that fill memory: for gathers and for reduces, the share of free memory that a bucket
-# takes, and its window. The last ones are for little memory: gathers are large but not ahead, and
-# all reduces are waited for before the next gather is used.
+# takes, and its window. The last three are for little memory: gathers are large but not ahead, and
+# reduces are waited for early.
 SHARES = (
     *product(
         ((1 / 8, 2), (1 / 6, 2), (1 / 4, 2), (1 / 3, 2)),
@@ -226,7 +226,8 @@ class LocalSearch:
             if not tried:
                 return None
             best = sorted(tried, key=lambda pair: tried[pair].score)
-            # The cost of one pair says little about joining many at once, so join half of them.
+            # The cost of one pair says little about joining many at once, so only half of the
+            # launches that are too many are joined.
             some = apart(best, ceil((at.launches - self.most_launches) / 2))
             several = self.tried(joined(at.state, some)) if len(some) > 1 else None
             at = several or tried[best[0]]
