@@ -6,6 +6,6 @@ the copies into and out of a bucket, with the operators of ``packs`` (on CUDA, `
 computes. ``in_place``, ``lookups``, ``matmuls``, ``scalars`` and ``unrounded`` change a graph
 before it is planned.
 
-Only the modules whose names begin with ``_torch`` touch private parts of PyTorch (and ``strides``,
-which imports ``FakeTensor``).
+Only the modules whose names begin with ``_torch`` touch private parts of PyTorch (``strides`` and
+``scalars`` name a class of it each).
 """

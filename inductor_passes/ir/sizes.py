@@ -41,8 +41,8 @@ def _comparison(name: str, *, negated: bool = False) -> Any:
 class Size(int):
     """A whole number and the formula that it comes from.
 
-    Operators other than ``+``, ``-``, ``*`` and ``//`` give plain numbers, true for the sizes here
-    only, and nothing notes that. It is good enough to choose a plan, which is valid at any size.
+    Operators other than ``+``, ``-``, ``*`` and ``//`` of a Size give plain numbers, true for the
+    sizes here only, and nothing notes that: good enough to choose a plan, which any size can run.
     """
 
     formula: sympy.Expr  # a sympy expression of the symbols that were left open
