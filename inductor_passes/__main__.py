@@ -2,9 +2,9 @@
 
     python -m inductor_passes program.txt -p merge,order,simulate
 
-The text is that of :mod:`inductor_passes.ir.text`; each program that is printed can be read again.
-``TORCH_TRACE`` has the program of every graph that the backend compiles, before the passes and
-after them. No torch is needed.
+The text form is that of :mod:`inductor_passes.ir.text`; what this prints can be read again. The
+logs in ``TORCH_TRACE`` contain the program of every graph that the backend compiles, before and
+after the passes. No torch is needed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ REMEDY = 'options={"bucketing": "none"} compiles without the passes'
 
 
 class PassError(RuntimeError):
-    """A pass could not do its work, or what it made failed verification; names pass and op."""
+    """A pass failed, or its result failed verification; the message names the pass and the op."""
 
 
 @contextmanager
@@ -60,12 +60,12 @@ def bucket_and_reorder(
         settings: what to do.
         fqn_of: as for :func:`inductor_passes.adapters.fx.read`.
         planned: the buckets, if :func:`rehearse` chose them; else they are chosen here.
-        before: how :func:`rehearse` read the graph, if nothing has changed it since.
+        before: the reading that :func:`rehearse` made, if the graph has not changed since.
 
     Raises:
-        PassError: it failed; the graph is not to be used then. The ranks agreed on the plan, but
-            not on this: if it fails on one of them, the others wait in their first collective for
-            it until it exits or the process group gives up.
+        PassError: the pass failed; the graph must not be used then. The ranks agreed on the plan,
+            but not on this failure: if the pass fails on one rank only, the other ranks wait in
+            their first collective until that rank exits or the process group gives up.
     """
     before = before or read(graph, settings, fqn_of)
     if planned is None:
@@ -84,7 +84,8 @@ def bucket_and_reorder(
 
 
 def _packs(reading: fx.Reading, settings: Settings) -> Packs:
-    """Which members share a buffer: where the machine is known, and has the kernel for it."""
+    """Which members of a bucket are packed into one buffer: none if the machine is not known, or
+    has no kernel for it."""
     if settings.auto is None or not has_kernel(device_of(reading)):
         return lambda members: ()
     cluster = settings.auto.cluster
@@ -94,25 +95,25 @@ def _packs(reading: fx.Reading, settings: Settings) -> Packs:
 
 @dataclass(frozen=True)
 class ImposeOrder:
-    """The scheduler pass: the planned order again, after Inductor moved its nodes.
+    """The scheduler pass: restores the planned order after Inductor has moved its nodes.
 
     An instance can be pickled, and its pickle is part of the key of Inductor's cache.
     """
 
     policy: OverlapPolicy  # as in :class:`Settings`
-    # Compute, too, in the order that the plan was made for, which Inductor's fusion and its memory
-    # reordering change: a wait "before the third next reduce" comes far too early if the weight
-    # gradients of a layer are computed one after the other.
+    # Put compute, too, into the order that the plan was made for. Inductor's fusion and its memory
+    # reordering change that order: a wait "before the third next reduce" would come far too early
+    # if all weight gradients of a layer were computed one after the other.
     as_planned: bool
-    uuid: str  # of the sources and settings
+    uuid: str  # identifies the sources and settings, for the cache's key
 
     @no_garbage_collection()
     @_errors_of("impose_order")
     def __call__(self, snodes: list[Any]) -> list[Any]:
-        """The same scheduler nodes, in order.
+        """The same scheduler nodes, in the planned order.
 
         Raises:
-            PassError: they cannot be put into it.
+            PassError: the nodes cannot be put into that order.
         """
         reading = scheduler.read(snodes)
         program = reading.program
@@ -134,7 +135,7 @@ Chooser = Callable[[fx.Reading, Settings], Plan | tuple[Bucket, ...]]
 def rehearse(
     gm: GraphModule, settings: Settings | None, fqn_of: fx.FqnOf, chooser: Chooser = choose
 ) -> Rehearsal:
-    """Plan ``gm``; with no settings, nothing changes. ``chooser`` gives the buckets.
+    """Plan ``gm`` with the buckets that ``chooser`` gives; without settings, nothing is planned.
 
     Raises:
         ProgramError: the graph breaks a rule, or cannot be planned.

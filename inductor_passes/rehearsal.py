@@ -31,8 +31,8 @@ from inductor_passes.transform.portable import PortableBucket, in_names, in_prog
 from inductor_passes.transform.windows import buckets_by_module
 
 USABLE = 0.9
-"""Share of a device's memory that is not left for its context, communication's own buffers and
-fragmentation; an estimate."""
+"""Fraction of a device's memory that a plan may fill. The rest is left for the device's context,
+the communication library's buffers and fragmentation; an estimate."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Auto:
     """How the automatic planner is to choose."""
 
     cluster: Cluster  # what the machine is
-    # Of memory, see :func:`inductor_passes.planner.auto.plan_auto`; a default is at most what
-    # :func:`room_nbytes` says that the cluster's devices have.
+    # Memory budget, see :func:`inductor_passes.planner.auto.plan_auto`. None takes the default of
+    # that function, for devices of the cluster, which have :func:`room_nbytes`.
     budget_nbytes: int | None = None
     # ``"search"``, or ``"greedy"``, the published rule.
     planner: Literal["search", "greedy"] = "search"
@@ -59,18 +59,19 @@ class Settings:
     reorder: bool = True
     layout: BucketLayout = "coalesced"  # how the members of a bucket travel
     policy: OverlapPolicy = field(default_factory=OverlapPolicy)  # limits of the reordering
-    # Repeated modules, whose computes collectives stay out of; see
-    # :mod:`inductor_passes.adapters.units`. Without any, collectives may go anywhere.
+    # Repeated modules: no collective is placed between the computes of one; see
+    # :mod:`inductor_passes.adapters.units`. If there are none, collectives may go anywhere.
     units: tuple[str, ...] = ()
 
 
 def read(graph: Graph, settings: Settings | None, fqn_of: fx.FqnOf) -> fx.Reading:
-    """A graph, as it was made, as a program; its computes in units if the settings name any."""
+    """Read a graph, unplanned, as a program; its computes form units if the settings name any."""
     reading = fx.read(graph, fqn_of)
     return fx.mark_units(reading, settings.units) if settings and settings.units else reading
 
 
-# Given all that a plan is made of, as a text, and what makes it: the plan.
+# Takes a text of everything that a plan depends on, and a function that makes the plan; returns
+# the plan, made now or remembered.
 Recall = Callable[[str, Callable[[], Plan]], Plan]
 
 
@@ -82,11 +83,11 @@ def choose(
     Args:
         reading: the graph.
         settings: what to do.
-        recall: may know the automatic planner's plan from before.
+        recall: may remember an automatic plan that was made before; see :data:`Recall`.
     """
     if settings.auto is not None:
         return _planned(reading, settings, settings.auto, recall)
-    # Limits that somebody has set hold as they are.
+    # Limits that the user has set hold for every bucket, so no bucket gets a window of its own.
     by_module = buckets_by_module if settings.policy == OverlapPolicy() else plan_buckets
     buckets = by_module(reading.program, settings.assignment)
     if not settings.merge:
@@ -113,10 +114,11 @@ def _planned(reading: fx.Reading, settings: Settings, auto: Auto, recall: Recall
 
 
 def room_nbytes(program: Program, cluster: Cluster) -> int:
-    """What a device has beside the shards of parameters and of AdamW's two moments, all fp32.
+    """Bytes that a device has left beside shards of parameters and AdamW's two moments, all fp32.
 
-    Whole parameters that are only all-reduced are not counted, and neither are gradients of an
-    earlier batch that are accumulated. What all ranks share tells the size of a shard.
+    Parameters that are not sharded (they are only all-reduced) are not counted, nor are gradients
+    accumulated from earlier batches. Sizes of shards come from the collectives, which all ranks
+    share.
     """
     elements = {
         c.fqns: c.nbytes // _torch.itemsize(c.dtype) // c.ranks
@@ -133,8 +135,8 @@ class Rehearsal:
     reading: fx.Reading  # the graph as it is
     planned: tuple[PortableBucket, ...]  # the buckets that were chosen
     after: Program  # the graph's program with the collectives merged and in order
-    # What the automatic planner expects of it; without a budget if it was made for another graph,
-    # on this rank or another, which communicates the same.
+    # What the automatic planner expects of the graph. The plan has no budget if it was made for
+    # another graph (of this rank or another) that communicates the same.
     plan: Plan | None = None
 
 
@@ -149,8 +151,8 @@ def rehearsed(
 
 
 def arranged(program: Program, buckets: Sequence[Bucket], settings: Settings | None) -> Program:
-    """``program`` with its buckets merged, as they travel, and in the order that is planned; with
-    no settings, nothing is moved."""
+    """``program`` with its buckets merged (into one buffer each if the layout is flat), and in the
+    planned order; without settings, nothing is moved."""
     merged = merge(program, buckets)
     if settings is None:
         return merged
@@ -162,10 +164,10 @@ def arranged(program: Program, buckets: Sequence[Bucket], settings: Settings | N
 def as_planned(
     reading: fx.Reading, auto: Auto, planned: Sequence[PortableBucket]
 ) -> Plan | tuple[Bucket, ...]:
-    """A plan that was made for another graph, which communicates the same, for this one.
+    """Apply to this graph a plan that was made for another graph which communicates the same.
 
     Raises:
-        ProgramError: the graph has other collectives of data parallelism's than the plan.
+        ProgramError: the data-parallel collectives of the graph are not those of the plan.
     """
     buckets = in_program(reading.program, planned)
     if in_names(reading.program, buckets) != tuple(planned):
@@ -177,8 +179,9 @@ def as_planned(
 def communicated(program: Program, *, sizes: bool = False) -> list[str]:
     """What data parallelism communicates in a graph, in words that are the same on all ranks.
 
-    Sorted: ranks may compute in another sequence and communicate the same. With ``sizes``, which
-    may differ between ranks if a tensor-parallel parameter is split unevenly.
+    The list is sorted, because ranks that compute in different sequences may communicate the same.
+    ``sizes`` adds bytes, which differ between ranks if a tensor-parallel parameter is split
+    unevenly.
     """
     return sorted(
         f"{c.kind} {c.reduce_op} {c.dtype}, {c.ranks} ranks: {c.fqns} {c.nbytes if sizes else ''}"
@@ -197,13 +200,13 @@ def launches(rehearsal: Rehearsal) -> list[str]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the passes make of a graph, by :mod:`inductor_passes.machine.cluster`."""
+    """What the passes change in a graph, as :mod:`inductor_passes.machine.cluster` predicts."""
 
-    collectives: dict[str, int]  # number of gathers, reduces and all-reduces before
-    buckets: dict[str, int]  # likewise, of buckets (merged or only moved together)
-    exposed_before_us: float  # time the compute lane stands still, before
+    collectives: dict[str, int]  # number of gathers, reduces and all-reduces before the passes
+    buckets: dict[str, int]  # number of buckets of each kind after (merged or moved together)
+    exposed_before_us: float  # time that the compute lane stands still, before the passes
     exposed_after_us: float  # likewise, after
-    device: str  # the cluster that is assumed
+    device: str  # name of the assumed cluster
 
 
 @no_garbage_collection()
@@ -217,8 +220,8 @@ def predict(rehearsal: Rehearsal, settings: Settings | None) -> Prediction:
 
 
 def assumed_cluster(reading: fx.Reading, settings: Settings | None) -> tuple[Cluster, str]:
-    """What to predict a graph for: its plan's cluster, else its device's, else an H100's; and what
-    to call that."""
+    """The cluster that predictions for a graph assume, and its name: the cluster of the settings,
+    else that of the graph's device, else an H100's."""
     if settings is not None and settings.auto is not None:
         return settings.auto.cluster, settings.auto.cluster.name
     device = device_of(reading)
@@ -230,6 +233,6 @@ def assumed_cluster(reading: fx.Reading, settings: Settings | None) -> tuple[Clu
 
 
 def _count(program: Program) -> dict[str, int]:
-    """Number of buckets per kind; a collective that is in none is one by itself."""
+    """Number of buckets per kind; a collective without a bucket counts as one."""
     found = {(c.kind, c.group, c.bucket or name, c.dtype) for name, c in program.sent.items()}
     return {kind: sum(k == kind for k, *_ in found) for kind in ("gather", "reduce", "all_reduce")}

@@ -1,8 +1,8 @@
-"""Within which sizes a plan holds that was made at one of them, from the formulas of its numbers.
+"""For which sizes a plan that was made at one size holds.
 
-A graph whose sizes are open is planned once, and what is planned runs at every size: buckets and
-order stay. What it takes there follows from the formulas (:mod:`inductor_passes.ir.sizes`); nothing
-is traced or planned again.
+A graph with open (symbolic) sizes is planned once, and runs with the same buckets and order at
+every size. The time and memory that it takes at another size follow from the formulas of its
+numbers (:mod:`inductor_passes.ir.sizes`); nothing is traced or planned again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from inductor_passes.rehearsal import Rehearsal, Settings, arranged
 from inductor_passes.transform.portable import in_program
 
 ENDLESS = 1 << 24
-"""A size that none is larger than; larger ones are not looked at."""
+"""Upper end of the sizes that are looked at."""
 NEAR = 1.05
 _FREE = Work(kind="view", kernels=0)
 
 
 class OpenSize(NamedTuple):
-    """A size that a graph was traced without."""
+    """A size that was left open when a graph was traced."""
 
-    symbol: sympy.Symbol  # that stands for it
+    symbol: sympy.Symbol  # stands for the size in formulas
     name: str  # what it is to the user: ``"L['tokens'].size()[0]"``
     hint: int  # what it was when the graph was traced
     least: int  # the smallest for which the graph is run
@@ -50,37 +50,37 @@ class SizeSpan(NamedTuple):
 
 
 class SizeRange(NamedTuple):
-    """Where a plan holds, if one size changes and the others are what they were when traced."""
+    """Where a plan holds if one size changes and the others stay what they were when traced."""
 
     size: OpenSize
-    known: SizeSpan  # where the formulas hold: the rest of the attributes is said of no others
-    room_nbytes: int  # what the plan may take
-    fits: SizeSpan | None  # where it takes no more; None if it takes more at the size's hint
-    peak_nbytes: int  # most live bytes at the largest size that fits; at the hint if that does not
-    factor: float = NEAR  # how many times its lower bound the plan may take to be near it
-    # Where it fits and takes no longer; None if that was not asked for.
+    known: SizeSpan  # where the formulas hold; the other attributes are about these sizes only
+    room_nbytes: int  # live bytes that the plan may take
+    fits: SizeSpan | None  # where it takes at most these; None if it takes more at the size's hint
+    peak_nbytes: int  # most live bytes at the largest size that fits; if none does, at the hint
+    factor: float = NEAR  # a plan is near its lower bound if it takes at most so many times that
+    # Where the plan fits and is near its lower bound; None if that was not asked for.
     near: SizeSpan | None = None
 
 
 @dataclass(frozen=True)
 class OpenPlan:
-    """A plan whose sizes are open; of what all ranks share, as the planner sees it."""
+    """A plan with open sizes. Like the planner, it sees only what all ranks share."""
 
     before: SizedProgram  # the program, nothing merged
-    after: SizedProgram  # merged, and in its order
+    after: SizedProgram  # the program merged, and in the planned order
     work: Mapping[str, Work]  # of its compute ops by name
     cost: ClusterCost  # of the machine
-    sizes: tuple[OpenSize, ...]  # that are open
-    # What was found by comparing sizes, and holds where the formulas do.
+    sizes: tuple[OpenSize, ...]  # all that are open
+    # Conditions that comparisons of sizes found true; the formulas hold where all of these do.
     holds: frozenset[sympy.Basic]
 
     def peak_nbytes(self, **sizes: int) -> int:
-        """Most live bytes at some sizes by their symbols, the others at their hints."""
+        """Most live bytes at ``sizes``, given by symbol; sizes not given are at their hints."""
         with _torch.plain_tensors():
             return int(self._peaks.many([self._cell(sizes)]).item())
 
     def times_bound(self, **sizes: int) -> float:
-        """How many times its lower bound the plan takes at some sizes."""
+        """Predicted time of the plan at ``sizes``, divided by its lower bound there."""
         cell = self._cell(sizes)
         numbers = iter(self._work.at(cell))
         work = {
@@ -92,14 +92,14 @@ class OpenPlan:
         return simulate(self.after.at(**cell), cost).total_us / max(bound_us, 1e-9)
 
     def is_known(self, **sizes: int) -> bool:
-        """Whether the formulas hold at some sizes."""
+        """Whether the formulas hold at ``sizes``."""
         cell = self._cell(sizes)
         values = {size.symbol: cell[str(size.symbol)] for size in self.sizes}
         return all(condition.xreplace(values) == sympy.true for condition in self.holds)
 
     @property
     def open(self) -> tuple[OpenSize, ...]:
-        """Of the sizes those that memory depends on."""
+        """The open sizes that some buffer's bytes depend on."""
         numbers = [buffer.nbytes for buffer in self.before.program.buffers.values()]
         there = {symbol for number in numbers for symbol in formula_of(number).free_symbols}
         return tuple(size for size in self.sizes if size.symbol in there)
@@ -123,18 +123,19 @@ def open_plan(
     cluster: Cluster,
     sizes: Sequence[OpenSize],
 ) -> OpenPlan:
-    """What was planned of a graph, with its sizes open.
+    """The plan of a graph, with its sizes open.
 
     Args:
         rehearsal: of the graph.
         settings: of the passes.
-        cluster: what it runs on.
-        sizes: all that its formulas are of.
+        cluster: the machine that the graph runs on.
+        sizes: all open sizes that the graph's formulas contain.
     """
     with noted() as notes:
         program, cost = fused_program(rehearsal.reading), cost_of(rehearsal.reading, cluster)
         program, shared = rank_invariant(program, cost)
-    # That two sizes differ, they do everywhere but at a few sizes, where little changes.
+    # A note that two numbers differ is left out: it fails at a few sizes only, where little
+    # changes.
     holds = {note for note in notes if not isinstance(note, sympy.Ne)}
     work = {n: w if shared.op_us.get(n) else _FREE for n, w in cost.work.items()}
     ordered = arranged(program, in_program(program, rehearsal.planned), settings)
@@ -146,17 +147,18 @@ def open_plan(
 def range_of(plan: OpenPlan, size: OpenSize, room_nbytes: int, *, timed: bool) -> SizeRange:
     """Within which values of one size a plan holds.
 
-    The range that fits is exact. It is near its bound where its predicted step takes at most 5 %
-    more of its lower bound than at the hint, and at most 5 % more than the bound where it beats
-    that there. Sizes are looked at from the hint outwards, each twice as large or half as large,
-    and then between the last good one and the first bad one. (Live bytes grow with a size; of
-    time, what lies between two good ones is not looked at.)
+    A plan is near its bound where the ratio of its predicted time to its lower bound is at most
+    5 % above the ratio at the hint (or above 1, if the ratio at the hint is below that).
+
+    Sizes are tried from the hint outwards, each twice or half the one before, and then between the
+    last good and the first bad one. So the range that fits is exact, since live bytes grow with a
+    size; the range that is near its bound is not: sizes between two good ones are not tried.
 
     Args:
-        plan: it.
-        size: one of the plan's.
-        room_nbytes: what the plan may take.
-        timed: look for where it is near its bound.
+        plan: the plan.
+        size: one of the plan's open sizes.
+        room_nbytes: live bytes that the plan may take.
+        timed: also find where the plan is near its bound.
     """
     name, hint = str(size.symbol), size.hint
 
@@ -177,8 +179,8 @@ def range_of(plan: OpenPlan, size: OpenSize, room_nbytes: int, *, timed: bool) -
 
 
 def edge(holds: Callable[[int], bool], hint: int, end: int, part: int = ENDLESS) -> int:
-    """The last size on the way from ``hint``, for which something holds, to ``end``, up to which it
-    does; to within one part of so many, on the side where it holds."""
+    """The last size up to which ``holds`` stays true on the way from ``hint``, where it is true, to
+    ``end``. The result may fall short of that size by one ``part``-th of it."""
     good = hint
     while good != end:
         further = min(end, max(2 * good, 1)) if good < end else max(end, good // 2)

@@ -1,4 +1,4 @@
-"""Every private part of PyTorch that the passes touch, behind a name of our own.
+"""Private parts of PyTorch that the passes touch, behind names of our own.
 
 Each has a contract test in ``tests/adapters/test_passes_contract.py`` that says what moved.
 """
@@ -38,7 +38,7 @@ _OF_NUMBERS = {getattr(torch, name) for name in dir(torch) if name.startswith("s
 
 
 def is_op(node: Node) -> bool:
-    """Whether a node calls an operator that has a schema, and not within another call."""
+    """Whether a node calls an operator with a schema directly, not as another call's argument."""
     return isinstance(node.target, torch._ops.OpOverload)
 
 
@@ -68,7 +68,8 @@ def is_random(node: Node) -> bool:
 
 
 def is_saved(name: str) -> bool:
-    """Whether an input of this name is what forward has left for backward, and no argument."""
+    """Whether an input of this name is a tensor that forward saved for backward, and that backward
+    may write over; not an argument of the graph."""
     return functorch_config.donated_buffer and not _ARGUMENTS.match(name)
 
 
@@ -84,7 +85,7 @@ def multiplies_matrices(node: Node) -> bool:
 
 
 def _is_of_heads(value: Any) -> bool:
-    """Whether a traced value is as attention's, and not as an index of its mask."""
+    """Whether a traced value may be a result of attention, and not an index into its mask."""
     tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
     return any(v.is_floating_point() and v.dim() > 2 for v in tensors)
 
@@ -93,8 +94,8 @@ _STORED = "inductor_realize_to_strides"
 
 
 def store(node: Node) -> None:
-    """Have Inductor store what a node makes, which else each loop that reads it may make again. Its
-    cache does not tell such nodes apart."""
+    """Have Inductor store the result of a node, which otherwise each loop that reads it may compute
+    again. Inductor's cache does not see this mark."""
     node.meta[_STORED] = True
 
 
@@ -104,7 +105,7 @@ def is_stored(node: Node) -> bool:
 
 
 def is_lookup_of_seed(node: Node) -> bool:
-    """Whether a node takes one of the seeds that Inductor draws for a graph at a time."""
+    """Whether a node takes one of the seeds that Inductor draws for a graph all at once."""
     from torch._inductor import inductor_prims
 
     return node.target is inductor_prims.lookup_seed
@@ -125,7 +126,7 @@ def module_path(node: Node) -> str | None:
 
 def draws_from_seed(node: Node) -> bool:
     """Whether a node draws random numbers from a seed that it is given. Only code that Inductor
-    generates does so: run as it is, it draws from the generator of the device."""
+    generates uses the seed: called by itself, the node draws from the device's generator."""
     from torch._inductor import inductor_prims
 
     return node.target in (inductor_prims.random, inductor_prims.randint)
@@ -141,7 +142,7 @@ def has_symbols(value: Any) -> bool:
 
 
 def layout_text(value: Any) -> str:
-    """How a traced value lies in memory, as far as code that is generated for it depends on it."""
+    """The layout of a traced value as a text, as far as code generated for it depends on it."""
     if not isinstance(value, torch.Tensor):
         return repr(value) if isinstance(value, (bool, int, float)) else f"<{id(value)}>"
     aligned = value.storage_offset() * value.element_size() % 64 == 0
@@ -152,7 +153,7 @@ def layout_text(value: Any) -> str:
 def mutated_arguments(node: Node) -> Sequence[Node]:
     """Nodes whose tensors ``node`` writes in place.
 
-    Of a call without a schema (a higher-order op, a user's Triton kernel) they may be any.
+    A call without a schema (a higher-order op, a user's Triton kernel) may write all of its inputs.
     """
     if is_pure_python(node):
         return ()
@@ -170,7 +171,7 @@ def mutated_arguments(node: Node) -> Sequence[Node]:
 def size_hint(value: Any) -> int:
     """``value`` if it is a number; what it was when traced if it is symbolic, 0 if unknown.
 
-    Of a symbolic one it is a :class:`~inductor_passes.ir.sizes.Size`, which knows the formula.
+    A symbolic value gives a :class:`~inductor_passes.ir.sizes.Size`, which knows the formula.
     """
     node = getattr(value, "node", None)
     if node is None:
@@ -211,9 +212,10 @@ def ranks_of_group(name: str) -> list[int] | None:
 
 
 def has_wide_matmul(device: torch.device) -> bool:
-    """Whether a matmul of 16-bit numbers can write its fp32 sums there: cuBLAS's can.
+    """Whether a matmul of 16-bit numbers can write its fp32 sums on a device; cuBLAS's can.
 
-    Not if the user wants other libraries or generated kernels only, which Inductor has none of.
+    Not if the user allows only other libraries or generated kernels: these have no such matmul in
+    Inductor.
     """
     from torch._inductor import config
 
@@ -229,18 +231,18 @@ def no_autocast() -> AbstractContextManager[Any]:
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """Operators go past autograd from this call on, until the context that it gives is left.
+    """Operators bypass autograd from this call on, until the context that it returns is left.
 
-    A compiled graph's part in autograd is done outside of it. Without this each collective, and
-    each wait, goes through the Python of its autograd formula (``torch/_library/autograd.py``),
-    only to find that nothing is wanted of it. Only for graphs that :func:`can_go_below_autograd`.
+    Autograd of a compiled graph is done outside of the graph. Without this, each collective and
+    each wait goes through the Python of its autograd formula (``torch/_library/autograd.py``), only
+    to find that there is nothing to do. Only for graphs that :func:`can_go_below_autograd`.
     """
     return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
 
 
 def can_go_below_autograd(gm: GraphModule) -> bool:
-    """Whether all operators of a graph are torch's or ours. The kernel of another may itself ask
-    autograd for something, as forces are gradients of an energy, and would get zeros."""
+    """Whether all operators of a graph are torch's or ours. The kernel of another operator may use
+    autograd itself (forces are gradients of an energy), and would get zeros."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
     operators = (node.target for graph in graphs for node in graph.nodes if is_op(node))
     known = {*_OF_TORCH, "inductor_passes"}
@@ -283,16 +285,16 @@ def is_scheduled_item(snode: Any) -> bool:
 def scheduled_reads(snode: Any, launched: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Names of the buffers whose writers must run before a scheduler node.
 
-    Dependencies that stand for a sequence, not for data, are marked as fake. Inductor chains the
-    launches of collectives by such; they are left out. A write in place has them on the reads
-    before it, which are kept; but for the launch of a collective that only sends what is written
-    to: its wait, which reads that, too, is another one. If what was read into is by now being
-    reduced in place, Inductor names what the reduce makes of it, and so a write that must only come
-    after the read would wait for the reduce; it gets the name from before the launch.
+    Inductor marks a dependency that stands for a sequence, not for data, as fake. It chains the
+    launches of collectives by fake dependencies, which are left out. It gives a write in place fake
+    dependencies on the reads before it, which are kept, except on the launch of a collective that
+    sends what is written: its wait reads that, too, so the write depends on the wait anyway. If the
+    result of such a read is by now being reduced in place, Inductor names the result of the reduce,
+    for which the write need not wait; so it depends on the buffer from before the launch.
 
     Args:
         snode: a scheduler node.
-        launched: of buffers that collectives fill, those that they do it in, if they are in place.
+        launched: for each buffer that a collective fills, the ones it was before, if in place.
     """
     reads: set[str] = set()
     for dep in snode.unmet_dependencies:
@@ -306,7 +308,7 @@ def scheduled_reads(snode: Any, launched: Mapping[str, tuple[str, ...]]) -> tupl
 
 
 def scheduled_mutations(snode: Any) -> dict[str, tuple[str, ...]]:
-    """Of the buffers that a scheduler node makes or writes to, which ones they were before."""
+    """For each buffer that a scheduler node makes or writes to, the buffers that it was before."""
     return {str(b.get_name()): tuple(map(str, b.get_mutations())) for b in snode.get_outputs()}
 
 
@@ -316,8 +318,8 @@ def scheduled_writes(snode: Any) -> tuple[str, ...]:
 
 
 def lowered_at(snode: Any) -> int:
-    """Place of a scheduler node before fusion, in the order of the graph; the first, if it is of
-    several: what that one reads is not to live until the last one's turn."""
+    """Place of a scheduler node in the order of the graph, before fusion. For a fused node, that of
+    its first part: what this part reads should not live until the turn of the last."""
     return int(snode.min_order)
 
 

@@ -1,7 +1,7 @@
 """Which operator a node really calls, with which arguments, and how much it computes.
 
-A private part of PyTorch, as those of :mod:`inductor_passes.adapters._torch`, and under the same
-contract.
+This uses private parts of PyTorch, with contract tests as for
+:mod:`inductor_passes.adapters._torch`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def call_of(node: Node) -> Call:
     """What a node really calls.
 
     Under activation checkpointing, an operator that may draw random numbers, as attention may for
-    its dropout, is an argument of a call that gives it the state which the generator had. It is
-    that operator that is called.
+    its dropout, is an argument of another call, which gives it the state that the generator had.
+    For such a node, this is the call of that operator.
     """
     at = _OPERATOR_AT.get(node.target)
     if at is None:
@@ -63,9 +63,9 @@ def call_of(node: Node) -> Call:
 
 
 def run_by_itself(node: Node) -> Call:
-    """What to call for a node that no compiler sees.
+    """The call that runs a node outside of compiled code.
 
-    Casts of ``prims``, which AOTAutograd makes, are written in Python: 16 us, and ATen's are 3.
+    Casts of ``prims``, which AOTAutograd makes, are written in Python: they take 16 us, ATen's 3.
     """
     if node.target is not torch.ops.prims.convert_element_type.default:
         return Call(node.target, node.args, node.kwargs)
@@ -97,9 +97,9 @@ def makes_view(target: Any) -> bool:
 
 
 def work_call(node: Node) -> Call:
-    """The call that does a node's work: as :func:`call_of`, but of an operator that writes to its
-    arguments, as the backward of the flash-attn package does, where AOTAutograd has another call
-    return what it would write."""
+    """The call that does a node's work: :func:`call_of`. But AOTAutograd wraps an operator that
+    writes to its arguments, as the backward of the flash-attn package, in a call that returns what
+    the operator would write; then it is the call of that operator."""
     if node.target in _FUNCTIONALIZED:
         target: Any = node.args[0]
         names = {argument.name for argument in target._schema.arguments}
@@ -135,10 +135,11 @@ def by_position(call: Call) -> Sequence[Any]:
 
 
 def note_values(graph: Graph) -> None:
-    """Note in ``meta["val"]`` the values of such calls, which the partitioner leaves out.
+    """Note in ``meta["val"]`` the values of calls that run an operator with a generator's state,
+    which the partitioner leaves out.
 
-    Inductor finds them out before its passes, but a graph may be read before that. Several results
-    are known from the users that take one each; a single one is computed, on fake tensors.
+    Inductor computes these values before its passes, but a graph may be read before that. Several
+    results are known from the users that take one each; a single one is computed, on fake tensors.
     """
     for node in graph.nodes:
         if node.target in _OPERATOR_AT and "val" not in node.meta:
@@ -154,7 +155,8 @@ def note_values(graph: Graph) -> None:
 
 
 def computed(call: Call) -> Any:
-    """The value of a call with nodes, from theirs, if one of these is a fake tensor."""
+    """The value of a call, computed from the values of the nodes among its arguments; None if no
+    argument is a fake tensor."""
     args, kwargs = map_arg((call.args, dict(call.kwargs)), lambda node: node.meta.get("val"))
     given = pytree.tree_leaves((args, kwargs))
     mode = next((v.fake_mode for v in given if hasattr(v, "fake_mode")), None)
@@ -173,7 +175,8 @@ def saves_generator(node: Node) -> bool:
 
 
 def generator_written_by(node: Node) -> list[Node]:
-    """The input that holds a generator of its own for a node, which drawing from it moves on."""
+    """The input that holds the state of a node's own generator, which the node advances by drawing;
+    empty if it has none."""
     if node.target is not rng_prims.graphsafe_run_with_rng_state:
         return []
     state = node.kwargs.get("rng_state")
@@ -186,10 +189,10 @@ def is_size(node: Node) -> bool:
 
 
 def flops_formula(target: object) -> Callable[..., int] | None:
-    """Torch's formula of an operator's floating-point operations, called with its arguments and
-    ``out_val``, of tensors their shapes; None if it has none."""
+    """Torch's formula of an operator's floating-point operations; None if torch has none. It is
+    called with the operator's arguments and ``out_val``; tensors are given as their shapes."""
     formula: Callable[..., int] | None = flop_registry.get(target)
-    if formula is None or hasattr(formula, "__wrapped__"):  # which takes shapes of tensors
+    if formula is None or hasattr(formula, "__wrapped__"):  # a wrapped one takes shapes
         return formula
 
     def of_shapes(*args: Any, **kwargs: Any) -> int:
@@ -204,7 +207,8 @@ def _is_shape(value: object) -> bool:
 
 
 def _of_shape(value: Any) -> Any:
-    """For a formula of tensors: it looks at all sorts of their methods, and knows no open sizes."""
+    """A shape as a tensor, for a formula that takes tensors: such formulas use various methods of
+    tensors, and support no open sizes."""
     if not _is_shape(value):
         return value
     return torch.empty([fixed(n) for n in value], device="meta")

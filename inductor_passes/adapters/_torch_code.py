@@ -1,4 +1,4 @@
-"""Adapter: compiled code of Inductor's, as it is kept by who saves it."""
+"""Adapter: code that Inductor compiled, made fit to be saved, and callable again."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def codes_in(code: Any) -> Iterator[Any]:
 
 
 def without_callables(code: Any) -> dict[str, Any]:
-    """All of a compiled graph but what :func:`revive` makes again."""
+    """All attributes of a compiled graph, without the callables that :func:`revive` makes again."""
     bare = copy(code)
     bare.prepare_for_serialization()
     return dict(vars(bare))
 
 
 def revive(code: Any, *, is_backward: bool) -> None:
-    """Make a compiled graph callable that was kept without its callables.
+    """Make a compiled graph callable again that was saved without its callables.
 
     Raises:
         RuntimeError: its files cannot be written, or found.
@@ -57,11 +57,11 @@ def revive(code: Any, *, is_backward: bool) -> None:
 
 
 def run_below_autograd(code: Any, gm: GraphModule | None = None) -> None:
-    """Have a graph that Inductor compiled run as :func:`below_autograd` says, if it can.
+    """Have a graph that Inductor compiled run inside :func:`below_autograd`, if it can.
 
     Args:
-        code: the compiled graph. That it can is kept with it.
-        gm: what it was made of; None of code that was kept.
+        code: the compiled graph. Whether it can run so is noted on it, and saved with it.
+        gm: the graph that it was compiled from; None if it was saved before.
     """
     if not is_kept_code(code):
         return

@@ -1,5 +1,5 @@
-"""Adapter: which loops Inductor fuses, so that what is to run before a launch or wait is not kept
-back, and not more is live."""
+"""Adapter: limits which loops Inductor fuses, so that what must run before a launch or wait is not
+delayed, and no more memory is live."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from inductor_passes.adapters import _torch
 
 @contextmanager
 def fusions_as_planned() -> Iterator[None]:
-    """While Inductor lowers a graph: no fusion keeps back what is to run before a launch or wait,
-    and none makes more live.
+    """While Inductor lowers a graph: no fusion delays what must run before a launch or wait, and
+    none makes more memory live.
 
-    Fusion of two norms' gradients, say, would hold the launch that needs the first one back until
-    the second one is there; and a matrix product would come too late to hide a gather, if a loop
-    that it needs were fused with one behind that gather's wait. What is computed again for a
-    product far behind would be there early, if it were fused with a loop that reads the same: 9 %
-    of a step's peak (``benchmarks/LOG.md``). Combo kernels, an option of Inductor's, are not asked.
-    Of sizes that are symbols, those of the batch at hand count: ranks may fuse otherwise, but
-    launch the same.
+    Fusing two norms' gradients, say, would delay the launch that needs the first one until the
+    second one is computed. A matrix product would come too late to hide a gather if a loop that it
+    needs were fused with a loop behind that gather's wait. What is recomputed for a product much
+    later would be live early if it were fused with a loop that reads the same: 9 % of a step's peak
+    (``benchmarks/LOG.md``). Combo kernels, an option of Inductor's, are not checked. Symbolic sizes
+    count as in the batch at hand: so ranks may fuse differently, but launch the same.
     """
     from torch._inductor.virtualized import V
 
@@ -50,8 +49,8 @@ def fusions_as_planned() -> Iterator[None]:
 
 
 class _Schedule:
-    """A schedule before fusion. What is fused with what by now is asked for each time, by
-    ``now(operation)``: what reads one of two that are one needs what the other needs."""
+    """A schedule before fusion. ``now(operation)`` gives the node, perhaps fused, that has an
+    operation by now; it is asked each time, as a reader of one fused loop must wait for both."""
 
     def __init__(self, snodes: Sequence[Any], returned: Iterable[str]) -> None:
         self.limits = _limits(snodes)
@@ -63,7 +62,7 @@ class _Schedule:
         }
         self.last.update(dict.fromkeys(returned, inf))
         self.maker: dict[str, str] = {}  # the operation that makes each buffer
-        self.readers: dict[str, list[str]] = {}  # those that need it
+        self.readers: dict[str, list[str]] = {}  # the operations that need each buffer
         for snode in snodes:
             self.maker |= dict.fromkeys(map(str, snode.get_buffer_names()), snode.get_name())
             for dep in snode.unmet_dependencies:
@@ -78,9 +77,9 @@ class _Schedule:
         return bool(in_time and not self._holds_more(first, second, is_early))
 
     def _holds_more(self, first: Any, second: Any, is_early: bool) -> bool:
-        """Whether more is live: what ``second`` makes is there early, and what it is the last to
-        read is freed early; or else what ``first`` makes is late, and what it reads stays. Not
-        asked of what needs ``first``, and of what has no kernel between."""
+        """Whether fusion makes more bytes live. If ``second`` runs early, its results exist early,
+        and what it reads last is freed early; else ``first`` runs late, its results exist late, and
+        what it reads last stays. False if ``second`` needs ``first``, or no kernel is between."""
         begin, end = (bisect_left(self.places, n) for n in (first.max_order, second.min_order))
         if not self.kernels[begin:end] or second.ancestors & first.get_operation_names():
             return False
@@ -107,7 +106,8 @@ class _Schedule:
         return True
 
     def _limit(self, first: Any, second: Any, now: Callable[[str], Any]) -> float:
-        """By when both must have run, for what reads them, and what that is one with."""
+        """The place before which both must run, for the sake of all that reads them, directly or
+        through loops as they are fused now."""
         limit, seen, left = inf, {first, second}, [first, second]
         while left:
             for name in map(str, left.pop().get_buffer_names()):
@@ -119,7 +119,8 @@ class _Schedule:
         return limit
 
     def _makes_and_frees(self, snode: Any, until: int) -> tuple[int, int]:
-        """Bytes that a loop makes for later, and that it reads and nobody does behind ``until``."""
+        """Bytes that a loop makes for later ops, and bytes that it reads and that nobody reads
+        after ``until``."""
         reads, writes = snode.read_writes.reads, snode.read_writes.writes
         own = {dep.name for dep in writes}
         makes = {d.name: d for d in writes if self.last.get(d.name, 0) > snode.max_order}
@@ -133,8 +134,8 @@ class _Schedule:
 
 
 def _limits(snodes: Sequence[Any]) -> dict[str, float]:
-    """By when each buffer must be there: the place of the next launch or wait, seen from the first
-    kernel of another library, such as a matrix product, that needs it directly or by way of loops.
+    """The place before which each buffer must exist: that of the next launch or wait from the first
+    kernel of another library on, such as a matmul, that needs the buffer directly or through loops.
 
     Args:
         snodes: before fusion, in an order in which they can run.
@@ -149,6 +150,6 @@ def _limits(snodes: Sequence[Any]) -> dict[str, float]:
             behind = bisect_left(events, snode.min_order)
             made += events[behind : behind + 1]
         for dep in snode.unmet_dependencies:
-            if not getattr(dep, "is_fake", False):  # which stand for a sequence
+            if not getattr(dep, "is_fake", False):  # fake ones stand for a sequence, not for data
                 limits[str(dep.name)] = min((*made, limits.get(str(dep.name), inf)))
     return limits

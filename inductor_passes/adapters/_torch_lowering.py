@@ -21,9 +21,9 @@ def compile_region(
 ) -> Callable[[list[Any]], Any]:
     """Compile a part of a graph by Inductor; its outputs keep their strides.
 
-    What is known of the whole graph (its parameters, the strides of its outputs, which of its
-    inputs may be written over) is not said of the part. Passes that the user has set after the
-    graph is partitioned run on the part. Inductor's cache tells code from other sources apart.
+    Inductor is not told what is known of the whole graph (its parameters, the strides of its
+    outputs, which of its inputs may be written over). The user's passes after partitioning run on
+    the part. The key of Inductor's cache includes the sources of our passes.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
@@ -45,7 +45,7 @@ def _sources() -> str:
 
 
 def limits_of_repeating(device: torch.device) -> RepeatLimits:
-    """Up to which Inductor repeats a loop for a device. Since 2.13 it has limits for CPUs."""
+    """The limits up to which Inductor repeats a loop on a device; CPUs have others since 2.13."""
     from torch._inductor import config
 
     def limit(name: str) -> int:
@@ -71,14 +71,14 @@ _at_once: ContextVar[bool] = ContextVar("reuse_at_once", default=False)
 
 @contextmanager
 def reuse_at_once(told: str = "") -> Iterator[None]:
-    """While Inductor writes code: a buffer is used again by the next kernel, or freed.
+    """While Inductor writes code: a dead buffer is reused by the next kernel, or freed.
 
-    Else it is kept for a later one of its size, as long as Inductor's own estimate of the peak
-    allows. That counts a kernel that writes over what it reads twice (2.11 to 2.15), so dead
-    buffers fill up what is really free: 16 % of a step's peak with all layers recomputed
-    (``benchmarks/LOG.md``). The allocator uses freed memory again, too.
+    By itself, Inductor keeps a dead buffer for a later one of its size, as long as its own estimate
+    of the peak allows. That estimate counts a kernel which writes over what it reads twice (2.11 to
+    2.15), so dead buffers fill memory that is really free: 16 % of a step's peak with all layers
+    recomputed (``benchmarks/LOG.md``). The allocator reuses freed memory, too.
 
-    Code from here is told apart in Inductor's cache, and by what is ``told``.
+    Inductor's cache keeps such code apart from other code, and by the text ``told``.
     """
     from torch._inductor import config
 
@@ -94,7 +94,8 @@ def reuse_at_once(told: str = "") -> Iterator[None]:
 
 @cache
 def _ask_before_reuse() -> None:
-    """Once for all threads: whoever else compiles meanwhile gets what is inherited."""
+    """Patch Inductor once for all threads. Code that is compiled outside of :func:`reuse_at_once`
+    still gets Inductor's own rule."""
     from torch._inductor.codegen.wrapper import AllocateLine
 
     inherited = AllocateLine.should_reuse_buffer

@@ -1,7 +1,7 @@
 """The copies around a bucket: its members into one buffer, and out of it, as nodes of an FX graph.
 
-Where :mod:`inductor_passes.adapters.packs` has a kernel, one does it for all members, and what only
-cast or padded a member before goes. Elsewhere a cast is left to be fused with the copy.
+Where :mod:`inductor_passes.adapters.packs` has a kernel, one kernel copies all members, and nodes
+that only cast or padded a member before are left out. Elsewhere a cast is fused with the copy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Calls:
 
 
 def copied_in(call: Calls, inputs: Sequence[Node], rows: int) -> Node:
-    """One buffer of all inputs, each of which is of so many rows, row by row."""
+    """One buffer of all inputs, row by row, where each input is taken as ``rows`` rows."""
     widths = [n.meta["val"].numel() // rows for n in inputs]
     first = inputs[0].meta["val"]
     if has_kernel(first.device):
@@ -53,7 +53,7 @@ def copied_in(call: Calls, inputs: Sequence[Node], rows: int) -> Node:
 
 
 def copied_out(call: Calls, flat: Node, rows: int, shapes: Sequence[Sequence[int]]) -> list[Node]:
-    """What a buffer of so many rows has of each member, in its shape; views if it is one row."""
+    """The members in a buffer of so many ``rows``, each in its shape; views if it is one row."""
     widths = [torch.Size(shape).numel() // rows for shape in shapes]
     if rows > 1 and has_kernel(flat.meta["val"].device):
         members = call(UNPACK, flat, rows, widths)
@@ -74,9 +74,10 @@ def copied_out(call: Calls, flat: Node, rows: int, shapes: Sequence[Sequence[int
 def cast_together(
     call: Calls, alone: Sequence[Node], shared: Sequence[Node]
 ) -> tuple[list[Node], list[Node]]:
-    """What a gather sends of each input ``alone``, and a buffer of those ``shared``, if there are.
+    """What a gather sends: a tensor for each input ``alone``, and a buffer of those ``shared``, if
+    there are any.
 
-    Where there is a kernel, one makes the buffer and what is only cast or padded.
+    Where there is a kernel, one launch makes the buffer and all tensors that are casts or pads.
     """
     first = (*alone, *shared)[0].meta["val"]
     sources = {n: source for n in alone if (source := source_of(n)) is not n}
@@ -98,8 +99,8 @@ def cast_together(
 
 
 def source_of(node: Node) -> Node:
-    """What holds the elements of ``node``, in their order, before they are cast, padded by zeros
-    at the end, or copied for this alone; ``node`` itself if there is nothing of it."""
+    """The node that holds the elements of ``node``, in their order, before they are cast, padded by
+    zeros at the end, or copied for ``node`` alone; ``node`` itself if nothing of that is done."""
     dtype = node.meta["val"].dtype
     found, at, copies = node, node, False
     # One cast at most: what was rounded twice may not be what is rounded once.
@@ -116,12 +117,13 @@ def source_of(node: Node) -> Node:
 
 
 def _copies(node: Node, dtype: torch.dtype) -> bool:
-    """Whether a node only copies, and no compiler would do it where it computes what is copied."""
+    """Whether a node only copies. A cast of what a loop makes does not count: it is fused there."""
     if is_cast(node, dtype):
         source = node.all_input_nodes[0]
         while source.target in _VIEWS:
             source = source.all_input_nodes[0]
-        # A loop casts before it writes, for nothing, and need not round what it has computed.
+        # If a loop makes the source, it casts before it writes, at no cost, and need not round to
+        # the dtype of the source first.
         return loop_of(source) is None
     return node.target is _CLONE or _pads(node)
 
@@ -138,7 +140,8 @@ def _pads(node: Node) -> bool:
 
 
 def erase_unused(graph: Graph, nodes: Sequence[Node]) -> list[str]:
-    """Erase what nothing uses any more of ``nodes``, and what only they used; their names."""
+    """Erase those of ``nodes`` that nothing uses any more, and what only these used; returns the
+    names of all that was erased."""
     gone: list[str] = []
     left = list(nodes)
     while left:

@@ -48,9 +48,9 @@ def told_of(device: torch.device) -> Device | None:
     if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return None
     told = torch.cuda.get_device_properties(device)
-    # So many bits at both edges of a clock, which is told in kHz.
+    # Memory moves the width of its bus, in bits, at both edges of its clock, which is in kHz.
     memory_gb_s = 2 * told.memory_clock_rate * told.memory_bus_width / 8 / 1e6
     figures = (told.multi_processor_count, told.clock_rate / 1e6, memory_gb_s)
-    if min(figures) <= 0 or told.major < 7:  # of which Triton has no code
+    if min(figures) <= 0 or told.major < 7:  # Triton makes no code for older GPUs
         return None
     return Device(told.name, (told.major, told.minor), *figures, told.total_memory / 1e9)

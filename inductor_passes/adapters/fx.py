@@ -36,7 +36,7 @@ KIND_OF: dict[object, CollectiveKind] = {
 }
 _MARK = "inductor_passes_bucket"
 _KEPT = "inductor_passes_kept"  # on an input
-_UNIT = "inductor_passes_unit"  # and the place in the graph as it was made
+_UNIT = "inductor_passes_unit"  # on a node: its unit, and its place before planning
 # Ops that draw random numbers or have unknown effects keep their order: they write these.
 _RANDOM, _EFFECTS = "random state", "effects"
 
@@ -65,12 +65,12 @@ class Reading:
 
 
 def keep_written(graph: Graph, is_kept: Callable[[Node], bool]) -> None:
-    """Note of the inputs that ``graph`` writes to that the caller keeps them, like the parameters
-    that it gathers: an optimizer's state is there before and after.
+    """Mark inputs that ``graph`` writes to as kept by the caller, as the parameters that it gathers
+    are: the state of an optimizer exists before and after the graph.
 
     Args:
         graph: whose writes to inputs are copies.
-        is_kept: whether what a value is copied to is so.
+        is_kept: whether the input to which a value is copied is kept.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         target, value = node.args[:2]
@@ -155,7 +155,7 @@ class _Reader:
             self.buffers,
             tuple(self.inputs),
             frozenset(self.resident),
-            # What the graph writes to an input is there when it ends: that is not freed, either.
+            # An input that the graph writes to must exist when the graph ends, so is not freed.
             tuple(dict.fromkeys((*self.outputs, *self.written_inputs))),
         )
         return Reading(program.verify(), self.nodes)
@@ -255,7 +255,8 @@ class _Reader:
 
 
 def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
-    """What a start node sends; from its mark if it has one, else for the FQN that is told."""
+    """What a start node sends, for the parameters in its mark; if it has none, for the one that
+    ``fqn_of`` gives."""
     found = start.meta.get(_MARK)
     fqn = None if found else fqn_of(start)
     bucket, fqns, window = found or BucketMark("", (fqn,) if fqn else ())
@@ -268,7 +269,7 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
     return Collective(
         kind,
         group,
-        # An all-reduce is not told how many it is among.
+        # The number of ranks is no argument of an all-reduce.
         int(arguments.get("group_size", 0)) or len(_torch.ranks_of_group(group) or ()),
         sum(map(nbytes_of, sent)),
         "+".join(dtype.removeprefix("torch.") for dtype in dtypes),
@@ -283,7 +284,7 @@ def collective_of(start: Node, fqn_of: FqnOf) -> Collective:
 def _results_to_wait_for(start: Node) -> tuple[Node, ...]:
     """The tensors that a start fills, if each is waited for and used in no other way; else none.
 
-    One wait may be for the results of several starts: then for all of them or none.
+    One wait may be for results of several starts; then this holds for all of these starts or none.
     """
     together, left = {start}, [start]
     while left:

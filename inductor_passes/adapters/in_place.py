@@ -1,7 +1,7 @@
-"""Writes to a graph's inputs, done as soon as what is written is there.
+"""Writes to a graph's inputs, done as soon as the values to write are there.
 
-Functionalization leaves every write to an input for the end of the graph, as a copy. What is to
-be written lives until then: of gradients that a backward adds up, all of them at once.
+Functionalization leaves every write to an input for the end of the graph, as a copy. The values to
+write live until then: all accumulated gradients of a backward at once.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from inductor_passes.ir.program import Bucket, Collective, Program
 
 BucketLayout = Literal["coalesced", "flat"]
 
-# Which members of a bucket, by their places in it, share a buffer, if not all or none do.
+# Gives the places of those members of a coalesced bucket that share a buffer.
 Packs = Callable[[Sequence[Collective]], Collection[int]]
 
 _ops = torch.ops._c10d_functional
@@ -62,13 +62,13 @@ def write_buckets(
         merged: :func:`inductor_passes.transform.merge.merge` of the reading and the buckets.
         buckets: each is marked on its start, those of one member too.
         layout: see the module.
-        packs: of a coalesced bucket.
+        packs: which members of a coalesced bucket share a buffer.
     """
     program = reading.program
     # What stands in the place of an op: for a start the nodes that launch, for a wait those
     # that hand out what arrived; for what was only copied from, nothing.
     instead: dict[str, list[Node]] = {}
-    arrivals: defaultdict[str, list[Node]] = defaultdict(list)  # before which op
+    arrivals: defaultdict[str, list[Node]] = defaultdict(list)  # nodes to place before each op
     readers: defaultdict[str, list[str]] = defaultdict(list)
     for op in merged.ops:
         for name in op.reads:
@@ -110,12 +110,12 @@ def write_buckets(
 def _arrival(
     start: int, merged: Program, readers: Mapping[str, Sequence[str]]
 ) -> tuple[str, list[str]]:
-    """The op before which a bucket arrives, and the views of members that come with it.
+    """The op before which a bucket is waited for and copied out, and the views that come with it.
 
-    It is the first that reads a member, but a view. Not the first wait: a region that is recomputed
-    gathers all of its parameters where it begins, and a copy out of the bucket, which counts as
-    their first use, would be made there. Where what is sent or received is written in place, it
-    stays at the first wait.
+    It is the first op, other than a view, that reads a member. It is not the first wait: a
+    recomputed region gathers all of its parameters where it begins, so the copy out of the bucket,
+    which counts as their first use, would be made there. Only where what is sent or received is
+    written in place, it is the first wait.
     """
     op, waits = merged.ops[start], [merged.ops[i] for i in merged.waits_of[start]]
     first_wait = waits[0].name
@@ -142,7 +142,8 @@ def _arrival(
 def _write(
     graph: Graph, starts: Sequence[Node], waits: Sequence[Node], together: Collection[int]
 ) -> tuple[list[Node], list[Node]]:
-    """One launch of all members, those ``together`` in one buffer, and what hands them out."""
+    """The nodes that launch all members, those ``together`` in one buffer; and those that wait for
+    the members and hand them out."""
     together = together if len(together) > 1 else ()
     shared = [starts[i] for i in together]
     alone = [start for i, start in enumerate(starts) if i not in together]
@@ -176,7 +177,7 @@ def _inputs(starts: Sequence[Node]) -> list[Node]:
 
 
 def _launch(call: Calls, like: Node, sent: list[Node]) -> list[Node]:
-    """Send tensors as ``like`` sends one; what arrives of each."""
+    """Send tensors as ``like`` sends one; returns what arrives of each."""
     if len(sent) == 1:
         return [call(like.target, sent[0], *like.args[1:])]
     start = call(_COALESCED[like.target], sent, *like.args[1:])  # type: ignore[index]

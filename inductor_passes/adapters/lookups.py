@@ -1,11 +1,12 @@
 """Rows that are looked up in a gathered parameter: looked up once.
 
-Inductor writes nothing of a cheap loop that several others read; each of them computes it again::
+Inductor does not store the result of a cheap loop that several others read; each of these computes
+it again::
 
     gather ─ table ─ embedding ─┬─ norm ─ ...
                                 └─ add ─ ... ─ norm's backward: the table is alive till here
 
-In a graph of a whole step that is all of the step.
+In the graph of a whole step, the table would be alive during all of the step.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from inductor_passes.adapters.loops import is_lookup, loop_of, nbytes_of
 
 
 def look_up_once(graph: Graph, fqn_of: FqnOf) -> None:
-    """Have Inductor store what becomes of rows of a full parameter where several loops read it, if
-    that takes less memory than the parameter.
+    """Have Inductor store the rows that are looked up in a full parameter, or what loops make of
+    them, where several loops read that, if it takes less memory than the parameter.
 
     Args:
         graph: of aten operators, with the values of nodes in ``meta["val"]``; its nodes are marked.
@@ -34,7 +35,7 @@ def look_up_once(graph: Graph, fqn_of: FqnOf) -> None:
 
 
 def _readers(value: Node) -> list[Node]:
-    """What reads a gathered value, its waits, or views of them."""
+    """The nodes that read a gathered value, directly or through waits and views."""
     found: list[Node] = []
     for user in value.users:
         is_same = _torch.is_view(user) or _torch.is_wait(user)
@@ -43,8 +44,8 @@ def _readers(value: Node) -> list[Node]:
 
 
 def _where_several_read(rows: Node) -> Node | None:
-    """The loop, of those that one after the other read ``rows``, whose result several read, itself
-    or a view of it; None if there is none."""
+    """The first loop, in the chain of elementwise loops from ``rows`` on, of which several nodes
+    read the result or a view of it; None if there is none."""
     loop = node = rows
     while len(node.users) == 1:
         (node,) = node.users

@@ -1,4 +1,5 @@
-"""Which nodes of a graph Inductor fuses, and what they touch: torch's ops -> the fusion rule's."""
+"""Which nodes of a graph Inductor fuses, and what they touch: torch's operators as the loops of
+:mod:`inductor_passes.machine.fusion`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _COPIES = {
     "prims::broadcast_in_dim", "prims::inductor_random", "prims::inductor_randint", "prims::iota",
 }
 _REDUCTIONS = {"aten::logsumexp", "aten::var_mean", "prims::prepare_softmax_online"}
-# Ops that read as much of a table as they return; and that write into one that they are given.
+# Ops that read as much of a table as they return; and ops that write into a table they are given.
 _LOOKUPS = {
     "aten::embedding", "aten::gather", "aten::index", "aten::index_select", "aten::take",
     "aten::_unsafe_index", "aten::_unsafe_masked_index",
@@ -36,14 +37,14 @@ _HEAVY_ON_CPU = {
     "aten::exp", "aten::log", "aten::log10", "aten::log1p", "aten::log2", "aten::sigmoid",
     "aten::tanh",
 }
-# What fills this rank's part of a buffer that is to be gathered into.
+# Ops that fill this rank's part of a buffer which a gather will fill.
 _FILLS_PART = {"bucketing::_pre_bucket_all_gather", "fsdp::all_gather_copy_in"}
 # fmt: on
 _UNROLLED = 8  # Inductor unrolls reductions of so few elements: they are pointwise
 
 
 def loop_of(node: Node) -> Loop | None:
-    """What can share a kernel, and over what it runs; None for a kernel of its own."""
+    """The loop that a node is for the fusion rule; None if it needs a kernel of its own."""
     if not _torch.is_op(node):
         return None
     name, tags = name_of(node), node.target.tags  # type: ignore[union-attr]
@@ -68,7 +69,7 @@ def is_lookup(node: Node) -> bool:
 
 
 def is_on_cpu(node: Node) -> bool:
-    """Whether what a node makes, the first of it, is on the CPU."""
+    """Whether the first result of a node is on the CPU."""
     return any(value.device.type == "cpu" for value in results_of(node)[:1])
 
 
@@ -81,7 +82,7 @@ def _is_one_hot(node: Node) -> bool:
     if not (isinstance(table, Node) and isinstance(dim, int) and isinstance(index, Node)):
         return False
     size = index.meta["val"].shape[dim]
-    one = isinstance(size, int) and size == 1  # of an open one, nothing is asked
+    one = isinstance(size, int) and size == 1  # an open size is not compared, to add no guard
     return one and name_of(table) == "aten::full" and not isinstance(value, Node)
 
 
@@ -94,7 +95,7 @@ def _reduces(node: Node, result: int) -> Reduces:
 
 
 def touches_of(node: Node) -> int | None:
-    """Bytes that an op touches of a table, or None if it reads and writes all of everything."""
+    """Bytes that an op touches of a table; None if it reads and writes whole buffers."""
     if not _torch.is_op(node):
         return None
     name = name_of(node)
@@ -113,7 +114,7 @@ def touches_of(node: Node) -> int | None:
 
 
 def nbytes_of(node: Node) -> int:
-    """Of all tensors that a node makes."""
+    """Bytes of all tensors that a node makes."""
     return sum(map(_nbytes, results_of(node)))
 
 

@@ -1,9 +1,9 @@
-"""Matmuls that add to an input of the graph, where it is.
+"""Matmuls that add to an input of the graph in place.
 
-Gradients that several backwards add up are such inputs. Functionalization computes a matmul by
-itself, adds it, and copies the sum back: twice the memory traffic of the gradients, and a buffer
-for each, though the library that multiplies can add in place. (Megatron-LM's "gradient accumulation
-fusion" is the same)::
+Gradients that accumulate over several backwards are such inputs. A functionalized graph computes a
+matmul by itself, adds it, and copies the sum back: twice the memory traffic of the gradients, and a
+buffer for each, though the library that multiplies can add in place. (Megatron-LM's "gradient
+accumulation fusion" is the same)::
 
     mm ─ add(total, mm) ─ copy_(total, add)            add_matmul_(total, ...)
 """
@@ -20,8 +20,9 @@ from inductor_passes.adapters import _torch
 _aten = torch.ops.aten
 _NAME = "inductor_passes::add_matmul_"
 
-# An operator of our own, as Inductor has all of aten's that it does not know be given contiguous
-# tensors in a backward: it would transpose the matrix that a weight's gradient is made from.
+# An operator of our own, because in a backward Inductor gives contiguous tensors to all aten
+# operators that it does not know: it would transpose the matrix that a weight's gradient is made
+# from.
 torch.library.define(
     _NAME,
     "(Tensor(a!) total, Tensor left, Tensor right) -> ()",
@@ -71,7 +72,8 @@ def add_matmuls_in_place(graph: Graph) -> None:
 
 
 def _added(write: Node) -> Node | None:
-    """The matmul whose sum with an input is all that is written there; None if it is not."""
+    """The matmul whose sum with an input ``write`` copies to that input; None if it writes another
+    value."""
     total, value = write.args[:2]
     if write.users or not (isinstance(value, Node) and value.target == _aten.add.Tensor):
         return None

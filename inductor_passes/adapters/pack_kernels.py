@@ -1,9 +1,9 @@
 """The Triton kernel behind :mod:`~.packs`, which alone imports this, on CUDA.
 
-One launch copies up to 64 members, of several dtypes. What it must know of each (address, sizes)
-are its arguments: a table in the device's memory would have to be sent there, and a captured graph
-would hold what it was. A program copies a block of one row of one member, the last one of those
-that begin at its block or before.
+One launch copies up to 64 members, of several dtypes. What it must know of each (address, sizes) is
+passed as arguments: a table in the device's memory would have to be sent there, and a captured
+graph would keep an old table. A program copies a block of one row of one member: of the last member
+whose first block is the program's block or one before.
 
 Triton compiles another variant for a tuple of another length, and for each number in it that is
 1, a multiple of 16, or of 64 bits; it cannot be told not to. So that buckets of all sizes share a
@@ -29,7 +29,7 @@ LENGTHS = (8, 16, 32, 64)  # members in a table; 64 are 2 KB of arguments
 CODED = 2**32 + 1  # added to the double of a number: odd, and of 64 bits
 STEP = 16  # bytes, or elements: what is aligned are multiples of it
 
-# Any other dtype is only copied, as whole numbers of its size.
+# Other dtypes are only copied, as integers of the same size.
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAME = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
@@ -55,10 +55,10 @@ def copy_members(  # type: ignore[no-untyped-def]
 
     Args:
         flat: pointer to its first element.
-        table: coded: ``total``, and the column of the first member's first element. Then of each
-            member, one after the other: address; its first block; four times its elements (what
-            ``flat`` has beyond is zero, or left out), plus the place of its dtype in ``DTYPES``;
-            the column behind its last. Members at the end that begin behind all blocks are none.
+        table: coded: ``total``, and the column of the first member's first element. Then for each
+            member: address; its first block; four times its elements (what ``flat`` has beyond is
+            zero, or left out), plus the place of its dtype in ``DTYPES``; the column behind its
+            last. Entries at the end whose first block is behind all blocks only fill the table up.
         DTYPES: that the members have, four at most.
         ALIGNED: all addresses, columns and elements are multiples of ``STEP``.
         PACKS: into ``flat``; else out of it.
@@ -76,7 +76,7 @@ def copy_members(  # type: ignore[no-untyped-def]
         end = tl.where(is_it, table[i + 3], end)
     numel, dtype = decoded(size) >> 2, decoded(size) & 3
     width = decoded(end) - decoded(at)
-    # Numbers of one program may need 64 bits; those of its elements are counted from its first.
+    # The offset of a program's first element may need 64 bits; its elements are counted from there.
     blocks_of_row = tl.cdiv(width, BLOCK).to(tl.int32)
     of_member = (here_coded - first) >> 1
     row = (of_member // blocks_of_row).to(tl.int64)
@@ -138,8 +138,8 @@ def _are_aligned(*numbers: int) -> bool:
 def _table(
     members: Sequence[tuple[int, int, int, int]], rows: int, column: int, total: int
 ) -> tuple[int, tuple[int, ...]]:
-    """The blocks of some members (address, width, elements, place of dtype), and what the kernel
-    must know: of them, and of as many that have no block as make up a length."""
+    """The number of blocks of some members (address, width, elements, place of dtype), and the
+    kernel's table of them, filled up to one of :data:`LENGTHS` with entries that have no block."""
     coded = CODED
     table = [2 * total + coded, 2 * column + coded]
     first, end = 0, column
@@ -156,8 +156,9 @@ def _table(
 def _as_numbers(
     flat: Tensor, members: Sequence[Tensor]
 ) -> tuple[Tensor, tuple[tl.dtype, ...], list[int]]:
-    """What the kernel takes ``flat`` and the members for, floats that are cast, or bits: the dtypes
-    of members, in the same order whichever comes first, and which of them each has."""
+    """How the kernel sees ``flat`` and the members, as floats that are cast or as bits: ``flat``,
+    the distinct dtypes of members, in an order that does not depend on theirs, and for each member
+    the place of its dtype."""
     dtypes = [member.dtype for member in members]
     there = set(dtypes)
     if there == {flat.dtype}:

@@ -6,11 +6,12 @@
       a  0 1 2 3 4 5 6                                  0 1 2 3 │ a b
       b  a b c d                                        4 5 6 ▫ │ c d
 
-A member fills its columns row by row, and zeros what is left of them: so a shard or gradient that
-is to be padded need not be padded before, nor cast.
+A member fills its columns row by row, and zeros fill the rest of them: so a shard or gradient need
+be neither padded nor cast before.
 
-On CUDA it is one kernel, by Triton; elsewhere operators of torch. Fake tensors have shapes, and the
-cost model sees an operator that reads its inputs and writes its results once.
+On CUDA each operator is one Triton kernel; elsewhere it is made of torch's operators. With fake
+tensors it gives shapes only. The cost model sees an operator that reads its inputs and writes its
+results once.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def pack(members: Sequence[Tensor], rows: int, widths: Sequence[int], dtype: tor
 
 
 def unpack(flat: Tensor, rows: int, widths: Sequence[int]) -> list[Tensor]:
-    """The columns of each member in a buffer of ``rows``, ``[rows * width]``."""
+    """The columns of each member in a buffer of so many ``rows``, as tensors ``[rows * width]``."""
     parts = flat.view(rows, sum(widths)).split(list(widths), 1)
     return [part.clone(memory_format=torch.contiguous_format).flatten() for part in parts]
 

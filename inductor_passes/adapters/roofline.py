@@ -86,8 +86,8 @@ def work_of_node(node: Node, nbytes: int, kernels: int) -> Work:
 def flops_of(node: Node) -> int:
     """Floating-point operations of a matmul, convolution or attention; 0 for anything else.
 
-    The formulas are given plain sizes: to compute with a symbol could guard on it, on this rank
-    alone.
+    The formulas are given plain sizes: computing with a symbol could add a guard on it, and on this
+    rank only.
     """
     call = work_call(node)
     target = getattr(call.target, "overloadpacket", call.target)
@@ -126,8 +126,8 @@ def _warn_of_formula(op: str, why: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with the numbers that its symbols stood for; of a tensor its shape alone, which
-    is what torch's formulas are of."""
+    """``value`` with its symbols replaced by the numbers they stood for; a tensor becomes its
+    shape, since formulas take shapes."""
     if isinstance(value, torch.Tensor):
         return tuple(_torch.size_hint(n) for n in value.shape)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Numbers that ranks reduce one by one, where all are known when the graph begins: reduced at once.
+"""Single numbers that ranks all-reduce: all at once, if all are known when a graph begins.
 
 A parameter that is gathered in float8 is scaled by the largest value that any rank has of it. Each
 such number is a collective of four bytes that takes the wire's latency, and its gather waits for
@@ -34,7 +34,8 @@ def reduce_at_once(graph: Graph, fqn_of: FqnOf) -> None:
 
     Args:
         graph: of aten operators, with the values of nodes in ``meta["val"]``.
-        fqn_of: of the parameter whose gradient a start reduces, or None: those are bucketed later.
+        fqn_of: of the parameter whose gradient a start reduces, or None. Gradients are left out
+            here, as they are bucketed later.
     """
     alike: defaultdict[tuple[object, ...], list[tuple[Node, list[Node]]]] = defaultdict(list)
     for start in _before_writes(graph):
@@ -63,12 +64,12 @@ def _before_writes(graph: Graph) -> Iterator[Node]:
 
 def _is_one(start: Node) -> bool:
     number = start.meta["val"].numel()
-    return isinstance(number, int) and number == 1  # a symbol is asked nothing
+    return isinstance(number, int) and number == 1  # a symbol is not compared, to add no guard
 
 
 def _made_of_inputs(start: Node) -> list[Node] | None:
-    """The nodes that lead from inputs of the graph to what ``start`` sends; None if they are work
-    that may be done late on purpose, or wait for others."""
+    """The nodes that lead from inputs of the graph to what ``start`` sends. None if one of them
+    multiplies matrices, perhaps late on purpose, is random, or communicates."""
     found: dict[Node, None] = {}
     left = list(start.all_input_nodes)
     while left:
@@ -104,7 +105,7 @@ def _reduce(starts: list[Node], made_of: list[Node], places: dict[Node, int]) ->
     calls = Calls(graph)
 
     def call(like: Node, target: torch._ops.OpOverload, *args: Any) -> Node:
-        """Told to come from where ``like`` does."""
+        """A call with the metadata of ``like``, which says where in the model it comes from."""
         node = calls(target, *args)
         node.meta = {**like.meta, "val": node.meta["val"]}
         return node
@@ -117,7 +118,7 @@ def _reduce(starts: list[Node], made_of: list[Node], places: dict[Node, int]) ->
         for place, start in enumerate(starts):
             one = call(start, _aten.select.int, reduced, 0, place)
             shape = list(start.meta["val"].shape)
-            # Of its own memory: what a forward leaves for backward may be written to there.
+            # In memory of its own: backward may write over what forward saves for it.
             result = call(start, _aten.clone.default, call(start, _aten.view.default, one, shape))
             for wait in start.users:
                 wait.replace_all_uses_with(result)

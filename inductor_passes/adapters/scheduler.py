@@ -91,7 +91,7 @@ class _Reader:
         self.snodes: dict[str, list[Any]] = {}
         self.buffers: dict[str, Buffer] = {}
         self.inputs: list[str] = []
-        self.owner: dict[str, str] = {}  # of the list that a start returns
+        self.owner: dict[str, str] = {}  # by the name of the list that a start returns: the start
 
     def read(self, snode: Any, reads: tuple[str, ...]) -> None:
         name, writes = str(snode.get_name()), _torch.scheduled_writes(snode)

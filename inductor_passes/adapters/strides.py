@@ -1,14 +1,14 @@
-"""How values really lie in memory, where a graph says otherwise.
+"""The real strides of values, where a graph says otherwise.
 
-Torch's joint passes leave out what computes nothing, as a division by 1, and then tell of what it
-was given what they knew of its result. If the former is a part of a larger tensor, it lies apart,
-and the latter would have been dense::
+Torch's joint passes remove a node that computes nothing, as a division by 1, and then note on its
+input what was known of its result. If the input is a part of a larger tensor, its strides are not
+dense, while those of the result would have been::
 
     part = slice(x, 1, 0, 8)      strides 16, 1
     same = div(part, 1.0)         strides  8, 1: gone, and `part` is told to have them
 
-Inductor lowers views anew, and does not mind. Code of a region, which begins with what the graph
-says of its inputs, would read the wrong places.
+Inductor computes the strides of views anew, so the whole graph is compiled correctly. The code of a
+region, which relies on what the graph says of the region's inputs, would read the wrong places.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from inductor_passes.adapters._torch_calls import Call, computed
 
 
 def take_strides_of_inputs(graph: Graph, inputs: Sequence[Any]) -> None:
-    """Let ``graph`` say of its inputs how the (fake) ``inputs`` lie."""
+    """Note on the inputs of ``graph`` the strides of the (fake) ``inputs``, where they differ."""
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         if isinstance(value, FakeTensor) and _differ(node.meta.get("val"), value):
             node.meta["val"] = value
 
 
 def correct_strides(graph: Graph) -> None:
-    """Let ``graph``, which is right about its inputs, say how its values lie."""
+    """Correct the strides noted on the nodes of ``graph``; those noted on its inputs are right."""
     changed: set[Node] = set()
-    right: set[str] = set()  # calls that make what is said: layers repeat them
+    right: set[str] = set()  # calls that were found right, since layers repeat calls
     for node in graph.nodes:
         if _torch.is_op(node) and (not changed.isdisjoint(node.all_input_nodes) or _is_odd(node)):
             if (call := _call(node)) in right:
@@ -49,7 +49,7 @@ def correct_strides(graph: Graph) -> None:
 
 
 def _is_odd(node: Node) -> bool:
-    """Whether what is known of a view may be of something else."""
+    """Whether what is noted on a view may be of another node."""
     if not _torch.is_view(node):
         return False
     of_input = any(n.op == "placeholder" for n in node.all_input_nodes)
@@ -57,7 +57,7 @@ def _is_odd(node: Node) -> bool:
 
 
 def _call(node: Node) -> str:
-    """An operator, what it is given, and what is said of its result."""
+    """A text of an operator, the layouts of its arguments, and the layout noted for its result."""
     told = map_arg((node, node.args, node.kwargs), lambda n: _lies(n.meta.get("val")))
     return f"{node.target} {told}"
 
@@ -69,7 +69,7 @@ def _lies(value: Any) -> Any:
 
 
 def _made_by(node: Node) -> FakeTensor | None:
-    """What an operator of one result makes of what its inputs are; None if that is not known."""
+    """The one result that an operator computes from its inputs' values; None if not known."""
     if not isinstance(node.meta.get("val"), FakeTensor):
         return None
     try:

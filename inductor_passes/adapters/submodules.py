@@ -21,7 +21,7 @@ def is_submodule(node: Node) -> bool:
 def submodule_text(node: Node) -> str:
     """The code of the graph that ``node`` gets, and of those inside it, whatever they are called.
 
-    One that holds anything but graphs is like no other.
+    A graph that holds anything but graphs is equal to no other.
     """
     module = attribute_of(node)
     inner = [m for m in module.modules() if isinstance(m, GraphModule)]

@@ -1,8 +1,9 @@
-"""Units: computes of a layer, in one direction, between which collectives start and are awaited.
+"""Units: groups of computes of a layer, in forward or backward. Collectives are launched and waited
+for only between units.
 
-A whole-graph compiler sees what a model repeats as often as it is repeated. If launches and waits
-stand only between units, layers can be cut alike: where something stands in one of them, all are
-cut (``executor/regions.py``), and one is compiled for all.
+A whole-graph compiler compiles a layer as often as the model repeats it. If launches and waits
+stand only between units, layers can be cut alike: where a launch or wait stands in one layer, all
+are cut (``executor/regions.py``), and one is compiled for all.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Part(NamedTuple):
 class Piece(NamedTuple):
     """Computes of a layer that are not cut."""
 
-    half: int  # number of the half of a layer that it is a part of
-    at: int  # which of its pieces
+    half: int  # number of the half of a layer, counted over all layers
+    at: int  # number of the piece in that half
 
 
 def in_units(program: Program, pieces: Mapping[str, Piece]) -> Program:
@@ -83,8 +84,8 @@ def pieces_of(
 def _parts(
     program: Program, computes: Sequence[int], part_of: Callable[[str], Part | None]
 ) -> list[Part]:
-    """The part of each op; of one that nobody knows, or that a layer does itself, the last one's:
-    a residual sum goes with what it adds."""
+    """The part of each op. An op of unknown part, or one that the current layer computes itself,
+    gets the part of the op before: a residual sum goes with what it adds."""
     parts: list[Part] = []
     current = Part("", "")
     for i in computes:
@@ -97,8 +98,8 @@ def _parts(
 def _handed_on(
     program: Program, computes: Sequence[int], piece: Mapping[str, Piece], heavy: Collection[str]
 ) -> dict[str, Piece]:
-    """The pieces, with what is behind the last matrix product of a half in the piece that follows,
-    if the first ops of that read it, and nothing of it is sent."""
+    """The pieces, with the ops behind the last matrix product of a half moved into the piece that
+    follows, if the first ops of that piece read one of them, and none of them is sent."""
     names, through = [op.name for op in program.ops], _through_views(program)
 
     def half_of(i: int) -> int | None:
@@ -122,7 +123,7 @@ def _handed_on(
 
 
 def _through_views(program: Program) -> list[frozenset[int]]:
-    """Of a view the ops whose results it passes on; of any other op itself."""
+    """For a view, the ops whose results it passes on; for any other op, the op itself."""
     found: list[frozenset[int]] = []
     for i, op in enumerate(program.ops):
         made = (found[j] for j in program.predecessors[i]) if op.kind == "view" else ({i},)
@@ -133,7 +134,7 @@ def _through_views(program: Program) -> list[frozenset[int]]:
 def _will_work(
     program: Program, computes: Sequence[int], parts: Sequence[Part], heavy: Collection[str]
 ) -> list[bool]:
-    """Whether matrices are multiplied by each op or behind it, before its layer ends."""
+    """For each op, whether the op or a later one of its layer multiplies matrices."""
     found, works, module = [], False, ""
     for i, part in zip(reversed(computes), reversed(parts), strict=True):
         works = (works and part.module == module) or program.ops[i].name in heavy

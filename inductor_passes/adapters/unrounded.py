@@ -5,10 +5,10 @@
     mm ─ convert to float32 ─ reduce                              mm.dtype ─ reduce
     sum ─ convert to bfloat16 ─ convert to float32 ─ reduce       sum ─ reduce
 
-A matmul of 16-bit numbers sums in fp32. To round the sum to 16 bits, the dtype of the parameter,
-only to write it once more in the 32 bits that gradients are reduced in, takes a kernel and twice
-the bytes, and loses what was rounded. Views may stand in between. What is padded or added to
-something first keeps its cast: that is part of a kernel which would read twice the bytes without.
+A matmul of 16-bit numbers sums in fp32. Rounding the sum to 16 bits, the dtype of the parameter,
+only to write it again in the 32 bits that gradients are reduced in, takes a kernel and twice the
+bytes, and loses precision. Views may stand in between. A sum that is padded or added to something
+first stays rounded: the cast is part of that kernel, which would read twice the bytes otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 
 
 def write_sums_unrounded(graph: Graph, device: torch.device | None = None) -> None:
-    """Leave out the rounding of what is only reduced, in fp32, on devices that can.
+    """Remove the rounding of values that are only reduced in fp32, on devices that can do without.
 
     Args:
         graph: of aten operators, with the values of nodes in ``meta["val"]``; changed in place.
@@ -49,7 +49,7 @@ def is_cast(node: Node, *dtypes: torch.dtype) -> bool:
 
 
 def _is_only_reduced(node: Node) -> bool:
-    """Whether all that a value is for is to be reduced, itself or a view of it."""
+    """Whether a value is only reduced, directly or through views."""
     return bool(node.users) and all(
         KIND_OF.get(user.target) in ("reduce", "all_reduce")
         or (_torch.is_view(user) and _is_only_reduced(user))
@@ -58,7 +58,8 @@ def _is_only_reduced(node: Node) -> bool:
 
 
 def _from_rounding(cast: Node) -> list[Node]:
-    """What rounded the fp32 numbers that are cast back, and the views of it; empty if nothing."""
+    """The node that rounded the fp32 numbers which ``cast`` casts back, and the views between them;
+    empty if there is no such node."""
     chain: list[Node] = []
     node = cast
     while node is cast or _torch.is_view(node):
@@ -70,7 +71,8 @@ def _from_rounding(cast: Node) -> list[Node]:
     if not _rounds(node) or any(map(_torch.has_symbols, values)):
         return []
     same = all(v.dtype == values[0].dtype for v in values)
-    # A cast lays out anew what is only a part of its storage; collectives take no such part.
+    # Without the cast, which gives its result a layout and storage of its own, a collective might
+    # get a part of a storage, which it does not take.
     whole = values[-1].stride() == cast.meta["val"].stride() and not values[-1].storage_offset()
     return chain if same and whole else []
 
@@ -86,7 +88,7 @@ def _rounds(node: Node) -> bool:
 
 
 def _unrounded(graph: Graph, chain: list[Node]) -> Node:
-    """Let what rounds, and the views of it, be of float32; the last of them."""
+    """Make the node that rounds, and the views of it, float32; returns the last of them."""
     rounds, *views = chain
     if rounds.target in _WIDE:
         rounds.target = _WIDE[rounds.target]

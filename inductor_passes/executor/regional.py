@@ -26,7 +26,7 @@ class Codes:
         return len(self._code_of)
 
     def code_of(self, region: Region, *, is_backward: bool) -> Compiled:
-        """The code of ``region``, compiled now if it is like no other."""
+        """The code of ``region``, compiled now if no region like it was compiled before."""
         key = (structure_of(region), is_backward)
         if key not in self._code_of:
             values = [node.meta["val"] for node in region.inputs]
@@ -37,11 +37,11 @@ class Codes:
 
 
 def compile_by_regions(gm: GraphModule, codes: Codes, *, is_backward: bool) -> Compiled:
-    """Compile a forward or backward graph without symbols, in the order in which it is.
+    """Compile a forward or backward graph without symbols; its order is kept.
 
     Args:
         gm: the graph, whose collectives are bucketed and in order.
-        codes: that are known; those of new structures are added.
+        codes: the regions compiled so far; new structures are added.
         is_backward: as AOTAutograd says.
     """
     correct_strides(gm.graph)
@@ -63,6 +63,6 @@ def compile_by_regions(gm: GraphModule, codes: Codes, *, is_backward: bool) -> C
 
 
 def has_symbols(gm: GraphModule) -> bool:
-    """Whether sizes in a graph are symbols, as those of a second batch, or those that depend on
-    data: Inductor must see such a graph as a whole."""
+    """Whether sizes in a graph are symbols, as for batches of several sizes, or sizes that depend
+    on data. Inductor must see such a graph as a whole."""
     return any(_torch.has_symbols(node.meta.get("val")) for node in gm.graph.nodes)

@@ -2,7 +2,7 @@
 
 Launches and waits stay where the plan has put them, as calls of a straight-line program; the
 computes between two of them are a region. Layers that compute the same are one structure: the
-126th is the first one's code.
+126th layer runs the code of the first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inductor_passes.executor.updates import apart, is_write_to_input, moved_dow
 class Region(NamedTuple):
     """Computes that are compiled together."""
 
-    # In an order that does not depend on the plan; constants that others make, too, first.
+    # In an order that does not depend on the plan; first nodes that other pieces compute, too.
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]  # values from outside, in the order of their first use
     outputs: tuple[Node, ...]  # nodes whose values are used outside
@@ -45,8 +45,8 @@ def cut(graph: Graph) -> list[Node | Region]:
 
 
 def _runs(graph: Graph, updates: Set[Node]) -> list[Node | list[Node]]:
-    """Launches, waits and what writes in place by themselves; computes of one stretch, or of
-    updates, and copies to inputs, between them."""
+    """Each launch, wait and op that writes in place by itself; between these, runs of the computes
+    of one stretch, or of updates, with copies to inputs."""
     items = list(_items_behind_their_sources(graph))
     stretches = _stretches(items, updates)
     runs: list[Node | list[Node]] = []
@@ -67,7 +67,7 @@ def _runs(graph: Graph, updates: Set[Node]) -> list[Node | list[Node]]:
 
 
 def _stretch_of(node: Node, stretches: Mapping[Piece | None, object], updates: Set[Node]) -> object:
-    """What a node runs with; None: with anything."""
+    """The stretch that a node must run in; None if it may run in any."""
     if _is_free(node):
         return None
     if node in updates:
@@ -76,10 +76,10 @@ def _stretch_of(node: Node, stretches: Mapping[Piece | None, object], updates: S
 
 
 def _stretches(items: Sequence[Node], updates: Set[Node]) -> dict[Piece | None, tuple[int, int]]:
-    """The pieces of layers that run as one: those of a half of a layer between the places where,
-    in any half of so many pieces, something else stands.
+    """For each piece of a layer, the stretch of its half that it runs in.
 
-    So halves that are alike are cut alike, wherever the plan has put launches and waits.
+    A half is cut before a piece if a launch, wait or write in place stands there in any half with
+    the same pieces. So halves that are alike are cut alike, wherever launches and waits are.
     """
     others = [_is_free(n) or _is_alone(n) or n in updates or is_write_to_input(n) for n in items]
     pieces = [None if other else piece_of(n) for n, other in zip(items, others, strict=True)]
@@ -104,15 +104,15 @@ def _stretches(items: Sequence[Node], updates: Set[Node]) -> dict[Piece | None, 
 
 
 def _items_behind_their_sources(graph: Graph) -> Iterator[Node]:
-    """The calls of a graph, with what takes one of several results directly behind what gives
-    them: nothing that is not a tensor goes from one region to another."""
+    """The calls of a graph, with each ``getitem`` directly behind the call whose results it takes
+    from, so that nothing but tensors goes from one region to another."""
     for node in graph.nodes:
         if node.op == "call_function" and not _is_item(node):
             yield from _with_items(node)
 
 
 def _with_items(node: Node) -> Iterator[Node]:
-    """A call, and what takes one of its results, or one of these."""
+    """A call, and the ``getitem`` nodes that take from its results, or from each other."""
     left = [node]
     while left:
         yield (current := left.pop(0))
@@ -141,7 +141,8 @@ def _is_free(node: Node) -> bool:
 
 
 def _without_views_of_others(run: Sequence[Node]) -> list[Node | list[Node]]:
-    """A run, behind those views of other runs' values that others need, too."""
+    """A run as a list, behind single nodes: its views of values of other runs, if other runs need
+    these views, too."""
     here = set(run)
     before: set[Node] = set()
     for node in run:
@@ -151,7 +152,7 @@ def _without_views_of_others(run: Sequence[Node]) -> list[Node | list[Node]]:
         own = set(_with_items(node))
         users = {user for item in own for user in item.users} - own
         only_here = all(user in here and user not in before for user in users)
-        # Which seed a layer draws from would tell it apart from the others.
+        # A lookup of a seed stays before the run: with it, each layer would be another structure.
         if only_here and not _torch.is_lookup_of_seed(node):
             before -= own
     rest = [node for node in run if node not in before]
@@ -159,7 +160,8 @@ def _without_views_of_others(run: Sequence[Node]) -> list[Node | list[Node]]:
 
 
 def _is_worth_compiling(nodes: Sequence[Node]) -> bool:
-    """Whether a node reads what another one made, or there is one that only a compiler knows."""
+    """Whether there is something to fuse (a node reads what another made), or a node that needs a
+    compiler."""
     made: set[Node] = set()
     for node in nodes:
         if _torch.draws_from_seed(node):
@@ -175,9 +177,9 @@ def _is_worth_compiling(nodes: Sequence[Node]) -> bool:
 
 
 def _needed(graph: Graph, pieces: Sequence[Node | list[Node]], facts: Facts) -> list[Node | Region]:
-    """The pieces, runs as regions, without what every user makes again.
+    """The pieces with runs as regions, without nodes that all of their readers repeat.
 
-    Of a run in which there is nothing to fuse, its nodes one by one: kernels are as good as code.
+    A run with nothing to fuse becomes single nodes: their kernels are as good as compiled code.
     """
     needed: set[Node] = set(graph.output_node().all_input_nodes)
     found: list[Node | Region] = []
@@ -205,20 +207,20 @@ def _region(nodes: Sequence[Node], needed: Set[Node], facts: Facts) -> Region:
 
 
 def _in_place(nodes: Sequence[Node]) -> Sequence[Node]:
-    """In an order that does not depend on the plan, if there is one."""
+    """``nodes`` in the order that they had before the graph was planned, if all were there then."""
     if any(place_of(node) is None for node in nodes):
         return nodes
     return sorted(nodes, key=place_of)  # type: ignore[arg-type,type-var]
 
 
 def _inputs(nodes: Sequence[Node]) -> list[Node]:
-    """What ``nodes`` read that none of them makes, in the order of first use."""
+    """Nodes that ``nodes`` read and that are not among them, in the order of first use."""
     here = set(nodes)
     return list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in here))
 
 
 def structure_of(region: Region) -> str:
-    """What tells the code of a region from others': operators, wiring, constants, layouts."""
+    """A text, equal for regions that share code: operators, wiring, constants, layouts."""
     number = {n: i for i, n in enumerate((*region.inputs, *region.nodes))}
 
     def named(node: Node) -> Any:

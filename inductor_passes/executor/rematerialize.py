@@ -1,14 +1,14 @@
-"""What regions compute where it is read, rather than handing it on.
+"""Values that regions compute again where they are read, rather than handing them on.
 
-Inductor fuses a loop with those that read its result, wherever they stand in a graph. A cut between
-them would have the result written, kept while collectives run, and read: of SwiGLU's backward,
-``silu`` in fp32. So a region repeats loops whose inputs take fewer bytes than their results do, or
-are handed to it anyway::
+Inductor fuses a loop with those that read its result, wherever they stand in a graph. With a cut
+between them the result would be written, kept while collectives run, and read: ``silu`` in fp32 in
+SwiGLU's backward, for example. So a region repeats loops whose inputs take fewer bytes than their
+results do, or are handed to it anyway::
 
     g --> silu --> h |cut| silu --> gradient        g --> silu --> h |cut| g --> silu --> gradient
 
-And before that, loops go up to the run that makes what they read, if that leaves no more to hand
-on: see :func:`moved_up`.
+Before that, loops are moved up into the run that makes what they read, if no more bytes are handed
+on then: see :func:`moved_up`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from inductor_passes.adapters.loops import loop_of, nbytes_of
 
 _aten = torch.ops.aten
 _CONSTANTS = {_aten.full.default, torch.ops.prims.iota.default}
-MOST = 16  # loops that are repeated for one value, one behind the other
+MOST = 16  # nodes that are repeated for one value, at most
 
 
 class _Made(NamedTuple):
@@ -40,7 +40,7 @@ class _Made(NamedTuple):
 
 
 class Facts:
-    """What is to be known of the nodes of a graph."""
+    """What this module needs to know of the nodes of a graph."""
 
     def __init__(self, graph: Graph) -> None:
         calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -54,10 +54,10 @@ class Facts:
         self.loops = {node: loop for node in single if (loop := loop_of(node)) is not None}
         self.views = {node for node in single if _torch.is_view(node)}
         self.roots: dict[Node, Node] = {}  # what :func:`root_of` has found
-        # Values that are written to in place, or of which something is a view that is.
+        # Values that are written to in place, directly or through a view.
         self.written = {self.root(n) for w in self.writes for n in _torch.mutated_arguments(w)}
-        # What may be repeated: constants, views, and loops that make each element of a few of those
-        # in its place, by few instructions; of nothing that is written to in place.
+        # What may be repeated: constants, views, and elementwise loops of few instructions; but
+        # nothing that is, or reads, a value that is written to in place.
         self.cheap = {n for n in single if self._is_cheap(n) and not self.is_written(n)}
 
     def _is_cheap(self, node: Node) -> bool:
@@ -68,7 +68,7 @@ class Facts:
         return is_constant or node in self.views
 
     def is_written(self, *nodes: Node) -> bool:
-        """Whether one of ``nodes`` is, or reads, what is written to in place."""
+        """Whether one of ``nodes`` is, or reads, a value that is written to in place."""
         return bool(self.written) and any(
             self.root(n) in self.written for node in nodes for n in (node, *node.all_input_nodes)
         )
@@ -86,15 +86,15 @@ class Facts:
 
 
 def moved_up(pieces: Sequence[Node | list[Node]], facts: Facts) -> list[Node | list[Node]]:
-    """``pieces`` with loops moved into the run before that makes what they read, where what they
-    make takes no more bytes than what is not to be handed on then::
+    """``pieces`` with loops moved up into the run that makes what they read, if their results take
+    no more bytes than the values that need not be handed on any more::
 
         grad --> a |cut| a --> b --> product            grad --> a --> b |cut| b --> product
     """
     found = [piece if isinstance(piece, Node) else list(piece) for piece in pieces]
     at = {n: i for i, p in enumerate(pieces) for n in ([p] if isinstance(p, Node) else p)}
     for i, piece in enumerate(pieces):
-        # Without a kernel that stays there, all that hides a collective might go.
+        # Only out of runs with a kernel, which stays: else all that hides a collective might go.
         if isinstance(piece, Node) or not any(map(facts.is_kernel, piece)):
             continue
         for group in _groups(piece, facts):
@@ -133,7 +133,7 @@ def _where(group: Sequence[Node], at: Mapping[Node, int], facts: Facts) -> int:
         return own
     made = [node for node in group if not members.issuperset(node.users)]
     ends = [n for n in inputs if all(at.get(u, own) <= target or u in members for u in n.users)]
-    # What the graph was given may be kept by who gave it.
+    # Inputs of the graph do not count as freed, because the caller may keep them.
     freed = sum(
         min(nbytes_of(n), nbytes_of(facts.root(n))) for n in ends if n.op == "call_function"
     )
@@ -141,13 +141,13 @@ def _where(group: Sequence[Node], at: Mapping[Node, int], facts: Facts) -> int:
 
 
 def made_again(inputs: Set[Node], needed: Set[Node], cheap: Set[Node]) -> list[Node]:
-    """What a region that reads ``inputs`` repeats of others, as they stand in the graph; of
-    ``cheap``. What is ``needed`` behind it is live anyway: it is repeated of what is handed on
-    anyway."""
-    there = set(inputs)  # what is handed to it, or repeated
+    """The ``cheap`` nodes that a region repeats, in the order of the graph, so that fewer bytes of
+    its ``inputs`` are handed to it. An input that is ``needed`` later, too, is live anyway: it is
+    repeated only from values that are handed to the region anyway."""
+    there = set(inputs)  # values that are handed to the region, or repeated in it
     again: set[Node] = set()
     known = -1
-    while known < len(again):  # what is handed to it for one value makes another one cheaper
+    while known < len(again):  # a value that is handed over for one node can make others cheaper
         known = len(again)
         for node in sorted((inputs & cheap) - again):
             made = _made(node, there - {node}, cheap, {}, MOST)
@@ -161,7 +161,8 @@ def made_again(inputs: Set[Node], needed: Set[Node], cheap: Set[Node]) -> list[N
 def _made(
     node: Node, there: Set[Node], cheap: Set[Node], known: dict[Node, _Made], most: int
 ) -> _Made:
-    """How ``node`` comes to be in a region with the fewest bytes beside what is there."""
+    """How a region gets ``node``, handed over or repeated, if it is to be handed the fewest bytes
+    beside what is ``there``."""
     if node in there:
         return _Made(frozenset(), frozenset())
     if node not in known:
@@ -176,7 +177,8 @@ def _made(
 
 
 def root_of(node: Node) -> Node:
-    """What has the memory of a view, of a part, of what was waited for, of what was written to."""
+    """The node that made the memory of ``node``, which may be a view of it, one of its parts, a
+    wait for it, or a write to it."""
     while node.op == "call_function":
         same = _torch.is_view(node) or _torch.is_wait(node) or node.target is operator.getitem
         before = node.all_input_nodes if same else _torch.mutated_arguments(node)
@@ -187,7 +189,7 @@ def root_of(node: Node) -> Node:
 
 
 def live(nodes: Iterable[Node], needed: Set[Node], facts: Facts) -> list[Node]:
-    """Those of ``nodes`` that lead to what is needed, and what does more than to make a value."""
+    """Those of ``nodes`` that lead to what is ``needed``, and those that are no loops or views."""
     found: list[Node] = []
     wanted = set(needed)
     for node in reversed(list(nodes)):

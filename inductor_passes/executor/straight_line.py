@@ -21,9 +21,9 @@ _LITERALS = (bool, int, str, type(None))
 def straight_line(
     gm: GraphModule, pieces: Sequence[Node | Region], code_of: Callable[[Region], Compiled]
 ) -> Compiled:
-    """A function of a list of arguments, which it empties, that runs ``pieces``.
+    """A function that runs ``pieces``, of a list of arguments, which it empties.
 
-    What it runs, as Python, is its attribute ``source``.
+    Its attribute ``source`` is the Python code that it runs.
 
     Args:
         gm: the graph.
@@ -36,21 +36,22 @@ def straight_line(
 
 
 class StraightLine:
-    """A program of calls: Python, ``source``, with the functions and constants that it names in
-    ``scope``; ``plain`` if it :func:`can_go_below_autograd`."""
+    """A program of calls. ``source`` is its Python code, ``scope`` has the functions and constants
+    that the code names, and ``plain`` says whether it :func:`can_go_below_autograd`."""
 
     def __init__(self, source: str, scope: Mapping[str, Any], plain: bool) -> None:
         self.source, self.scope, self.plain = source, scope, plain
         made = dict(scope)
         exec(compile(source, "<simplefsdp regions>", "exec"), made)
         self._ordered = made["run"]
-        self._boxed_call = True  # by which torch knows such a function
-        # It can be kept, if Inductor knows all regions by keys: torch asks for a key.
+        self._boxed_call = True  # torch's mark of a function that empties its list of arguments
+        # torch keeps code that has a key. It can be kept if Inductor has a key of each region.
         keys = [code._fx_graph_cache_key for code in self.codes()]
         self._fx_graph_cache_key = None if None in keys else "regions"
 
     def __call__(self, args: list[Any]) -> Any:
-        # Of the dtypes that regions were compiled for; AOTAutograd leaves backward's autocast on.
+        # Run in the dtypes for which regions were compiled: AOTAutograd leaves backward's autocast
+        # on.
         with _torch.no_autocast(), _torch.below_autograd() if self.plain else nullcontext():
             return self._ordered(args)
 
@@ -58,7 +59,7 @@ class StraightLine:
         return StraightLine, (self.source, self.scope, self.plain)
 
     def codes(self) -> list[Any]:
-        """The code of the regions, each once."""
+        """The compiled code of the regions, without repetition."""
         return list({id(v): v for v in self.scope.values() if is_kept_code(v)}.values())
 
 
@@ -87,7 +88,7 @@ class _Writer:
         return "\n".join(lines) + "\n"
 
     def _last_uses(self) -> dict[Node, int]:
-        """The piece after which each value is not needed any more."""
+        """The index of the piece after which each value is not needed any more."""
         last: dict[Node, int] = {}
         for i, piece in enumerate(self.pieces):
             made = [piece] if isinstance(piece, Node) else list(piece.outputs)

@@ -1,9 +1,9 @@
-"""What a graph writes to its inputs, as regions: of a whole training step, a parameter's update.
+"""Writes to a graph's inputs, as regions; in a whole training step, the updates of parameters.
 
-Functionalization leaves a write to an input as a copy of what was made for it. Inductor writes
-there at once, if it sees the copy. So the copy is part of a region; and where several inputs are
-updated one after the other, each update is a region, which is compiled once for all parameters of a
-shape::
+Functionalization turns a write to an input into a copy of a new value to that input. Inductor
+writes the value there directly, if it sees the copy. So the copy is part of a region; and where
+several inputs are updated one after the other, each update is a region, which is compiled once for
+all parameters of a shape::
 
     clipped gradient ─┐
     momentum ─ times ─┴─ plus ─┬─ copy to momentum           one kernel, one region
@@ -25,8 +25,8 @@ Run = list[Node]
 
 
 def is_write_to_input(node: Node) -> bool:
-    """Whether a node only copies what the graph made to one of its inputs. Not if that has aliases:
-    a region that is given one, too, does not know that it is written to."""
+    """Whether a node only copies a value to an input of the graph. Not if views of the input exist:
+    a region that is given such a view, too, would not know that it is written to."""
     if node.target is not torch.ops.aten.copy_.default or node.users:
         return False
     target, value = node.args[:2]
@@ -36,8 +36,8 @@ def is_write_to_input(node: Node) -> bool:
 
 
 def nodes_of_updates(graph: Graph) -> set[Node]:
-    """What leads to writes to inputs only, and belongs to no module: not the statistics of a norm,
-    which are made where it is."""
+    """Nodes that lead only to writes to inputs, and belong to no module. (The statistics of a norm
+    belong to that norm, so they are not among them.)"""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
         leads = bool(node.users) and all(user in found for user in node.users)
@@ -48,18 +48,18 @@ def nodes_of_updates(graph: Graph) -> set[Node]:
 
 
 def moved_down(runs: Sequence[Node | Run], facts: Facts, updates: Set[Node]) -> list[Node | Run]:
-    """``runs`` with that moved into an update which only it reads, and which takes nothing but
-    inputs: a momentum times its factor, say, that a plan has put in front of a wait. It would be
-    stored till then, of all parameters.
+    """``runs`` with nodes of updates moved down into the run that alone reads them, if they depend
+    only on inputs of the graph: a momentum times its factor, say, that a plan has put in front of a
+    wait. Such products would be stored until then, for all parameters at once.
 
     Args:
         runs: of a graph.
-        facts: of that.
-        updates: its :func:`nodes_of_updates`.
+        facts: of the same graph.
+        updates: the :func:`nodes_of_updates` of the graph.
     """
     found = [run if isinstance(run, Node) else list(run) for run in runs]
     at = {n: i for i, run in enumerate(found) for n in ([run] if isinstance(run, Node) else run)}
-    written: dict[Node, float] = {}  # the first place
+    written: dict[Node, float] = {}  # by value: the first run that writes to it
     for node in facts.writes & at.keys():
         for target in map(root_of, _torch.mutated_arguments(node)):
             written[target] = min(at[node], written.get(target, inf))
@@ -84,7 +84,7 @@ def moved_down(runs: Sequence[Node | Run], facts: Facts, updates: Set[Node]) -> 
 
 
 def _sources(nodes: Iterable[Node], facts: Facts) -> dict[Node, set[Node]]:
-    """The elementwise loops and views that take nothing but inputs of the graph, with these."""
+    """The elementwise loops and views that depend only on inputs of the graph, each with them."""
     found: dict[Node, set[Node]] = {}
     for node in nodes:
         loop, inputs = facts.loops.get(node), node.all_input_nodes
@@ -96,9 +96,10 @@ def _sources(nodes: Iterable[Node], facts: Facts) -> dict[Node, set[Node]]:
 
 
 def apart(run: Run, facts: Facts) -> list[Run]:
-    """A run that updates inputs, cut into what has nothing to do with each other; constants, which
-    each can make for itself, first. What reads an input has to do with what writes there. A run in
-    which something is random, or may do more than to make a value, is not cut."""
+    """A run that updates inputs, cut into independent parts: none reads a value of another, or an
+    input that another writes. Constants, which each part can repeat, come first, then numbers that
+    several parts share. A run with an op that is random, or may do more than make a value, is not
+    cut."""
     if not any(map(is_write_to_input, run)) or not all(_only_makes(n, facts) for n in run):
         return [run]
     constants = [node for node in run if node in facts.cheap and not node.all_input_nodes]
@@ -118,8 +119,8 @@ def _only_makes(node: Node, facts: Facts) -> bool:
 
 
 def _shared(run: Run) -> set[Node]:
-    """Numbers that several parts of a run take, and what they are made of: a factor that clips all
-    gradients, say. None if that reads what the run writes to."""
+    """Numbers that several parts of a run read, as a factor that clips all gradients, and the nodes
+    that they are made of. Empty if one of these reads an input that the run writes."""
     numbers = {node for node in run if _is_number(node)}
     parts = _joined([node for node in run if node not in numbers])
     part_of = {node: i for i, part in enumerate(parts) for node in part}
@@ -140,7 +141,7 @@ def _is_number(node: Node) -> bool:
 
 
 def _joined(run: Run) -> list[Run]:
-    """The parts of a run, in order, of which none reads another's value, or what it writes to."""
+    """The parts of a run, in order: none reads a value of another, or an input another writes."""
     written = {node.args[0]: node for node in run if is_write_to_input(node)}
     joined = {node: node for node in run}
 

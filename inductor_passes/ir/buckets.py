@@ -14,8 +14,9 @@ from inductor_passes.ir.program import Bucket, Program
 
 Patterns = Sequence["str | Sequence[str]"]
 
-# The compiler walks the whole list of a call for each tensor in it, so what a call costs it grows
-# as their square (benchmarks/LOG.md). Layers of 128 experts, of three matrices each, have fewer.
+# For each tensor in a coalesced call the compiler walks the whole list of that call, so the time to
+# compile a call grows with the square of its tensors (benchmarks/LOG.md). A layer of 128 experts
+# with three matrices each has fewer.
 MOST_MEMBERS = 512
 
 
@@ -77,7 +78,7 @@ def _expand(patterns: Patterns, paths: Sequence[str]) -> dict[str, str]:
 
 
 def check_patterns(patterns: object) -> Patterns:
-    """``patterns`` themselves, if they are some.
+    """``patterns`` as a list, if they are valid.
 
     Raises:
         TypeError: not a list of strings and lists of strings, or an empty one.
@@ -124,7 +125,7 @@ def _by_default(fqns: Sequence[str], rest: Sequence[str]) -> dict[str, str]:
     left = set(rest)
 
     def run_of(fqn: str) -> str | None:
-        """What neighbours in a run agree in; None for a parameter that has another bucket."""
+        """A key that is equal within a run; None for a parameter that has a bucket already."""
         if fqn in elements or fqn not in left:
             return None
         return "" if elements else fqn.partition(".")[0]
@@ -142,8 +143,8 @@ def _by_default(fqns: Sequence[str], rest: Sequence[str]) -> dict[str, str]:
 def new_label(label: str, taken: Iterable[str]) -> str:
     """``label`` if no other bucket has it, else with primes.
 
-    Buckets of one kind and group that share a label are one bucket when ops are ordered, so
-    whoever names buckets asks here.
+    Ordering takes buckets of one kind and group that share a label for one bucket, so every new
+    label is made here.
     """
     others = set(taken)
     while label in others:
@@ -157,10 +158,11 @@ def repeated_modules(fqns: Sequence[str]) -> tuple[str, ...]:
 
 
 def layer_of(fqns: Sequence[str]) -> dict[str, str]:
-    """The layer that each parameter belongs to, an element of a list, if it belongs to one.
+    """The layer of each parameter that is inside an element of a list.
 
-    That of the outermost list of 3 or more elements (layers, not the experts within them; the
-    layers of an encoder and a decoder, not these two); else that of the longest list.
+    A parameter inside several lists belongs to the element of the outermost list of 3 or more
+    elements (so a layer is not one of its experts, nor a whole encoder or decoder of a list of
+    two); if there is no such list, to the element of the longest.
     """
     prefixes = {fqn: [p for p in _prefixes(fqn)[:-1] if p.split(".")[-1].isdigit()] for fqn in fqns}
     length = Counter(
@@ -178,11 +180,11 @@ def layer_of(fqns: Sequence[str]) -> dict[str, str]:
 def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]:
     """The buckets of one graph, in the order of their first members.
 
-    Members share label, kind, group, reduce op and dtype, and how often their parameters were sent
-    before: a whole step gathers one for its forward, and again for its backward. They travel in the
-    order of the assignment, so that all ranks lay them out alike. (Gloo reads the tensors of a
-    coalesced reduce as if all had the dtype of the first.) Collectives that are not data
-    parallelism's stay out. Those of more than :data:`MOST_MEMBERS` are in parts.
+    Members share label, kind, group, reduce op, dtype (Gloo reads all tensors of a coalesced reduce
+    as if they had the dtype of the first), and how often their parameter was sent before: a whole
+    step gathers it for forward, and again for backward. Members travel in the order of the
+    assignment, so that all ranks lay them out alike. Collectives that are not data parallelism's
+    are in no bucket. Buckets of more than :data:`MOST_MEMBERS` members are split.
     """
     groups: dict[tuple[object, ...], list[tuple[int, str]]] = defaultdict(list)
     place = {fqn: i for i, fqn in enumerate(assignment.label_of)}
@@ -206,7 +208,7 @@ def plan_buckets(program: Program, assignment: Assignment) -> tuple[Bucket, ...]
 
 
 def of_few_members(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """``buckets``, those of more than :data:`MOST_MEMBERS` in parts of as many."""
+    """``buckets``, with those of more than :data:`MOST_MEMBERS` members split into parts."""
     whole = list(buckets)
     taken = {bucket.label for bucket in whole}
     found: list[Bucket] = []
@@ -218,7 +220,7 @@ def of_few_members(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
 
 
 def parts_of(bucket: Bucket, runs: Sequence[Sequence[str]], taken: Iterable[str]) -> list[Bucket]:
-    """``bucket`` with its starts in ``runs``, under labels not ``taken`` if they are several."""
+    """``bucket`` cut into one bucket per run, with labels not in ``taken``; itself if one run."""
     if len(runs) == 1:
         return [bucket]
     return [

@@ -1,9 +1,10 @@
-"""A program for other sizes than it was traced with: each combination of them is a cell.
+"""A program for sizes other than those of its trace; one combination of sizes is a cell.
 
-What a program counts (:class:`~inductor_passes.ir.sizes.Size`) is computed anew from its formulas;
-the ops and their order stay. Whether they would be the same there is checked, not assumed: exactly
-for the program of one cell (:class:`SizedProgram`), which is what a fresh trace gives; where many
-cells are priced at once (:class:`Formulas`), but for what is equal by chance, which changes little.
+The numbers of a program (:class:`~inductor_passes.ir.sizes.Size`) are computed anew from their
+formulas; its ops and their order stay. Whether a trace with the other sizes would give the same ops
+is checked, not assumed. For the program of one cell (:class:`SizedProgram`) the check is exact, so
+that it is what a fresh trace gives. Where many cells are priced at once (:class:`Formulas`), the
+check leaves out numbers that are equal by chance, which change little.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import Tensor
 from inductor_passes.ir.program import Program
 from inductor_passes.ir.sizes import formula_of
 
-# The functions of formulas; some are torch's own (torch.utils._sympy.functions), by their names.
+# How to compute each function in formulas, by name; some are torch's, of
+# torch.utils._sympy.functions.
 _OF_NUMBERS = {
     "FloorDiv": operator.floordiv,
     "Quotient": operator.floordiv,
@@ -39,7 +41,7 @@ _OF_TENSORS = _OF_NUMBERS | {
 
 
 class CellError(ValueError):
-    """A graph would be another one for the sizes that are asked for."""
+    """A trace with the requested sizes would give another graph."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +50,21 @@ class Symbols:
 
     # The symbols, by what users call them: ``"batch"``. One size may have several.
     by_name: Mapping[str, tuple[sympy.Symbol, ...]]
-    # What must hold of them for the graph to be the same.
+    # Conditions on the symbols under which a trace gives the same graph.
     holds: frozenset[sympy.Basic] = frozenset()
-    # Numbers that were taken to differ, as they do but by chance: where they are equal, a compiler
-    # may share a constant or a kernel that it has twice elsewhere.
+    # Conditions that two numbers differ, which fail only by chance. Where the numbers are equal, a
+    # compiler may share a constant or a kernel of which it otherwise has two.
     apart: frozenset[sympy.Basic] = frozenset()
 
     def check(self, sizes: Mapping[str, int], *, exactly: bool = True) -> None:
-        """See that the graph is the same for ``sizes``.
+        """Check that the graph is the same for ``sizes``.
 
         Args:
             sizes: by all names, 1 or more.
-            exactly: also that no numbers are equal by chance.
+            exactly: also check that no numbers are equal by chance (:attr:`apart`).
 
         Raises:
-            CellError: it is not; names what does not hold.
+            CellError: the graph is not the same; names the condition that does not hold.
         """
         values = {s: sizes[name] for name, symbols in self.by_name.items() for s in symbols}
         for condition in (*self.holds, *(self.apart if exactly else ())):
@@ -80,16 +82,16 @@ class Symbols:
 
     @property
     def all(self) -> list[sympy.Symbol]:
-        """Of all names."""
+        """The symbols of all names."""
         return [symbol for symbols in self.by_name.values() for symbol in symbols]
 
 
 class Formulas:
-    """Some numbers, to be had for other sizes.
+    """Numbers that can be computed for other sizes.
 
     Args:
-        numbers: Sizes or their formulas; or plain numbers, which are the same everywhere.
-        symbols: of their formulas.
+        numbers: Sizes or their formulas; or plain numbers, which are the same at all sizes.
+        symbols: the symbols of these formulas.
     """
 
     def __init__(self, numbers: Sequence[Any], symbols: Symbols) -> None:
@@ -124,8 +126,8 @@ class Formulas:
 class SizedProgram:
     """A program whose sizes were left open."""
 
-    program: Program  # it, as it was traced; its numbers are Sizes
-    symbols: Symbols  # of them
+    program: Program  # the program as it was traced; its numbers are Sizes
+    symbols: Symbols  # the symbols in their formulas
 
     def at(self, **sizes: int) -> Program:
         """The program for some sizes, as if it had been traced with them.
@@ -142,8 +144,8 @@ class SizedProgram:
 
 
 def with_plain_sizes(program: Program) -> Program:
-    """The program as it is where it was traced; passes that compute with plain numbers make no
-    formulas, and take a third of the time or less."""
+    """The program with plain numbers, those of its trace. Passes then make no formulas, and take a
+    third of the time or less."""
     return _with_numbers(program, map(int, _numbers_of(program)))
 
 
@@ -153,7 +155,7 @@ def _numbers_of(program: Program) -> list[int]:
 
 
 def _with_numbers(program: Program, numbers: Iterable[int]) -> Program:
-    """The program with others in place of its :func:`_numbers_of`."""
+    """The program with ``numbers`` in place of those that :func:`_numbers_of` lists."""
     each = iter(numbers)
     buffers = {name: replace(buffer, nbytes=next(each)) for name, buffer in program.buffers.items()}
     with_buffers = replace(program, buffers=buffers)

@@ -1,8 +1,8 @@
 """JSON that may come from anybody: read within bounds, or refused by a ValueError of one line.
 
-Every file of JSON that this program reads is read here; if a library reads it again, first here.
-Python's reader knows no bounds: a few bytes that are packed become gigabytes, deep nesting ends in
-a RecursionError wherever somebody looks at it, and a number of a thousand digits is no float.
+Every JSON file that this program reads is read here; a file that a library is to read is read here
+first. Python's reader has no bounds: a few compressed bytes can become gigabytes, deep nesting ends
+in a RecursionError in whatever walks it, and a number of a thousand digits does not fit a float.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_json(path: str | os.PathLike[str], max_nbytes: int) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write a file, complete or not at all, whoever else writes it; anybody may read it.
+    """Write a file, complete or not at all, even if others write it, too; anybody may read it.
 
     Raises:
         OSError: it cannot be written.
@@ -109,7 +109,7 @@ def shown(value: Any) -> str:
 
 
 def _text(path: Path, max_nbytes: int) -> bytes:
-    # Not to wait for who writes to a pipe.
+    # Non-blocking, below: to open a pipe must not wait for a writer.
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -125,7 +125,7 @@ def _text(path: Path, max_nbytes: int) -> bytes:
 
 
 def _unpacked(raw: bytes, max_nbytes: int) -> bytes:
-    """What gzip has packed, up to more than ``max_nbytes``."""
+    """``raw`` unpacked; stops at the first piece with which there are more than ``max_nbytes``."""
     pieces, nbytes = [], 0
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
@@ -140,7 +140,7 @@ def _unpacked(raw: bytes, max_nbytes: int) -> bytes:
 
 
 def _check(value: Any) -> None:
-    """See that nothing is nested too deeply, and that numbers are of a size to count with."""
+    """Check that nothing is nested too deeply, and that no integer is too large."""
     level: list[Any] = [[value]]
     for _ in range(_MAX_DEPTH + 1):
         below: list[Any] = []

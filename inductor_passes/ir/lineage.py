@@ -8,10 +8,10 @@ from inductor_passes.ir.program import Program
 
 
 def reduced_nbytes(program: Program) -> dict[str, int]:
-    """Bytes on every rank, by storage, of what reduces leave and of what is made of it.
+    """Bytes, by storage, of the results of reduces and of what is made of them, for any rank.
 
-    What a reduce sends, in equal parts to all ranks, and by its results; what is made of it has as
-    many elements. The bytes of this rank's own shards have no part in it.
+    The bytes that a reduce sends are divided equally among its ranks and its results. What is made
+    of a result is taken to have as many elements. The sizes of this rank's own shards are not used.
     """
     nbytes: dict[str, int] = {}
     for i, op in enumerate(program.ops):
@@ -29,7 +29,7 @@ def reduced_nbytes(program: Program) -> dict[str, int]:
 
 
 def origins(program: Program) -> dict[str, int]:
-    """By storage, the reduce that it stems from, if it stems from one alone."""
+    """By storage, the position of the reduce that it stems from, if it stems from just one."""
     origin: dict[str, int] = {}
     for i, op in enumerate(program.ops):
         if op.sends == "reduce":
@@ -42,7 +42,7 @@ def origins(program: Program) -> dict[str, int]:
 
 
 def following(program: Program, origin: Mapping[str, int]) -> dict[int, int]:
-    """The reduce that each all-reduce follows, if it is of what one reduce left."""
+    """By all-reduce whose input stems from just one reduce: that reduce; both as positions."""
     follows: dict[int, int] = {}
     for i, op in enumerate(program.ops):
         sources = {origin[s] for s in program.storages(op.reads) if s in origin}
@@ -52,7 +52,7 @@ def following(program: Program, origin: Mapping[str, int]) -> dict[int, int]:
 
 
 def behind_reduces(program: Program) -> set[int]:
-    """Waits for reduces (all-reduces, too), and all that needs what they give."""
+    """Positions of the waits for reduces and all-reduces, and of all ops that depend on them."""
     reduces = (i for i, op in program.starts() if "reduce" in op.sends)
     found = {wait for i in reduces for wait in program.waits_of[i]}
     for i, before in enumerate(program.predecessors):
@@ -62,7 +62,9 @@ def behind_reduces(program: Program) -> set[int]:
 
 
 def dependent(program: Program, follows: Mapping[int, int]) -> set[int]:
-    """Gathers of what a collective made, and reduces of which a collective is made."""
+    """Positions of gathers whose input depends on another collective, and of reduces and
+    all-reduces on whose result another collective depends (an all-reduce that ``follows`` a reduce
+    does not count as another collective)."""
     found: set[int] = set()
     made: set[str] = set()
     for i, op in enumerate(program.ops):

@@ -7,12 +7,13 @@ from typing import Any
 
 
 def by_key(keys: Sequence[Any]) -> list[int]:
-    """Positions, by the key of each. By an order of positions: where each of them is in it."""
+    """All positions in ``keys``, sorted by their keys. If ``keys`` is itself an order of positions,
+    the result is its inverse: the place of each position in that order."""
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def moved(found: Mapping[int, Iterable[int]], to: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """What is known of positions, each now where ``to`` says. Several of those that are told of may
-    be at one place now, of the keys none."""
+    """``found`` with each position replaced by its new one, which ``to`` gives. Positions among the
+    values may become equal, and are then kept once; keys must stay distinct."""
     known = ((to[i], tuple(dict.fromkeys(map(to.__getitem__, of)))) for i, of in found.items())
     return dict(sorted(known))

@@ -1,8 +1,8 @@
 """``Program``: the one representation that planning, ordering, simulation and inspection share.
 
 A program is a list of ops over buffers, for one forward or backward graph. It says what depends
-on what and what communicates; what an op costs is the business of a cost model, how it is
-executed that of the backend it was read from.
+on what and what communicates. What an op costs is the business of a cost model, and how an op is
+executed is that of the backend it was read from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Buffer:
     """A tensor."""
 
     name: str  # unique in its program
-    nbytes: int  # bytes of its storage if it is the first buffer on it
+    nbytes: int  # its bytes; of the first buffer on a storage, the bytes of that storage
     storage: str = ""  # name of the buffer whose memory this one is a view of; its own name if none
     itemsize: int = 1  # bytes of an element
 
@@ -58,8 +58,8 @@ class Collective:
     fqns: tuple[str, ...] = ()
     bucket: str = ""  # label that members of one bucket share; empty if the planner made none
     window: int = 0  # see :class:`Bucket`
-    # Tensors that are launched as one and sent apart, as of a coalesced bucket; 1 if it is one
-    # buffer.
+    # Number of tensors that are launched together but sent separately, as in a coalesced bucket; 1
+    # for a single buffer.
     members: int = 1
 
 
@@ -91,9 +91,10 @@ class Bucket:
 
     label: str  # what the user calls it, a module FQN mostly
     starts: tuple[str, ...]  # names of the start ops, in their order on the wire
-    # Buckets in flight when a gather starts, or pending before a reduce is waited for, itself
-    # included; 0 leaves it to the policy of :mod:`inductor_passes.transform.order`. A reduce's may
-    # be negative: -n waits just before the n-th next bucket of gathers is first used.
+    # For gathers, how many buckets are in flight when this one starts; for reduces, how many are
+    # pending before this one is waited for. Both count the bucket itself; 0 leaves the number to
+    # the policy of :mod:`inductor_passes.transform.order`. A reduce's window may be negative: -n
+    # waits just before the n-th next bucket of gathers is first used.
     window: int = 0
 
 
@@ -157,11 +158,11 @@ class Program:
 
     @cached_property
     def storage(self) -> dict[str, str]:
-        """Of each buffer."""
+        """The storage of each buffer."""
         return {name: buffer.storage for name, buffer in self.buffers.items()}
 
     def storages(self, names: Iterable[str]) -> set[str]:
-        """Of some buffers."""
+        """The storages of some buffers."""
         return {self.storage[name] for name in names}
 
     def first_written(self, i: int) -> set[str]:
@@ -170,16 +171,16 @@ class Program:
 
     @cached_property
     def storage_nbytes(self) -> dict[str, int]:
-        """Bytes of each storage; a view that repeats elements may have more."""
+        """Bytes of each storage; a view that repeats elements may have more bytes than that."""
         return {b.storage: self.buffers[b.storage].nbytes for b in self.buffers.values()}
 
     def touched_nbytes(self, op: Op) -> int:
-        """Of all buffers that ``op`` reads or writes."""
+        """Bytes of all buffers that ``op`` reads or writes."""
         return sum(self.buffers[name].nbytes for name in {*op.reads, *op.writes})
 
     @cached_property
     def _overwritten(self) -> list[list[str]]:
-        """Storages of what each op writes and is not the first to write."""
+        """For each op, the storages of the buffers that it writes but is not the first to write."""
         storage, by = self.storage, self.writer
         return [[storage[n] for n in op.writes if by.get(n) != i] for i, op in enumerate(self.ops)]
 
@@ -216,7 +217,7 @@ class Program:
         return tuple(map(tuple, before))
 
     def _after_mutations(self) -> list[dict[int, None]]:
-        """For each op, those before it that its storages' being written in place puts there."""
+        """For each op, those that must come before it because a storage is written in place."""
         before: list[dict[int, None]] = [{} for _ in self.ops]
         if not self.in_place:
             return before
@@ -260,7 +261,7 @@ class Program:
         return program
 
     def sending(self, change: Callable[[Collective], Collective]) -> Program:
-        """The same program, but what each start sends is what ``change`` makes of it."""
+        """The same program with ``change`` applied to the collective of each start."""
         ops = (
             op if op.collective is None else replace(op, collective=change(op.collective))
             for op in self.ops
@@ -268,7 +269,7 @@ class Program:
         return replace(self, ops=tuple(ops))
 
     def with_ops(self, ops: Iterable[Op]) -> Program:
-        """The same program with other ops on its buffers; what is known of these, it knows."""
+        """The same program with other ops on its buffers; what is cached of these is kept."""
         after = replace(self, ops=tuple(ops))
         after.__dict__.update(storage=self.storage, storage_nbytes=self.storage_nbytes)
         return after

@@ -1,12 +1,12 @@
-"""Sizes that a graph was traced without: numbers that know their formula.
+"""Sizes that were left open when a graph was traced: numbers that know their formula.
 
-A graph that is traced with symbolic sizes is read with what its symbols stood for then, so that
-every pass computes with plain numbers. A :class:`Size` is such a number, and keeps the formula that
-led to it: what is added and multiplied from Sizes is one again. So a program, and what the passes
-make of it, can be had again for other sizes, without a new trace (:mod:`inductor_passes.ir.cells`).
+When a graph with symbolic sizes is read, each symbol is replaced by the value it had in the trace,
+so that every pass computes with plain numbers. A :class:`Size` is such a number that also keeps the
+formula it came from; sums and products of Sizes are Sizes, too. So a program, and what the passes
+make of it, can be computed for other sizes without a new trace (:mod:`inductor_passes.ir.cells`).
 
-A pass that compares two Sizes goes on by what they are here. That may come out otherwise elsewhere,
-so it is noted (:func:`noted`), to be checked where the formulas are used.
+A pass that compares two Sizes acts on their values here. At other sizes the comparison may come
+out differently, so its result is noted (:func:`noted`), to be checked where formulas are used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import sympy
 
-_ENDLESS = 1 << 62  # what is compared with it is not limited
+_ENDLESS = 1 << 62  # stands for "no limit": a comparison with it is not noted
 _notes: list[set[sympy.Basic]] = []
 
 
@@ -41,8 +41,8 @@ def _comparison(name: str, *, negated: bool = False) -> Any:
 class Size(int):
     """A whole number and the formula that it comes from.
 
-    What other operators than ``+``, ``-``, ``*`` and ``//`` make is a plain number, what it is
-    here, and nothing notes that: good for choosing a plan, which is valid elsewhere, too.
+    Operators other than ``+``, ``-``, ``*`` and ``//`` of a Size give plain numbers, true for the
+    sizes here only, and nothing notes that: good enough to choose a plan, which any size can run.
     """
 
     formula: sympy.Expr  # a sympy expression of the symbols that were left open
@@ -66,11 +66,11 @@ class Size(int):
     __hash__ = int.__hash__
 
     def __reduce__(self) -> tuple[object, ...]:
-        return int, (int(self),)  # its symbols mean nothing to another process
+        return int, (int(self),)  # the symbols of the formula mean nothing to another process
 
 
 def formula_of(value: float) -> sympy.Expr:
-    """What a number comes from; of one that is no Size, itself, and so of a formula."""
+    """The formula of a Size; any other number, or a formula, is its own formula."""
     if isinstance(value, Size):
         return value.formula
     return value if isinstance(value, sympy.Basic) else _plain(value)
@@ -78,12 +78,13 @@ def formula_of(value: float) -> sympy.Expr:
 
 @functools.lru_cache(1 << 16, typed=True)
 def _plain(value: Any) -> sympy.Expr:
-    # Of a bool sympy would make a statement, which cannot be added or multiplied.
+    # sympy would turn a bool into a logical constant, which cannot be added or multiplied.
     return sympy.sympify(int(value) if isinstance(value, bool) else value)
 
 
 def least(*values: int) -> int:
-    """The smallest of some numbers, whichever it is elsewhere: nothing is noted."""
+    """The smallest of some numbers. Its formula is a ``Min``, so it holds at sizes where another of
+    them is the smallest, and nothing is noted."""
     found = min(map(int, values))
     formulas = {formula_of(v) for v in values if int(v) < _ENDLESS}
     return Size(found, _least(frozenset(formulas))) if any(map(is_open, formulas)) else found
@@ -122,12 +123,12 @@ def _divided(one: sympy.Expr, other: sympy.Expr) -> sympy.Expr:
 
 
 class Quotient(sympy.Function):  # type: ignore[misc]
-    """The whole quotient of two formulas. sympy's own floor would be taken of a product with a
-    fraction, which rounds: ``floor(49 * (1 / 49))`` is 0."""
+    """The integer quotient of two formulas. sympy would write it as the floor of a product with a
+    fraction, which floats round: ``floor(49 * (1 / 49))`` is 0."""
 
     @classmethod
     def eval(cls, one: sympy.Expr, other: sympy.Expr) -> sympy.Expr | None:
-        """The number, of numbers."""
+        """The quotient as a number, if both are numbers."""
         return one // other if one.is_Integer and other.is_Integer else None
 
 
@@ -139,7 +140,8 @@ _HOLDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _compared(name: str, one: Size, other: Any) -> Any:
-    plain = int(other) if isinstance(other, Size) else other  # else it would compare itself with us
+    # Python would ask a Size on the right to compare first, which would call this function again.
+    plain = int(other) if isinstance(other, Size) else other
     found = getattr(operator, name)(int(one), plain)
     if _notes and isinstance(other, int) and 0 < abs(other) < _ENDLESS:
         note = _holding(name, bool(found), one.formula, formula_of(other))
@@ -150,21 +152,22 @@ def _compared(name: str, one: Size, other: Any) -> Any:
 
 @functools.lru_cache(1 << 16)
 def _holding(name: str, found: bool, one: sympy.Expr, other: sympy.Expr) -> sympy.Basic:
-    """What holds of two formulas that compare so; true if it always does."""
+    """The condition on two formulas that a comparison found; true if it holds at all sizes."""
     if one == other or not is_open(one / other):  # sizes are positive
         return sympy.true
     return _HOLDS[name][not found](one, other)
 
 
 def fixed(value: int) -> int:
-    """A plain number; of a Size what it is here, and that is noted."""
+    """``value`` as a plain number; for a Size, the fact that it has this value is noted."""
     _ = value == int(value)
     return int(value)
 
 
 @contextmanager
 def noted() -> Iterator[set[sympy.Basic]]:
-    """What was found by comparing Sizes inside, and may not hold for other sizes."""
+    """Gives the set of conditions that comparisons of Sizes inside the block find true; they may
+    not hold for other sizes."""
     _notes.append(set())
     try:
         yield _notes[-1]

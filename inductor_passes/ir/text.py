@@ -7,11 +7,12 @@
     compute mm(x, weight) -> y: 64
     output y
 
-One line an op, in order. A buffer carries its bytes where it first appears, behind ``/`` those of
-an element if it is not 1, and after ``@`` the buffer whose storage it shares; to write it again is
-to mutate it. A compute may end with the unit that it belongs to: ``| unit=2``. ``resident`` is an
-input that the caller keeps. ``#`` starts a comment. A name with other signs than letters, digits
-and ``_ . - / : *`` is written as a JSON string.
+One line per op, in order. Where a buffer first appears, its bytes follow; then ``/`` and the bytes
+of an element if these are not 1; then ``@`` and the buffer whose storage it shares, if it does. An
+op that writes a buffer again mutates it. A compute may end with the unit that it belongs to:
+``| unit=2``. ``resident`` is an input that the caller keeps. ``#`` starts a comment. A name with
+characters other than letters, digits and ``_ . - / : * +``, or with a ``:`` at its end, is written
+as a JSON string.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from inductor_passes.ir.program import (
 _PLAIN = re.compile(r"[\w.\-/:*+]*[\w.\-/*+]")
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _TOKEN = re.compile(rf"\s*(->|{_STRING}|[\w.\-/:*+]*[\w.\-/*+]|[(),:@|=])|\s*(#.*)?$")
-# Of a collective, by what they are called here: attribute, type, and the value that is left out.
+# A collective's fields by their names in the text: attribute, type, and the default, which is not
+# printed.
 _FIELDS: dict[str, tuple[str, type, object]] = {
     "group": ("group", str, ""),
     "ranks": ("ranks", int, None),

@@ -19,7 +19,7 @@ Edges = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class _Job:
-    """Work for one lane, what must pass before it can begin, and what must follow its end."""
+    """Work for one lane, the time that must pass before it, and the time that must follow it."""
 
     head_us: float
     us: float
@@ -28,20 +28,21 @@ class _Job:
 
 
 def lower_bound_us(program: Program, cost: CostModel) -> float:
-    """Least time of ``program``, whatever is merged with what and whenever it starts.
+    """Least time of ``program`` under any choice of buckets and any launch times.
 
     Compute that neither feeds a gather nor follows a reduce keeps its order, as it does under
-    :func:`~inductor_passes.transform.order.overlap`; the bound is of no other orders.
+    :func:`~inductor_passes.transform.order.overlap`; for other orders the bound does not hold.
 
-    For every lane, and every set of jobs that have a long head (or a long tail): the lane cannot
-    begin before the shortest head, must do the jobs, and after the last of them the shortest tail
-    is still to come. Heads and tails are longest paths, so the compute lane waits for its first
-    gather and the last reduce waits for its gradients. Collectives that could share a bucket are
-    counted as if they did, which is as cheap as they get if the time of a collective never falls
-    with its bytes and two cost no less than their merger; any latency-bandwidth model is so.
+    Take the jobs of one lane whose head (time before them) is longest. The lane cannot begin them
+    before the shortest of these heads, must do them all, and after the last of them the shortest
+    tail (time after a job) still follows. The bound is the largest such sum, and likewise for the
+    longest tails. Heads and tails are longest paths, so the compute lane waits for its first gather
+    and the last reduce waits for its gradients. Collectives that could share a bucket are counted
+    as if they did. That is their least time if the time of a collective never falls with its bytes
+    and two cost no less than their merger, as in any latency-bandwidth model.
 
-    What is in transfer holds compute up, or compute stands still: either way it costs at least what
-    compute loses beside it.
+    While something is in transfer, compute either runs slower or stands still; either way it costs
+    at least what compute loses beside it.
     """
     us = alone_us(program, cost)
     before = _with_order_of_compute(program)
@@ -60,10 +61,11 @@ def lower_bound_us(program: Program, cost: CostModel) -> float:
 
 
 def _held_up_us(jobs: Mapping[str | None, Sequence[_Job]], cost: CostModel) -> float:
-    """All compute, and what it loses while the busiest lane is in transfer.
+    """A bound: all compute, and what it loses while the busiest lane is in transfer.
 
-    If it stands still for I, all of the wire but I is beside compute, which loses by it: compute +
-    I + lost * (wire - I), and I is no less than the shortest head and tail of compute.
+    If compute stands still for a time I, then at least ``wire - I`` of the transfers run beside
+    compute and slow it. So the step takes at least ``compute + I + lost * (wire - I)``, and I is at
+    least the shortest head plus the shortest tail of compute.
     """
     wires_us = [
         _packed_us([replace(job, head_us=0.0, tail_us=0.0) for job in of_lane], cost)
@@ -79,7 +81,7 @@ def _held_up_us(jobs: Mapping[str | None, Sequence[_Job]], cost: CostModel) -> f
 
 
 def _packed_us(jobs: Sequence[_Job], cost: CostModel) -> float:
-    """Best bound of the sets of jobs with the longest heads."""
+    """The largest bound by the jobs with the n longest heads, for any n."""
     bound = compute_us = 0.0
     shortest_tail = inf
     wire_us: dict[object, float] = {}
@@ -98,7 +100,7 @@ def _packed_us(jobs: Sequence[_Job], cost: CostModel) -> float:
 
 
 def _with_order_of_compute(program: Program) -> list[tuple[int, ...]]:
-    """Predecessors of each op, and the compute before it if both keep their places."""
+    """Predecessors of each op. Each compute that keeps its place also follows the one before it."""
     moves = moving(program)
     before = list(program.predecessors)
     still = [i for i, op in enumerate(program.ops) if op.kind == "compute" and i not in moves]
@@ -108,9 +110,9 @@ def _with_order_of_compute(program: Program) -> list[tuple[int, ...]]:
 
 
 def moving(program: Program) -> set[int]:
-    """What gathers need, and what follows reduces: it moves with them."""
+    """Positions of the ops that gathers need or that follow reduces: these move with them."""
     early = {i for i, op in program.starts() if op.sends == "gather"}
-    # Who waits for several waits when the first must be waited for.
+    # A wait for several collectives goes where the first of them must be waited for.
     early |= {wait for wait, starts in program.start_of.items() if len(starts) > 1}
     for i in reversed(range(len(program.ops))):
         if i in early:
@@ -139,6 +141,6 @@ def _tails(program: Program, us: Sequence[float], before: Edges) -> list[float]:
 
 
 def _is_only_launched(program: Program, j: int, i: int) -> bool:
-    """Whether op ``i``, which needs ``j``, need not wait for its end: that is a start, and this not
-    its wait."""
+    """Whether op ``i``, which needs ``j``, needs only its launch and not its end: ``j`` is a start,
+    and ``i`` is not its wait."""
     return program.ops[j].kind == "start" and j not in program.start_of.get(i, ())

@@ -1,7 +1,7 @@
 """What a machine is, as data: compute peaks, memory and links; and what ops cost on it.
 
-A cluster is shared by all ranks, so that they plan alike: take a preset, or a file that one rank
-wrote; never measure while compiling.
+All ranks must use the same cluster, so that they make the same plan: take a preset, or a file that
+one rank wrote; never measure while compiling.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LINK_KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce", "all_reduce")
 class Work:
     """What a compute op does, on whatever machine."""
 
-    # Floating-point operations of a matmul or attention; 0 for the rest, which waits for memory.
+    # Floating-point operations of a matmul or attention; 0 for other ops, which memory limits.
     flops: float = 0
-    nbytes: float = 0  # read from and written to memory, what stays in a fused kernel left out
+    nbytes: float = 0  # read from and written to memory, without what stays in a fused kernel
     kind: WorkKind = "pointwise"  # a ``"view"`` does nothing
-    dtype: str = "float32"  # that is multiplied
+    dtype: str = "float32"  # of the operands that are multiplied
     kernels: int = 1  # launches: 1, or 0 for an op that runs inside another's kernel
 
 
@@ -50,9 +50,9 @@ class Peak:
         TypeError, ValueError: as for :class:`Link`, but a ramp may fall.
     """
 
-    tflops: float  # 1e12 floating-point operations per second at most
-    matmul: Ramp = ()  # fraction of it that a matmul reaches, by its operations
-    attention: Ramp = ()  # likewise of attention, forward and backward
+    tflops: float  # the peak: 1e12 floating-point operations per second
+    matmul: Ramp = ()  # fraction of the peak that a matmul reaches, by its operations
+    attention: Ramp = ()  # likewise for attention, forward and backward
 
     def __post_init__(self) -> None:
         check_number("tflops", self.tflops)
@@ -62,7 +62,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Wire:
-    """A link, and between whom."""
+    """A link, and the kind of collective and of group it is for."""
 
     kind: CollectiveKind  # ``"gather"``, ``"reduce"`` or ``"all_reduce"``
     ranks: int  # in the group
@@ -81,7 +81,7 @@ class Wire:
 
 
 class UnknownLinkError(ValueError):
-    """A cluster does not tell what a collective of such a group costs."""
+    """A cluster does not say what a collective in such a group costs."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,16 @@ class Cluster:
     """Nodes of equal devices, one per rank.
 
     Raises:
-        TypeError, ValueError: a figure that is no number, negative, NaN or zero (a launch may
-            be), no whole number of ranks per node, fewer than a wire has, no peaks, or no wires;
-            names it.
+        TypeError, ValueError: a figure that is no number, negative, NaN or zero (``launch_us`` may
+            be zero); ``ranks_per_node`` that is no whole number, or less than a wire has on a node;
+            no peaks, or no wires. The message names the figure.
     """
 
     name: str  # for messages
     ranks_per_node: int  # devices of a node
     peaks: Mapping[str, Peak]  # by dtype, named as torch does: ``"bfloat16"``
-    memory_gb_s: float  # 1e9 bytes per second of a device's memory, at most
-    memory_fraction: float  # of it that a kernel of fused loops reaches
+    memory_gb_s: float  # peak bandwidth of a device's memory: 1e9 bytes per second
+    memory_fraction: float  # fraction of that peak which a kernel of fused loops reaches
     launch_us: float  # per kernel, on top of its arithmetic and memory traffic
     memory_gb: float  # 1e9 bytes of memory of a device
     wires: tuple[Wire, ...]  # the links that are known, any order
@@ -106,8 +106,8 @@ class Cluster:
     # Fraction of its speed that compute keeps while anything is in transfer: communication takes
     # cores or SMs, and memory bandwidth. 1 where it is not known.
     compute_beside: float = 1.0
-    # Its communication library averages by itself, as NCCL does; elsewhere gradients are summed,
-    # and divided in kernels of their own.
+    # Whether its communication library can average, as NCCL can; if not, gradients are summed, and
+    # divided in kernels of their own.
     averages: bool = False
 
     def __post_init__(self) -> None:
@@ -141,8 +141,8 @@ class Cluster:
         return max(by_bytes, by_flops) + work.kernels * self.launch_us
 
     def peak(self, dtype: str) -> Peak:
-        """The peak of a dtype; of one that is not listed, the slowest that is, or of float8 that of
-        bfloat16, with a warning."""
+        """The peak of a dtype. If it is not listed, the slowest listed peak (for float8 that of
+        bfloat16, if listed), with a warning."""
         if dtype in self.peaks:
             return self.peaks[dtype]
         name = min(self.peaks, key=lambda name: self.peaks[name].tflops)
@@ -152,7 +152,7 @@ class Cluster:
         return self.peaks[name]
 
     def link_of(self, collective: Collective, nodes: int | None) -> Link:
-        """The link of a collective whose group spans ``nodes``: the fewest, if that is not known.
+        """The link of a collective whose group spans ``nodes``; None for as few as can hold it.
 
         Raises:
             UnknownLinkError: as for :meth:`link`.
@@ -161,7 +161,7 @@ class Cluster:
         return self.link(collective.kind, collective.ranks, fewest if nodes is None else nodes)
 
     def link(self, kind: CollectiveKind, ranks: int, nodes: int) -> Link:
-        """The link of a group: one that is known, or between those that are.
+        """The link of a group: a known one, or one interpolated between known ones.
 
         Within a node the known links are compared by ranks, across nodes by nodes; see
         :func:`inductor_passes.machine.links.between`. Across nodes, every device is taken to have a
@@ -170,7 +170,7 @@ class Cluster:
         of one rank only copies.
 
         Raises:
-            UnknownLinkError: nothing is known of such a group; names what is.
+            UnknownLinkError: too little is known for such a group; names the known links.
         """
         if ranks < 1:
             raise UnknownLinkError(
@@ -192,13 +192,14 @@ class Cluster:
         return between(sorted(points.items()), size)
 
     def with_flat_buckets(self) -> Cluster:
-        """The same, for buckets that travel as one buffer: their members cost nothing."""
+        """The same cluster for buckets that travel as one buffer: no cost per member."""
         wires = [replace(w, link=replace(w.link, member_us=0.0)) for w in self.wires]
         return replace(self, wires=tuple(wires))
 
     def with_nodes_of(self, ranks: int) -> Cluster:
-        """The same devices and cards, so many to a node: of nodes of which only a part was given,
-        or that are of another size. Larger ones are taken to send no faster than those known."""
+        """The same devices and network cards with ``ranks`` of them per node, for when only a part
+        of each node is used, or nodes have another size. Larger nodes are taken to send across
+        nodes no faster than the known ones."""
         return replace(
             self,
             ranks_per_node=ranks,
@@ -206,7 +207,7 @@ class Cluster:
         )
 
     def _wires_of(self, kind: CollectiveKind, per_node: int) -> Iterator[Wire]:
-        """What is known of a kind, for so many ranks on each node."""
+        """The links of a kind, for ``per_node`` ranks on each node."""
         within = {w.ranks for w in self.wires if w.kind == kind and w.nodes == 1}
         nodes = {w.nodes for w in self.wires if w.kind == kind and w.nodes > 1}
         if within and per_node > 1:
@@ -244,11 +245,11 @@ class ClusterCost:
     """The cost model of a program on a cluster."""
 
     cluster: Cluster  # the machine
-    # Number of nodes that each process group spans; of a group that is not there, the fewest that
+    # Number of nodes that each process group spans; a group that is not listed spans as few as can
     # hold its ranks.
     nodes_of: Mapping[str, int] = field(default_factory=dict)
-    # Of compute ops by name, from :func:`inductor_passes.adapters.roofline.work_of`. One that is
-    # not there reads and writes its buffers, in a kernel of its own.
+    # Work of compute ops by name, from :func:`inductor_passes.adapters.roofline.work_of`. An op
+    # that is not listed reads and writes its buffers, in a kernel of its own.
     work: Mapping[str, Work] = field(default_factory=dict)
     _links: dict[tuple[str, str, int], Link] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -259,7 +260,7 @@ class ClusterCost:
         return self.cluster.compute_beside
 
     def with_flat_buckets(self) -> ClusterCost:
-        """The same, for buckets that travel as one buffer."""
+        """The same cost model for buckets that travel as one buffer."""
         return replace(self, cluster=self.cluster.with_flat_buckets())
 
     def compute_us(self, program: Program, op: Op) -> float:
@@ -278,8 +279,8 @@ def nodes_spanned(ranks: Sequence[int], world_size: int, ranks_per_node: int) ->
     """How many nodes a process group spans; the same for all groups of a mesh dimension.
 
     A mesh cuts the world into groups of equal stride, and a cut need not fall on the edge of a
-    node: the answer is that of the group with the most nodes, whichever this one is. Of a group
-    without a stride, or of one that does not fit the world, it is the most that any of its size
+    node; so the answer is for the group of this dimension that spans the most nodes. If the group
+    has no constant stride, or does not fit the world, it is the most that any group of its size
     could span.
 
     Args:

@@ -1,4 +1,4 @@
-"""A cluster <-> a JSON file."""
+"""Clusters written to and read from JSON files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def as_cluster(value: Cluster | str | os.PathLike[str]) -> Cluster:
 
 
 def as_json(cluster: Cluster) -> dict[str, Any]:
-    """What a file of ``cluster`` has in it."""
+    """The content of a file of ``cluster``."""
     return {"format": FORMAT, "version": VERSION, **asdict(cluster)}
 
 

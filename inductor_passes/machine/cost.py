@@ -1,8 +1,7 @@
 """What an op costs. A cost is not a field of an op: a merged collective costs less than its parts.
 
-Costs are times in microseconds (``_us``). They order nothing by themselves: whatever a pass
-decides must come out alike on every rank, so a cost model is data that all ranks share, never a
-benchmark.
+Costs are times in microseconds (``_us``). What a pass decides must be the same on every rank, so a
+cost model is data that all ranks share, never a benchmark that each rank runs.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class CostModel(Protocol):
         ...
 
     def collective_us(self, collective: Collective) -> float:
-        """Time of a collective on its communication lane, from launch to arrival if it is idle."""
+        """Time of a collective on its communication lane: launch to arrival if the lane is idle."""
         ...
 
 
 def check_compute_beside(cost: CostModel) -> None:
-    """Raise a ValueError unless ``compute_beside`` is a fraction, and not 0."""
+    """Raise a ValueError unless ``compute_beside`` is above 0 and at most 1."""
     if not 0 < cost.compute_beside <= 1:
         raise ValueError(
             "cost model: compute_beside: expected more than 0 and at most 1, got "
@@ -46,10 +45,10 @@ def check_compute_beside(cost: CostModel) -> None:
 class LinearCost:
     """Latency plus bytes over bandwidth, for collectives and, if nothing better is known, compute.
 
-    A collective takes ``latency_us + nbytes / link_gb_s``, ``nbytes`` being those of the full
-    tensors (the alpha-beta model, fitted to gathered bytes as in nccl-tests' tables). The
-    defaults are of one node of 8 H100: 30 us and 394 GB/s (meta-pytorch/autoparallel), HBM at
-    3,350 GB/s, 5 us to launch a kernel (estimated).
+    A collective takes ``latency_us + nbytes / link_gb_s``, where ``nbytes`` counts the full tensors
+    (the alpha-beta model, fitted to gathered bytes as in nccl-tests' tables). The defaults are for
+    one node of 8 H100: 30 us and 394 GB/s (meta-pytorch/autoparallel), HBM at 3,350 GB/s, 5 us to
+    launch a kernel (estimated).
     """
 
     latency_us: float = 30.0  # per collective
@@ -59,7 +58,7 @@ class LinearCost:
     # Known times of compute ops by name, which replace the model's.
     op_us: Mapping[str, float] = field(default_factory=dict)
     compute_beside: float = 1.0  # see :class:`CostModel`
-    # Of each tensor but the first that is launched with others; no more than the latency.
+    # Time of each member of a bucket but the first; no more than the latency.
     member_us: float = 0.0
 
     def __post_init__(self) -> None:
@@ -81,5 +80,5 @@ class LinearCost:
         return latency_us + collective.nbytes / (self.link_gb_s * 1e3)
 
     def with_flat_buckets(self) -> LinearCost:
-        """The same, for buckets that travel as one buffer."""
+        """The same cost model for buckets that travel as one buffer."""
         return replace(self, member_us=0.0)

@@ -1,7 +1,7 @@
-"""A cluster for a GPU that no preset is of, from what its driver tells of it.
+"""A cluster for a GPU without a preset, from what its driver reports.
 
-Every figure is **estimated**. Plans need orders of magnitude: what hides a transfer, and what does
-not. ``simplefsdp calibrate`` measures a machine.
+Every figure is **estimated**. A plan needs only orders of magnitude, to tell which compute hides
+which transfer. ``simplefsdp calibrate`` measures a machine.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from inductor_passes.machine.presets import gpu_node, gpu_peaks
 
 
 class Device(NamedTuple):
-    """What a driver tells of an NVIDIA GPU."""
+    """What a driver reports of an NVIDIA GPU."""
 
-    name: str  # its maker's
-    capability: tuple[int, int]  # of its architecture: (9, 0) is Hopper's
-    multiprocessors: int  # that it has
-    clock_ghz: float  # at most
-    memory_gb_s: float  # 1e9 bytes per second, by its memory's clock and width
+    name: str  # its product name
+    capability: tuple[int, int]  # compute capability: (9, 0) is Hopper's
+    multiprocessors: int  # their number
+    clock_ghz: float  # highest clock
+    memory_gb_s: float  # 1e9 bytes per second, from its memory's clock and bus width
     memory_gb: float  # 1e9 bytes
 
 
-# Floating-point operations of a multiprocessor in a cycle, by capability: matrices of 16 bits that
-# are summed in fp32, dense; fp32 without TF32; fp64. By NVIDIA's whitepapers of Volta, Turing,
+# Floating-point operations of a multiprocessor per cycle, by compute capability: dense matmuls of
+# 16 bits that sum in fp32; fp32 without TF32; fp64. From NVIDIA's whitepapers of Volta, Turing,
 # Ampere, Ada, Hopper and Blackwell, and the table of throughputs in its programming guide.
 _PER_CYCLE = {
     (7, 0): (1024, 128, 64),
@@ -37,23 +37,24 @@ _PER_CYCLE = {
     (10, 3): (8192, 256, 4),
     (12, 0): (1024, 256, 4),
 }
-# Half of that, by data sheets: cards that sum in fp32 at half the speed.
+# Words in the names of cards that, by their data sheets, sum in fp32 at half that speed.
 _HALVED = {"GeForce", "A10G", "L40"}
-# TFLOP/s where the sheet has another figure than the cores have, for export.
+# TFLOP/s by the data sheet, where it is below what the cores could do, for export.
 _SOLD_AS = {"H20": 148.0}
-# Multiples of an H100's links, by generation: NVLink (300, 600, 900 and 1800 GB/s of a GPU), and
-# network (100, 200, 400 and 400 Gb/s for each; four cards for eight V100).
+# Links as multiples of an H100's, by major compute capability: NVLink (300, 600, 900 and 1800 GB/s
+# per GPU) and network (100, 200, 400 and 400 Gb/s per card; eight V100 share four cards).
 _NVLINK = {7: 1 / 3, 8: 0.7, 9: 1.0, 10: 2.0}
 _NETWORK = {7: 1 / 8, 8: 1 / 2, 9: 1.0, 10: 1.0}
-# PCIe 4.0, of which NCCL gets some 20 GB/s for an H100's 345; between nodes no more than that.
+# Likewise for GPUs on PCIe 4.0, where NCCL reaches about 20 GB/s (an H100's NVLink: 345); between
+# nodes they send no faster.
 _PCIE, _BEHIND_PCIE = 0.06, 0.05
 
 
 def estimated(device: Device) -> Cluster:
     """Nodes of eight such GPUs, linked by NVLink if its name and architecture say so, else by PCIe.
 
-    Memory is rounded: GPUs of one name may differ by a little, and ranks with other figures than
-    the others' are an error.
+    Figures of memory are rounded: GPUs of one name may differ by a little, and it is an error if
+    ranks have different figures.
 
     Args:
         device: of compute capability 7.0 or more.
@@ -68,7 +69,7 @@ def estimated(device: Device) -> Cluster:
     fractions = {"matmul": 0.65, "attention": 0.45}
     peaks = gpu_peaks(half, single, double, **fractions, float8=known >= (8, 9))
     if known < (8, 0):
-        peaks = {**peaks, "bfloat16": peaks["float32"]}  # there are no units for it
+        peaks = {**peaks, "bfloat16": peaks["float32"]}  # such GPUs have no units for bfloat16
     linked = _has_nvlink(device)
     return gpu_node(
         device.name,
@@ -82,7 +83,7 @@ def estimated(device: Device) -> Cluster:
 
 
 def _has_nvlink(device: Device) -> bool:
-    """Whether all GPUs of a node are linked by NVLink, to judge by its name."""
+    """Whether NVLink links all GPUs of a node, as far as name and architecture tell."""
     words = _words(device)
     if words & {"PCIe", "NVL", "MIG"}:
         return False

@@ -4,18 +4,18 @@ The rule, which stands for Inductor's without repeating it:
 
 - A *kernel* (matmul, attention, sort, collective) reads its inputs from memory and writes its
   results there. A *loop* (pointwise, copy, indexing, reduction) may share a kernel with others.
-- Loops share one if no kernel has to run between them and their iterations fit: a pointwise
-  result goes into any loop that reads it; a reduction's goes into loops over its result, and, if
-  it reduces the last dimension, into loops over its input (norms, softmax); two that read one
-  buffer go together if they have equally many iterations. Reductions of the last dimension, and
-  of others or of all, never share one.
+- Loops share a kernel if no kernel has to run between them and their iterations fit: a pointwise
+  result goes into any loop that reads it; the result of a reduction goes into loops over that
+  result, and, if it reduces the last dimension, into loops over its input (norms, softmax); two
+  loops that read one buffer go together if they have equally many iterations. A reduction of the
+  last dimension never shares a kernel with a reduction of other dimensions or of all.
 - A loop runs as late as its readers allow: what backward recomputes from saved tensors is
   computed in the kernel that uses it.
-- Within a shared kernel, a result that nobody else reads takes no bytes, and a buffer is read
-  once. A result that anybody else reads, or that is returned, is written once.
+- Within a shared kernel, a result that is read only there takes no bytes, and a buffer is read
+  once. A result that another kernel reads, or that is returned, is written once.
 - Views are free, and a view reads no more than its own bytes, nor more than its storage has.
-  Indexing reads as much of its table as it returns; writing by index touches what it writes, or
-  copies the whole if the old value is still needed.
+  Indexing reads as many bytes of its table as it returns; writing by index touches the bytes that
+  it writes, or copies the whole buffer if the old value is still needed.
 
 Known to be off: Inductor duplicates a pointwise op into several kernels where we let them share
 one (we count its reads once); it refuses fusions over sizes and strides that we accept; and a
@@ -43,11 +43,12 @@ class Loop:
 
     numel: int  # iterations: elements of the result, or of what is reduced
     result_numel: int  # elements of the result
-    # A reduction's kind: ``"inner"`` over the last dimension, not all; else ``"outer"``.
+    # A reduction is ``"inner"`` if it is over the last dimension but not over all of them, else
+    # ``"outer"``; empty for other loops.
     reduces: Reduces = ""
-    elementwise: bool = False  # each element of the result is made of those in its place
-    heavy: bool = False  # not to be repeated: it takes long
-    stored: bool = False  # the result is, even if nobody reads it outside of its kernel
+    elementwise: bool = False  # each element of the result is made of those at the same index
+    heavy: bool = False  # takes long, so is not to be repeated
+    stored: bool = False  # the result is stored even if nobody reads it outside of its kernel
 
     def goes_into(self, reader: Loop) -> bool:
         """Whether a loop that reads the result can run in the same kernel."""
@@ -72,7 +73,7 @@ def traffic_of(
     Args:
         program: in any valid order.
         loops: the compute ops that are loops, by name; the others are kernels.
-        touches: bytes that an op touches of any one buffer, if it indexes; by its name.
+        touches: for ops that index, by name: most bytes that the op touches of any one buffer.
     """
     kernels = Kernels(program, loops)
     found: dict[str, Traffic] = {}
@@ -89,7 +90,7 @@ def traffic_of(
 class Kernels:
     """Which ops share a kernel, and what their kernels have read so far.
 
-    ``of`` holds a number per op, the same for those that share a kernel; views have none.
+    ``of`` holds a number per op, equal for ops that share a kernel; a view's number is not used.
     """
 
     def __init__(self, program: Program, loops: Mapping[str, Loop]) -> None:
@@ -125,7 +126,7 @@ class Kernels:
         size = {name: least(self.program.buffers[name].nbytes, limit) for name in op.writes}
         updated = sum(size[name] for name in op.writes if name not in made)
         self.held[self.of[i]].update(self.storage[name] for name in made)
-        # An op that writes in place returns what it wrote to.
+        # The result of an op that writes in place is the buffer it wrote to: count it once.
         return updated or sum(size[name] for name in made if self.leaves(i, op, name))
 
     def leaves(self, i: int, op: Op, name: str) -> bool:
@@ -135,9 +136,9 @@ class Kernels:
         return elsewhere or op.name not in self.loops
 
     def _share(self) -> list[int]:
-        """Join loops, those along rows first: reductions across rows take what is left.
+        """The kernel of each op: loops are joined, pairs without a reduction across rows first.
 
-        Whether it reads along rows or across them decides how a kernel runs: it cannot do both.
+        Whether a kernel reads along rows or across them decides how it runs: it cannot do both.
         """
         of = list(range(len(self.program.ops)))
         members = {i: [i] for i in of}
@@ -175,7 +176,7 @@ class Kernels:
 
 
 def _makers(program: Program) -> list[list[int]]:
-    """For each op, those that last wrote what it reads, through any views."""
+    """For each op, the ops that last wrote the storages it reads; views are looked through."""
     last: dict[str, int] = {}
     found = []
     for i, op in enumerate(program.ops):
@@ -189,7 +190,7 @@ def _makers(program: Program) -> list[list[int]]:
 def _levels(
     program: Program, loops: Mapping[str, Loop], makers: Sequence[Sequence[int]]
 ) -> list[int]:
-    """How many kernels and collectives must come before each op; loops as late as they may.
+    """How many kernels and collectives must come before each op; loops are as late as they may be.
 
     Of two loops at one level, no path from the first to the second passes a kernel, or a loop
     that could not share theirs.

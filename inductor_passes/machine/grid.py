@@ -1,7 +1,8 @@
-"""What a program takes in many cells at once: time and memory, by the one model of each.
+"""Time and memory of a program in many cells (combinations of sizes) at once.
 
-The recurrences of :mod:`inductor_passes.machine.simulate` run once, over tensors with a number per
-cell. Each distinct price is asked of the cluster once per cell; a deep model has few of them.
+The model is that of :mod:`inductor_passes.machine.simulate`, whose recurrences run once, over
+tensors with a number per cell. The cluster computes each distinct price once per cell; a deep model
+has few distinct prices.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ class OpenProgram:
     """A program in the order in which it is to run, whose numbers are Sizes."""
 
     program: Program
-    work: Mapping[str, Work]  # of its compute ops by name; one that is not there moves its buffers
-    symbols: Symbols  # what was left open
+    work: Mapping[str, Work]  # of compute ops by name; any other op reads and writes its buffers
+    symbols: Symbols  # the sizes that were left open
 
 
 class Taken(NamedTuple):
-    """What a program takes, a number per cell, float64."""
+    """Time and memory of a program: tensors with a number per cell, float64."""
 
-    total_us: Tensor  # its time
-    exposed_us: Tensor  # of it, in which the compute lane stands still
-    compute_us: Tensor  # its compute, if nothing were in transfer
-    wire_us: Tensor  # sum over its collectives
+    total_us: Tensor  # the whole time
+    exposed_us: Tensor  # the part of it in which the compute lane stands still
+    compute_us: Tensor  # sum over compute ops, if nothing were in transfer
+    wire_us: Tensor  # sum over collectives
     peak_nbytes: Tensor  # most live bytes, without inputs that the caller keeps
 
 
@@ -48,14 +49,14 @@ def taken(
     cells: Sequence[Sizes],
     costs: Sequence[ClusterCost],
 ) -> Taken:
-    """What a program takes in each cell.
+    """Time and memory of a program in each cell.
 
     Args:
         opened: the program.
         cells: sizes by the names of its symbols. They are not checked, see
             :meth:`~inductor_passes.ir.cells.Symbols.check`.
-        costs: of the machine, by cell; what its ops do is not taken from there. Compute keeps
-            the same part of its speed beside transfers in all of them.
+        costs: a cost model of the machine per cell. Their ``work`` is not used, and their
+            ``compute_beside`` must be the same.
 
     Raises:
         UnknownLinkError: a cluster cannot price a collective.
@@ -87,10 +88,10 @@ def taken(
 def _stretches(
     program: Program, us: Tensor, price_of: Mapping[int, int]
 ) -> tuple[Program, dict[int, Tensor]]:
-    """The program with each stretch of compute as one op, which takes as long: what computes lose
-    beside transfers does not depend on where one ends. And the time of each op by its place."""
+    """The program with each stretch of compute as one op, and the time of each op by position. The
+    program takes as long: where one compute ends does not change what transfers cost them."""
     ops: list[Op] = []
-    priced: dict[int, dict[int, int]] = {}  # of each op that takes time: how often each price
+    priced: dict[int, dict[int, int]] = {}  # by op that takes time: how often it takes each price
     stretch: dict[int, int] | None = None
     for i, op in enumerate(program.ops):
         price = price_of.get(i)
@@ -115,7 +116,7 @@ def _stretches(
 class Peaks:
     """Most live bytes of a program, without inputs that the caller keeps, in many cells.
 
-    Storages of one size are counted, once for all cells.
+    How many storages of each size are alive together is counted once for all cells.
 
     Args:
         opened: the program.
@@ -124,7 +125,7 @@ class Peaks:
     def __init__(self, opened: OpenProgram) -> None:
         program, alive = opened.program, lifetimes(opened.program)
         kind_of: dict[sympy.Expr, int] = {}
-        changes: list[tuple[int, int, int]] = []  # when, of which size, and by how many
+        changes: list[tuple[int, int, int]] = []  # position of an op, which size, how many more
         for storage, (first, last) in alive.items():
             kind = kind_of.setdefault(formula_of(program.storage_nbytes[storage]), len(kind_of))
             changes += [(first, kind, 1), (last + 1, kind, -1)]
@@ -134,7 +135,7 @@ class Peaks:
             when, which, by_how_many = torch.tensor(changes).unbind(1)
             counts = torch.zeros(len(program.ops) + 2, len(kind_of), dtype=torch.float64)
             counts.index_put_((when, which), by_how_many.double(), accumulate=True)
-            # They are most where something is freed next; layers that are alike repeat many.
+            # A peak is where something is freed next. Layers that are alike repeat many counts.
             ends = sorted({last for _, last in alive.values()})
             self._counts = counts.cumsum(0)[ends].unique(dim=0)
 
@@ -152,7 +153,7 @@ def _prices(
     cells: Sequence[Sizes],
     costs: Sequence[ClusterCost],
 ) -> tuple[Tensor, dict[int, int]]:
-    """Times ``[distinct prices, cells]``, and which of them each op takes, by its position."""
+    """Times ``[distinct prices, cells]``, and the index of its price for each op, by position."""
     asked: dict[tuple[object, ...], tuple[int, Work | Collective, tuple[float, ...]]] = {}
     price_of: dict[int, int] = {}
     for i, op in enumerate(opened.program.ops):
@@ -165,13 +166,13 @@ def _prices(
     us = []
     for _, what, numbers in asked.values():
         columns = [next(values) for _ in numbers]
-        price = functools.cache(functools.partial(_price, what))  # many cells ask for the same
+        price = functools.cache(functools.partial(_price, what))  # equal in many cells
         us.append([price(cost, *n) for cost, *n in zip(costs, *columns, strict=True)])
     return torch.tensor(us, dtype=torch.float64).reshape(-1, len(cells)), price_of
 
 
 def _asked(opened: OpenProgram, op: Op) -> tuple[Work | Collective, tuple[float, ...]]:
-    """What is to be priced, and its numbers."""
+    """What is to be priced for an op, and the numbers of it that depend on sizes."""
     if op.collective is not None:
         return op.collective, (op.collective.nbytes, op.collective.ranks)
     work = opened.work.get(op.name) or Work(nbytes=opened.program.touched_nbytes(op))
@@ -179,7 +180,7 @@ def _asked(opened: OpenProgram, op: Op) -> tuple[Work | Collective, tuple[float,
 
 
 def _alike(what: Work | Collective) -> tuple[object, ...]:
-    """All of it that a price depends on, but the numbers."""
+    """Everything that the price of ``what`` depends on, except the numbers."""
     if isinstance(what, Work):
         return what.kind, what.dtype, what.kernels
     return what.kind, what.group, what.dtype, what.members

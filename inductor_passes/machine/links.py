@@ -1,14 +1,15 @@
 """What a link costs: latency plus bytes over a bandwidth that small messages do not reach.
 
-A bucket may travel as one buffer or as several tensors, launched as one (coalesced). NCCL puts all
-collectives of a group into one kernel. It deals their bytes out over its channels, the largest
-first, an equal share to each; so a large tensor has channels of its own, and small ones queue up on
-one, where each takes all steps of the ring in turn (``scheduleCollTasksToPlan`` in its
-``enqueue.cc``; NVIDIA/nccl issues 559, 725 and 1028: of 980 vectors that are 21 MB, together, a
-group took 70 times as long as one buffer). What that costs is taken to be so much per tensor.
+A bucket may travel as one buffer or as several tensors that are launched together (coalesced). NCCL
+puts all collectives of a group call into one kernel. It deals their bytes out over its channels,
+the largest tensor first, an equal share to each channel. So a large tensor has channels of its own,
+but small ones queue up on one channel, where each takes all steps of the ring in turn
+(``scheduleCollTasksToPlan`` in NCCL's ``enqueue.cc``; NVIDIA/nccl issues 559, 725 and 1028: a group
+of 980 vectors, 21 MB together, took 70 times as long as one buffer). The cost of this is modelled
+as a fixed time per tensor (``member_us``).
 
-Sizes are of the full tensor: gathered, or not yet scattered. That is what nccl-tests' tables
-fit (``algbw``); a bus bandwidth is ``(ranks - 1) / ranks`` of it.
+Sizes are those of the full tensor: gathered, or not yet scattered. The tables of nccl-tests give
+bandwidths for that size, too (``algbw``); a bus bandwidth is ``(ranks - 1) / ranks`` of it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def log_log(x: float, before: tuple[float, float], after: tuple[float, float]) -
 
 
 _LEAST, _MOST = 1e-9, 1e21
-"""Figures of machines lie between, in whatever unit: products and quotients of them are finite."""
+"""All figures of machines, in whatever unit, must lie between these two, so that products and
+quotients of them are finite."""
 _MOST_RANKS = 10**9
 
 
@@ -71,7 +73,7 @@ def check_number(what: str, value: object, *, zero: bool = False) -> None:
 
 
 def check_count(what: str, value: object) -> None:
-    """Raise a ValueError unless ``value`` is a whole number of 1 or more, and of ranks."""
+    """Raise a ValueError unless ``value`` is a whole number from 1 to :data:`_MOST_RANKS`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{what}: expected a whole number of 1 or more, got {shown(value)}")
     if value > _MOST_RANKS:
@@ -79,10 +81,11 @@ def check_count(what: str, value: object) -> None:
 
 
 def check_ramp(what: str, ramp: Ramp, *, falls: bool = False) -> None:
-    """Raise unless larger sizes take no less time and, unless it ``falls``, reach no less.
+    """Raise unless larger sizes take at least as much time and, unless the ramp may fall
+    (``falls``), reach at least the same fraction.
 
-    Both together make a time ``size / fraction(size)`` that neither falls as sizes grow nor
-    is less for two halves than for the whole: a bigger bucket costs more, two cost more than one.
+    With both conditions, the time ``size / fraction(size)`` never falls as sizes grow, and is no
+    less for two halves than for the whole: a bigger bucket costs more, two cost more than one.
 
     Raises:
         TypeError: a point that is not a pair of numbers.
@@ -112,16 +115,16 @@ class Link:
     """How long one kind of collective takes between some ranks.
 
     Raises:
-        TypeError, ValueError: a figure that is no number, negative, NaN or zero (a latency may
-            be), more per member than for the whole, or a ramp by which more bytes would take
-            less time.
+        TypeError, ValueError: a figure that is no number, negative, NaN or zero (``latency_us`` and
+            ``member_us`` may be zero), ``member_us`` above ``latency_us``, or a ramp by which more
+            bytes would take less time.
     """
 
     latency_us: float  # of the smallest message
     gb_s: float  # 1e9 bytes of the full tensor per second, for large messages
     ramp: Ramp = ()  # fraction of ``gb_s`` by bytes per rank; none: all of it, always
-    # Of each tensor but the first that is launched with others; no more than the latency, or a
-    # bucket would cost more than its members do.
+    # Time of each member of a bucket but the first; no more than the latency, or a bucket would
+    # cost more than its members do.
     member_us: float = 0.0
 
     def __post_init__(self) -> None:
@@ -136,18 +139,17 @@ class Link:
             )
 
     def us(self, nbytes: float, ranks: int, members: int = 1) -> float:
-        """Time for full tensors of ``nbytes`` in all; never falls with it, and is subadditive."""
+        """Time for full tensors of ``nbytes`` in all; never falls with them, and is subadditive."""
         reached = self.gb_s * fraction(self.ramp, nbytes / ranks)
         return self.latency_us + self.member_us * (members - 1) + nbytes / (reached * 1e3)
 
 
 def between(points: Sequence[tuple[float, Link]], x: float) -> Link:
-    """The link at ``x``, from links at two or more rising places.
+    """The link at ``x``, interpolated from two or more links at rising places.
 
-    Latency and bandwidth follow the power law through the two nearest points. Beyond the ends
-    they go on as between the two last, but latency never falls, nor does bandwidth rise, with
-    ``x``. The ramp, and what fraction of the latency a member costs, are those of the nearest
-    point.
+    Latency and bandwidth follow the power law through the two nearest points, also beyond the ends;
+    but there latency never falls, nor does bandwidth rise, with ``x``. The ramp, and the fraction
+    of the latency that a member costs, are those of the nearest point.
     """
     after = min(max(bisect_right([at for at, _ in points], x), 1), len(points) - 1)
     (x0, low), (x1, high) = points[after - 1], points[after]

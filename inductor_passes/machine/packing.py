@@ -1,12 +1,13 @@
 """Which members of a bucket share one buffer, and which are tensors of its call by themselves.
 
-A tensor more in a call takes the wire longer, and what the wire takes slows what is computed
-beside it. A buffer takes copies, which compute waits for: of gradients into it, of parameters out
-of it. (Shards are cast anyway, and reduced shards are views.) So small members share one, if they
-are enough to pay for the kernel.
+Each further tensor in a call costs time on the wire, and transfers slow the compute beside them. A
+shared buffer costs copies, which compute waits for: gradients are copied into it, parameters out of
+it. (Shards need no copy of their own: they are cast anyway, and reduced shards are views.) So small
+members share a buffer if there are enough of them to pay for the copy kernel.
 
-The planner prices every bucket without a shared buffer. As one is chosen only where it takes
-compute less time, and the wire never more, a plan takes at most what was predicted.
+The planner prices every bucket without a shared buffer. A shared buffer is chosen only where it
+costs compute less time, and it never costs the wire more; so a plan takes at most the predicted
+time.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from inductor_passes.machine.cluster import Cluster
 def members_to_pack(
     members: Sequence[Collective], cluster: Cluster, nodes: int | None = None
 ) -> tuple[int, ...]:
-    """Places of the members that are worth a buffer of their own, even if the wire is hidden.
+    """Places of the members that should share a buffer, even if the bucket's transfer is hidden.
 
-    The same on all ranks that launch the bucket, for they share its sizes.
+    The result is the same on all ranks that launch the bucket, because they share its sizes.
 
     Args:
-        members: of one bucket, all of a kind and a group.
-        cluster: what the machine is.
-        nodes: that the group spans; None for the fewest that hold its ranks.
+        members: of one bucket, so of one kind and group.
+        cluster: the machine.
+        nodes: number of nodes that the group spans; None for as few as can hold its ranks.
     """
     first = members[0]
     if first.kind == "other" or first.ranks < 2 or any(c.dtype != first.dtype for c in members):

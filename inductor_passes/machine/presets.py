@@ -17,10 +17,10 @@ _SOURCE = "preset; see inductor_passes/machine/presets.py"
 
 
 def preset(name: str) -> Cluster:
-    """The cluster of a name in :data:`PRESETS`.
+    """The cluster of that name in :data:`PRESETS`.
 
     Raises:
-        ValueError: there is none; lists them.
+        ValueError: there is no preset of that name; lists the presets.
     """
     if name not in PRESETS:
         raise ValueError(
@@ -53,11 +53,13 @@ _NETWORK_RAMP: Ramp = (
 )
 
 
-# Of a latency, each member of a bucket but the first. Estimated from NCCL's own model (tuning.cc,
-# quoted in NVIDIA/nccl issue 1334): a hop of a ring takes 3.4 us on NVLink and 14 between nodes,
-# which gives the latencies above, and 0.6 and 2.7 us by the protocol for small messages.
+# Cost of each member of a bucket but the first, as a fraction of the latency. Estimated from NCCL's
+# own model (tuning.cc, quoted in NVIDIA/nccl issue 1334): a hop of a ring takes 3.4 us on NVLink
+# and 14 between nodes, which gives the latencies above; by the protocol for small messages, 0.6 and
+# 2.7 us.
 _MEMBER = 0.2
-# Estimated: NCCL sends with 16 to 24 blocks, each of which has one of 108 to 148 SMs for itself.
+# Fraction of its speed that compute keeps beside transfers. Estimated: NCCL sends with 16 to 24
+# blocks, each of which takes one of 108 to 148 SMs for itself.
 _BESIDE = 0.85
 
 
@@ -75,8 +77,8 @@ def _wires(rows: Iterable[_Row], member: float = 0.0) -> tuple[Wire, ...]:
     """Links of all kinds from those of gathers.
 
     A reduce-scatter is taken to cost what a gather does, and an all-reduce to move twice the
-    bytes at the same latency (estimated; a ring moves just that, and NVLink SHARP less). Of the
-    latency, each further member of a bucket has the given fraction.
+    bytes at the same latency (estimated; a ring moves just that, and NVLink SHARP less). Each
+    further member of a bucket costs the fraction ``member`` of the latency.
     """
     kinds: tuple[tuple[CollectiveKind, int], ...] = (
         ("gather", 1),
@@ -98,9 +100,9 @@ def _small_gpu_ramp(large: float) -> Ramp:
 def gpu_peaks(
     half: float, single: float, double: float, *, matmul: float, attention: float, float8: bool
 ) -> Mapping[str, Peak]:
-    """Peaks from the data sheet, dense; fp32 without TF32, as is torch's default. In float8, where
-    there is any, they are twice those of half precision (989 and 1979 of an H100, 2250 and 4500 of
-    a B200, 362 and 733 of an L40S); a matmul reaches the same fraction of it (estimated)."""
+    """Peaks from dense TFLOP/s of a data sheet; fp32 without TF32, torch's default. A device with
+    ``float8`` has twice the peak of half precision in it (989 and 1979 for an H100, 2250 and 4500
+    for a B200, 362 and 733 for an L40S); a matmul reaches the same fraction of it (estimated)."""
     halves = Peak(half, _small_gpu_ramp(matmul), _small_gpu_ramp(attention))
     eighths = replace(halves, tflops=2 * half)
     plain = _small_gpu_ramp(0.85)
@@ -125,7 +127,8 @@ def gpu_node(
 ) -> Cluster:
     """Nodes of eight GPUs, linked by the given multiples of an H100's links.
 
-    Estimated for all: 0.85 of memory's bandwidth, 3 us per launch, and what communication takes.
+    Estimated for all GPUs: the fraction of memory bandwidth that fused loops reach (0.85), 3 us per
+    launch, and the speed that compute keeps beside transfers.
     """
     wires = _wires(_gpu_rows(nvlink, network), _MEMBER)
     machine = (name, 8, peaks, memory_gb_s, 0.85, 3.0, memory_gb, wires, source)
@@ -179,8 +182,8 @@ _B200 = gpu_node("b200", _B200_PEAKS, 8000.0, 180.0, nvlink=2.0)
 # virtual machine of two, so roughly. Measured with ``simplefsdp calibrate``: 75 GFLOP/s fp32 and
 # 1.5 bf16 (it has no such instructions), attention at 0.25-0.5 of fp32, memory 16 GB/s of which
 # loops with arithmetic reach 0.4, launch 4 us, two ranks 600 us and 1 GB/s. Estimated: fp64, half
-# of fp32; 8 GB of memory; more ranks, which share the cores; nodes, 1 Gbit/s between them. What a
-# bucket's members cost, and what compute loses beside transfers, is not known: nothing.
+# of fp32; 8 GB of memory; more ranks, which share the cores; nodes, 1 Gbit/s between them. The cost
+# of a bucket's members, and what compute loses beside transfers, are unknown and taken to be zero.
 _CPU_RAMPS: tuple[Ramp, Ramp] = (
     ((5e5, 0.15), (4e6, 0.7), (3e7, 1.0)),
     ((6e7, 0.25), (9e8, 0.33), (4e9, 0.5)),
@@ -202,8 +205,8 @@ PRESETS: Mapping[str, Cluster] = {
     cluster.name: cluster for cluster in (_CPU, _A100, _A100_40, _H100, _H200, _B200)
 }
 
-# What torch calls the devices that these are of. Others of the family (PCIe, NVL) have other
-# links, clocks or memory.
+# Presets by torch's name of the device. Other cards of a family (PCIe, NVL) have other links,
+# clocks or memory.
 DEVICES: Mapping[str, str] = {
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA A100-SXM4-40GB": "a100-40gb",

@@ -24,19 +24,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulated run took."""
+    """Times of a simulated run."""
 
     spans: tuple[Span, ...]  # of compute ops and collectives, in program order
     exposed_us: dict[str, float]  # per start op, how long the compute lane stood still in its waits
-    # End of the last op on the compute lane: compute, what it was slowed by, and what is exposed.
+    # End of the last op on the compute lane: the sum of compute, slowed and exposed times.
     total_us: float
     compute_us: float  # sum over compute ops, if nothing were in transfer
     wire_us: float  # sum over collectives
-    slowed_us: float = 0.0  # how much longer they took beside transfers
+    slowed_us: float = 0.0  # how much longer compute ops took because of transfers beside them
 
     @property
     def stalled_us(self) -> float:
-        """All that is exposed."""
+        """Sum of the exposed times."""
         return sum(self.exposed_us.values())
 
 
@@ -47,9 +47,10 @@ def slowed_us(
     later: Callable[..., Any] = max,
     sooner: Callable[..., Any] = min,
 ) -> Any:
-    """How much longer compute takes that would take ``us``, if something is in transfer at first.
+    """How much longer a compute op of ``us`` takes because something is in transfer at its start.
 
-    For ``in_transfer_us``, which may be below 0, it has only ``compute_beside`` of its speed.
+    For the first ``in_transfer_us`` (below 0 counts as 0), compute has only the fraction
+    ``compute_beside`` of its speed.
     """
     beside = sooner(later(us * 0.0, in_transfer_us), us / compute_beside)
     return beside * (1 - compute_beside)
@@ -65,21 +66,21 @@ def run(
 ) -> Iterator[tuple[int, int, Any, Any]]:
     """Execute ``program`` in its order: launches cost nothing, lanes run one transfer at a time.
 
-    Times are numbers; or tensors with a number for each of many machines or sizes, if ``now``,
-    what ``us`` gives, and ``later`` and ``sooner`` are of such.
+    Times are numbers; or tensors with a number for each of many machines or sizes, if ``now`` and
+    the results of ``us`` are tensors, and ``later`` and ``sooner`` take tensors.
 
     Args:
-        program: it.
+        program: the program.
         us: the time of a compute op by itself, or of a transfer, by the op's position.
         compute_beside: see :class:`~inductor_passes.machine.cost.CostModel`.
         now: the time at the start.
-        later: of two times.
-        sooner: of two times.
+        later: the maximum of two times.
+        sooner: the minimum of two times.
 
     Yields:
-        The position of an op, when it began, and when it ended: of computes, of transfers on
-        their lanes, and of the compute lane's standing still for a transfer, by the position of
-        the wait and of the start. Where they are one op, both positions are its own.
+        Two positions, a begin and an end. For a compute, and for a transfer on its lane, both
+        positions are the op's. For a time in which the compute lane stands still (it may be empty),
+        they are those of the wait and of the start that is waited for.
     """
     lane_free: dict[str, Any] = {}
     done: dict[int, Any] = {}
@@ -106,7 +107,7 @@ def run(
 
 
 def total_us(program: Program, cost: CostModel) -> float:
-    """What :func:`simulate` says that ``program`` takes, and nothing else."""
+    """The total time that :func:`simulate` would give ``program``, without the rest."""
     us, total = alone_us(program, cost).__getitem__, 0.0
     for i, _, _, end in run(program, us, cost.compute_beside):
         if program.ops[i].collective is None:
@@ -115,7 +116,7 @@ def total_us(program: Program, cost: CostModel) -> float:
 
 
 def alone_us(program: Program, cost: CostModel) -> list[float]:
-    """What each op takes by itself: views and waits nothing."""
+    """Time of each op by itself; views and waits take none."""
     return [
         cost.collective_us(op.collective)
         if op.collective is not None
@@ -127,7 +128,7 @@ def alone_us(program: Program, cost: CostModel) -> list[float]:
 
 
 def simulate(program: Program, cost: CostModel) -> Timeline:
-    """What a :func:`run` of ``program`` takes by a cost model."""
+    """The times of a :func:`run` of ``program`` by a cost model."""
     ops, took = program.ops, alone_us(program, cost)
     total = compute = wire = slowed = 0.0
     exposed: dict[str, float] = {op.name: 0.0 for _, op in program.starts()}
@@ -150,16 +151,16 @@ def simulate(program: Program, cost: CostModel) -> Timeline:
 class Memory:
     """Live bytes during each op, and what is resident throughout."""
 
-    live_nbytes: tuple[int, ...]  # per op, inputs that may be freed included, resident inputs not
-    resident_nbytes: int  # of inputs that the caller keeps
+    live_nbytes: tuple[int, ...]  # per op, with inputs that may be freed, without resident inputs
+    resident_nbytes: int  # bytes of inputs that the caller keeps
     peak_nbytes: int  # largest of ``live_nbytes``, plus the resident bytes
     peak_op: str  # name of the op at the peak; empty for a program without ops
 
 
 def touched(program: Program) -> list[list[str]]:
-    """The storages that each op needs alive, each once.
+    """The storages that each op needs alive, without repetition.
 
-    A collective reads its inputs until its last wait, which touches them, too.
+    A collective needs its inputs and outputs until its last wait; so that wait touches them, too.
     """
     last = {start: waits[-1] for start, waits in program.waits_of.items() if waits}
     found = []
@@ -172,8 +173,8 @@ def touched(program: Program) -> list[list[str]]:
 
 
 def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
-    """The ops from and to which each storage is alive, by their positions, if one is freed after
-    the last op that touches it. Inputs that the caller keeps are not among them.
+    """Positions of the first and the last op during which each storage is alive. A storage is freed
+    after the last op that touches it. Inputs that the caller keeps are left out.
 
     The output of a gather lives from its start to the last use of any view of it; the input of a
     collective lives until the wait; an input that nothing touches is never freed.
@@ -209,7 +210,7 @@ def memory(program: Program) -> Memory:
 
 
 def live_at_peak(program: Program) -> dict[str, int]:
-    """Bytes by storage during the op at the peak, without what is resident."""
+    """Bytes of each storage that is alive at the peak, without resident inputs."""
     at = program.index.get(memory(program).peak_op, 0)
     alive = lifetimes(program).items()
     size = program.storage_nbytes
@@ -217,8 +218,8 @@ def live_at_peak(program: Program) -> dict[str, int]:
 
 
 def live_by_use(program: Program) -> dict[str, int]:
-    """Bytes of :func:`live_at_peak` by what they are for; "activations" are all the others."""
-    # What a backward adds up for a later one is written to, and stays.
+    """Bytes of :func:`live_at_peak` by use, of :data:`USES`; "activations" are all others."""
+    # Inputs that are written to and returned: gradients that accumulate over backwards.
     written = {name for op in program.ops for name in op.writes} & set(program.inputs)
     use = dict.fromkeys(program.storages(written & set(program.outputs)), "full gradients")
     for op in program.ops:
@@ -226,7 +227,7 @@ def live_by_use(program: Program) -> dict[str, int]:
         if op.sends == "gather":
             use.update(dict.fromkeys(writes, "gathered parameters"))
         elif op.sends in ("reduce", "all_reduce"):
-            for storage in reads:  # of a second reduce: what the first one left
+            for storage in reads:  # not if it is the result of an earlier reduce
                 use.setdefault(storage, "full gradients")
             use.update(dict.fromkeys(writes, "gradient shards"))
         elif reads and all(use.get(storage) == "gradient shards" for storage in reads):
@@ -235,7 +236,7 @@ def live_by_use(program: Program) -> dict[str, int]:
 
 
 def sum_by_use(live: Mapping[str, int], use: Mapping[str, str]) -> dict[str, int]:
-    """Bytes by what they are for, from those of each storage."""
+    """Bytes by use, from the bytes of each storage and the use of each."""
     found = dict.fromkeys(USES, 0)
     for storage, nbytes in live.items():
         found[use.get(storage, "activations")] += nbytes

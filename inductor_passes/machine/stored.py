@@ -3,11 +3,11 @@
 The rules, which stand for Inductor's without repeating them:
 
 - A cheap elementwise loop over few buffers is repeated by each kernel that reads it. Its result is
-  never stored; what it reads is needed by those kernels instead.
-- Of loops that share a kernel (:mod:`inductor_passes.machine.fusion`), what nobody else reads is
-  not stored either.
-- An elementwise loop writes over a buffer that its kernel is the last to read, if that has as many
-  bytes as the result. What a collective has written is left alone.
+  never stored; those kernels read the loop's inputs instead.
+- If loops share a kernel (:mod:`inductor_passes.machine.fusion`), a result that is read only in
+  that kernel is not stored either.
+- An elementwise loop writes over a buffer that its kernel is the last to read, if that buffer has
+  as many bytes as the result. A buffer that a collective has written is never written over.
 
 Known to be off: kernels are taken to run where their loops stand in the program.
 """
@@ -26,11 +26,11 @@ from inductor_passes.machine.simulate import touched
 
 @dataclass(frozen=True)
 class RepeatLimits:
-    """Up to which a loop is repeated, beyond which it is stored; Inductor's on a GPU."""
+    """Limits up to which a loop is repeated; beyond them it is stored. Inductor's on a GPU."""
 
-    reads: int = 4  # buffers that a loop reads that several others read
-    reads_of_one: int = 8  # likewise, that one other reads
-    ops: int = 30  # operations of a loop that several others read, what it repeats itself included
+    reads: int = 4  # buffers read by a loop whose result several ops read
+    reads_of_one: int = 8  # buffers read by a loop whose result only one op reads
+    ops: int = 30  # operations of a loop whose result several ops read, with those it repeats
 
 
 def as_stored(
@@ -39,14 +39,15 @@ def as_stored(
     spent: Collection[str] = (),
     limits: RepeatLimits = RepeatLimits(),
 ) -> Program:
-    """``program`` as it lies in memory: what is not stored has no bytes, and what is written over
-    shares its storage.
+    """``program`` as it lies in memory: results that are not stored have no bytes, and a result
+    that is written over a buffer shares the storage of that buffer.
 
     Args:
         program: in any valid order.
         loops: the compute ops that are loops, by name; the others are kernels.
-        spent: inputs that nobody else needs once they were read, so that they may be written over.
-        limits: of repeating.
+        spent: inputs that nobody needs after the program has read them, so that they may be written
+            over.
+        limits: up to which loops are repeated.
     """
     repeated = _Repeated(program, loops, limits)
     read = [repeated.op(op) for op in program.ops]
@@ -71,7 +72,7 @@ def as_stored(
 
 @dataclass
 class _Tree:
-    """What a kernel that repeats a loop reads and computes for it."""
+    """Buffers that a kernel reads, and operations it computes, when it repeats a loop."""
 
     reads: dict[str, None] = field(default_factory=dict)
     ops: int = 1
@@ -79,7 +80,7 @@ class _Tree:
 
 
 class _Repeated:
-    """The loops that are repeated by whoever reads them: names of ops, storages of results."""
+    """The loops that their readers repeat: ``names`` of the ops, ``storages`` of their results."""
 
     def __init__(self, program: Program, loops: Mapping[str, Loop], limits: RepeatLimits) -> None:
         self.program, self.loops, self.limits = program, loops, limits
@@ -101,13 +102,14 @@ class _Repeated:
         self.storages = program.storages(made)
 
     def op(self, op: Op) -> Op:
-        """``op``, which reads what the loops that it repeats read."""
+        """``op`` with the reads of the loops that it repeats added to its own."""
         if op.kind != "compute" or op.name in self.names:
             return op
         return replace(op, reads=tuple(dict.fromkeys((*op.reads, *self._tree(op).reads))))
 
     def lowered(self, op: Op) -> Op:
-        """``op``, as :meth:`op` has made it, without what is not stored; a view if it is that."""
+        """``op``, as :meth:`op` made it, without reads of results that are not stored. An op that
+        is repeated elsewhere becomes a view."""
         if op.name in self.names:
             return replace(op, kind="view", reads=())
         reads = tuple(n for n in op.reads if self.program.storage[n] not in self.storages)
@@ -120,7 +122,7 @@ class _Repeated:
             below = self.trees.get(name)
             if below is None:
                 tree.reads[name] = None
-                tree.ops += 1  # to load it is one
+                tree.ops += 1  # a load counts as an operation
             else:
                 tree.reads.update(below.reads)
                 tree.ops += below.ops
@@ -128,7 +130,7 @@ class _Repeated:
         return tree
 
     def _may_be(self, i: int, op: Op) -> bool:
-        """A loop with one result of its own, that only loops read."""
+        """Whether ``op`` is a loop with one result of its own, which only loops read."""
         loop = self.loops.get(op.name)
         if loop is None or loop.reduces or loop.stored or len(op.writes) != 1:
             return False
@@ -167,7 +169,7 @@ def _written_over(
     gone: Collection[str],
     spent: Collection[str],
 ) -> dict[str, str]:
-    """The storage that each result's is, if it is written over what was read."""
+    """For each result that is written over a buffer which was read, the storage of that buffer."""
     members: defaultdict[int, list[int]] = defaultdict(list)
     for i, op in enumerate(program.ops):
         if op.name in loops and op.kind == "compute":
@@ -194,7 +196,8 @@ def _written_over(
 def _fitting(
     program: Program, new: Iterable[str], dead: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
-    """New storages, each with the first of the dead ones that has its room and no other has."""
+    """Pairs of a new storage and the dead one it takes: the first of the same :func:`_room` that no
+    other has taken. New storages for which there is none are left out."""
     free: defaultdict[Hashable, deque[str]] = defaultdict(deque)
     for storage in dead:
         free[_room(program, storage)].append(storage)
@@ -206,7 +209,8 @@ def _fitting(
 def _made_and_read(
     program: Program, group: Sequence[int]
 ) -> tuple[list[tuple[int, str]], list[str]]:
-    """Of ops that share a kernel: each with a storage that it makes; and what the kernel reads."""
+    """For ops that share a kernel: pairs of an op and a storage that it makes; and the storages
+    that the kernel reads but does not make."""
     made = [(i, storage) for i in group for storage in sorted(program.first_written(i))]
     own = {storage for _, storage in made}
     read = dict.fromkeys(program.storage[n] for i in group for n in program.ops[i].reads)
@@ -214,6 +218,7 @@ def _made_and_read(
 
 
 def _room(program: Program, storage: str) -> Hashable:
-    """Equal for storages of one size, whatever is open, and element; nothing is noted."""
+    """A key that is equal for storages with the same bytes, at any open sizes, and the same bytes
+    per element. It compares plain numbers and formulas, so nothing is noted."""
     nbytes = program.storage_nbytes[storage]
     return program.buffers[storage].itemsize, int(nbytes), formula_of(nbytes)

@@ -8,9 +8,9 @@ Read ``plan`` first, what is to be found and how it is priced, then ``auto``, wh
                              ├─▶ that in parts (regular): fits, as fast? ───────▶ taken
                              └─▶ search: climbs from regular plans ─▶ the best that fits
 
-``segments`` are the form of a plan that shapes and searches are about; ``regular`` plans have
-buckets that are all alike; ``search``, a package of its own, changes them where that helps.
-``invariant`` hides what ranks do not share, so that all plan alike, and ``update`` the optimizer of
-a whole step. ``greedy`` is the published rule, to compare with; ``keep`` chooses full parameters to
-keep from forward to backward. Nothing here knows torch.
+``segments`` defines the form in which plans are varied and searched. ``regular`` makes plans whose
+buckets are all alike; ``search``, a package of its own, changes them where that helps.
+``invariant`` hides what ranks do not share, so that all plan alike, and ``update`` hides the
+optimizer of a whole step. ``greedy`` is the published rule, to compare with; ``keep`` chooses full
+parameters to keep from forward to backward. Nothing here knows torch.
 """

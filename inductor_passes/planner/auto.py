@@ -30,16 +30,20 @@ from inductor_passes.planner.search.tried import launches_price
 from inductor_passes.planner.segments import State, bare, lines_of, named_buckets
 from inductor_passes.transform.windows import buckets_by_module
 
-# Nor is a plan searched for beyond this, if compute hardly ever stands still. What is left is then
-# what compute loses beside transfers; the bound takes them for one transfer, which no memory holds.
+# If compute hardly ever stands still, a plan by module within this factor of the bound is good
+# enough. What it loses is then time beside transfers; the bound counts the transfers of a lane as
+# one, which no memory could hold.
 HIDDEN = 1.02
-# Without a budget a *lean* plan is looked for, too, if single collectives take so much less than
-# the plan by module. It makes more launches, times those of that plan; a part of the work finds it.
+# Without a budget a *lean* plan is looked for, too, if the default budget exceeds the memory of
+# single collectives by more than the fraction LITTLE of itself. A lean plan may make LEAN_LAUNCHES
+# times the launches of the plan by module; the search for it gets the fraction LEAN_WORK of the
+# work.
 LITTLE, LEAN_LAUNCHES, LEAN_WORK = 0.1, 2, 1 / 4
-# Of the time: what all of the memory is worth. A tenth of memory is worth half a percent of time.
+# Worth of all the memory, as a fraction of the time: a tenth of the memory is worth half a percent.
 MEMORY = 0.05
-PARTS = (2, 3, 4)  # of each module's bucket, that are tried where whole ones do not fit
-# Ops that a search simulates, of those that all ranks have: at least, and for each of the program.
+PARTS = (2, 3, 4)  # into which each module's bucket is cut, where whole buckets do not fit
+# Ops that a search simulates, counting only ops that all ranks have: a base, and so many more for
+# each such op of the program.
 WORK, WORK_PER_OP = 140_000, 15
 
 
@@ -54,32 +58,32 @@ def plan_auto(
 ) -> Plan:
     """The buckets and windows that make one graph fast.
 
-    The plan of :func:`~inductor_passes.ir.buckets.assign_by_module` is taken if it fits and takes
-    at most 0.5 % longer than the lower bound; or 2 %, if compute stands still for at most 0.5 % of
-    it. If it is as good as that and does not fit, the plan by halves, thirds or quarters of modules
-    is taken that fits and is at most 1 % slower.
+    The plan by module (:func:`~inductor_passes.ir.buckets.assign_by_module`) is taken if it fits
+    and takes at most 0.5 % longer than the lower bound; or at most 2 %, if compute stands still for
+    at most 0.5 % of the bound. If it is as fast as that but does not fit, its buckets are cut into
+    halves, thirds or quarters: the first such plan is taken that fits and is at most 1 % slower.
 
     Else a local search (:mod:`inductor_passes.planner.search`) climbs from the most promising of
-    many regular plans, from that by module, and from the best that fits (of a whole training step,
-    first from the plans of its halves), until a plan is within 1 % of the bound, moves lead no
-    further, or the search's work is done. Of what it found and the plan by module, it is the
-    latter if that fits and takes at most 0.5 % longer: costs that differ a little give one plan. If
-    that by module fits, no plan makes more launches than it: hosts, networks and kernels beside
-    them pay for a launch in ways that no model of its time knows.
+    many regular plans, from the plan by module, and from the best plan that fits (for a whole
+    training step, first from the plans of its halves). It ends when a plan is within 1 % of the
+    bound, moves lead no further, or its work is done. The plan by module is still taken if it fits
+    and is at most 0.5 % slower than the best, so that slightly different costs give the same plan.
+    If the plan by module fits, no plan with more launches is taken: hosts, networks and kernels
+    beside them pay for a launch in ways that no model of a launch's time knows.
 
-    Without a budget a plan may take what that by module takes with another bucket of gradients
-    pending, and memory that buys little is given back: a plan that takes half of that beyond the
-    least, and makes at most twice the launches, is taken if it is at most 1 % slower, and what it
-    saves is worth its time and its launches.
+    Without a budget, a plan may take the memory of the plan by module with one more bucket of
+    gradients pending. Memory that buys little is given back: a lean plan, which takes at most half
+    of the memory beyond the least and makes at most twice the launches, is taken if it is at most
+    1 % slower, and the memory that it saves is worth its time and launches.
 
     Args:
         program: a forward or backward graph as it was read, nothing merged.
         cost: the same on all ranks.
         fqns: of the parameters, in an order that all ranks share.
-        budget_nbytes: of live bytes, those of parameters' shards not counted (see
-            :func:`~inductor_passes.planner.invariant.rank_invariant`); default: at most what
-            that plan takes, or ``device_nbytes``, if that is less and single collectives meet it.
-        device_nbytes: that a device has for them.
+        budget_nbytes: budget of live bytes, without shards of parameters (see
+            :func:`~inductor_passes.planner.invariant.rank_invariant`). Default: as in the last
+            paragraph, or ``device_nbytes``, if that is less and single collectives meet it.
+        device_nbytes: live bytes that a device has room for.
         work: ops that the search simulates in all.
 
     Raises:
@@ -95,13 +99,13 @@ def plan_auto(
 
 
 class _Planner:
-    """Plans of one graph, within one budget or another.
+    """Plans of one graph, within several budgets.
 
     Attributes:
         late: the program with each gather late and each wait early.
         manual: the plan by module, or, if that cannot be made, the one with single collectives.
         work: ops that a search simulates; None: as many as the program's size says.
-        small: what the last search was tried on.
+        small: the small program that the last search tried its plans on.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class _Planner:
 
     @cached_property
     def least(self) -> Plan:
-        """Single collectives, which hardly overlap."""
+        """The plan of single collectives, which hardly overlap."""
         lines = lines_of(self.late)
         low = self.evaluated(named_buckets(least(lines), lines, self.fqns))
         if low is None:
@@ -150,7 +154,8 @@ class _Planner:
         return replace(lean, budget_nbytes=most_nbytes)
 
     def _lean(self, budget_nbytes: int) -> Plan | None:
-        """Parts of modules, where whole ones are good; else what a short search finds."""
+        """A plan by parts of modules, if the plan by module is fast; else what a short search
+        finds."""
         most_launches = LEAN_LAUNCHES * len(self.manual.buckets)
         if _is_enough(self.manual):
             return self._as_good(self._in_parts(most_launches), budget_nbytes)
@@ -160,7 +165,7 @@ class _Planner:
             return None
 
     def _is_worth(self, lean: Plan, fast: Plan) -> bool:
-        """Whether what ``lean`` takes less is worth its time and launches, at most 1 % of time."""
+        """Whether ``lean`` is at most 1 % slower, and saves memory worth its time and launches."""
         saved = 1 - lean.peak_nbytes / fast.peak_nbytes
         more_us = self._price_us(lean) - self._price_us(fast)
         return (
@@ -174,13 +179,13 @@ class _Planner:
         return [plan for plan in map(self.evaluated, parts) if plan is not None]
 
     def _as_good(self, plans: Iterable[Plan], budget_nbytes: int) -> Plan | None:
-        """The first that fits and is about as fast as that by module."""
+        """The first of ``plans`` that fits and is about as fast as the plan by module."""
         fitting = _fitting(plans, budget_nbytes)
         return next((p for p in fitting if p.step_us <= NEAR * self.manual.step_us), None)
 
     def fastest(self, budget_nbytes: int, share: float = 1.0, most_launches: float = inf) -> Plan:
-        """The fastest plan within a budget, and of so many launches, that this share of the work
-        finds."""
+        """The fastest plan within a budget and ``most_launches`` that a search with this ``share``
+        of the work finds."""
         manual = self.manual
         fits = manual.peak_nbytes <= budget_nbytes
         if fits and _is_enough(manual):
@@ -210,7 +215,8 @@ class _Planner:
         more = (found(state) for state in search.smallest())
         fitting = fitting or _fitting(more, budget_nbytes, most_launches)
         if not fitting:
-            # Of these two, since a search within another budget may not find what this one did.
+            # The error suggests the memory of one of these two, since a search within another
+            # budget may not find again what this one found.
             smallest = min((self.least, manual), key=lambda plan: plan.peak_nbytes)
             raise budget_error(self.program, smallest, budget_nbytes)
         return replace(self._chosen(fitting), budget_nbytes=budget_nbytes)
@@ -222,8 +228,8 @@ class _Planner:
         return int(share * ops)
 
     def _of_halves(self, budget_nbytes: int, share: float) -> list[Bucket]:
-        """The buckets of a whole step whose halves were planned for themselves, by a share of the
-        work for each; none of others."""
+        """The buckets of a whole step, from plans of its two halves, each made with a share of the
+        work; none if the program is no whole step."""
 
         def plan(half: Program) -> Sequence[Bucket]:
             work = self._work_on(half, share)
@@ -236,13 +242,13 @@ class _Planner:
             return []
 
     def _price_us(self, plan: Plan) -> float:
-        """Its time, and what its launches are held to be worth, counted as the search does."""
+        """The time of a plan plus the price of its launches, which is counted as in the search."""
         launches = launches_price(len(plan.buckets), len(self.manual.buckets))
         return plan.step_us + launches * plan.lower_bound_us
 
     def _chosen(self, plans: Sequence[Plan]) -> Plan:
-        """The fastest of those that launch no more than that by module, if that is among them,
-        launches counted as the search does; or that by module, if it is about as fast."""
+        """The plan of the lowest price. If the plan by module is among ``plans``, plans with more
+        launches are left out, and the plan by module is preferred if it is about as fast."""
         fits, most = self.manual in plans, len(self.manual.buckets)
         few = [plan for plan in plans if not fits or len(plan.buckets) <= most]
         best = min(few, key=self._price_us)
@@ -257,7 +263,8 @@ def _fitting(
 
 
 def _is_enough(manual: Plan) -> bool:
-    """Whether a search could find no more than fewer and larger buckets, for little."""
+    """Whether the plan by module is so fast that a search could at most find fewer and larger
+    buckets, for little gain."""
     bound_us = manual.lower_bound_us
     hidden = manual.exposed_us <= (CLOSE - 1) * bound_us
     return manual.step_us <= (HIDDEN if hidden else CLOSE) * bound_us

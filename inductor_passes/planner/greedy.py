@@ -25,8 +25,8 @@ from inductor_passes.planner.segments import (
 )
 from inductor_passes.transform.merge import sent_together
 
-# Where the fit of a cost model's bandwidth was measured to; as large as buckets of one Llama 3 8B
-# layer in bf16 come.
+# The largest size at which the bandwidths of cost models were measured; a bucket of one Llama 3 8B
+# layer in bf16 is about as large.
 MAX_NBYTES = 512 * 2**20
 
 
@@ -41,14 +41,15 @@ def plan_greedy(
 ) -> Plan:
     """Buckets by the greedy rule, gathered one ahead, with one reduce behind.
 
-    Walk the parameters in order of use. One joins the bucket while the bucket's gather plus the
-    last reduce hide behind the compute with the bucket before, memory suffices and the bucket has
-    at most ``max_nbytes``; otherwise it begins the next. Gradients that are ready when a bucket
-    closes are reduced as one. A graph without gathers closes its reduces by the same rule.
+    Walk the parameters in order of use. A parameter joins the open bucket while that bucket's
+    gather plus the last reduce hide behind the compute with the bucket before, memory suffices and
+    the bucket has at most ``max_nbytes``; otherwise it begins the next bucket. Gradients that are
+    ready when a bucket closes are reduced as one. A graph without gathers closes its buckets of
+    reduces by the same rule.
 
     The rule knows nothing of compute that is slower beside transfers, and its idea of memory is
-    rough. If what it makes passes the budget after all, it is given less room above what single
-    collectives take, an eighth at a time.
+    rough. If its plan exceeds the budget after all, it is run again with an eighth less of the room
+    above single collectives, and so on.
 
     Args and errors: see :func:`~inductor_passes.planner.auto.plan_auto`.
     """
@@ -80,10 +81,10 @@ def plan_greedy(
 class _Greedy:
     def __init__(self, late: Program, cost: CostModel, lines: Lines) -> None:
         self.cost, self.lines = cost, lines
-        # Of each gather, compute before its first use, and reduces that are ready by then.
+        # For each gather: compute before its first use, and number of reduces ready by then.
         self.used_us: list[float] = []
         self.made: list[int] = []
-        self.ready_us: list[float] = []  # of each reduce, compute before it
+        self.ready_us: list[float] = []  # for each reduce: compute before it
         now, waited = 0.0, set[str]()
         for i, op in enumerate(late.ops):
             now += cost.compute_us(late, op) if op.kind == "compute" else 0.0
@@ -96,8 +97,8 @@ class _Greedy:
                 self.ready_us.append(now)
 
     def state(self, limits: Sequence[float]) -> State:
-        """The plan by the rule; ``limits`` are the most bytes of a bucket that is gathered while
-        one that begins at each place is used."""
+        """The plan by the rule. ``limits`` has for each place the most bytes of a bucket that is
+        gathered while the bucket that begins at that place is used."""
         gathers, reduces = len(self.used_us), len(self.ready_us)
         begins = self._gathers(limits) if gathers else []
         ends = {self.made[begin] for begin in begins} if gathers else self._reduces()
@@ -109,7 +110,7 @@ class _Greedy:
         )
 
     def _segments(self, kind: Kind, cuts: Sequence[int]) -> State:
-        """Those between ``cuts``, apart where classes differ."""
+        """The segments between ``cuts``, one per class."""
         runs = []
         for begin, end in pairwise(cuts):
             of: dict[object, list[int]] = {}
@@ -139,7 +140,7 @@ class _Greedy:
         return busy <= self.used_us[last] - self.used_us[begins[-2]]
 
     def _us(self, kind: Kind, begin: int, end: int) -> float:
-        """Time on the wire of some that go as one, of each class."""
+        """Time on the wire of a run of collectives, if those of each class are merged."""
         sent: dict[object, Collective] = {}
         for m in range(begin, end):
             key = self.lines.classes[kind][m]

@@ -1,11 +1,11 @@
 """What all ranks see of a program: plans are made from this, so that they come out alike.
 
-Shards differ in size between ranks, and so may the ops around them (pads, slices, casts). Here
-they take no time: what only prepares shards for a gather, and what only follows the wait for a
-reduce. (What follows an all-reduce handles full gradients; it takes no time either, as it moves
-with the wait.) Shards of parameters take no bytes, as they are there throughout. What is made of
-them for a gather to send, and shards of gradients, take an equal part of what is gathered or
-reduced. What is left is full tensors, whose sizes all ranks share.
+Shards differ in size between ranks, and so may the ops around them (pads, slices, casts). Here ops
+take no time if they only prepare shards for a gather, or only follow the wait for a reduce. (What
+follows an all-reduce handles full gradients; it takes no time either, as it moves with the wait.)
+Shards of parameters take no bytes, as they are there throughout. Tensors made of them for gathers
+to send, and shards of gradients, count as the bytes that are gathered or reduced, divided by the
+number of ranks. What remains is full tensors, whose sizes all ranks share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inductor_passes.planner.update import UPDATE, with_one_update
 
 @dataclass(frozen=True)
 class FixedCost:
-    """Compute times by op name, which hold whatever is merged; collectives by another model."""
+    """Fixed times of compute ops, which no merge changes; collectives by another cost model."""
 
     op_us: Mapping[str, float]  # of each compute op
     wire: CostModel  # prices the collectives
@@ -42,7 +42,7 @@ def checked_us(what: str | Collective, value: object) -> float:
     """``value``, if it is a time.
 
     Args:
-        what: takes it; an op by name.
+        what: the op, by name, or the collective that takes this time.
         value: as a cost model gave it.
 
     Raises:
@@ -60,8 +60,7 @@ def checked_us(what: str | Collective, value: object) -> float:
 
 
 def rank_invariant(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
-    """The program with shards of sizes that all ranks share, and the cost without what is done to
-    them.
+    """The program with the same sizes of shards on all ranks, and its cost without ops on shards.
 
     Compute times are rounded to three significant digits. (Times of collectives are not: they are
     functions of sizes that all ranks share, and rounding could make a merged one dearer than its
@@ -99,7 +98,7 @@ def common_ops(program: Program, cost: CostModel) -> list[int]:
 
 
 def _local(program: Program) -> tuple[set[int], dict[str, int]]:
-    """Ops that handle shards alone, and the bytes of the shards' storages on every rank."""
+    """Positions of the ops that handle only shards, and bytes to count for storages of shards."""
     preparing = prepared(program)
     reduced = reduced_nbytes(program)
     shards = program.storages(program.resident)
@@ -138,7 +137,7 @@ def _sent_nbytes(program: Program, preparing: set[int]) -> dict[str, int]:
 
 
 def following(program: Program, kinds: Collection[str]) -> set[int]:
-    """Computes, views and waits of what collectives of these ``kinds`` left."""
+    """Positions of the computes, views and waits that depend on collectives of these ``kinds``."""
     left: set[str] = set()
     found: set[int] = set()
     for i, op in enumerate(program.ops):
@@ -150,7 +149,8 @@ def following(program: Program, kinds: Collection[str]) -> set[int]:
 
 
 def prepared(program: Program) -> set[int]:
-    """Computes and views, of inputs alone, whose results go into gathers alone."""
+    """Positions of the computes and views that depend only on inputs, and whose results only
+    gathers need."""
     from_inputs = program.storages(program.inputs)
     of_inputs: set[int] = set()
     for i, op in enumerate(program.ops):

@@ -47,7 +47,7 @@ def choose_kept(
         budget_nbytes: of live bytes in either graph; default: what they take with none kept, or
             ``device_nbytes``, if that is less.
             Bytes are those that all ranks share, see :func:`~inductor_passes.planner.plan.Plan`.
-        device_nbytes: that a device has for them.
+        device_nbytes: live bytes that a device has room for.
 
     Returns:
         Of the choices that take at most 0.2 % longer than the fastest, the smallest.
@@ -104,10 +104,11 @@ def _growing(n: int) -> list[int]:
 def _modules(
     backward: Program, assignment: Assignment, candidates: Collection[str]
 ) -> list[list[str]]:
-    """The candidates of the modules that backward gathers something of, in the order of their use.
+    """The candidates of each module of which backward gathers something, in the order of their use.
 
-    All of a module: if a weight is kept and its bias is not, it may pay the compiler to gather
-    the bias again, which it did not need, rather than to save what was made of both.
+    All candidates of a module are kept together: if a weight is kept and its bias is not, the
+    compiler may find it cheaper to gather the bias again, which backward did not need, than to save
+    what was made of both.
     """
     label_of = {fqn: assignment.label_of.get(fqn, fqn) for fqn in sorted(candidates)}
     gathered = (fqn for c in backward.sent.values() if c.kind == "gather" for fqn in c.fqns)

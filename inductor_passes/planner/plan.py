@@ -28,15 +28,15 @@ class Plan:
     lower_bound_us: float  # time that no plan can beat
     exposed_us: float  # time that the compute lane stands still
     peak_nbytes: int  # most live bytes
-    budget_nbytes: int = 0  # that it was chosen within; 0 if it was not chosen
+    budget_nbytes: int = 0  # the budget for which it was chosen; 0 if it was not chosen
 
 
 class BudgetError(ValueError):
     """No schedule meets the memory budget.
 
     Attributes:
-        smallest_nbytes: a budget that is met: the smaller peak of the plan by module and of single
-            collectives. A search may find less.
+        smallest_nbytes: a budget that can be met: the smaller peak of the plan by module and of
+            single collectives. A search may find less.
     """
 
     def __init__(self, message: str, smallest_nbytes: int) -> None:
@@ -48,14 +48,14 @@ class BudgetError(ValueError):
 
 
 def scheduled(program: Program, buckets: Sequence[Bucket]) -> Program:
-    """``program`` with its buckets merged and in their order."""
+    """``program`` with ``buckets`` merged, in the order that their windows ask for."""
     return overlapped(merge(program, buckets), OverlapPolicy())
 
 
 def evaluate(
     program: Program, cost: CostModel, buckets: Sequence[Bucket], lower_bound_us: float
 ) -> Plan | None:
-    """The plan that ``buckets`` are; None if their members depend on each other."""
+    """The simulated plan of ``buckets``; None if members of one depend on each other."""
     try:
         after = scheduled(program, buckets)
     except ProgramError:
@@ -65,10 +65,11 @@ def evaluate(
 
 
 def default_budget(manual: Plan, least: Plan, device_nbytes: int | None) -> int:
-    """What ``manual`` takes; what a device has left if that is less.
+    """The peak of ``manual``; or what a device has left, if that is less.
 
-    If not even ``least`` meets that, it was estimated wrongly (fewer bytes of optimizer state,
-    frozen parameters, evaluation), and a plan that is slow for its sake helps nobody.
+    If not even ``least`` fits into what a device has left, that was estimated wrongly (less
+    optimizer state, frozen parameters, evaluation), and is ignored: a plan that is slow for its
+    sake helps nobody.
     """
     if device_nbytes is None or device_nbytes < least.peak_nbytes:
         return manual.peak_nbytes

@@ -1,9 +1,9 @@
 """Regular plans: where a search starts.
 
-Where one layer is much like the next, buckets of as many bytes and windows that are all alike are
-about as good as the best plan; a search need only mend their ends, and what does not fit. Where
-layers are many and large, a plan by parts of modules (:func:`in_parts`), which takes less memory
-for more launches, is what a search would end at, and it need not look for it.
+Where one layer is much like the next, buckets of equal bytes with equal windows are about as good
+as the best plan; a search need only improve both ends, and repair what does not fit. Where layers
+are many and large, a search would end at a plan by parts of modules (:func:`in_parts`), which takes
+less memory for more launches; so such plans are made without a search.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from inductor_passes.ir.buckets import parts_of
 from inductor_passes.ir.program import Bucket, Program
 from inductor_passes.planner.segments import KINDS, Kind, Lines, State, even, with_windows
 
-# Buckets of a kind, for each module; windows of gathers; windows of reduces where there are gathers
-# at whose uses they can be waited for, and where there are none.
+# What shapes vary: buckets of a kind per module; windows of gathers; windows of reduces in a graph
+# with gathers (-1: waited for at the next use of one) and in a graph without.
 PER_MODULE = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 2 / 3, 1, 3 / 2, 2, 3)
 AHEAD = (2, 3)
 BEHIND, BEHIND_ALONE = (1, -1), (1, 2)
@@ -51,8 +51,8 @@ def reduce_shapes(lines: Lines, modules: int, like: Shape) -> list[Shape]:
 
 
 def few_shapes(modules: int) -> list[Shape]:
-    """Shapes for who has no time to search: as many gathers as reduces, and little or much of them
-    in flight."""
+    """Shapes to try without a search: as many buckets of gathers as of reduces, and few or many of
+    them in flight."""
     few = [Shape(n, 2, n, 1) for n in _counts(modules)]
     return few + [Shape(n, 3, n, -1) for n in _counts(modules) if n >= modules]
 
@@ -71,7 +71,7 @@ def regular(shape: Shape, lines: Lines) -> State:
 
 
 def least(lines: Lines) -> State:
-    """Every collective by itself, as late and as briefly as can be: what takes least memory."""
+    """Every collective by itself, started late and waited for early: this takes least memory."""
     state: State = ()
     for kind in KINDS:
         soon = lines.used_next if kind == "reduce" else [False] * len(lines.starts[kind])
@@ -118,7 +118,7 @@ def _filling(
 
 
 def _of_kind(lines: Lines, kind: Kind, n: int, window: int) -> State:
-    """All of a kind in about ``n`` buckets of as many bytes, by class."""
+    """All collectives of a kind in about ``n`` buckets of equal bytes, each of one class."""
     nbytes, classes = lines.nbytes[kind], defaultdict[object, list[int]](list)
     for m, known in enumerate(lines.classes[kind]):
         classes[known].append(m)
@@ -130,8 +130,8 @@ def _of_kind(lines: Lines, kind: Kind, n: int, window: int) -> State:
 
 
 def in_parts(program: Program, buckets: Sequence[Bucket], n: int) -> list[Bucket]:
-    """``buckets``, each in up to ``n`` runs of its members of about as many bytes. A window still
-    counts buckets, and so a part of the bytes."""
+    """``buckets``, each cut into up to ``n`` runs of members of about equal bytes. A window still
+    counts buckets, so it stands for fewer bytes than before."""
     taken = {bucket.label for bucket in buckets}
     found: list[Bucket] = []
     for bucket in buckets:

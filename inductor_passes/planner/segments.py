@@ -1,9 +1,10 @@
 """What a search decides about: collectives in lines, and the segments that share a bucket.
 
 Gathers stand in the order in which they are first used, reduces in the order in which their
-gradients are ready. A bucket is a segment of its line. It also has a *turn*: the place on the line
-before whose bucket a gather starts, or a reduce is waited for. A turn names a place and counts no
-buckets, so that a cut or a join elsewhere leaves it as it is::
+gradients are ready. A bucket is a segment of its line. It also has a *turn*, which is a place on
+the line: a gather starts just before the bucket at that place is used, and a reduce is waited for
+just before the bucket at that place is launched. A turn names a place and does not count buckets,
+so a cut or a join elsewhere leaves it as it is::
 
     line of gathers     0 1 2 | 3 4 | 5 6 7        segment (5, 6, 7), turn 3:
                                 ^                  starts just before 3 and 4 are first used,
@@ -29,7 +30,7 @@ from inductor_passes.transform.order import OverlapPolicy, overlapped
 Kind = Literal["gather", "reduce", "all_reduce"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FIRST, END = -1, 10**9  # turns: before everything, after everything
-SENT_ON = 2  # window of the all-reduces that send on what was reduced: they hold shards alone
+SENT_ON = 2  # window of all-reduces of what was reduced; they hold only shards
 
 
 class Segment(NamedTuple):
@@ -37,11 +38,11 @@ class Segment(NamedTuple):
 
     kind: Kind  # of its line
     members: tuple[int, ...]  # places on the line, ascending
-    # Of a gather, the place before whose bucket's first use it starts, or ``FIRST``; of a reduce,
-    # the place before whose bucket's launch it is waited for, or ``END``, or -n: just before the
-    # n-th next bucket of gathers is first used.
+    # A gather starts just before the first use of the bucket at this place, or at ``FIRST``. A
+    # reduce is waited for just before the launch of the bucket at this place, or at ``END``; or,
+    # for -n, just before the n-th next bucket of gathers is first used.
     turn: int
-    # Of a reduce, whether the all-reduces of what it leaves are sent with those of the next bucket.
+    # Of a reduce, whether all-reduces of its result are sent with those of the next bucket.
     deferred: bool = False
 
     @property
@@ -57,26 +58,26 @@ State = tuple[Segment, ...]
 class Lines:
     """The collectives of a program."""
 
-    # Their names, by kind; all-reduces that send on what was reduced are not among them.
+    # Names of the starts on each line, without all-reduces of what was reduced.
     starts: Mapping[Kind, tuple[str, ...]]
-    sent: Mapping[str, Collective]  # the collectives that they launch
-    classes: Mapping[Kind, tuple[object, ...]]  # those of one class may share a bucket
-    followers: Mapping[str, tuple[str, ...]]  # all-reduces of what a reduce left, by its start
-    # Of each reduce, whether a gather is used before another reduce is ready.
+    sent: Mapping[str, Collective]  # the collective of each start
+    classes: Mapping[Kind, tuple[object, ...]]  # by place; those of one class may share a bucket
+    followers: Mapping[str, tuple[str, ...]]  # all-reduces of a reduce's result, by its start
+    # For each reduce, whether a gather is used before the next reduce is ready.
     used_next: tuple[bool, ...]
 
     @cached_property
     def nbytes(self) -> dict[Kind, list[int]]:
-        """Of each place, by kind."""
+        """Bytes of the collective at each place, by kind."""
         return {kind: [self.sent[name].nbytes for name in self.starts[kind]] for kind in KINDS}
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """Of each start on its line."""
+        """Place of each start on its line."""
         return {name: i for kind in KINDS for i, name in enumerate(self.starts[kind])}
 
     def class_of(self, segment: Segment) -> object:
-        """Of all its members."""
+        """The class that all members of a segment share."""
         return self.classes[segment.kind][segment.members[0]]
 
 
@@ -107,7 +108,8 @@ def lines_of(program: Program) -> Lines:
 
 
 def _in_turn(program: Program) -> Iterable[str]:
-    """Gathers where they are first used, and other starts where what they send is ready."""
+    """Names of the starts in the order of their lines: gathers as they are first used, others as
+    what they send is ready."""
     found: dict[str, None] = {}
     for i, op in enumerate(program.ops):
         waited = [program.ops[j] for j in program.start_of.get(i, ())]
@@ -118,18 +120,18 @@ def _in_turn(program: Program) -> Iterable[str]:
 
 
 def of_kind(state: State, kind: Kind) -> list[Segment]:
-    """The segments of a kind, in their turn."""
+    """The segments of a kind, in the order of their line."""
     return sorted((s for s in state if s.kind == kind), key=lambda s: s.at)
 
 
 def of_class(state: State, segment: Segment, lines: Lines) -> list[Segment]:
-    """Those that ``segment`` could be joined with, and itself, in their turn."""
+    """``segment`` and those that it could be joined with, in the order of their line."""
     own = lines.class_of(segment)
     return [s for s in of_kind(state, segment.kind) if lines.class_of(s) == own]
 
 
 def even(members: Sequence[int], n: int, nbytes: Sequence[int]) -> list[tuple[int, ...]]:
-    """``members`` in up to ``n`` runs of about as many bytes; those of a place are ``nbytes``."""
+    """``members`` cut into up to ``n`` runs of about equal bytes; ``nbytes`` are by place."""
     whole, before = sum(nbytes[m] for m in members), 0
     runs: list[list[int]] = [[]]
     for m in members:
@@ -146,12 +148,12 @@ def _at(kind: Kind, run: Sequence[int]) -> int:
 
 
 def with_windows(kind: Kind, windows: Mapping[tuple[int, ...], int]) -> State:
-    """Segments of one kind, all of them, in turn, that count ``windows`` as a
+    """All segments of one kind, in the order of their line, from windows that count buckets as a
     :class:`~inductor_passes.ir.program.Bucket` does.
 
     Args:
-        kind: of them.
-        windows: of each, by its members.
+        kind: of the segments.
+        windows: of each segment, by its members.
     """
     runs = sorted(windows, key=lambda run: _at(kind, run))
     at = [_at(kind, run) for run in runs]
@@ -169,7 +171,8 @@ def with_windows(kind: Kind, windows: Mapping[tuple[int, ...], int]) -> State:
 
 
 def windows_of(segments: Sequence[Segment]) -> list[int]:
-    """Of all segments of one kind, in their turn, as a :class:`Bucket` counts them."""
+    """The windows, as a :class:`Bucket` counts them, of all segments of one kind, which are given
+    in the order of their line."""
     index = {m: k for k, s in enumerate(segments) for m in s.members}
     windows = []
     for k, s in enumerate(segments):
@@ -185,14 +188,14 @@ def windows_of(segments: Sequence[Segment]) -> list[int]:
 
 
 def state_of(buckets: Iterable[Bucket], lines: Lines, first_of: Mapping[str, str]) -> State:
-    """The state that ``buckets`` are.
+    """The state of a plan with these ``buckets``.
 
     Args:
         buckets: of all collectives; windows of 0 are 2, as for
             :mod:`inductor_passes.transform.order`.
-        lines: of a program in which some travel together.
-        first_of: under whose name each of them does; where a bucket cuts these, the one that has
-            most of them gets all.
+        lines: of a program in which some collectives are launched together.
+        first_of: for each collective, the name under which it is launched there. If collectives of
+            one name are in several buckets, the bucket with most of them gets all.
     """
     owner: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     windows = []
@@ -214,7 +217,7 @@ def state_of(buckets: Iterable[Bucket], lines: Lines, first_of: Mapping[str, str
 
 
 def plain_buckets(state: State, lines: Lines) -> list[Bucket]:
-    """The buckets that ``state`` is, under the names of their first starts."""
+    """The buckets of ``state``, labelled by their first starts."""
     return [Bucket(names[0], names, window) for _, names, window in buckets_of(state, lines)]
 
 
@@ -224,14 +227,14 @@ def named_buckets(
     fqns: Sequence[str],
     travel: Mapping[str, Sequence[tuple[str, Collective]]] | None = None,
 ) -> tuple[Bucket, ...]:
-    """The buckets that ``state`` is, under the names of their first and last modules.
+    """The buckets of ``state``, labelled by their first and last modules.
 
     Args:
         state: the plan.
         lines: of its program.
         fqns: of the parameters, in the order in which members travel.
-        travel: what is launched together under the name of each start of ``lines``, with its
-            collective; itself by default.
+        travel: for each start of ``lines``, the names and collectives that are launched together
+            under its name; by default its own only.
     """
     place = {fqn: i for i, fqn in enumerate(fqns)}
     found: list[Bucket] = []
@@ -251,13 +254,13 @@ def _label(kind: Kind, sent: Sequence[Collective]) -> str:
 
 
 def fqn_place(collective: Collective, place: Mapping[str, int]) -> int:
-    """Of the first of a collective's parameters, by the place of each."""
+    """The place of the first of a collective's parameters; behind all places if it has none."""
     return min((place.get(fqn, len(place)) for fqn in collective.fqns), default=len(place))
 
 
 def buckets_of(state: State, lines: Lines) -> Iterator[tuple[Kind, tuple[str, ...], int]]:
-    """Kind, starts and window of each bucket that ``state`` is; all-reduces that send on what a
-    bucket of reduces leaves are one, too, or travel with those of the next."""
+    """Kind, starts and window of each bucket of ``state``. All-reduces of what a bucket of reduces
+    leaves are in buckets, too; if deferred, together with those of the next bucket of reduces."""
     for kind in KINDS:
         segments = of_kind(state, kind)
         reduced: list[str] = []
@@ -272,7 +275,7 @@ def buckets_of(state: State, lines: Lines) -> Iterator[tuple[Kind, tuple[str, ..
 
 
 def sent_on(names: Iterable[str], lines: Lines) -> list[list[str]]:
-    """The all-reduces that follow the reduces of these names, by what may be one."""
+    """The all-reduces that follow the reduces of these names, in groups that may share a bucket."""
     found: defaultdict[object, list[str]] = defaultdict(list)
     for name in names:
         for follower in lines.followers.get(name, ()):
@@ -283,8 +286,9 @@ def sent_on(names: Iterable[str], lines: Lines) -> list[list[str]]:
 def room_of(
     late: Program, lines: Lines, budget_nbytes: float, *, throughout: bool = False
 ) -> dict[Kind, list[float]]:
-    """Bytes that are free where each collective starts, or as long as what it gathers is used, or
-    what it reduces is there; of a program in which all are by themselves, and as brief as can be.
+    """Bytes of the budget that are free where each collective starts. With ``throughout``, bytes
+    that are free all the time while its gathered tensor, or its gradient, is alive. In ``late`` all
+    collectives are by themselves, started late and waited for early.
     """
     held, lives, found = memory(late), lifetimes(late), dict[Kind, list[float]]()
     free, given = budget_nbytes - held.resident_nbytes, late.storages(late.inputs)

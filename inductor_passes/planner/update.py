@@ -1,12 +1,13 @@
-"""An optimizer's update as one op: of a program that is a whole training step.
+"""The optimizer's update as one op, in a program of a whole training step.
 
-What follows the reduces there is done on shards, which takes no time that ranks share, and nothing
-of it is communicated. A plan cannot tell it from one op at the end, that reads all gradients::
+What follows the reduces in such a program works on shards: it takes no time that ranks share, and
+communicates nothing for data parallelism. For a plan it is like one op at the end that reads all
+gradients::
 
     reduce ─ wait ─ divide ─ norm ┐                  reduce ─ wait ┐
     reduce ─ wait ─ divide ─ norm ┴ clip ─ writes    reduce ─ wait ┴ update
 
-But for memory: where nothing is clipped, a gradient may be gone before all are there.
+Only memory differs: if nothing is clipped, a gradient may be freed before all of them are there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ UPDATE = "update of the parameters"
 
 
 def with_one_update(program: Program) -> Program:
-    """``program``; if it writes to what the caller keeps, with one op for all that follows."""
+    """``program``; if it writes to buffers that the caller keeps, with one op for the update."""
     kept = program.storages(program.resident)
     if not any(not kept.isdisjoint(program.mutated(i)) for i in range(len(program.ops))):
         return program
@@ -42,8 +43,8 @@ def with_one_update(program: Program) -> Program:
 
 
 def _after_reduces(program: Program) -> set[int]:
-    """What follows reduces, or writes to what the caller keeps, and no data-parallel collective
-    needs."""
+    """Positions of the ops that follow reduces or write to what the caller keeps, and that no
+    data-parallel collective needs."""
     kept = program.storages(program.resident)
     needed: set[int] = set()
     for i in reversed(range(len(program.ops))):

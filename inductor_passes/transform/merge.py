@@ -40,7 +40,7 @@ def merge(program: Program, buckets: Sequence[Bucket]) -> Program:
 
 
 def in_one_piece(program: Program) -> Program:
-    """The program, if each of its buckets travels as one buffer."""
+    """The program with each of its buckets sent as one buffer."""
     return program.sending(lambda c: replace(c, members=1))
 
 
@@ -90,7 +90,8 @@ def merge_collectives(members: Sequence[Collective], bucket: Bucket) -> Collecti
 
 
 def sent_together(one: Collective | None, other: Collective) -> Collective:
-    """What takes as long as two collectives that share a bucket, or as the second by itself."""
+    """A collective that takes as long as ``one`` and ``other`` in one bucket; ``other`` itself if
+    ``one`` is None."""
     if one is None:
         return other
     members = one.members + other.members
@@ -100,13 +101,13 @@ def sent_together(one: Collective | None, other: Collective) -> Collective:
 def _topological(
     before: Program, left: Mapping[int, Op], became: Sequence[int], merged: Collection[int]
 ) -> Program:
-    """What is left in the order nearest to the one of ``before``.
+    """The program of the ops that are ``left``, in the legal order nearest to that of ``before``.
 
     Args:
-        before: in which all are apart.
-        left: ops by position in it, in their order.
-        became: of each op of it, the one of ``left``.
-        merged: ops of it that are in buckets.
+        before: the program with nothing merged.
+        left: the ops that are left, by their positions in ``before``; in the order to keep.
+        became: for each op of ``before``, the key in ``left`` of the op that stands for it.
+        merged: positions in ``before`` of the ops that are in buckets.
     """
     ops, place = list(left.values()), {i: at for at, i in enumerate(left)}
     at_of = [place[i] for i in became]
@@ -124,11 +125,12 @@ def _topological(
             "be launched together; put them into different buckets"
         )
     after = before.with_ops(ops[at] for at in order)
-    # These are known, and dear to find again in a large program.
+    # Both caches are known here, and are slow to compute again for a large program.
     now = by_key(order)
     after.__dict__["start_of"] = moved(before.start_of, [now[at] for at in at_of])
     sent = (name for i in merged for name in (*before.ops[i].reads, *before.ops[i].writes))
-    # Else a wait touches what all of its bucket do.
+    # If a bucket sends a storage that is written in place, predecessors are computed anew, because
+    # each wait of a merged start then touches the storages of all members.
     if not before.in_place or before.in_place.isdisjoint(before.storages(sent)):
         needed = (map(now.__getitem__, needs[at]) for at in order)
         after.__dict__["predecessors"] = tuple(map(tuple, needed))
@@ -136,7 +138,7 @@ def _topological(
 
 
 def _pulled(needs: Sequence[set[int]], gathers: Sequence[int]) -> list[int]:
-    """The place that each index would like: its own, or that of a gather that needs it."""
+    """The wanted place of each index: its own, or the place of an earlier gather that needs it."""
     place = list(range(len(needs)))
     for gather in gathers:
         found = [gather]

@@ -1,4 +1,4 @@
-"""What all orders of a program must respect, whatever is launched as one in them."""
+"""What all orders of a program must respect, whichever collectives are launched as one."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from math import inf
 from inductor_passes.ir.positions import by_key
 from inductor_passes.ir.program import Program
 
-# (position in the old order, what goes first there, which of those): compared left to right.
+# (position in the old order, class at that position, place within the class), compared in turn.
 Key = tuple[float, float, float]
-IN_PLACE = 1  # second in the key of what stays
+IN_PLACE = 1  # the class of an op that stays at its position
 
 
 class Needs:
-    """What is known of a program before it is known what is launched as one.
+    """What is known of a program whichever collectives are launched as one.
 
     Attributes:
-        program: it.
+        program: the program.
         followers: positions of the ops that need each op.
-        first_use: see :func:`first_uses`; of what is in a unit, where that begins.
+        first_use: see :func:`first_uses`; a use within a unit counts as at the unit's first op.
         unit_end: position of the last op of each op's unit, for ops that are in one.
-        views: positions.
-        own_keys: of each op, if it stays where it is.
+        views: positions of the views.
+        own_keys: for each op, its key if it stays where it is.
     """
 
     def __init__(self, program: Program) -> None:
@@ -35,12 +35,14 @@ class Needs:
         self.first_use = [begin.get(i, i) for i in first_uses(program, self.followers)]
         self.views = [i for i, op in enumerate(program.ops) if op.kind == "view"]
         self.own_keys: list[Key] = [(i, IN_PLACE, 0) for i in range(len(program.ops))]
-        # Orders of a program differ in what is launched as one, but hardly in what is launched.
+        # A planner tries many orders of one program. They differ in what is launched as one, but
+        # hardly in which ops move, so most of them ask for the same.
         self.behind = cache(self._behind)
         self.near = cache(self._near)
 
     def _behind(self, late: frozenset[int]) -> list[tuple[int, list[int]]]:
-        """The ops behind what is ``late``, each with what it needs that is late, or behind."""
+        """The ops that depend on a ``late`` op, directly or not. Each comes with those of its
+        predecessors that are late, or depend on a late op."""
         behind: set[int] = set()
         found = list(late)
         while found:
@@ -51,8 +53,8 @@ class Needs:
         return [(i, [j for j in before[i] if j in late or j in behind]) for i in sorted(behind)]
 
     def _near(self, moved: bytes) -> list[tuple[int, ...]]:
-        """Of each op, what it needs and may be before, where some have ``moved``: what stays needs
-        nothing that stays before it."""
+        """For each op, the predecessors that may stand behind it by their keys. Two ops of which
+        neither has ``moved`` are still in their order."""
         return [
             before if moved[i] else tuple(j for j in before if moved[j])
             for i, before in enumerate(self.program.predecessors)
@@ -69,8 +71,8 @@ def followers_of(program: Program) -> list[list[int]]:
 
 
 def first_uses(program: Program, followers: list[list[int]]) -> list[float]:
-    """Position of the first compute that needs each op's result, seen through views and waits; of
-    computes themselves nobody asks."""
+    """Position of the first compute or start that needs each op's result, directly or through views
+    and waits; infinite if there is none, and for computes, of which nobody asks."""
     found = [inf] * len(program.ops)
     for i in range(len(program.ops) - 1, -1, -1):
         if program.ops[i].kind == "compute":
@@ -92,9 +94,9 @@ def _unit_ends(program: Program) -> tuple[dict[float, int], dict[float, int]]:
 
 
 def nearest_order(needs: Sequence[set[int]], place: Sequence[int]) -> list[int]:
-    """Each index after those it needs, and otherwise by place; stuck ones are left out."""
-    waiting: dict[int, list[int]] = {}  # of an index, those whose turn was before it
-    left: dict[int, int] = {}  # of those, how many they wait for
+    """Indices sorted by place, but each after those it needs; indices in a cycle are left out."""
+    waiting: dict[int, list[int]] = {}  # by index: those that had their turn, but still wait for it
+    left: dict[int, int] = {}  # by waiting index: how many indices it still waits for
     done = [False] * len(needs)
     order: list[int] = []
     for turn in by_key(place):

@@ -1,9 +1,9 @@
 """When each collective starts and is waited for, so that it runs while something is computed.
 
-A policy gives every op a *key*, a place in the program that it would like. Keys are then made to
-grow along every dependency, and the program is sorted by them: an order that is legal because of
-how it is made, in one sort. Compute keeps its order, except what feeds a collective that starts
-earlier or follows one that is waited for later.
+A policy gives every op a *key*, its wanted place in the program. Keys are then made to grow along
+every dependency, and the program is sorted by them; so one sort gives an order that is legal by
+construction. Computes keep their order, except those that feed a collective which starts earlier,
+and those that follow one which is waited for later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inductor_passes.ir.positions import by_key
 from inductor_passes.ir.program import CollectiveKind, Program
 from inductor_passes.transform.needs import IN_PLACE, Key, Needs, nearest_order
 
-# What goes before what stays at a place, and what behind it.
+# Classes of keys: before, and behind, the op that stays at a position.
 _GATHER, _REDUCE = IN_PLACE - 1, IN_PLACE + 1
 
 
@@ -34,7 +34,7 @@ class OverlapPolicy:
     max_pending_reduces: int = 2
 
     def window(self, kind: CollectiveKind) -> int:
-        """Of a bucket of one kind."""
+        """The window of a bucket of one kind."""
         return self.max_inflight_gathers if kind == "gather" else self.max_pending_reduces
 
 
@@ -52,9 +52,9 @@ class _Keys:
     """The keys of an order that is being made.
 
     Attributes:
-        of: each op.
-        moved: of each op, whether it has another key than its own place.
-        late: ops that wait for a reduce, or need what does.
+        of: the key of each op.
+        moved: for each op, 1 if it was given a key other than its own place.
+        late: ops that wait for a reduce, and ops that depend on such a wait.
     """
 
     def __init__(self, needs: Needs) -> None:
@@ -70,16 +70,16 @@ class _Keys:
 def overlap(program: Program, policy: OverlapPolicy, *, keep_starts: bool = False) -> list[str]:
     """Names of the ops of ``program`` in an order that hides communication behind compute.
 
-    A gather starts while the bucket before it is computed with, is waited for at its first use,
-    and goes out before the reduces of that compute, with which it shares a communicator. A reduce
-    starts as soon as its gradients are there, and is waited for as late as memory allows. What
-    would fall into a unit of computes goes before it or, a reduce's start, behind it.
+    A gather starts while compute uses the bucket before it, goes out before the reduces of that
+    compute (they share a communicator), and is waited for at its first use. A reduce starts as soon
+    as its gradients are computed, and is waited for as late as memory allows. What would fall into
+    a unit of computes goes before the unit; the start of a reduce goes behind it.
 
     Args:
         program: collectives with equal kind, group and bucket label are one bucket.
-        policy: how far ahead and behind.
+        policy: how many buckets ahead gathers start, and behind reduces are waited for.
         keep_starts: leave the sequence of the starts as it is. All ranks must launch in the same
-            sequence, so it may be chosen where they all see the same program only.
+            sequence, so only where all see the same program may the sequence be chosen.
     """
     return [program.ops[i].name for i in _order(program, policy, keep_starts=keep_starts)]
 
@@ -95,7 +95,7 @@ def _order(program: Program, policy: OverlapPolicy, *, keep_starts: bool) -> lis
 
 
 def launches_of(program: Program, policy: OverlapPolicy) -> Launched:
-    """What is launched as one by the labels of a program's collectives."""
+    """Which collectives of a program are launched as one, by their bucket labels."""
     groups: dict[CollectiveKind, dict[tuple[str, str, str], list[str]]] = {}
     for name, c in program.sent.items():
         bucket = (c.group, c.bucket, "" if c.bucket else name)
@@ -109,8 +109,8 @@ def launches_of(program: Program, policy: OverlapPolicy) -> Launched:
 
 
 def keys_of(needs: Needs, launches: Launched, *, keep_starts: bool = False) -> list[Key]:
-    """The key of each op. Starts that are launched as one have one key, unless something that must
-    be early needs one of them, and not all."""
+    """The key of each op. Starts that are launched as one share a key, unless an op that must be
+    early needs some of them but not all."""
     keys = _Keys(needs)
     uses = _place_gathers(needs, launches.get("gather", ()), keys)
     for kind in ("reduce", "all_reduce"):
@@ -137,7 +137,7 @@ def in_sequence(program: Program, place: Sequence[int]) -> list[str]:
 
 
 def _place_gathers(needs: Needs, launches: Sequence[Together], keys: _Keys) -> list[float]:
-    """Set the keys of gathers; returns where each bucket is first used, in that order."""
+    """Set the keys of gathers and their waits; returns the first uses of the buckets, sorted."""
     waits_of, end = needs.program.waits_of, len(needs.program.ops)
     used = [
         (min(end, *(needs.first_use[i] for i in starts)), starts, window)
@@ -148,8 +148,8 @@ def _place_gathers(needs: Needs, launches: Sequence[Together], keys: _Keys) -> l
     for k, (use, starts, window) in reversed(list(enumerate(used))):
         # Never behind a bucket that is used later.
         ahead = min(ahead, k + 1 - window)
-        # The bucket's turn is just before the wait of the one that it goes ahead of, and after
-        # those of earlier buckets that go ahead of the same one.
+        # The bucket starts just before the wait of the bucket it goes ahead of. If several go ahead
+        # of the same one, those that are used earlier start earlier.
         turn = ahead + k / (2 * len(used))
         where: Key = (used[ahead][0] if ahead >= 0 else -1, _GATHER, turn)
         for i in starts:
@@ -162,8 +162,8 @@ def _place_gathers(needs: Needs, launches: Sequence[Together], keys: _Keys) -> l
 def _ready(
     needs: Needs, launches: Sequence[Together], keys: _Keys, *, keep_starts: bool
 ) -> list[tuple[Key, Together]]:
-    """Where each of the buckets, which stand as they are launched, is ready; in that order, or in
-    their own: then one that is ready before its turn is ready at it."""
+    """The buckets, each with the key at which it is ready to start, sorted by key. ``keep_starts``
+    keeps them in the order of ``launches``, each ready no earlier than the one before it."""
     predecessors = needs.program.predecessors
     made, found = _made_at(needs, keys), list[Key]()
     for starts, _ in launches:
@@ -180,11 +180,12 @@ def _place_reduces(
     end = len(program.ops)
     for k, (where, (starts, window)) in enumerate(ready):
         if window > 0:
-            # One reduce more would be one too many: wait for the oldest just before it starts.
+            # Wait just before the start of the reduce that would make one too many pending.
             due = k + window
             until: Key = (ready[due][0][0] if due < len(ready) else end, _REDUCE, due - 0.5)
         else:
-            # Before the gathers that go out where that one is used.
+            # Wait where a later bucket of gathers is first used, before the gathers that start
+            # there.
             use = bisect_right(uses, where[0]) - window - 1
             until = (uses[use], _GATHER, use - 0.25) if use < len(uses) else (end, _REDUCE, k)
         for i in starts:
@@ -195,7 +196,7 @@ def _place_reduces(
 
 
 def _made_at(needs: Needs, keys: _Keys) -> list[Key]:
-    """Key of the op that makes what each op passes on; views pass on what they read."""
+    """The key of each op; for a view, the latest key of the ops whose results it passes on."""
     made = list(keys.of)
     for i in needs.views:
         made[i] = max((made[j] for j in needs.program.predecessors[i]), default=(-1, 0, 0))
@@ -210,7 +211,8 @@ def _push_followers(needs: Needs, keys: _Keys) -> None:
 
 
 def _keep_starts(needs: Needs, keys: _Keys) -> None:
-    """Delay a start to those before it in the sequence, but no gather beyond its first use."""
+    """Delay each start until after those before it in the sequence, but no gather beyond its first
+    use."""
     previous: Key = (-1, 0, 0)
     for i, op in needs.program.starts():
         latest: Key = (inf, 0, 0)

@@ -16,7 +16,7 @@ from inductor_passes.ir.program import Bucket, CollectiveKind, Program
 
 
 class Member(NamedTuple):
-    """One collective of data parallelism's."""
+    """One data-parallel collective."""
 
     fqn: str  # of its parameter
     # 0 for the first collective of the kind for this parameter in a graph. A hybrid scalar's

@@ -1,14 +1,16 @@
 """How many buckets of gradients are pending, where nobody has planned it.
 
-A reduce in flight keeps its full gradients alive. It is waited for before the next is launched
-where that costs nothing: where compute is about to wait for a gather behind it on the wire::
+A reduce in flight keeps its full gradients alive. It is waited for before the next reduce is
+launched if that costs nothing: if compute is about to wait for a gather that is behind it on the
+wire::
 
     used          g2           g1          g0
     launched      g1        r2 g0       r1          r0
                                        ^ r2 is waited for here; where g0 is used it has ended anyway
 
-Where a backward gathers nothing (parameters stay from forward on), or reduces have a communicator
-of their own, compute would stand still for it, and the policy of the order holds.
+Where a backward gathers nothing (it has kept the full parameters of forward), or reduces have a
+communicator of their own, compute would stand still for that wait, so the policy decides; see
+:mod:`inductor_passes.transform.order`.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from inductor_passes.transform.needs import first_uses, followers_of
 
 
 def buckets_by_module(program: Program, assignment: Assignment) -> tuple[Bucket, ...]:
-    """What ``bucketing="manual"`` is: :func:`~inductor_passes.ir.buckets.plan_buckets` of a program
-    in which nothing is merged, in the order of the model; with a window of 1 for those of reduces
-    that cost no time with it."""
+    """The buckets of ``bucketing="manual"``, for a program in the order of the model with nothing
+    merged: those of :func:`~inductor_passes.ir.buckets.plan_buckets`, but each bucket of reduces
+    has a window of 1 if it costs no time to wait for it so early."""
     buckets = plan_buckets(program, assignment)
     used = first_uses(program, followers_of(program))
     uses: list[tuple[float, str]] = []  # of buckets of gathers
@@ -44,8 +46,9 @@ def buckets_by_module(program: Program, assignment: Assignment) -> tuple[Bucket,
     last = len(ready) - 1
     alike = [k for k in range(last) if ready[k][1] == ready[k + 1][1]]  # on one wire with the next
     brief = {k for k in alike if _is_waited_behind(k, uses, ready)}
-    # The ends of a backward: its first gathers are there before its first reduce, and behind its
-    # last gather there is little to compute.
+    # If all reduces are brief but those at the ends of a backward, these are brief, too: the first
+    # gathers are there before the first reduce, and behind the last gather there is little to
+    # compute.
     if brief and brief.issuperset(range(1, last - 2)):
         brief.update(alike)
     places = {ready[k][2] for k in brief}
@@ -55,8 +58,8 @@ def buckets_by_module(program: Program, assignment: Assignment) -> tuple[Bucket,
 def _is_waited_behind(
     k: int, uses: Sequence[tuple[float, str]], ready: Sequence[tuple[int, str, int]]
 ) -> bool:
-    """Whether a gather that is launched behind the ``k``-th reduce is first used between the launch
-    of the next and of the one after it. Gathers are launched where the one before is first used."""
+    """Whether some gather is launched after the ``k``-th reduce and first used between the launches
+    of the next two reduces. A gather is launched where the gather before it is first used."""
     at, group, _ = ready[k]
     until = ready[k + 2][0] if k + 2 < len(ready) else inf
     return any(

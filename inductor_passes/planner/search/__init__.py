@@ -13,8 +13,8 @@ bucket. A climb looks for the longest such stall, and changes what causes it: ::
 
 ``moves`` are such changes: buckets are parted, joined, shifted at a border, doubled, halved, and
 turned to start earlier or be waited for later; in one layer, or in all that are alike at once. A
-change is kept if the step gets faster and memory still fits; where a start does not fit, the
-buckets that are alive at the peak are first *repaired*: parted, or started later. ::
+change is kept if the step gets faster and memory still fits. If the plan where a climb begins does
+not fit, the buckets that are alive at the peak are first *repaired*: parted, or started later. ::
 
     program ─ glue ─ compact ─▶ small program ─ regular plans ─▶ climb, move by move ─▶ its end
                                      ▲                             │
@@ -26,9 +26,9 @@ knows what the orders of all plans share; ``small`` is all three. What a climb e
 on the whole program (``climbs``); a plan that does not fit there goes on with less room.
 
 Read ``tried`` first, what is known of a plan that was tried, then ``moves``, ``local_search``,
-which makes one climb, and ``climbs``, which chooses where they begin. ``halves`` plans a whole
-training step as a forward and a backward, for a start. What is allowed is counted in ops simulated
-and not in seconds, so that all ranks find the same.
+which makes one climb, and ``climbs``, which chooses where climbs begin. ``halves`` plans a whole
+training step as a forward and a backward, to begin a climb there. The allowed work is counted in
+simulated ops and not in seconds, so that all ranks find the same plan.
 
 Why a search: without it (the best of the regular plans), plans of 96 random programs were 4 %
 slower on average and up to 31 %; where memory is tight, 14 % and 38 % (``benchmarks/LOG.md``).

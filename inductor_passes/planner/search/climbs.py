@@ -10,8 +10,9 @@ from inductor_passes.planner.search.local_search import LocalSearch
 from inductor_passes.planner.segments import State
 
 AGAIN = 3  # times that a climb whose end does not fit goes on, with less room
-# Climbs begin at the most promising plan, at that by module, and at the best that fits; and at some
-# more of the promising ones, as long as so much of the work is left, as in small programs.
+# Climbs begin at the most promising plan, at the plan by module, and at the best that fits; and at
+# the others of the MORE_CLIMBS most promising ones, while the fraction EASY of the work is left, as
+# for small programs.
 MORE_CLIMBS, EASY = 6, 4 / 5
 
 
@@ -21,13 +22,13 @@ def climbed(
     halves: Sequence[Bucket],
     found: Callable[[State], Plan | None],
 ) -> list[Plan]:
-    """What climbs end at that begin at the most promising plans, as plans of the whole program.
+    """The ends of climbs from the most promising plans, as plans of the whole program.
 
     Args:
         search: of the small program.
         manual: the plan by module.
-        halves: the buckets of a whole step whose halves were planned for themselves, if it is one.
-        found: the plan of the whole program that a state is; None if that cannot be made.
+        halves: buckets from plans of the halves of a whole step; empty if it is no whole step.
+        found: gives the plan of the whole program for a state; None if that cannot be made.
     """
     starts = search.starts()
     fitting = next((tried for tried in starts if tried.fits), None)

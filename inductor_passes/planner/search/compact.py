@@ -1,9 +1,9 @@
-"""A program of the same plans with a tenth of the ops: what plans are tried on.
+"""A program with the same plans and a tenth of the ops, on which plans are tried.
 
-Compute between two places where a plan can launch or wait for something runs as one op, and views,
-which take no time, go. A plan takes the same time and the same memory in the compact program; but
-not quite where there are all-reduces, which may be launched within a run, and where there are
-collectives of others, which count as compute.
+Compute between two places where a plan can launch or wait for something becomes one op, and views,
+which take no time, are dropped. A plan takes the same time and memory in the compact program,
+except (slightly) if there are all-reduces, which may be launched within a run, or collectives of
+others, which count as compute.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ def compact(program: Program, cost: CostModel) -> tuple[Program, FixedCost]:
 
 
 class _Sides:
-    """What is only done for one start: it goes with the start, or with its wait.
+    """Ops that serve only one start, and so go with that start or with its wait.
 
     Attributes:
         touched: storages that each op needs alive.
         moving: ops that keep no place, but go with collectives.
-        before: of a start, the ops whose results it alone needs.
-        behind: of a start, the ops that need what it left, and nothing of other collectives.
-        waits: of a start, all of its waits, if they wait for nothing else.
+        before: by start, the ops whose results only this start needs.
+        behind: by start, the ops that need its result, and nothing of other collectives.
+        waits: by start with several waits, all of these, if they wait for nothing else.
         gone: ops that go with others.
         in_turn: starts of somebody else's collectives that are waited for at once, and the waits.
-            They count as compute, so what is in transfer slows them: of a plan that is found with
-            them the time is taken anew.
+            They count as compute, so transfers slow them here, though not in the whole program,
+            where the time of a plan that is found is computed anew.
     """
 
     def __init__(self, bare: Program) -> None:
@@ -122,9 +122,9 @@ class _Runs:
     """The compact program, as it is made.
 
     Attributes:
-        ops: so far.
+        ops: made so far.
         op_us: times of its computes.
-        unit_as: which unit each has become, of those that have a part in a run.
+        unit_as: by unit that has ops in a run, the unit that it has become.
     """
 
     def __init__(self, bare: Program, cost: CostModel, sides: _Sides) -> None:
@@ -138,7 +138,7 @@ class _Runs:
         self.given, self.kept = bare.storages(bare.inputs), bare.storages(bare.outputs)
 
     def keep(self, i: int) -> None:
-        """Op ``i`` as it is, but a view of what is there already; with what goes with it."""
+        """Add op ``i`` and the ops that go with it. A view of existing storages is left out."""
         op = self.bare.ops[i]
         if op.kind == "wait":
             self._keep_wait(i)
@@ -172,7 +172,8 @@ class _Runs:
             self._compute(self.bare.ops[behind[-1]].name, us, reads, own)
 
     def add(self, begin: int, end: int) -> None:
-        """Ops from ``begin`` to before ``end`` as one; as two, if that would take more memory."""
+        """Add the ops from ``begin`` to before ``end`` as one; as two, if one would take more
+        memory than they do."""
         members = [i for i in range(begin, end) if i not in self.sides.gone]
         made = self._made(members)
         left = [s for s in made if self.lives[s][1] >= end or s in self.kept]
@@ -183,7 +184,7 @@ class _Runs:
         reads = tuple(s for s in self._read(members) if s not in own)
         name = self.bare.ops[members[-1]].name
         unit = self._unit(members)
-        if room < 0:  # what is read last here is freed before all that is left is there
+        if room < 0:  # storages that are read last here are freed before all results are made
             room = max(self.live[begin:end]) - before
             self._compute(f"{name} (reads)", 0.0, reads, self._scratch(name, room), unit)
             reads, room = (), 0
@@ -194,14 +195,15 @@ class _Runs:
         self._compute(name, us, reads, (*left, *self._scratch(name, room)), unit)
 
     def _unit(self, members: Sequence[int]) -> int:
-        """Of a run, which all units that it has a part of become; no plan cuts between them."""
+        """The unit of a run. All units with ops in it become that unit, as no plan cuts between
+        them."""
         units = dict.fromkeys(self.bare.ops[i].unit for i in members if self.bare.ops[i].unit)
         first = next((self.unit_as.get(unit, unit) for unit in units), 0)
         self.unit_as.update(dict.fromkeys(units, first))
         return first
 
     def _scratch(self, name: str, nbytes: int) -> tuple[str, ...]:
-        """A buffer of ``nbytes`` that is alive during an op, if there are any."""
+        """A buffer of ``nbytes`` that is alive only during an op; none for 0 bytes."""
         if nbytes:
             self.scratch[name] = Buffer(f"{name} scratch", nbytes)
         return (f"{name} scratch",) if nbytes else ()
@@ -226,7 +228,7 @@ class _Runs:
         return tuple(dict.fromkeys(map(self.bare.storage.__getitem__, names)))
 
     def program(self) -> Program:
-        """The program that they are."""
+        """The compact program, of all that was added."""
         buffers = {s: Buffer(s, nbytes) for s, nbytes in self.size.items()}
         buffers |= {buffer.name: buffer for buffer in self.scratch.values()}
         resident = frozenset(self.bare.storages(self.bare.resident))
@@ -235,9 +237,9 @@ class _Runs:
 
 
 def _with_few_buffers(program: Program) -> Program:
-    """``program`` with one buffer for all that the same ops read and write. Nor do its ops read
-    what is there throughout: inputs that the caller keeps, and those of no bytes. In any order of
-    the ops, as many bytes are alive as before."""
+    """``program`` with one buffer in place of all that the same ops read and write. Its ops do not
+    read inputs that the caller keeps or that have no bytes. In any order of the ops, as many bytes
+    are alive as before."""
     ends = [frozenset(end) for end in (program.inputs, program.resident, program.outputs)]
     in_place = program.in_place  # its order counts, so it stays as it is
     there = {n for n in program.inputs if n in program.resident or not program.buffers[n].nbytes}

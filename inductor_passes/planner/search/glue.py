@@ -17,16 +17,17 @@ EDGE = 8  # collectives at both ends of a line that are not glued to others
 def glued(
     program: Program, late: Program, fqns: Sequence[str], most: int, budget_nbytes: float
 ) -> tuple[Program, dict[str, str]]:
-    """``program`` with small neighbours launched together, and under whose name each travels.
+    """``program`` with small neighbours launched together, and for each start the name of the start
+    that launches it.
 
     Args:
         program: with nothing merged.
-        late: it, :func:`~inductor_passes.planner.segments.bare`.
+        late: the same program, :func:`~inductor_passes.planner.segments.bare`.
         fqns: of the parameters, in the order in which members travel.
-        most: collectives of a kind that are left, about; the first and the last few of each stay
-            by themselves, since what is exposed has its place there.
-        budget_nbytes: of live bytes; what would take a good part of what is left of it where it is
-            used, or made, stays by itself, too.
+        most: about how many collectives of a kind are left; the first and the last few of each kind
+            stay by themselves, because exposed time arises there.
+        budget_nbytes: of live bytes; no group grows beyond a good part of what is free where its
+            members are used, or made.
     """
     lines = lines_of(late)
     room = room_of(late, lines, budget_nbytes, throughout=True)
@@ -39,7 +40,7 @@ def glued(
         for i, name in enumerate(lines.starts[kind]):
             known, nbytes = lines.classes[kind][i], lines.nbytes[kind][i]
             size, free, group = latest.get(known, (0, inf, []))
-            free = min(free, room[kind][i])  # where the first of them is used, or made, too
+            free = min(free, room[kind][i])  # also where earlier members are used, or made
             if group and edge and i in inner and size + nbytes <= min(limit, free * PART):
                 group.append(name)
             else:

@@ -16,8 +16,9 @@ PlanHalf = Callable[[Program], Sequence[Bucket]]
 
 
 def border(program: Program) -> int | None:
-    """Where backward begins: before the first reduce, and the first gather of a parameter that was
-    gathered before. None if no parameter is gathered twice, or something is in transfer there."""
+    """Where backward begins: at the first reduce, or at the first gather of a parameter that was
+    gathered before, whichever comes first. None if no parameter is gathered twice, or something is
+    in transfer there."""
     seen: set[str] = set()
     begins: list[int] = []
     twice = False

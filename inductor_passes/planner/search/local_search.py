@@ -1,7 +1,7 @@
 """A local search for plans: from a plan to a better one near it, as long as there is one.
 
-The only judge is the simulator, on a compact program. What stands still longest is looked at first:
-its bucket, and what is on the wire just before it::
+The only judge is the simulator, on a compact program. The longest stall is looked at first: the
+bucket that compute waits for, and what is on the wire just before it::
 
     regular plans --> the best few --> what does not fit is mended --> moves, one after the other
                                        (moves.small_repairs, repairs)  (moves.around, ...)
@@ -49,14 +49,15 @@ from inductor_passes.planner.segments import (
     state_of,
 )
 
-# Plans in a row that are no better, after which a climb ends; and how many of these are moves of
-# what stands still, before all buckets of a kind are moved.
+# A climb ends after PATIENCE plans in a row that are no better. FIRST_MOVES moves of the buckets
+# with the longest stalls are tried before all buckets of a kind are moved.
 PATIENCE, FIRST_MOVES = 120, 40
-SHARE = 3 / 5  # of the work that is left, after which no further move of a climb is looked for
-SMALLEST = 12  # states, which are looked at as plans of the whole program if no end of a climb fits
-GAIN = 3e-4  # of the bound, that a move must gain
-# Buckets that fill memory: their shares of what is free, with windows, of gathers and of reduces.
-# Where there is little, gathers are not ahead but large, and all reduces are waited for before.
+SHARE = 3 / 5  # fraction of the remaining work, after which a climb looks for no further move
+SMALLEST = 12  # states that are tried as plans of the whole program if no end of a climb fits
+GAIN = 3e-4  # fraction of the bound that a move must gain
+# Buckets that fill memory: for gathers and for reduces, the share of free memory that a bucket
+# takes, and its window. The last three are for little memory: gathers are large but not ahead, and
+# reduces are waited for early.
 SHARES = (
     *product(
         ((1 / 8, 2), (1 / 6, 2), (1 / 4, 2), (1 / 3, 2)),
@@ -64,11 +65,11 @@ SHARES = (
     ),
     *product(((2 / 3, 1),), ((1 / 4, 1), (1 / 2, -1), (2 / 3, -1))),
 )
-SPARE = (0.0, 0.02)  # of the budget, that is not filled
+SPARE = (0.0, 0.02)  # fractions of the budget that are not filled
 
 
 def best_two(shapes: Mapping[Shape, Tried]) -> list[Shape]:
-    """Those of the best score; if two fit, nobody asks for the memory of slower ones."""
+    """The two shapes of the best score. If two fit, the memory of slower ones is not computed."""
     by_price = sorted(shapes, key=lambda shape: shapes[shape].price_us)
     fitting = list(islice((shape for shape in by_price if shapes[shape].fits), 2))
     return fitting if len(fitting) == 2 else sorted(shapes, key=lambda s: shapes[s].score)[:2]
@@ -79,23 +80,23 @@ class LocalSearch:
 
     Args:
         program: with nothing merged.
-        small: it, with as few ops as plans need.
+        small: the small program of ``program``.
         fqns: of the parameters, in the order in which members travel.
         manual: the plan by module, or the one that takes least memory. If it fits, no plan should
             make more launches.
         budget_nbytes: of live bytes.
         work: ops that are simulated in all, of those that all ranks have; not seconds, so that
             all ranks find the same.
-        most_launches: that a plan should make if ``manual`` does not fit.
+        most_launches: that a plan should make at most, if ``manual`` does not fit.
 
     Attributes:
         allowed: plans that may be tried in all.
-        left: of these.
-        whole_nbytes: the budget that was given; ends of climbs may have left less of it.
-        most_launches: that a plan should make.
-        most: that it may make at this moment.
-        compute_us: of all computes.
-        peaks: most live bytes of each state that was tried, and whose memory was looked at.
+        left: plans that may still be tried.
+        whole_nbytes: the given budget; ``budget_nbytes`` may be less, see :meth:`with_less_room`.
+        most_launches: that a plan should make at most.
+        most: launches that a plan may make at this moment.
+        compute_us: sum over all computes.
+        peaks: most live bytes of each tried state whose memory was computed.
     """
 
     def __init__(
@@ -144,19 +145,21 @@ class LocalSearch:
         return {shape: found for shape, found in tried.items() if found is not None}
 
     def _promise(self, tried: Tried) -> float:
-        """What does not fit by little may, mended, be better than what fits; and what stands still
-        can be moved, but not what is computed and sent."""
+        """How promising a plan is as a start; less is better. A plan that exceeds the budget by
+        little may be better, once repaired, than one that fits. Stalls can be moved away, but not
+        the time of computing and sending."""
         over = tried.memory.peak_nbytes / max(1.0, self.budget_nbytes)
         least_us = max(tried.wire_us, self.compute_us)
         return (tried.price_us + least_us) * max(1.0, over)
 
     def by_buckets(self, buckets: Sequence[Bucket]) -> Tried | None:
-        """The plan that is nearest to ``buckets`` of the whole program, if it was not tried."""
+        """The plan nearest to ``buckets`` of the whole program; None as for :meth:`tried`."""
         return self.tried(state_of(buckets, self.lines, self.first_of))
 
     def tried(self, state: State, below_us: float = inf) -> Tried | None:
-        """``state`` with its score, if it is a plan that was not tried before; and, if a price is
-        given, below that, and within the budget."""
+        """``state`` with its price. None if it was tried before, is no legal plan, makes too many
+        launches, or no work is left; with ``below_us``, also if its price is not below that, or it
+        does not fit."""
         key = frozenset(state)
         if key in self.seen or self.left <= 0:
             return None
@@ -179,8 +182,9 @@ class LocalSearch:
         return found if below_us == inf or found.fits else None
 
     def with_less_room(self, end: Tried, nbytes: int) -> Tried | None:
-        """A climb from where another ended, whose plan takes ``nbytes`` more than what it was tried
-        on; from now on there is room for that. None if the work is done."""
+        """A new climb from ``end``, the end of another. Its plan takes ``nbytes`` more in the whole
+        program than in the small one, so from now on the budget is less by that. None if the work
+        is done."""
         self.budget_nbytes = min(self.budget_nbytes, self.whole_nbytes - nbytes)
         self.seen.clear()
         again = self.tried(end.state)
@@ -194,8 +198,8 @@ class LocalSearch:
         """The best plan that moves lead to from ``at``; one that fits, if any was found. It takes
         at most a share of the work that is left, for another climb may lead further.
 
-        Moves one by one hardly lead from a plan of few launches to another: where one bucket is
-        parted, two others must be joined. So launches are not counted at first.
+        Single moves hardly lead from one plan of few launches to another, since for each bucket
+        that is parted two others must be joined. So launches are not limited at first.
         """
         self.most, left = inf, self.left
         share = SHARE if self.most_launches == inf else SHARE / 2
@@ -203,7 +207,7 @@ class LocalSearch:
         if end.score.over_nbytes or share == SHARE:
             return end
         if end.launches > self.most_launches:
-            self.seen.clear()  # of plans that were too slow, some have few launches
+            self.seen.clear()  # some plans that were too slow have few launches
             few = self._fewer(end)
             if few is None:
                 return end
@@ -222,7 +226,8 @@ class LocalSearch:
             if not tried:
                 return None
             best = sorted(tried, key=lambda pair: tried[pair].score)
-            # What one of them costs says little about so many at once: half of what is wanted.
+            # The cost of one pair says little about joining many at once, so only half of the
+            # launches that are too many are joined.
             some = apart(best, ceil((at.launches - self.most_launches) / 2))
             several = self.tried(joined(at.state, some)) if len(some) > 1 else None
             at = several or tried[best[0]]
@@ -237,7 +242,7 @@ class LocalSearch:
         return at
 
     def _is_close(self, at: Tried) -> bool:
-        """Whether no other plan would matter."""
+        """Whether the plan is so near the bound that no better one would matter."""
         close_us = (1 + 2 * LAUNCHES) * self.bound_us
         return not at.score.over_nbytes and at.score.price_us <= close_us
 
@@ -265,7 +270,8 @@ class LocalSearch:
             yield from around(at.state, segment, self.lines)
 
     def _by_stall(self, at: Tried) -> list[Segment]:
-        """All segments: those that are waited for longest and what is on the wire before first."""
+        """All segments. First come those that compute waits for longest, each with the two before
+        it on its lane."""
         of = self._segment_of(at)
         sent = [span for span in at.timeline.spans if span.op in of]
         index = {span.op: i for i, span in enumerate(sent)}
@@ -291,17 +297,17 @@ class LocalSearch:
         return at
 
     def _less(self, at: Tried, states: Iterable[State]) -> list[Tried]:
-        """Those of ``states`` that take less than ``at`` where that takes too much."""
+        """The plans of ``states`` that exceed the budget by less than ``at`` does."""
         found = map(self.tried, states)
         return [t for t in found if t and t.score.over_nbytes < at.score.over_nbytes]
 
     def _dear(self, was: Score, tried: Tried) -> float:
-        """Time for each byte that fits; little time is as good as none."""
+        """Time paid per byte of the excess that is gone; little time counts as much as none."""
         more_us = max(tried.score.price_us - was.price_us, GAIN * self.bound_us)
         return more_us / (was.over_nbytes - tried.score.over_nbytes)
 
     def buckets_of(self, state: State) -> tuple[Bucket, ...]:
-        """The buckets of the whole program that ``state`` is."""
+        """The buckets of the whole program for ``state``."""
         travel: defaultdict[str, list[tuple[str, Collective]]] = defaultdict(list)
         for name, first in self.first_of.items():
             travel[first].append((name, self.sent[name]))

@@ -25,8 +25,8 @@ from inductor_passes.planner.segments import (
 )
 
 SHIFTS = (1, 2, 4)
-# Of the place of a segment among its neighbours: from where, to where, and by how many buckets a
-# run of them becomes more or fewer. None is the end of the line.
+# Runs of neighbours that are cut anew: where a run begins and ends, counted from a segment, and how
+# many buckets are added. None is the end of the line.
 REPARTED = (
     (0, 3, -1),
     (-1, 2, -1),
@@ -100,7 +100,8 @@ def all_turned(state: State, lines: Lines) -> Iterator[State]:
 
 
 def everywhere_alike(state: State, new: State, lines: Lines) -> State | None:
-    """``new``, with what it changes of ``state`` changed likewise wherever sizes are alike."""
+    """``new``, with its change of ``state`` made everywhere else on the line where sizes are alike;
+    None if there is no such place."""
     gone = sorted(set(state) - set(new), key=lambda s: s.members)
     come = sorted(set(new) - set(state), key=lambda s: s.members)
     kinds = {s.kind for s in (*gone, *come)}
@@ -118,8 +119,8 @@ def everywhere_alike(state: State, new: State, lines: Lines) -> State | None:
 
 
 def _moved(segments: Sequence[Segment], by: int, lines: Lines) -> list[Segment] | None:
-    """``segments`` at other places of their line, if what is there has the same sizes. (If it is of
-    several classes, the plan cannot be made, which who tries it finds out.)"""
+    """``segments``, moved ``by`` places along their line; None if sizes differ there. (Members of
+    several classes are not noticed here, but when the plan is tried.)"""
     found = []
     for s in segments:
         nbytes, turn = lines.nbytes[s.kind], s.turn
@@ -137,8 +138,8 @@ def _moved(segments: Sequence[Segment], by: int, lines: Lines) -> list[Segment] 
 
 
 def small_repairs(state: State, worst: Set[Segment], lines: Lines) -> Iterator[State]:
-    """States in which one of the segments that are alive at the peak is halved, or not so long
-    in flight."""
+    """States in which one of the segments that are alive at the peak is halved, or is in flight for
+    less time."""
     for s in sorted(worst):
         for parts in ("whole", "halves"):
             for late in (0, 1):
@@ -175,7 +176,8 @@ def _parts(s: Segment, parts: str, lines: Lines) -> list[Segment]:
 def _nearer(
     state: State, s: Segment, parts: list[Segment], late: int, lines: Lines
 ) -> list[Segment]:
-    """``parts`` of ``s``, which start later or are waited for sooner; as near as can be for 2."""
+    """``parts`` of ``s``, which start later or are waited for sooner if ``late`` is 1, as late or
+    as soon as possible if it is 2."""
     if late == 0:
         return parts
     if s.kind == "gather":
@@ -197,7 +199,8 @@ def _swap(state: State, gone: Iterable[Segment], come: Iterable[Segment]) -> Sta
 
 
 def _turned(state: State, s: Segment, steps: Iterable[int]) -> Iterator[Segment]:
-    """``s`` with its turn so many buckets further away."""
+    """``s`` with its turn moved further away, by as many buckets as each of ``steps`` says; and a
+    reduce with other kinds of turns."""
     at = [o.at for o in of_kind(state, s.kind)]
     if s.kind == "gather":
         marks = [FIRST, *at]
@@ -261,7 +264,7 @@ def _split(state: State, s: Segment, lines: Lines) -> Iterator[State]:
 
 
 def _reparted(state: State, run: Sequence[Segment], n: int, lines: Lines) -> State:
-    """Neighbours of a class in ``n`` buckets of as many bytes, with a window that they had."""
+    """Neighbours of a class in ``n`` buckets of equal bytes, with the median of their windows."""
     kind, segments = run[0].kind, of_kind(state, run[0].kind)
     window = dict(zip(segments, windows_of(segments), strict=True))
     usual = sorted(window[s] for s in run)[len(run) // 2]

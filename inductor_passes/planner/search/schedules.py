@@ -1,8 +1,9 @@
 """Many plans of one program, each merged and in order: what a search tries.
 
-``merge`` and then ``overlapped`` look anew for what each op needs, though buckets change little of
-it. Here the order is looked for first, where nothing is merged yet, from what is known of the
-program; what is launched as one stands together in it then, and becomes one op.
+``merge`` and then ``overlapped`` would compute the needs of all ops for every plan, though buckets
+change few of them. Here the needs of the unmerged program are computed once. For each plan, the ops
+of the unmerged program are ordered first; in that order the members of a bucket stand together, and
+then become one op.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from inductor_passes.transform.order import OverlapPolicy, Together, keys_of
 
 
 class Schedules:
-    """The schedules of a program, in which nothing is merged, by buckets of all its collectives.
+    """The schedules of a program in which nothing is merged, given buckets of all its collectives.
 
-    They are those of :func:`~inductor_passes.planner.plan.scheduled`, but for the order of waits at
-    one place, wherever merging moves nothing else, as it does not move what layers compute. In
-    other programs they may be others, which are legal, too: a plan that is found is evaluated anew.
+    If merging moves no other ops, as it moves none of what layers compute, they are those of
+    :func:`~inductor_passes.planner.plan.scheduled`, up to the order of waits at one place. In other
+    programs they may differ, but are legal, too. A plan that is found is evaluated anew.
     """
 
     def __init__(self, program: Program) -> None:
@@ -56,7 +57,7 @@ class Schedules:
         after = None
         if self._written.isdisjoint(first_of):
             after = self._together(keys_of(self._needs, launches), first_of, merged)
-        # Else what all of a bucket need, or touch when it is waited for, must be looked for.
+        # Otherwise the needs of whole buckets, or what their waits touch, must be computed anew.
         return after or scheduled(self.program, buckets)
 
     def _start_of(self, bucket: Bucket) -> tuple[list[int], Op]:
@@ -70,8 +71,8 @@ class Schedules:
     def _together(
         self, keys: Sequence[Key], first_of: Mapping[int, int], merged: Mapping[int, Op]
     ) -> Program | None:
-        """The program by keys, with one op for the members of each bucket, where the last of them
-        stands; None if something needs one of them before."""
+        """The program sorted by ``keys``, with one op for the members of each bucket, where the
+        last of them stands. None if keys of members differ, or a wait for one stands before it."""
         if any(keys[i] != keys[first] for i, first in first_of.items()):
             return None
         waited, left = self.program.start_of, Counter(first_of.values())

@@ -13,16 +13,16 @@ from inductor_passes.planner.search.glue import glued
 from inductor_passes.planner.search.schedules import Schedules
 from inductor_passes.planner.segments import Lines, bare, lines_of
 
-# Parts of what a kind sends, of which none is larger than collectives that are glued together.
+# Collectives are glued together up to this part of the bytes that their kind sends: 1 / UNITS.
 UNITS = 48
 
 
 class Small(NamedTuple):
-    """A program of the same plans as another, with as few ops as they need."""
+    """A program with the same plans as a whole one, and as few ops as possible."""
 
-    program: Program  # it, :func:`~inductor_passes.planner.search.compact.compact`
+    program: Program  # made by :func:`~inductor_passes.planner.search.compact.compact`
     cost: FixedCost  # of its ops
-    # Under whose name each collective of the other is launched in it, see
+    # For each collective of the whole program, the name under which the small one launches it; see
     # :func:`~inductor_passes.planner.search.glue.glued`.
     first_of: Mapping[str, str]
     lines: Lines  # of its collectives
@@ -41,11 +41,11 @@ def small_program(
 
     Args:
         program: with nothing merged.
-        late: it, :func:`~inductor_passes.planner.segments.bare`.
+        late: the same program, :func:`~inductor_passes.planner.segments.bare`.
         cost: of its ops.
         fqns: of the parameters, in the order in which members travel.
         budget_nbytes: of live bytes.
-        known: that within another budget, which is often the same.
+        known: the small program within another budget; it is returned if it is the same.
     """
     merged, first_of = glued(program, late, fqns, UNITS, budget_nbytes)
     if known is not None and known.first_of == first_of:

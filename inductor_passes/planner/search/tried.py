@@ -14,15 +14,15 @@ from inductor_passes.machine.simulate import Memory, Timeline, lifetimes, memory
 from inductor_passes.planner.invariant import common_ops
 from inductor_passes.planner.segments import Segment, State
 
-LAUNCHES = 0.005  # of the bound, that all launches of a plan by module are held to be worth
+LAUNCHES = 0.005  # price of all launches of a plan by module, as a fraction of the bound
 
 
 class Score(NamedTuple):
     """What a plan is worth; less is better, compared from left to right."""
 
-    # Bytes that do not fit, where most is alive and summed over the ops that all ranks have.
+    # Bytes above the budget: at the peak, plus summed over the ops that all ranks have; 0 if none.
     over_nbytes: int
-    price_us: float  # time, and what launches are held to be worth
+    price_us: float  # time plus the price of launches
     step_us: float  # time
 
 
@@ -34,7 +34,7 @@ class Tried:
     state: State  # the plan
     launches: int  # buckets
     step_us: float  # time
-    price_us: float  # time, and what launches are held to be worth
+    price_us: float  # time plus the price of launches
     program: Program  # with the buckets merged and in order
     cost: CostModel  # of its ops
     budget_nbytes: float  # of live bytes
@@ -42,19 +42,19 @@ class Tried:
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the program."""
+        """Memory of the program."""
         held = memory(self.program)
         self.peaks[self.state] = held.peak_nbytes
         return held
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Of the program."""
+        """Timeline of the program."""
         return simulate(self.program, self.cost)
 
     @cached_property
     def score(self) -> Score:
-        """What it is worth."""
+        """The plan's score."""
         return Score(self._over_nbytes(), self.price_us, self.step_us)
 
     @property
@@ -64,7 +64,7 @@ class Tried:
 
     @property
     def wire_us(self) -> float:
-        """Of all that the program sends."""
+        """Sum of the times of all that the program sends."""
         return sum(map(self.cost.collective_us, self.program.sent.values()))
 
     def _over_nbytes(self) -> int:
@@ -77,8 +77,8 @@ class Tried:
 
 
 def launches_price(launches: int, by_module: int) -> float:
-    """What launches are held to be worth, as a fraction of the time that no plan can beat; those
-    of the plan by module, half a percent: hosts pay for each of them."""
+    """The price of launches, as a fraction of the time that no plan can beat: half a percent for as
+    many as the plan by module makes. Hosts pay for each launch."""
     return LAUNCHES * launches / max(1, by_module)
 
 
@@ -101,7 +101,7 @@ def alive(
     somewhere, worst = set(), set()
     for _, op in program.starts():
         names = program.storages((*op.reads, *op.writes)) - given
-        # What takes nothing may be what some ranks alone have, as a padded shard.
+        # A storage that takes no bytes may be one that only some ranks have, as a padded shard.
         own = [lives[s] for s in names if s in lives and program.storage_nbytes[s]]
         if op.name not in segment_of or not own:
             continue
