@@ -12,7 +12,7 @@ written to full parameters goes to the shards; so one may use both, in turn.
 Everything that communicates is decided alike on all ranks: whether a full parameter is still held
 is what rank 0 says, for each rank collects garbage at another time.
 
-:func:`simplefsdp.init_weights` needs no full parameter at all, and no communication but for checks.
+:func:`simplefsdp.init_weights` needs no full parameter at all, and no communication.
 """
 
 from __future__ import annotations
