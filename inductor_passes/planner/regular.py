@@ -71,7 +71,7 @@ def regular(shape: Shape, lines: Lines) -> State:
 
 
 def least(lines: Lines) -> State:
-    """Every collective by itself, started late and waited for early: this takes least memory."""
+    """Every collective by itself, started late and waited for early: few plans take less memory."""
     state: State = ()
     for kind in KINDS:
         soon = lines.used_next if kind == "reduce" else [False] * len(lines.starts[kind])
