@@ -1,4 +1,4 @@
 """The reference trainer: ``simplefsdp train``, ``export`` and ``verify``.
 
-What is wrong with options, files or data is told by a ValueError, of which commands make one line.
+Bad options, files or data raise a ValueError, which the commands print as one line.
 """

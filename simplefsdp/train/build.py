@@ -1,4 +1,4 @@
-"""What a training step calls: the model with its loss as one graph, AdamW, the learning rate."""
+"""The parts of a training step: the model with its loss in one graph, AdamW, the learning rate."""
 
 import math
 from collections.abc import Iterator
@@ -28,15 +28,15 @@ _FINAL_LR_FRACTION = 0.1
 
 @contextmanager
 def telling_flags() -> Iterator[None]:
-    """Have what the compiler tells its user name options of the command line.
+    """Rewrite errors of the compiler so that they name command-line flags, not compiler options.
 
     Raises:
-        UserError: such an option must have another value.
-        PassError: a pass failed, which is a defect; one may do without.
+        UserError: a ValueError named an option, which must have another value.
+        PassError: a RuntimeError named an option that avoids it: a pass failed, which is a defect.
     """
     try:
         yield
-    except RankMismatchError:  # quotes what ranks have
+    except RankMismatchError:  # its message quotes what the ranks have, which is not rewritten
         raise
     except (ValueError, RuntimeError) as error:
         told = as_flags(str(error))
@@ -47,11 +47,12 @@ def telling_flags() -> Iterator[None]:
 
 
 def loss_of(model: nn.Module, options: CompileOptions) -> Any:
-    """From tokens and targets, ``[b, s]`` each, to their mean loss, 0-d: compiled, or with
-    ``--no-compile`` as it is.
+    """A module that maps tokens and targets, ``[b, s]`` each, to their mean loss, 0-d; compiled
+    unless ``--no-compile`` is given.
 
-    With Llama 3's vocabulary the float32 logits of one sequence are gigabytes: a graph that goes
-    on to the loss never stores them whole, and its plan accounts for what it does store.
+    The loss is part of the graph because, with Llama 3's vocabulary, the float32 logits of one
+    sequence take gigabytes. Such a graph never stores them whole, and its plan counts what it does
+    store.
     """
     whole = WithLoss(model)
     if not options.compile:
@@ -62,9 +63,11 @@ def loss_of(model: nn.Module, options: CompileOptions) -> Any:
 def step_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, microbatches: int
 ) -> Any:
-    """From tokens and targets of the last micro-batch, ``[b, s]`` each, to its share of the mean
-    loss and the gradients' norm, the parameters updated: one program. None without
-    ``--whole-step``."""
+    """The step of the last micro-batch as one compiled program; None without ``--whole-step``.
+
+    The program takes tokens and targets, ``[b, s]`` each, and updates the parameters. It returns
+    the micro-batch's share of the mean loss, and the norm of the gradients.
+    """
     if not config.compile.whole_step:
         return None
     with_loss = WithLoss(model)
@@ -98,9 +101,9 @@ def learning_rate(step: int, options: OptimOptions) -> float:
 def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; only matrices are decayed.
 
-    One parameter group per mesh as well, because one kernel for many parameters cannot mix DTensors
-    of different meshes (tensor-parallel parameters live on a larger one). That kernel is the whole
-    update, which reads and writes each tensor once; there is none where there is no memory.
+    Parameters are also grouped by mesh, because one kernel for many parameters cannot mix DTensors
+    of different meshes (tensor-parallel parameters live on a larger mesh). The fused kernel is the
+    whole update, and reads and writes each tensor once. There is no such kernel for meta tensors.
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in model.parameters():

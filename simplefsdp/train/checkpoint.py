@@ -1,7 +1,7 @@
-"""Saving: in the background, and so that a crash at any moment leaves the previous one usable.
+"""Saves checkpoints in the background; a crash at any moment leaves the previous one usable.
 
-Every rank writes its shards into a temporary folder while training goes on; when all have, rank 0
-renames the folder. A checkpoint is therefore either complete under its name or not there.
+Every rank writes its shards into a temporary folder while training goes on. When all ranks have
+finished, rank 0 renames the folder. A checkpoint is therefore complete under its name or absent.
 """
 
 import shutil
@@ -30,17 +30,18 @@ from simplefsdp.train.runs import TrainerState
 
 
 def pinned_stager(device: torch.device) -> AsyncStager | None:
-    """What copies tensors of ``device`` to host memory, for all saves; None for torch's default.
+    """The stager that copies tensors of ``device`` to host memory, the same one for all saves; None
+    for torch's default.
 
-    From CUDA, into pinned memory, where a copy takes a fraction of the time. To pin it takes as
-    long as to do without, so it is kept: as much as this rank saves.
+    From CUDA the copy goes into pinned memory, which takes a fraction of the time. Pinning takes as
+    long as an unpinned copy, so the pinned memory, as much as this rank saves, is kept for reuse.
     """
     if device.type != "cuda":
         return None
     if torch.__version__ < (2, 13):  # type: ignore[operator]
-        return BlockingAsyncStager(cache_staged_state_dict=True)  # the other does not keep it
-    # Not in another thread: tensors may be written to when `save` returns. And not into shared
-    # memory, which is for other processes.
+        return BlockingAsyncStager(cache_staged_state_dict=True)  # DefaultStager does not keep it
+    # No async staging: when `save` returns, training may write to the tensors, so they must have
+    # been copied. No shared memory: no other process reads the copy.
     options = StagingOptions(
         use_pinned_memory=True,
         use_shared_memory=False,
@@ -54,10 +55,11 @@ def pinned_stager(device: torch.device) -> AsyncStager | None:
 class CheckpointWriter:
     """Writes the checkpoints of one run; every rank holds one and makes the same calls.
 
-    Saves use a process group of their own: they run beside training, and the order of collectives
-    in a group must be the same on all ranks. One that fails does not stop training: the next may
-    succeed. ``say`` is called with a line then, and ``error`` says why the latest checkpoint is
-    missing; rank 0 knows most, as it puts them in place. A checkpoint's tensors have ``nbytes``.
+    Saves use their own process group: they run beside training, and the order of collectives in a
+    group must be the same on all ranks. A save that fails does not stop training, because the next
+    may succeed: ``say`` is called with a warning, and ``error`` says why the latest checkpoint is
+    missing. A failure to put a checkpoint in place is known only to rank 0, which does that.
+    ``nbytes`` is the size of the tensors of one checkpoint.
     """
 
     run: Path
@@ -80,8 +82,8 @@ class CheckpointWriter:
     def save(self, tensors: dict[str, Any], state: TrainerState) -> None:
         """Begin to save; returns once the tensors are copied to host memory.
 
-        Waits for the save before, if it still runs. Nothing is written where there is no room for
-        all of it, as rank 0 sees it.
+        Waits for the previous save, if it still runs. Nothing is written if rank 0 finds that the
+        disk has no room for the whole checkpoint.
         """
         self.wait()
         if (short := self._shortage()) is not None:
@@ -92,13 +94,14 @@ class CheckpointWriter:
             tensors,
             storage_writer=ChecksumWriter(written),
             process_group=self._group,
-            # A new one is what torch takes by itself, but not if it is given a writer.
+            # Torch's default, too, is a new DefaultStager for each save. But if it is given a
+            # writer and no stager, it uses the writer as the stager.
             async_stager=self._stager or DefaultStager(StagingOptions(*[False] * 4)),
         )
         self._pending = future, state
 
     def _shortage(self) -> str | None:
-        """Why a checkpoint does not fit on the disk; on all ranks what rank 0 finds."""
+        """Why a checkpoint does not fit on the disk, or None: rank 0's finding, on all ranks."""
         found = None
         if self._leads:
             try:
@@ -113,7 +116,7 @@ class CheckpointWriter:
             self.say(f"warning: checkpoint of step {step} failed: {error}")
 
     def poll(self) -> None:
-        """Put the running save in place if it has ended; never waits."""
+        """Put the running save in place if its files are written; never waits for them."""
         if self._pending is not None and self._pending[0].done():
             self.wait()
 
@@ -133,14 +136,14 @@ class CheckpointWriter:
             error = f"rank {rank}: {room.why_unsaved(self.run, cause)}"
         except (OSError, ValueError) as failure:
             error = f"rank 0: {room.why_unsaved(self.run, failure)}"
-        if error and self._leads:  # all ranks have ended their part of it
+        if error and self._leads:  # no rank is writing into the folder any more
             shutil.rmtree(runs.temporary(folder), ignore_errors=True)
         self._ended(state.step, error)
 
     def _publish(self, folder: Path, state: TrainerState) -> None:
         written = runs.temporary(folder)
         checksums.add(written, runs.write_trainer_state(written, state))
-        if folder.exists():  # not complete: a run does not go over checkpoints that are
+        if folder.exists():  # incomplete: `check_out` refuses to overwrite a complete one
             runs.remove(folder)
         written.rename(folder)
         for old in runs.complete_checkpoints(self.run)[: -self.keep]:

@@ -63,7 +63,8 @@ def run(args: list[str]) -> int:
         (plan.out / runs.LOGS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {plan.out}: cannot make the folder: {error.strerror}") from error
-    # The ranks are told what was settled here: by then a clock would name another folder.
+    # The ranks are told what was settled here: the default folder is named by the time, so they
+    # would choose another one.
     settled = ["--out", str(plan.out)]
     settled += ["--resume", str(plan.checkpoint.path) if plan.checkpoint else "None"]
     there = runs.complete_checkpoints(plan.out)
@@ -79,7 +80,10 @@ def run(args: list[str]) -> int:
 
 
 def _say_unsaved(out: Path, there: list[Path], signal: str) -> None:
-    """Say what a signal left, if the ranks could not: before the first step they just end."""
+    """Say how to go on after a signal, unless the ranks have saved a checkpoint since the start.
+
+    Ranks do not handle signals before their first report: until then a signal just ends them.
+    """
     with suppress(OSError):
         if runs.complete_checkpoints(out) != there:
             return
@@ -88,7 +92,7 @@ def _say_unsaved(out: Path, there: list[Path], signal: str) -> None:
 
 
 def parse(args: list[str]) -> TrainConfig:
-    """Read the options; those of a resumed run are the defaults of the rest.
+    """Read the options; those not given are taken from the resumed run, if there is one.
 
     In the result ``run.resume`` is the folder of one checkpoint, or None.
 
@@ -171,7 +175,7 @@ def _dry_run(config: TrainConfig) -> int:
     with user_errors():
         if config.compile.cluster is None and config.optim.microbatch_size == "auto":
             raise ValueError("--dry-run --microbatch-size auto: give --cluster: on what?")
-        config = fitted(config, layout, "cuda")  # as all that is planned here
+        config = fitted(config, layout, "cuda")  # a dry run plans for GPUs
         plan = plan_memory(config, layout)
     print_plan(config, layout, plan)
     return 0

@@ -1,4 +1,4 @@
-"""What a training run is: typed options, their defaults, and the checks that need nothing else.
+"""The options of a training run: types, defaults, and the checks that need only the options.
 
 The field docstrings are the text of ``simplefsdp train --help`` and the groups are its sections,
 so a new option is one field here. Nothing in this file imports the command-line library.
@@ -92,14 +92,14 @@ class CompileOptions:
 
 
 def backend_options(options: CompileOptions) -> dict[str, Any]:
-    """What ``torch.compile`` is given."""
+    """The ``options`` argument of ``torch.compile``; an option that is None is left out."""
     names = ("bucketing", "executor", "cluster", "memory_budget_gb")
     given = {name: getattr(options, name) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def as_flags(told: str) -> str:
-    """What the compiler says to its user, with its options as those of the command line."""
+    """``told``, a message of the compiler, with the options it names written as flags."""
 
     def flag(match: re.Match[str]) -> str:
         name, *value = match.groups()
@@ -194,7 +194,7 @@ class TrainConfig:
 
 
 def _read_option(name: str, value: Any, of: Any) -> Any:
-    """A value as it was before it became JSON."""
+    """Turn a JSON value back into the option's type ``of``; a ValueError says if it is not one."""
     kinds = (of,) if get_origin(of) is Literal else get_args(of) or (of,)
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     if value in words:
@@ -256,7 +256,7 @@ def check_options(config: TrainConfig) -> None:
 def _check_compile(options: CompileOptions) -> None:
     if options.whole_step and not options.compile:
         raise ValueError("--whole-step is compiled, so it does not go with --no-compile")
-    from simplefsdp.compiler.options import parse_options  # with torch
+    from simplefsdp.compiler.options import parse_options  # imports torch
 
     try:
         parse_options(backend_options(options))

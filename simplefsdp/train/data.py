@@ -14,8 +14,8 @@ from torch import Tensor
 
 from simplefsdp.models.configs import DOCUMENT_SEPARATOR
 
-_MAX_NBYTES = 64 * 2**20  # about a quarter of a second from a warm disk
-PROMPT_NBYTES = 16  # of held-out text, with which a sample begins
+_MAX_NBYTES = 64 * 2**20  # read in about a quarter of a second from a warm disk
+PROMPT_NBYTES = 16  # bytes of held-out text that a sample continues
 _VALIDATION_FRACTION = 0.05
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 # Tests of the standard library hold non-text and generated tables; third-party code differs from
@@ -25,9 +25,9 @@ _SKIPPED_STDLIB_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "i
 
 @dataclass(frozen=True)
 class Corpus:
-    """A byte-level corpus in memory: uint8 ``[n]`` to train on and ``[m]``, a twentieth of it, to
-    validate with, of documents separated by ``DOCUMENT_SEPARATOR``.
+    """A byte-level corpus in memory; each document is followed by ``DOCUMENT_SEPARATOR``.
 
+    ``train`` is uint8 ``[n]``; ``validation`` is uint8 ``[m]``, about a twentieth of all bytes.
     ``name`` is for people, and says how much was read; ``fingerprint`` is a hash of the bytes.
     """
 
@@ -38,13 +38,14 @@ class Corpus:
 
 
 def load_corpus(path: Path | None = None, *, max_nbytes: int = _MAX_NBYTES) -> Corpus:
-    """Read a corpus of bytes, at most so many; any encoding will do, nothing is decoded.
+    """Read a corpus of at most ``max_nbytes`` bytes; nothing is decoded, so any encoding will do.
 
-    A folder gives every regular file below it, a document each, without hidden files and folders
-    and without byte-identical copies; None the `.py` sources of Python's standard library, without
-    its tests. Documents are ordered by a hash of their relative path: deterministic, and a fair
-    sample where ``max_nbytes`` or the validation split cuts. The latter cuts between documents
-    where one ends near enough.
+    A file is one document. In a folder, every regular file below it is a document, except
+    byte-identical copies, hidden files, and files in folders that are hidden, ``__pycache__`` or
+    ``node_modules``. None reads the `.py` sources of Python's standard library, without its tests.
+    Documents are ordered by a hash of their relative path: a deterministic order, and a fair sample
+    where ``max_nbytes`` or the validation split cuts the corpus. The split falls between two
+    documents if one ends near enough.
     """
     files, source = _find_documents(path)
     buffer, ends, complete = _read_documents(files, max_nbytes)
@@ -92,7 +93,7 @@ def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
 
 
 def _refuse_unreadable(error: OSError) -> NoReturn:
-    # Skipping it would train on another corpus than the user believes, and than other ranks read.
+    # Skipping it would train on another corpus than the user expects, or than other ranks read.
     raise ValueError(
         f"cannot read {error.filename}: {error.strerror}; make it readable or move it elsewhere"
     ) from error
@@ -132,7 +133,7 @@ def _read_documents(files: list[Path], max_nbytes: int) -> tuple[bytearray, list
 
 
 def _split_point(nbytes: int, ends: list[int]) -> int:
-    """Where validation begins: the end of a document if one is near the wanted place."""
+    """Where validation begins: at the end of a document, if one ends near the wanted place."""
     held_out = max(1, round(nbytes * _VALIDATION_FRACTION))
     wanted = nbytes - held_out
     nearest = min(ends, key=lambda end: abs(end - wanted))
@@ -141,14 +142,14 @@ def _split_point(nbytes: int, ends: list[int]) -> int:
 
 @dataclass(eq=False)
 class ShardedBatches:
-    """Batches of fixed-length sequences for one data-parallel rank, for ever.
+    """Batches of fixed-length sequences for one data-parallel rank; the iteration never ends.
 
     Iterating yields ``(inputs, targets)``, int64 ``[global_batch_size / world_size, seq_len]``
     each, from ``tokens``, uint8 ``[n]``; targets are the inputs shifted by one. Every epoch visits
-    the sequences in a new order that depends on the seed alone; a remainder smaller than a global
-    batch is left for another epoch. The ranks' batches put together in rank order are the global
-    batch, which is the same for any number of ranks that divide it. By ``fingerprint``, the
-    corpus's, a resumed run knows it again.
+    the sequences in a new order that depends only on the seed and the epoch. The last sequences of
+    an epoch are skipped if they do not fill a global batch. The ranks' batches put together in rank
+    order are the global batch, which is the same for any number of ranks that divide it. A resumed
+    run checks by ``fingerprint`` that it reads the same corpus.
     """
 
     tokens: Tensor
@@ -170,7 +171,7 @@ class ShardedBatches:
                 f"{self.tokens.numel():,}: use more data, a smaller batch or a shorter sequence"
             )
         self.epoch = 0
-        self._cursor = 0  # sequences of this epoch that are behind us, over all ranks
+        self._cursor = 0  # sequences of this epoch already yielded, over all ranks
         self._order = self._epoch_order()
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

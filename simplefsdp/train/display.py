@@ -70,7 +70,7 @@ def describe(record: StepRecord) -> str:
 
 @contextmanager
 def open_display(first_step: int, last_step: int, *, enabled: bool) -> Iterator[Display]:
-    """A display, inside of which what the library logs goes through it, too."""
+    """Open a display; inside the context, the library's log lines go through it, too."""
     console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
     progress = Progress(
         SpinnerColumn(),
@@ -99,7 +99,7 @@ def open_display(first_step: int, last_step: int, *, enabled: bool) -> Iterator[
 
 
 class _DisplayHandler(logging.Handler):
-    """A log line that goes elsewhere would break the live line."""
+    """Sends log lines through the display: written elsewhere, they would break its live line."""
 
     def __init__(self, display: Display) -> None:
         super().__init__()

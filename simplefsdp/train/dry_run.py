@@ -1,4 +1,4 @@
-"""Planning: what each rank would hold, from meta tensors and a process group that is not there."""
+"""Planning: what each rank would hold, computed with meta tensors and a fake process group."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,9 @@ from simplefsdp.words import plural
 class MemoryPlan:
     """Bytes of what stays in memory between steps on rank 0, which holds the most of all ranks.
 
-    ``deferred_nbytes`` are full gradients of micro-batches that are not reduced yet. On top while a
-    step runs come activations and gathered parameters: ``largest_gather_nbytes`` is of the largest,
-    in the dtype that it is computed in.
+    ``deferred_nbytes`` are the full, not yet reduced gradients of micro-batches. While a step runs,
+    activations and gathered parameters come on top; ``largest_gather_nbytes`` is the size of the
+    largest gathered parameter in its compute dtype.
     """
 
     n_parameters: int
@@ -48,10 +48,10 @@ def plan_memory(config: TrainConfig, layout: RankLayout) -> MemoryPlan:
         mesh = make_mesh(layout, config.parallel, "cpu")
         model = wrapped_model(config.model, config.parallel, mesh)
         optimizer = make_optimizer(model, config.optim)
-        states: Any = get_optimizer_state_dict(model, optimizer)["state"]  # which makes them
+        states: Any = get_optimizer_state_dict(model, optimizer)["state"]  # creates the states
         parameters = list(model.parameters())
         trained = [p for p in parameters if p.requires_grad]
-        # What is planned here runs on GPUs, so "auto" means what it means there.
+        # A dry run plans for GPUs, so "auto" precision is resolved as on CUDA.
         policy = precision_policy(config.parallel, "cuda")
 
         def full_nbytes(p: nn.Parameter, dtype: torch.dtype | None) -> int:

@@ -1,13 +1,13 @@
 """A run whose number of ranks changes, under torchrun's elastic launcher.
 
-torchrun starts all ranks anew when one is lost or comes back, as many as there are then, and each
+When a rank is lost or comes back, torchrun restarts all ranks, as many as there are then, and each
 start resumes the last checkpoint. The global batch stays the same: a rank computes no more of it at
-once than it did before, and accumulates the rest. Fewer ranks hold more of the parameters and the
-optimizer's state each, so what fits beside them is predicted anew at each start (where
-``--microbatch-size auto`` asks for it: a number stays what it is).
+once than it did before, and accumulates gradients over more micro-batches. With fewer ranks, each
+holds more of the parameters and of the optimizer's state. With ``--microbatch-size auto``, what
+fits beside them is therefore predicted again at each start; a number is kept.
 
 torchrun (2.11 to 2.15) lets a machine join later only where ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``
-is 1: else the first machine tells newcomers no address, and all fail after a minute.
+is 1. Otherwise the first machine gives newcomers no address, and all fail after a minute.
 """
 
 import os
@@ -18,8 +18,8 @@ from simplefsdp.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Batch:
-    """How a global batch of ``sequences`` is divided: among data-parallel ``ranks``, each of which
-    cuts its part into ``microbatches``; and what a user is to be told of it.
+    """A global batch of ``sequences``, divided among data-parallel ``ranks``. Each rank cuts its
+    part into ``microbatches``. ``notice`` is a line for the user if the batch had to be changed.
     """
 
     sequences: int
@@ -51,10 +51,10 @@ def check_resumes(config: TrainConfig) -> None:
 
 
 def divide(config: TrainConfig, ranks: int) -> Batch:
-    """Divide the global batch of ``config`` among so many data-parallel ranks.
+    """Divide the global batch of ``config`` among ``ranks`` data-parallel ranks.
 
-    None computes more at once than ``microbatch_size``. A batch that does not divide is made
-    smaller, or, if it has fewer sequences than there are ranks, one of each.
+    No rank computes more than ``microbatch_size`` sequences at once. A batch that does not divide
+    evenly is made smaller. If it has fewer sequences than there are ranks, each rank gets one.
     """
     sequences, at_once = config.data.global_batch_size, _microbatch_size(config, ranks)
     own = max(1, sequences // ranks)
@@ -69,9 +69,9 @@ def divide(config: TrainConfig, ranks: int) -> Batch:
 
 
 def for_any_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
-    """``config`` that says what a rank computes at once, to be saved for other numbers of ranks.
+    """``config`` with the micro-batch size as a number, so that any number of ranks can resume it.
 
-    ``auto`` stays: on other ranks something else fits.
+    ``auto`` stays: with another number of ranks, another size fits.
     """
     if config.optim.microbatch_size == "auto":
         return config

@@ -1,8 +1,8 @@
 """How good the model is: loss on held-out text, and a sample of what it writes.
 
 Both run the wrapped model without the compiler: they need no gradients, so compiling would mean
-one more graph of the whole model for a few forwards. Every rank calls them alike, because they
-gather parameters from all ranks.
+one more graph of the whole model for a few forwards. Every rank must make the same calls, because
+they gather parameters from all ranks.
 """
 
 import itertools
@@ -22,14 +22,14 @@ from simplefsdp.train.metrics import EvalRecord
 from simplefsdp.train.session import Session
 
 _WINDOW = 128
-_SMALL_NBYTES = 10**9  # in fp32, of what is kept as it is gathered
+_SMALL_NBYTES = 10**9  # of parameters in fp32; they are kept gathered in their compute dtype
 _TEMPERATURE = 0.8
 _BYTE_VALUES = 256
 
 
 @torch.no_grad()
 def evaluate(session: Session) -> EvalRecord:
-    """Mean loss over held-out batches, always the same ones; the same on every rank."""
+    """Mean loss over the held-out batches, which never change; the same result on every rank."""
     session.display.busy("evaluating")
     plan, device = session.plan, session.rank.device
     batches = preflight.batches(
@@ -53,8 +53,8 @@ def evaluate(session: Session) -> EvalRecord:
 
 @contextmanager
 def _gathered_once(model: nn.Module) -> Iterator[None]:
-    """Keep the full parameters of a small model, of whose forward gathers are most of the time."""
-    nbytes = sum(param.nbytes for param in model.parameters())  # of full parameters: on each rank
+    """Keep a small model's full parameters: gathers would take most of the time of its forward."""
+    nbytes = sum(param.nbytes for param in model.parameters())  # full parameters, not shards
     if nbytes > _SMALL_NBYTES or dist.get_world_size() == 1:
         yield
         return
@@ -67,7 +67,7 @@ def _gathered_once(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def sample(session: Session) -> str:
-    """Continue the beginning of the held-out text; the same on every rank.
+    """Continue the beginning of the held-out text; the same result on every rank.
 
     Rank 0 chooses each byte, so that rounding cannot lead ranks to different texts.
     """

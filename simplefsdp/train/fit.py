@@ -26,8 +26,8 @@ from simplefsdp.words import plural
 def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
     """``config`` with a number of sequences where it says ``auto``, and a limit for later starts.
 
-    The step is traced without memory, in a process of its own: this one may be a rank, and a
-    launcher must not occupy a device.
+    The step is traced without allocating tensors, in a separate process: this process may be a
+    rank, which has a process group already, or a launcher, which must not occupy a device.
     """
     if config.optim.microbatch_size != "auto":
         return config
@@ -77,11 +77,11 @@ def _check(config: TrainConfig) -> None:
 
 
 def largest_microbatch(config: TrainConfig, layout: RankLayout, cluster: Cluster) -> int:
-    """The most sequences that fit in nine tenths of a device's memory, up to a rank's part; a
-    ValueError says how much one takes, if none does.
+    """The most sequences at once that fit in nine tenths of a device's memory, at most a rank's
+    part of the global batch; a ValueError says how much one sequence takes, if not even one fits.
 
-    If that part does not fit as a whole, the full gradients that wait for its last piece take
-    their room.
+    If the whole part does not fit, it is cut into micro-batches, and the full gradients that wait
+    for the last micro-batch are counted as used memory.
     """
     part = max(1, config.data.global_batch_size // layout.dp)
     sweep = CellSweep(
@@ -120,7 +120,7 @@ def largest_microbatch(config: TrainConfig, layout: RankLayout, cluster: Cluster
 
 
 def _predicted(config: TrainConfig, layout: RankLayout, device: str) -> int:
-    """On what the ranks run on: as given, or as the device of this machine says."""
+    """:func:`largest_microbatch` for the cluster of ``--cluster``, or for this machine's device."""
     if config.compile.cluster is not None:
         return largest_microbatch(config, layout, as_cluster(config.compile.cluster))
     try:

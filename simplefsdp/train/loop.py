@@ -25,7 +25,7 @@ from simplefsdp.train.state import training_state
 
 
 class _Update(NamedTuple):
-    """What one update measured on this rank; tensors, so that the device need not be waited for."""
+    """What one update measured on this rank; tensors, so that nothing waits for the device yet."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -35,8 +35,8 @@ class _Update(NamedTuple):
 def train(plan: RunPlan, rank: Rank) -> int:
     """Train on this rank, together with all others; return the exit code.
 
-    0 at the end of the run; 128 + signal if Ctrl-C or SIGTERM ended it early, which saves a
-    checkpoint first.
+    0 at the end of the run; 128 + signal if Ctrl-C, SIGTERM or SIGHUP ended it early. A checkpoint
+    is saved before that, unless ``--checkpoint-every`` is 0.
 
     Raises:
         RunFailed: the loss is no longer finite, or the last checkpoint could not be saved.
@@ -72,7 +72,8 @@ def _train_steps(session: Session) -> list[StepRecord]:
         session.step += 1
         session.stopped_by = _agree_to_stop(session.stop.received)
         if not _is_report_due(session):
-            # What is on disk counts from now on, or a rank lost before the next report loses more.
+            # Puts a finished save in place now: if a rank is lost before the next report, the run
+            # resumes from that save instead of an older one.
             session.checkpoints.poll()
             continue
         loss = _mean(update.loss)
@@ -109,8 +110,8 @@ def _update(session: Session) -> _Update:
 
 
 def _accumulate(session: Session, parts: list[tuple[Tensor, Tensor]], count: int) -> Tensor:
-    """Give the parameters the gradients of the first of ``count`` micro-batches of this rank, or of
-    all; returns their share of its mean loss."""
+    """Run forward and backward of ``parts``: the first of this rank's ``count`` micro-batches, or
+    all of them. Returns their share of this rank's mean loss."""
     total = torch.zeros((), device=session.rank.device)
     for i, (part, wanted) in enumerate(parts):
         with microbatch(session.model, is_last=i == count - 1):
@@ -121,9 +122,10 @@ def _accumulate(session: Session, parts: list[tuple[Tensor, Tensor]], count: int
 
 
 def _is_report_due(session: Session) -> bool:
-    """The same on every rank: a report is a collective.
+    """Whether to report this step; the same on every rank, because a report is a collective.
 
-    The first step is reported, too: it compiles, and the next report is of steps that do not.
+    The first step has its own report because it compiles: the next one then covers only steps that
+    do not.
     """
     run, plan = session.plan.config.run, session.plan
     at_ends = session.step in (plan.first_step + 1, plan.config.last_step)
@@ -136,7 +138,8 @@ def _is_due(session: Session, every: int) -> bool:
 
 
 def _agree_to_stop(signal: int) -> int:
-    """The signal that any rank received, on every rank alike; the device is not waited for."""
+    """The signal that any rank received, or 0: the same on every rank. Reduced on the CPU, so that
+    nothing waits for the device."""
     signals = torch.tensor(signal)
     dist.all_reduce(signals, op=dist.ReduceOp.MAX)
     return int(signals.item())
@@ -145,7 +148,7 @@ def _agree_to_stop(signal: int) -> int:
 def _mean(loss: Tensor) -> float:
     """Mean loss over all ranks.
 
-    Tensor-parallel ranks count equally often, so the mean is that of the data-parallel ranks.
+    Each data-parallel rank counts once per tensor-parallel rank, so this is also their mean.
     """
     total = loss.clone()
     dist.all_reduce(total)
@@ -171,9 +174,9 @@ def _record(session: Session, update: _Update, loss: float, step_s: float) -> St
 
 def _report(session: Session, record: StepRecord) -> None:
     if not math.isfinite(record.loss) or not math.isfinite(record.grad_norm):
-        session.checkpoints.wait()  # it is from before, and good
+        session.checkpoints.wait()  # a running save is of an earlier step, which was finite
         saved = runs.complete_checkpoints(session.plan.out) if session.rank.rank == 0 else []
-        # Rank 0 has put it in place; another may look before that.
+        # Rank 0 has put the save in place; another rank might look before that.
         last = from_rank_zero(str(saved[-1]) if saved else "none")
         raise RunFailed(
             f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}. Lower --lr "

@@ -1,4 +1,4 @@
-"""What a run measures, and the files it goes to: JSON lines and TensorBoard."""
+"""What a run measures, and the files that record it: JSON lines and TensorBoard."""
 
 import json
 import os
@@ -33,7 +33,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """One evaluation on the held-out split: mean cross entropy per byte, in both units."""
+    """One evaluation on the held-out split: mean cross entropy per byte, in nats and in bits."""
 
     step: int
     validation_loss: float
@@ -44,7 +44,7 @@ def peak_flops(device: torch.device) -> float | None:
     """Dense bfloat16 peak of ``device`` in FLOP/s, or None if it is not known."""
     if device.type != "cuda":
         return None
-    known = preset_of(device)  # an estimate's is not near enough
+    known = preset_of(device)  # an estimated peak would not be accurate enough
     return None if known is None else known.peak("bfloat16").tflops * 1e12
 
 
@@ -59,10 +59,10 @@ def peak_memory_nbytes(device: torch.device) -> int:
 class MetricsWriter:
     """Appends records to ``metrics.jsonl`` and TensorBoard; use it on rank 0 only.
 
-    When a run resumes at ``step``, what was written beyond it is dropped first, so that the files
-    show one curve as if it had never stopped. A record that cannot be written does not stop
-    training: ``say`` tells of it, the line is kept and written with the next, and TensorBoard gets
-    nothing more.
+    When a run resumes at ``step``, records of later steps are dropped first, so that the files show
+    one curve, as if the run had never stopped. A record that cannot be written does not stop
+    training: ``say`` is called with a warning. A JSON line that failed is kept and written with the
+    next one; TensorBoard gets nothing more once it has failed.
     """
 
     def __init__(self, run: Path, step: int, say: Callable[[str], object]) -> None:
@@ -79,7 +79,7 @@ class MetricsWriter:
         )
 
     def write(self, record: StepRecord | EvalRecord) -> None:
-        """Append one record; it is on disk when this returns."""
+        """Append one record; its JSON line is flushed to the file when this returns."""
         values = {name: value for name, value in asdict(record).items() if value is not None}
         group = "train" if isinstance(record, StepRecord) else "validation"
         try:
@@ -95,7 +95,7 @@ class MetricsWriter:
             self._say(f"warning: metrics of step {record.step} are not written: {error}")
 
     def _heed_thread(self, failure: threading.ExceptHookArgs) -> None:
-        """Say nothing of TensorBoard's thread: it could not write, and the next record says so."""
+        """Hide an OSError of TensorBoard's writer thread: the next record warns of it."""
         in_tensorboard = "tensorboard" in type(failure.thread).__module__
         if not (in_tensorboard and isinstance(failure.exc_value, OSError)):
             self._excepthook(failure)

@@ -1,6 +1,6 @@
-"""Everything that can be refused before a rank is started, or before the others wait for it.
+"""The checks that can refuse a run: in a launcher before it starts ranks, and then on rank 0.
 
-What reads checkpoints, and what predicts memory, is imported where a run asks for it.
+Code that reads checkpoints, or that predicts memory, is imported only if a run needs it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the checks settle; decided once, then the same on every rank."""
+    """What the checks settle; rank 0 decides it once for all ranks."""
 
     config: TrainConfig  # of this session, with nothing left to look up
     saved: TrainConfig  # what checkpoints keep, which fits any number of ranks
@@ -36,7 +36,7 @@ class RunPlan:
     out: Path  # the run folder
     checkpoint: Checkpoint | None  # where to resume from
     corpus_fingerprint: str  # of the text that was checked; every rank must read the same
-    checkpoint_nbytes: int  # of one that this run saves; 0 if it saves none
+    checkpoint_nbytes: int  # of the tensors of one checkpoint; 0 if this run saves none
 
     @property
     def first_step(self) -> int:
@@ -52,8 +52,8 @@ class RunPlan:
 def make_layout(config: TrainConfig, world_size: int, node_ranks: int) -> RankLayout:
     """Check the options that need neither files nor ranks, and lay out the ranks.
 
-    ``node_ranks`` is how many ranks share a node: the default group of ``hybrid_shard``. A
-    UserError says which option does not fit.
+    ``node_ranks`` is the number of ranks on a node; ``hybrid_shard`` shards within it by default.
+    A UserError says which option does not fit.
     """
     with user_errors():
         check_options(config)
@@ -72,7 +72,8 @@ def plan_run(
 ) -> RunPlan:
     """Check a run against its model, its data and its run folder, and settle what was left open.
 
-    ``fits=False`` leaves ``--microbatch-size auto`` open, for rank 0 to settle: that takes seconds.
+    ``fits=False`` leaves ``--microbatch-size auto`` open, for rank 0 to settle: that prediction
+    takes seconds.
 
     Raises:
         UserError: something is wrong; nothing has been written or started.
@@ -108,7 +109,7 @@ def plan_run(
         if plan.checkpoint_nbytes and not plan.finished:
             check_room(out, plan.checkpoint_nbytes)
         if fits and config.optim.microbatch_size == "auto" and not plan.finished:
-            # It takes seconds: after all that is refused at once.
+            # The prediction takes seconds, so it comes after the checks that refuse at once.
             from simplefsdp.train.fit import fitted
 
             fitting = fitted(config, layout, device_type())
@@ -159,7 +160,7 @@ def batches(
 ) -> ShardedBatches:
     """The batches of one data-parallel rank, from the beginning.
 
-    Those that are held out, for evaluations, are always the same, whatever the seed.
+    ``held_out`` batches, which evaluations read, are the same for every seed.
     """
     return ShardedBatches(
         corpus.validation if held_out else corpus.train,

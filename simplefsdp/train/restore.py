@@ -1,7 +1,7 @@
 """Loading: our checkpoints and FSDP2's, on any number of ranks.
 
-A checkpoint is checked against the model and against its own files before anything is loaded,
-from its metadata alone, so bad ones are refused before a rank is started.
+A checkpoint is checked against the model and against its own files before anything is loaded.
+These checks read only metadata, so a bad checkpoint is refused before a rank is started.
 """
 
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's metadata and see that all the bytes it names are there."""
+    """Read a checkpoint's metadata and check that its files are there and long enough."""
     found = Checkpoint(open_files(path), runs.read_trainer_state(path))
     if found.files.checksums is None and found.trainer and found.trainer.checksums:
         raise ValueError(
@@ -53,8 +53,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_model(checkpoint: Checkpoint, model: nn.Module, name: str) -> None:
-    """Raise ValueError unless the checkpoint holds exactly the parameters of ``model``, which has
-    this ``name`` and may be on meta."""
+    """Raise ValueError unless the checkpoint holds exactly the parameters of ``model``, whose
+    ``--model`` name is ``name``; the model may be on meta."""
     trained = checkpoint.trainer.config["model"]["model"] if checkpoint.trainer else name
     if trained != name:
         raise ValueError(
@@ -82,8 +82,8 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, name: str) -> None:
 
 
 def model_keys(checkpoint: Checkpoint, fqns: Iterable[str]) -> dict[str, str]:
-    """The checkpoint's key for each FQN; they differ by a prefix: ``model.`` in ours, in other
-    programs' checkpoints anything or nothing."""
+    """The checkpoint's key for each FQN. A key is the FQN behind a prefix: ``model.`` in our
+    checkpoints, anything or nothing in those of other programs."""
     fqns = list(fqns)
     candidates = [k for k in checkpoint.tensors if k == fqns[0] or k.endswith(f".{fqns[0]}")]
     prefix = min(candidates, key=len, default=f"{MODEL}.{fqns[0]}").removesuffix(fqns[0])
@@ -91,7 +91,7 @@ def model_keys(checkpoint: Checkpoint, fqns: Iterable[str]) -> dict[str, str]:
 
 
 def _optimizer_prefix(checkpoint: Checkpoint, fqn: str) -> str | None:
-    """What stands before ``<fqn>.exp_avg``, or None if there is no optimizer state."""
+    """The part of a key before ``<fqn>.exp_avg``; None if there is no optimizer state."""
     moment = f"{fqn}.exp_avg"
     keys = (k for k in checkpoint.tensors if k.endswith(f".state.{moment}"))
     return next((key.removesuffix(moment) for key in keys), None)
@@ -111,7 +111,7 @@ def load_training_state(
     trained = (fqn for fqn, param in model.named_parameters() if param.requires_grad)
     state_prefix = _optimizer_prefix(checkpoint, next(trained))
     if state_prefix is not None:
-        # Which makes the state, by a step that changes nothing.
+        # This call creates the optimizer state by a step that changes no parameter.
         states: Any = get_optimizer_state_dict(model, optimizer)["state"]
         for fqn, state in states.items():
             targets |= {f"{state_prefix}{fqn}.{name}": value for name, value in state.items()}
@@ -120,8 +120,8 @@ def load_training_state(
 
 
 def load_rng_state(checkpoint: Checkpoint, rank: int, device: torch.device) -> None:
-    """Restore this rank's random states, or say in a ValueError that they are damaged; only for as
-    many ranks as saved them."""
+    """Restore this rank's random states; a ValueError says that they are damaged. Call it only if
+    there are as many ranks as saved the checkpoint."""
     prefix = f"{RNG}.{rank}."
     state = {
         key.removeprefix(prefix): torch.empty(entry.size, dtype=torch.uint8)

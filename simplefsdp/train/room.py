@@ -1,7 +1,7 @@
 """Whether a disk has room: for one checkpoint before it is written, for all of them at the start.
 
-A checkpoint is written beside those that are there, and only then an old one is deleted: a run that
-keeps two has three for a moment.
+A new checkpoint is written before an old one is deleted: a run that keeps two has three for a
+moment.
 """
 
 import errno
@@ -13,28 +13,28 @@ from torch import nn
 
 from simplefsdp.words import plural
 
-_MOMENTS = 2  # AdamW's, of each parameter that is trained
-# What a file has beside its tensors: torch writes about 2 kB of headers for each part of a tensor,
-# and 0.2 kB of metadata. A debug run's checkpoint of 37.0 MB takes 37.8; by that figure one of 8B
-# on 1,024 ranks takes 2 % more than its tensors.
+_MOMENTS = 2  # tensors of AdamW's state for each trained parameter
+# What a checkpoint takes beside its tensors. Torch writes about 2 kB of headers and 0.2 kB of
+# metadata for each part of a tensor. The checkpoint of a debug run with 37.0 MB of tensors takes
+# 37.8 MB; at 2.2 kB a part, one of 8B on 1,024 ranks takes 2 % more than its tensors.
 _BESIDE_NBYTES, _BESIDE_SHARE = 10**6, 0.03
 _REMEDY = "free space there, give another --out, or do without checkpoints (--checkpoint-every 0)"
 
 
 def nbytes_of_model(model: nn.Module) -> int:
-    """Bytes of one checkpoint of ``model``, which may be on meta, and of its AdamW's state."""
+    """Bytes of a checkpoint's tensors: ``model``, which may be on meta, and its AdamW state."""
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return sum(t.nbytes for t in model.state_dict().values()) + _MOMENTS * trained
 
 
 def on_disk(nbytes: int) -> int:
-    """Bytes that a checkpoint of ``nbytes`` of tensors takes on a disk: rather too many, but where
-    parts of tensors are tiny."""
+    """Bytes that a checkpoint with ``nbytes`` of tensors takes on a disk. The estimate is rather
+    too high, except where parts of tensors are tiny."""
     return round(nbytes * (1 + _BESIDE_SHARE)) + _BESIDE_NBYTES
 
 
 def shortage(folder: Path, nbytes: int) -> str | None:
-    """Why ``nbytes`` more of tensors do not fit on the disk of ``folder``; None if they do."""
+    """Why a checkpoint with ``nbytes`` of tensors does not fit on ``folder``'s disk, or None."""
     free, has_inodes = _free(folder)
     takes = on_disk(nbytes)
     if free < takes:
@@ -47,14 +47,14 @@ def shortage(folder: Path, nbytes: int) -> str | None:
 
 
 def why_unsaved(folder: Path, error: BaseException) -> str:
-    """What to say of a save in ``folder`` that ended with ``error``, whose files are still there.
+    """Why a save in ``folder`` failed with ``error``; call it before its files are deleted.
 
-    Torch's writer, whose C++ half takes a full disk for a wrong position in a file, does not tell
-    that the disk is full: so it is looked at.
+    Torch's writer does not say that a disk is full: its C++ part reports a wrong position in the
+    file instead. So the free space is looked at here.
     """
     what = f"{type(error).__name__}: {error}"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    with suppress(OSError):  # a disk that is gone: the error tells of it
+    with suppress(OSError):  # if the disk is gone, ``error`` says so
         free, has_inodes = _free(folder)
         full |= free < _BESIDE_NBYTES or not has_inodes
     if full:
@@ -69,9 +69,11 @@ def check_room(out: Path, nbytes: int) -> None:
 
 
 def warning(out: Path, nbytes: int, keep: int, there: int) -> str | None:
-    """A line on the disk of a run folder ``out`` that will not hold all the checkpoints that the
-    run is to keep, of ``nbytes`` of tensors each, when so many are ``there`` already."""
-    wanted = max(1, keep + 1 - there)  # one more, while it is written
+    """A warning if the disk of the run folder ``out`` will not hold all checkpoints, else None.
+
+    The run keeps ``keep`` checkpoints with ``nbytes`` of tensors each; ``there`` exist already.
+    """
+    wanted = max(1, keep + 1 - there)  # one more than it keeps, while that is written
     free, takes = _free(out)[0], on_disk(nbytes)
     if free >= wanted * takes:
         return None

@@ -43,10 +43,10 @@ class TrainerState:
     """What a checkpoint holds beside tensors; the same on every rank."""
 
     step: int  # updates done
-    world_size: int  # ranks that saved it; only as many can restore the random states
+    world_size: int  # ranks that saved it; only the same number can restore the random states
     config: dict[str, dict[str, Any]]  # TrainConfig.to_json() of the run
     data: dict[str, Any]  # ShardedBatches.state_dict(): the position
-    checksums: bool = False  # whether they lie beside it, as they do but for programs of format 1
+    checksums: bool = False  # whether it was saved with checksums; programs of format 1 wrote none
 
 
 def new_run_folder(model: str) -> Path:
@@ -70,7 +70,7 @@ def leftovers(run: Path) -> list[Path]:
 
 
 def remove(leftover: Path) -> None:
-    """Delete a folder; of a link, or a file in its place, only that."""
+    """Delete a folder, or a file or link in its place; what a link points to is kept."""
     if leftover.is_symlink() or not leftover.is_dir():
         leftover.unlink()
     else:
@@ -100,8 +100,8 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def find_checkpoint(resume: str | None, out: Path | None) -> Path | None:
-    """The checkpoint that ``--resume`` means, or None to start from nothing; a ValueError if there
-    is none, and ``resume`` is not ``auto``."""
+    """The checkpoint that ``--resume`` means, or None to start a new run. A ValueError says that
+    there is no such checkpoint or, with ``auto``, that ``out`` is None."""
     if resume is None:
         return None
     if resume == "auto":
@@ -121,7 +121,7 @@ def find_checkpoint(resume: str | None, out: Path | None) -> Path | None:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """``path`` if it is a checkpoint, else the latest one of the run folder that it must be."""
+    """``path`` if it is a checkpoint, else the latest checkpoint in the run folder ``path``."""
     if (path / _DCP_METADATA).is_file():
         return path
     latest = _latest(path)
@@ -150,7 +150,7 @@ def check_out(out: Path, resumed: Path | None) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; give a folder")
     with suppress(OSError), (out / _LOCK).open() as file:
-        _hold(out, file, alone=False)  # else its checkpoints may come while they are looked at
+        _hold(out, file, alone=False)  # a run still writing would change what is checked
     existing = complete_checkpoints(out)
     if not existing:
         return
@@ -169,9 +169,10 @@ def check_out(out: Path, resumed: Path | None) -> None:
 
 
 def write_trainer_state(checkpoint: Path, state: TrainerState) -> str:
-    """Write what completes a checkpoint, and see it reach the disk; returns the file's name.
+    """Write the file that completes a checkpoint, through to the disk; returns the file's name.
 
-    It tells whether there are checksums, which are written before it: later they may be lost.
+    The file records whether the checkpoint has checksums, which are written before it. If they are
+    lost later, a reader can tell.
     """
     state = replace(state, checksums=(checkpoint / checksums.NAME).is_file())
     with (checkpoint / _TRAINER_STATE).open("w") as file:
@@ -202,7 +203,8 @@ def read_trainer_state(checkpoint: Path) -> TrainerState | None:
 
 
 def _from_first_format(saved: dict[str, Any]) -> None:
-    """Bring what was saved up to date, in place: the model's name was called its config."""
+    """Convert what format 1 saved, in place: it called the model's name ``config``, and it had no
+    checksums."""
     model = typed(typed(saved.get("config"), dict, "config").get("model", {}), dict, "model")
     if "config" in model:
         model["model"] = model.pop("config")
@@ -218,7 +220,7 @@ def _trainer_state(saved: dict[str, Any]) -> TrainerState:
     for name in ("step", "world_size"):
         if saved[name] < 0:
             raise ValueError(f"{name}: expected 0 or more, got {saved[name]}")
-    config = TrainConfig.from_json(saved["config"])  # raises, if it is none
+    config = TrainConfig.from_json(saved["config"])  # raises if it is not a TrainConfig
     saved["config"].setdefault("model", {})["model"] = config.model.model
     return TrainerState(**saved)
 

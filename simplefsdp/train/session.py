@@ -33,11 +33,11 @@ from simplefsdp.words import plural
 class Session:
     """One rank's part of a run.
 
-    ``loss`` is what training calls, on tokens and targets; ``model`` is in it, and what everything
-    else calls. ``whole_step`` is called for the last micro-batch instead, if there is one.
-    ``dp_rank`` is the part of a global batch that is read: tensor-parallel ranks share one.
-    ``step`` counts updates done; ``stopped_by`` is the signal that all ranks agreed to stop for,
-    or 0.
+    Training calls ``loss`` with tokens and targets; it contains ``model``, which everything else
+    calls. ``whole_step``, if not None, is called instead of ``loss`` for the last micro-batch.
+    ``dp_rank`` selects the part of a global batch that this rank reads; the ranks of one
+    tensor-parallel group read the same part. ``step`` counts updates done; ``stopped_by`` is the
+    signal that all ranks agreed to stop for, or 0.
     """
 
     plan: RunPlan
@@ -114,7 +114,7 @@ def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
         try:
             there = len(runs.complete_checkpoints(plan.out))
             short = room.warning(plan.out, plan.checkpoint_nbytes, config.run.keep, there)
-        except OSError as error:  # this rank alone looks: the others would wait for it
+        except OSError as error:  # only rank 0 looks: if it raised, the others would wait for it
             short = f"warning: whether the disk has room for checkpoints cannot be seen: {error}"
         if short:
             display.say(short)
@@ -124,7 +124,7 @@ def _describe(plan: RunPlan, rank: Rank, display: Display) -> None:
 
 @contextmanager
 def _all_or_none(rank: Rank) -> Iterator[None]:
-    """If what is inside fails on one rank, all leave, and rank 0 says why."""
+    """If the code inside fails on one rank, all ranks exit, and rank 0 says why."""
     problem = None
     try:
         with user_errors():
@@ -140,7 +140,7 @@ def _all_or_none(rank: Rank) -> Iterator[None]:
 
 
 def _load_corpus(plan: RunPlan, rank: Rank) -> Corpus:
-    """The text, the same on every rank."""
+    """Read the corpus; all ranks exit if it is not the same on every rank."""
     with _all_or_none(rank):
         corpus = load_corpus(plan.config.data.data)
         if corpus.fingerprint != plan.corpus_fingerprint:

@@ -1,7 +1,7 @@
 """The tensors of a training state, under the names that torch's own checkpoints use.
 
-``model.<fqn>`` and ``optimizer.state.<fqn>.<name>``, with the FQNs of the plain model: so the
-plain model, FSDP2 and any number of ranks read what we write, and we read what they write.
+The names are ``model.<fqn>`` and ``optimizer.state.<fqn>.<name>``, with the FQNs of the plain
+model. So the plain model, FSDP2 and any number of ranks read our checkpoints, and we read theirs.
 """
 
 import json

@@ -47,7 +47,7 @@ def verify(path: Path) -> int:
     from simplefsdp.checkpoints.opened import faults_in, open_files, unknown_in, without_checksum
     from simplefsdp.train import runs
 
-    # A checkpoint that has lost its .metadata is one still.
+    # A folder with checksums is a checkpoint, even if its .metadata is missing.
     folder = path if (path / checksums.NAME).is_file() else runs.checkpoint_at(path)
     sums = checksums.read(folder)
     if sums is None:
@@ -76,7 +76,7 @@ def verify(path: Path) -> int:
 
 
 def _needed(folder: Path, faults: list[Fault]) -> set[str]:
-    """The files that must have a checksum; those that ``.metadata`` names, if it is good."""
+    """The files that must have a checksum: ``.metadata``, and those it names if it is undamaged."""
     from simplefsdp.checkpoints.metadata import NAME as METADATA
     from simplefsdp.checkpoints.metadata import files_of, read_metadata
 
