@@ -34,7 +34,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 _log = logging.getLogger(__name__)
-_FEW = 8  # kernels per call of g++ below which another thread gains nothing: the call costs as much
+_FEW = 8  # kernels that take g++ about as long as the fixed cost of a call: not worth dividing
 Function = Callable[..., None]
 
 # Nothing but comments, directives and one function, so that it can stand beside others.
