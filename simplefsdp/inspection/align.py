@@ -40,7 +40,7 @@ def align(
 
     Args:
         wanted: times, ascending; 0 is where a step begins.
-        found: times, likewise, in the same unit.
+        found: times, likewise, on the same scale.
         fits: whether the elements at these two indices may be a pair.
     """
     if len(wanted) == len(found) and all(fits(i, i) for i in range(len(wanted))):
