@@ -205,11 +205,9 @@ def decisions() -> dict[object, Any]:
 
 
 def forget_decisions() -> None:
-    """Forget all decisions, so that each is made again when it is next needed.
-
-    Call this on all ranks or on none. A rank that forgets alone waits in vain: for the lowest rank,
-    or, if it is the lowest, for the others. It raises after ``rank_guard_timeout_s``, with advice.
-    """
+    """Forget all decisions, so that each is made again when it is next needed. Call this on all
+    ranks or on none. A rank that forgets alone waits in vain: for the lowest rank, or, if it is the
+    lowest, for the others. It raises after ``rank_guard_timeout_s``, with advice."""
     _decisions.clear()
 
 

@@ -80,10 +80,9 @@ def let_compiler_finish() -> None:
 
 
 def pick_by_kernel(compile_kernel: Callable[[], object]) -> None:
-    """Have Inductor take the widest instruction set if ``compile_kernel`` succeeds with it.
-
-    ``compile_kernel`` compiles :data:`KERNEL` as Inductor does, and loads it. Other threads that
-    ask Inductor for instruction sets meanwhile wait for the answer."""
+    """Have Inductor take the widest instruction set if ``compile_kernel``, which compiles and loads
+    :data:`KERNEL` as Inductor does, succeeds with it. Other threads that ask Inductor for
+    instruction sets meanwhile wait for the answer."""
     choices = _none_or_widest()
     if choices is None:
         cpu_vec_isa.pick_vec_isa()

@@ -41,11 +41,10 @@ class UnknownGraphError(Exception):
 def key_of_graph(
     gm: GraphModule, example_inputs: Sequence[Any], more: Sequence[str], gather: Any
 ) -> str:
-    """A key that is equal only for compilations that give the same code.
-
-    It covers a graph, its inputs, and the lines of ``more``, for all else that the code depends on.
-    ``gather`` is a function that graphs call and that does the same on every rank. Raises
-    UnknownGraphError if there is no such key."""
+    """A key that is equal only for compilations that give the same code. It covers a graph, its
+    inputs, and the lines of ``more``, which are all else that the code depends on. ``gather`` is a
+    function in graphs that does not depend on the rank. Raises UnknownGraphError if there is no
+    such key."""
     settings, inputs = _settings(gm, example_inputs), _inputs(gm, example_inputs, gather)
     lines = itertools.chain(more, settings, inputs, _nodes(gm))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

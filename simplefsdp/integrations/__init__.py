@@ -1,7 +1,6 @@
 """Training with other libraries, for models wrapped by simple_fsdp.
 
-The rest of simplefsdp imports nothing from here, and each library is imported by its own module
-only:
+The rest of simplefsdp imports nothing from here. Only its own module imports a library:
 
 - ``accelerate``: an ``Accelerator`` that takes a wrapped model as it is;
 - ``transformers``: a ``Trainer`` with that accelerator, which saves shards and resumes from them;

@@ -80,12 +80,11 @@ def compile_step(
         options: those of the backend ``simplefsdp``.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer; or, when a step is called, the loss is not a
-            tensor.
+        TypeError: ``optimizer`` is no optimizer; or, when a step is called, the loss no tensor.
         ValueError: ``max_norm`` is negative or NaN. Or, when a step is called: a parameter has a
-            gradient or hooks already; the optimizer cannot be compiled, or its options change again
-            and again; the loss reads a tensor that requires a gradient but is not trained; or no
-            gradient reaches a parameter that is trained.
+            gradient or hooks; the optimizer cannot be compiled, or changes its options repeatedly;
+            the loss reads a tensor that requires a gradient but is not trained; or no gradient
+            reaches a parameter that is trained.
     """
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(

@@ -63,8 +63,7 @@ def cell_steps(
 
     Args:
         step, cells, cluster: the graphs, their sizes, and the machine.
-        candidates: for each graph, its candidate plans, see
-            :func:`simplefsdp.sweep.plans.plans_of`.
+        candidates: for each graph its plans, see :func:`simplefsdp.sweep.plans.plans_of`.
         nodes_of: for a number of ranks, how many nodes a group of each mesh dimension spans.
 
     Raises:
