@@ -22,7 +22,7 @@ communicate differently find out before they do.
 The public names are imported at their first use, because the command line reads its options without
 torch, which takes seconds to import.
 
-``_torch`` is the only place that touches private parts of PyTorch; its contract is
+``_torch`` holds the private parts of PyTorch that this package uses; its contract is
 ``tests/_torch/test_torch_contract.py``.
 """
 

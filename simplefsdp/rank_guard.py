@@ -43,7 +43,7 @@ class RankMismatchError(RuntimeError):
 
 
 def ranks_of(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
-    """Global ranks of the largest of ``meshes``; empty if the process group is a fake one."""
+    """Global ranks of the largest of ``meshes``; empty if these are not real processes."""
     largest = max(meshes, key=DeviceMesh.size, default=None)
     if largest is None or not dist.is_initialized() or "fake" in dist.get_backend_config():
         return ()

@@ -243,7 +243,7 @@ def _is(value: Any, cls: type[T], what: str) -> T:
 
 
 def _short(value: Any) -> str:
-    """A few words of what may be large, or nested without end."""
+    """A short text for a value in a message; the value may be large, or nested without end."""
     if isinstance(value, (str, int)):
         text = repr(value) if isinstance(value, str) or abs(value) < 2**64 else "a huge number"
         return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,4 +1,4 @@
-"""An optimizer's configuration, all but the values of its tensors, which its graph has built in."""
+"""An optimizer's configuration: all that a graph of its step builds in, so no values of tensors."""
 
 from __future__ import annotations
 

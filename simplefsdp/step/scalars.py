@@ -169,7 +169,7 @@ class _Builder:
 class Numbers:
     """The numbers of a step, for the parameters that one graph trains.
 
-    Parameters that it does not train keep their counts, which may so come to differ.
+    Parameters that it does not train keep their counts, which then differ from the others.
     """
 
     def __init__(self, optimizer: Optimizer, scalars: Scalars, trained: Container[Owner]) -> None:
