@@ -10,18 +10,19 @@ Read the code in this order; each folder imports only those above it:
 1. ``frontend``, the wrap: parameters become shards, and reading one gathers it.
 2. ``compiler``, the backend: it checks a graph, plans it, and calls ``inductor_passes``.
    ``step``: a forward, its backward and the update as one graph.
-3. ``simulation``: steps that are not run, and what they take.
-4. ``pretrained``: values from a folder of safetensors files, and back. ``checkpoints``: the files
-   of distributed ones, which are checked and never unpickled.
+3. ``simulation``: predicts the time and memory of a step without running it.
+4. ``pretrained``: loads a folder of safetensors files, and saves one. ``checkpoints``: the files of
+   a distributed checkpoint, which are checked and never unpickled.
 5. ``models`` and ``launcher``, then ``sweep``, then ``inspection``, ``train``, ``calibrate`` and
    ``integrations``, and ``cli``.
 
-All use the files beside this one, such as ``rank_guard``: ranks that are about to communicate
-differently find out before they do.
+All of them use the files beside this one, such as ``rank_guard``: ranks that are about to
+communicate differently find out before they do.
 
-What is named here is imported when it is asked for, as the command line needs no torch to be read.
+The public names are imported at their first use, because the command line reads its options without
+torch, which takes seconds to import.
 
-``_torch`` holds every private part of PyTorch; its contract is
+``_torch`` holds the private parts of PyTorch that this package uses; its contract is
 ``tests/_torch/test_torch_contract.py``.
 """
 
@@ -76,10 +77,10 @@ _MODULE_OF = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would believe that there is every name
+if not TYPE_CHECKING:  # with a __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """A public name or file, when somebody asks for it, and from then on a global one."""
+        """Import a public name or submodule at its first use; a name then stays as a global."""
         if name in _MODULE_OF:
             value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
             return globals().setdefault(name, value)

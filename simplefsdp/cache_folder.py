@@ -1,4 +1,4 @@
-"""The folder of Inductor's caches, which torch makes when its compiler is imported."""
+"""The folder of Inductor's caches, which torch creates when its compiler is imported."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ _NAME = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def leave_unusable_cache_folder() -> None:
-    """Take torch's own folder if the one that the user names is no good, and say so; ranks that are
-    started from here do likewise, in silence. Torch would fail on ``import torch._dynamo``, or
-    after the first graph, with the traceback of whatever wanted to write."""
+    """Use torch's default folder, with a warning, if the folder that the user named is unusable.
+
+    Otherwise torch would fail on ``import torch._dynamo``, or after the first graph, with the
+    traceback of whatever wanted to write. Ranks started by this process inherit the default."""
     folder = os.environ.get(_NAME)
     if folder and (why := _why_not(folder)):
         del os.environ[_NAME]

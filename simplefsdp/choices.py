@@ -1,4 +1,4 @@
-"""What users choose from by a word, in code and on the command line, which imports no torch."""
+"""The words that options accept, in code and on the command line. This file imports no torch."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -12,7 +12,7 @@ EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 
 
 def with_default(args: Sequence[str], flag: str, word: str) -> list[str]:
-    """``args``, in which ``flag`` by itself, without a value, means ``word``."""
+    """``args``, with ``word`` as the value of each ``flag`` that is given without one."""
     found: list[str] = []
     for arg, following in zip_longest(args, args[1:], fillvalue="--"):
         found += [flag, word] if arg == flag and following.startswith("--") else [arg]

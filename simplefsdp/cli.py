@@ -1,8 +1,8 @@
 """The ``simplefsdp`` command: one subcommand per job.
 
-A subcommand is a module with ``run(args) -> exit code``; it is imported only when it is called for,
-and reads its own options. To import it takes no torch, which takes seconds: so its help and what it
-refuses of its options come at once.
+A subcommand is a module with ``run(args) -> exit code``. The module is imported only when its
+subcommand is called, and reads its own options. It does not import torch, which takes seconds, so
+help and error messages about options appear at once.
 """
 
 import importlib
@@ -64,9 +64,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def main_of_rank() -> NoReturn:
-    """:func:`main` of a rank that ``simplefsdp`` has started: on CPU it leaves at once, where
-    Python would look through all compiled graphs once more, for a second or two. On CUDA a profiler
-    may have something to write then."""
+    """:func:`main` of a rank that ``simplefsdp`` has started.
+
+    On CPU the process exits at once: Python's normal exit would go through all compiled graphs once
+    more, for a second or two. On CUDA it exits normally, as a profiler may still have to write."""
     try:
         main()
     except SystemExit as left:

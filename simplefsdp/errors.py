@@ -1,8 +1,8 @@
-"""What the user did wrong, told as it is: a ValueError that Dynamo does not dress up.
+"""Errors that tell users what they did wrong, passed through Dynamo unchanged.
 
 Dynamo reports whatever a backend raises as ``BackendCompilerFailed``, with advice on how to debug
-the compiler. It leaves exceptions alone that say they know where the useful part of the traceback
-begins; ours become such ones on their way out.
+the compiler. The exception to this are errors that carry the frame where the useful part of their
+traceback begins (``ShortenTraceback``): our errors are turned into these as they leave the backend.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FOLDERS = tuple(str(Path(f).parent) for f in (__file__, str(inductor_passes.__f
 
 
 def told_plainly(backend: Callable[P, R]) -> Callable[P, R]:
-    """Let what ``backend`` has to tell its user pass through Dynamo: same type, same words. What
-    others raise inside of it, and what is a bug of ours, Dynamo reports as ever."""
+    """Let errors that ``backend`` raises for its user pass through Dynamo: same type, same words.
+    Errors raised by other code inside ``backend``, and bugs of ours, Dynamo reports as usual."""
 
     @functools.wraps(backend)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -54,6 +54,6 @@ def told_plainly(backend: Callable[P, R]) -> Callable[P, R]:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether a line of ours raised it."""
+    """Whether a line of ``simplefsdp`` or ``inductor_passes`` raised ``error``."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_code.co_filename.startswith(_FOLDERS)

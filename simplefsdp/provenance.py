@@ -32,7 +32,7 @@ def reduce_of(fqn: str) -> AbstractContextManager[object]:
 
 
 def renamed(marks: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, object]:
-    """What ``node.meta["custom"]`` is to be if parameters are called otherwise."""
+    """The ``marks`` of a node, for its ``meta["custom"]``, with ``rename`` applied to each FQN."""
     return {k: rename(v) if k in (_GATHER, _REDUCE) else v for k, v in marks.items()}
 
 
@@ -49,14 +49,14 @@ def reduced_fqn(node: Node) -> str | None:
 
 def gathered_fqn(node: Node) -> str | None:
     """FQN of the parameter that ``node`` gathers, or None. Autograd copies the marks of a forward
-    node to its backward nodes, so one of a reduce chain may carry both marks: the reduce is then
-    the true one."""
+    node to its backward nodes, so a node of a reduce chain may carry both marks; it is then a
+    reduce, and gathers nothing."""
     marks = _marks(node)
     return None if _REDUCE in marks else marks.get(_GATHER)
 
 
 def carried_fqn(start: Node) -> str | None:
-    """FQN of the parameter that a collective's start gathers or reduces, or None."""
+    """FQN of the parameter that a collective's launch ``start`` gathers or reduces, or None."""
     return reduced_fqn(start) or gathered_fqn(start)
 
 

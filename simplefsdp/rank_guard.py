@@ -1,15 +1,15 @@
 """Ranks that are about to communicate differently find out before they do.
 
-A collective that one rank launches and another does not is a hang, often hours into a job. Before
-anything is compiled each rank publishes a digest of what it will communicate through the process
-group's key-value store, which is no collective and cannot be out of step; the last one that comes
-compares them. What could come out differently is decided by one rank for all, by the same way.
+A collective that one rank launches and another does not is a hang, often hours into a job. So
+before anything is compiled, each rank publishes a digest of what it will communicate in the process
+group's key-value store. (Using the store is no collective, so it cannot be out of step.) The last
+rank to arrive compares the digests. A choice that ranks could make differently is made by one rank
+and handed to the others through the same store.
 
-The store is one process: each rank asks it for a few things, however many ranks there are. All of
-them are gone through only by the last one, if they differ, and the first that loses patience.
-
-Options and launchers import this for its time limits: what takes a second to import is imported
-where it is used.
+The store is served by one process, so each rank makes only a few requests, however many ranks there
+are. Only few ranks ask about every rank: the last to arrive, if digests differ, and those that say
+who is missing. Options and launchers import this file for its time limits, so imports that take a
+second stand inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 log = logging.getLogger("simplefsdp")
 TIMEOUT_S = 300.0
 _VARIABLE = "SIMPLEFSDP_TIMEOUT_S"
-_PATIENCE_S = 10.0  # then say who is missing
-# What was agreed on, in the default process group that it was agreed in.
+_PATIENCE_S = 10.0  # seconds of waiting after which a rank says who is missing
+# What the ranks have agreed on, by the default process group in which they did.
 _agreed: WeakKeyDictionary[Any, set[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
 _decisions: WeakKeyDictionary[Any, dict[object, Any]] = WeakKeyDictionary()
 
@@ -43,7 +43,7 @@ class RankMismatchError(RuntimeError):
 
 
 def ranks_of(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
-    """Global ranks of the largest of ``meshes``; empty if its processes are not all real."""
+    """Global ranks of the largest of ``meshes``; empty if these are not real processes."""
     largest = max(meshes, key=DeviceMesh.size, default=None)
     if largest is None or not dist.is_initialized() or "fake" in dist.get_backend_config():
         return ()
@@ -52,14 +52,15 @@ def ranks_of(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
 
 
 def ranks_of_params(params: Iterable[object]) -> tuple[int, ...]:
-    """Global ranks that hold the sharded ones of ``params``; empty if they are not all real."""
+    """Global ranks of the largest mesh that a DTensor of ``params`` is on, see :func:`ranks_of`."""
     from torch.distributed.tensor import DTensor
 
     return ranks_of([param.device_mesh for param in params if isinstance(param, DTensor)])
 
 
 def waiting_s(default: float = TIMEOUT_S) -> float:
-    """Seconds to wait for other ranks where no option says it: as SIMPLEFSDP_TIMEOUT_S does."""
+    """Seconds to wait for other ranks where no option sets them: SIMPLEFSDP_TIMEOUT_S, or
+    ``default``."""
     written = os.environ.get(_VARIABLE, str(default))
     try:
         seconds = float(written)
@@ -81,23 +82,24 @@ def agree(
 ) -> bool:
     """Return when all of ``ranks`` have called this with equal ``lines``.
 
-    What they agreed on once they need not agree on again: a rank that compiles a graph anew for
-    another batch size, which communicates the same, waits for nobody.
+    Lines that the ranks have agreed on once are not compared again: a rank that recompiles a graph
+    for another batch size, with the same communication, waits for nobody.
 
     Args:
-        what: is compared, for messages: "the compiled graph".
-        lines: that must be equal on all ranks, so no group names, local shapes or paths.
+        what: names the thing that is compared, for messages: "the compiled graph".
+        lines: must be equal on all ranks, so they hold no group names, local shapes or paths.
         ranks: global ranks, this one among them; nothing happens if it is alone.
         timeout_s: how long to wait for the slowest rank; by default as :func:`waiting_s` says.
-        remember: False to compare each time: another rank may differ though this one does not.
+        remember: False to compare at every call: another rank's lines may have changed though this
+            rank's have not.
         late: why ranks may not come in time, and what to do, for the message.
 
     Returns:
-        Whether all ranks are here now; False for what they agreed on before.
+        Whether the ranks met in this call; False if they had agreed on ``lines`` before.
 
     Raises:
-        RankMismatchError: on every rank, with the first difference; or on those that waited in
-            vain, and on those that come later, with the ranks that did not come.
+        RankMismatchError: lines differ: on every rank, with the first difference. Or ranks did not
+            come in time: on those that waited and on those that come later, with the missing ranks.
     """
     if len(ranks) < 2:
         return True
@@ -116,7 +118,7 @@ def agree(
 
 
 def was_agreed(lines: Sequence[str], ranks: Sequence[int]) -> bool:
-    """Whether :func:`agree` would not wait for the others."""
+    """Whether ``ranks`` have agreed on ``lines`` before, so that :func:`agree` would not wait."""
     return len(ranks) < 2 or _key(lines, ranks) in _agreed.get(dist.group.WORLD, ())
 
 
@@ -125,17 +127,17 @@ def _key(lines: Sequence[str], ranks: Sequence[int]) -> tuple[tuple[int, ...], s
 
 
 def have_the_same(what: str, line: str, ranks: Sequence[int], timeout_s: float) -> bool:
-    """Whether all of ``ranks`` have one line; all must call this now, and are waited for."""
+    """Whether ``line`` is equal on all of ``ranks``; waits until all of them have called this."""
     return len(ranks) < 2 or _compared(what, [line], ranks, timeout_s, LATE)[1] == _EQUAL
 
 
 def _compared(
     what: str, lines: Sequence[str], ranks: Sequence[int], timeout_s: float, late: str
 ) -> tuple[int, str]:
-    """A turn that all ranks came to, and how it ended."""
+    """Compare ``lines`` with the other ranks; gives the number of the turn, and its verdict."""
     store, me, digest = store_of(ranks), dist.get_rank(), _digest(lines)
     # The n-th call on one rank meets the n-th call on the others. The count lives in the store, so
-    # that it starts afresh with a new process group.
+    # that a new process group starts from 1 again.
     turn = store.add(f"turns/{me}", 1)
     store.set(f"{turn}/digest/{me}", digest)
     store.add(f"{turn}/count/{digest}", 1)
@@ -157,19 +159,19 @@ def decided(
     timeout_s: float = TIMEOUT_S,
     late: str = "",
 ) -> str:
-    """What the lowest of ``ranks`` decides, on all of them.
+    """Let the lowest of ``ranks`` decide for all of them; gives its decision on each.
 
-    The n-th call for a subject on one rank gets what the n-th call for it on the lowest rank
-    decided, be that earlier. Whoever keeps the answer (see :func:`decisions`) and does not ask
-    again waits for nobody.
+    The n-th call for a subject on one rank gets what the n-th call for that subject decided on the
+    lowest rank, which may have been earlier. A caller that keeps the answer (see :func:`decisions`)
+    and does not ask again waits for nobody.
 
     Args:
-        what: is decided, for messages: "the plan of the forward graph".
-        subject: that it is decided for. The ranks agree on it first.
+        what: names the decision, for messages: "the plan of the forward graph".
+        subject: lines that say what the decision is for. The ranks agree on them first.
         ranks: global ranks, this one among them; it decides for itself if it is alone.
-        decide: is called on the lowest rank. What it raises, the others do not hear of.
+        decide: is called on the lowest rank. The other ranks are not told of errors that it raises.
         timeout_s: how long to wait for the slowest rank, and then for the decision.
-        late: why ranks may not come in time, as of :func:`agree`.
+        late: why ranks may not come in time, as for :func:`agree`.
     """
     if len(ranks) < 2:
         return decide()
@@ -189,22 +191,23 @@ def decided(
     try:
         wait_for(what, store, {min(ranks): key}, timeout_s, remedy)
     except RankMismatchError:
-        store.add(f"asked/{digest}/{me}", -1)  # that it may ask again, with all the others
+        store.add(f"asked/{digest}/{me}", -1)  # so that this rank can retry the same turn
         raise
     return str(store.get(key).decode())
 
 
 def decisions() -> dict[object, Any]:
-    """What this process knows to be decided, by keys of the callers' own; with another default
-    process group all are asked again."""
-    group = dist.group.WORLD if dist.is_initialized() else dist.group  # the class: there is none
+    """Decisions that this process remembers, under keys that the callers choose. There is one
+    dictionary per default process group, so a new group starts with an empty one."""
+    # Without a process group the class stands for it.
+    group = dist.group.WORLD if dist.is_initialized() else dist.group
     return _decisions.setdefault(group, {})
 
 
 def forget_decisions() -> None:
-    """Decide everything anew that comes up again. Call it on all ranks, or on none: one that
-    forgets alone waits for the lowest, and if that is the one, for the others: it raises after
-    ``rank_guard_timeout_s``, and says so."""
+    """Forget all decisions, so that each is made again when it is next needed. Call this on all
+    ranks or on none. A rank that forgets alone waits in vain: for the lowest rank, or, if it is the
+    lowest, for the others. It raises after ``rank_guard_timeout_s``, with advice."""
     _decisions.clear()
 
 
@@ -213,37 +216,38 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def store_of(ranks: Sequence[int]) -> Any:
-    """The process group's store, in a scope of ``ranks``' own."""
+    """The process group's key-value store, with a key prefix that only ``ranks`` use."""
     scope = hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]
     from simplefsdp import _torch
 
     return _torch.shared_store(f"simplefsdp/{scope}")
 
 
-# How a turn ends, decided once in the store: so, and on which two ranks; or who gave up on whom.
+# The verdict of a turn is written to the store once: equal; or different, and on which two ranks;
+# or a text that says which rank gave up waiting for which.
 _EQUAL, _DIFFERENT = "equal", "different "
 
 
 def _decide(store: Any, turn: int, verdict: str) -> str:
-    """``verdict``, unless another one stands already, and then that."""
+    """Write ``verdict`` unless the turn has one already; gives the one that now stands."""
     return str(store.compare_set(f"{turn}/verdict", "", verdict).decode())
 
 
 def _verdict(
     what: str, store: Any, turn: int, ranks: Sequence[int], timeout_s: float, remedy: str
 ) -> str:
-    """Whether all ranks came with equal lines; if not, which two did not."""
+    """Wait for the verdict of a turn: all lines are equal, or two ranks whose lines differ."""
     came = {rank: f"{turn}/digest/{rank}" for rank in ranks}
 
     @functools.cache
     def speaks() -> bool:
-        """Whether this rank says who is missing: the first that asks does, and the lowest."""
+        """Whether this rank logs who is missing: the first rank to ask does, and the lowest."""
         return store.add(f"{turn}/impatient", 1) == 1 or dist.get_rank() == min(ranks)
 
     try:
         wait_for(what, store, came, timeout_s, remedy, until=f"{turn}/verdict", speaks=speaks)
     except RankMismatchError:
-        # The last one may come this very moment: what stands in the store holds for both.
+        # The last rank may arrive at this very moment: the verdict in the store holds for both.
         late = _few(_missing(store, came))
         mine = f"rank {dist.get_rank()} gave up waiting for {late}"
         if _decide(store, turn, mine) == mine:
@@ -263,7 +267,8 @@ LATE = (
 def _told_apart(
     what: str, store: Any, turn: int, lines: Sequence[str], pair: Sequence[int], timeout_s: float
 ) -> str:
-    """How this turn's lines differ: those of the first rank, and of the first that has others."""
+    """The message for lines that differ between ``pair``: the first of ``ranks``, and the first
+    rank whose lines are not equal to its."""
     keys = {rank: f"{turn}/lines/{rank}" for rank in pair}
     if dist.get_rank() in keys:
         store.set(keys[dist.get_rank()], "\n".join(lines))
@@ -289,10 +294,10 @@ def wait_for(
     until: str = "",
     speaks: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Wait for a key of each rank, or for the one key ``until`` that says that all are there.
+    """Wait for the key of each rank in ``keys``, or for the single key ``until`` if it is given.
 
-    Only a rank that ``speaks`` asks which are missing. Others hear of it by ``until``, or ask if
-    that does not come soon after their time is over.
+    Only a rank for which ``speaks`` is true asks the store which ranks are missing. The others
+    learn the outcome from ``until``; they ask only if it is still absent after the timeout.
     """
     deadline = time.monotonic() + timeout_s
     awaited = [until] if until else list(keys.values())

@@ -1,4 +1,4 @@
-"""Log lines that hold for all ranks: rank 0 tells them, the others only to who looks closer."""
+"""Log lines that hold for all ranks: rank 0 logs them at INFO, the other ranks at DEBUG."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = logging.getLogger("simplefsdp")
 
 
 def say(message: str, *args: object) -> None:
-    """Log for all ranks, at :func:`level`."""
+    """Log a message that holds for all ranks, at :func:`level`."""
     log.log(level(), message, *args)
 
 
@@ -20,5 +20,5 @@ def level() -> int:
 
 
 def speaks() -> bool:
-    """Whether this rank tells what holds for all: rank 0 does."""
+    """Whether this rank speaks for all ranks: it is rank 0, or there is no process group."""
     return not dist.is_initialized() or dist.get_rank() == 0

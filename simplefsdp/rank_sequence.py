@@ -1,11 +1,12 @@
-"""Ranks that do what all have done before, but not at the same time, find out soon after.
+"""Detects, soon after the fact, that ranks have gathered different parameters at the same time.
 
-Who does something new compares it with the others first (``rank_guard.py``). A rank that changes
-over to a branch that all have taken before asks nobody. If another layer of the same size is
-gathered there, no collective complains, and every rank computes with a part of each. So the ranks
-of a process group sum up what they gather and, eagerly, what they reduce. Now and then the lowest
-leaves its sum in the store, and the others look whether theirs is the same. Nobody waits: what is
-not there yet is looked at the next time. The lowest itself learns nothing of it; it ends with them.
+A rank that runs something new compares it with the other ranks first (``rank_guard.py``). A rank
+that changes to a branch which all ranks have taken before compares nothing. If that branch gathers
+another layer of the same size, no collective fails, and every rank computes with parts of two
+layers. So each rank of a process group keeps a checksum of what it gathers and, in eager code, of
+what it reduces. Now and then the lowest rank puts its checksum in the store, and the others compare
+theirs with it. Nobody waits: a checksum that is not there yet is looked up again the next time. The
+lowest rank itself does not learn of a difference; it ends when the others do.
 """
 
 from __future__ import annotations
@@ -22,36 +23,37 @@ from torch import Tensor
 
 from simplefsdp.rank_guard import RankMismatchError, store_of
 
-# Tensors after which sums are compared first; then after twice as many, and at least so often.
+# Checksums are compared after FIRST tensors, then each time the count has doubled, and at least
+# every PERIOD tensors.
 FIRST, PERIOD = 16, 4096
-_KEPT = 32  # sums that are left in the store, and that a rank waits to compare
+_KEPT = 32  # checksums that stay in the store, and that a rank keeps until it can compare them
 
 
 class Gathered(NamedTuple):
-    """What is gathered at a time, by one forward or graph."""
+    """The parameters that one forward, or one graph, gathers."""
 
     checksum: int
     fqns: tuple[str, ...]
 
 
 def gathered(fqns: Iterable[str]) -> Gathered:
-    """Of parameters, in the order in which they are gathered."""
+    """A :class:`Gathered` of parameters, in the order in which they are gathered."""
     names = tuple(fqns)
     return Gathered(zlib.crc32("\n".join(names).encode()), names)
 
 
 class RankSequence:
-    """What one rank has gathered so far, together with the same others.
+    """The checksum of what one rank has gathered so far with the ranks of one process group.
 
     Args:
-        store: that the ranks share.
-        rank: this one.
-        ranks: all of them.
+        store: the key-value store that the ranks share.
+        rank: this rank.
+        ranks: all ranks of the process group.
     """
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int]) -> None:
         self._store, self._rank, self._lowest = store, rank, min(ranks)
-        # The n-th sequence on one rank meets the n-th on the others, as turns of the rank guard.
+        # The n-th sequence on one rank meets the n-th on the others, like turns in rank_guard.py.
         self._number = store.add(f"sequences/{rank}", 1)
         self._sum = self._count = self._compared = 0
         self._next = FIRST
@@ -59,10 +61,10 @@ class RankSequence:
         self._waiting: dict[int, tuple[str, str]] = {}
 
     def note(self, now: Gathered) -> None:
-        """This rank gathers something, or just has.
+        """Note that this rank gathers ``now``, or has just gathered it.
 
         Raises:
-            RankMismatchError: another rank has gathered something else.
+            RankMismatchError: the lowest rank has gathered something else.
         """
         self._sum = zlib.crc32(now.checksum.to_bytes(4, "big"), self._sum)
         self._count += len(now.fqns)
@@ -73,10 +75,10 @@ class RankSequence:
             self._next += min(self._next, PERIOD)
         self._compared += 1
         mine, last = f"{self._count} {self._sum}", "; then ".join(map(_text, self._last))
-        self._sum = 0  # what was told once is not told for ever
+        self._sum = 0  # a difference is reported once, not at every later comparison
         try:
             found = self._exchanged(mine, last)
-        except RuntimeError:  # who has the store may be done, and the others nearly
+        except RuntimeError:  # the process that serves the store may have ended, as all soon will
             return
         for theirs, their_last, own, own_last in found:
             if theirs != own:
@@ -87,7 +89,8 @@ class RankSequence:
                 )
 
     def _exchanged(self, mine: str, last: str) -> list[tuple[str, str, str, str]]:
-        """Sums of the lowest that are there, with what it gathered last, and this rank's."""
+        """Exchange checksums by the store. Gives those of the lowest rank that have arrived, with
+        what it gathered last before each, and the same two of this rank."""
         if self._rank == self._lowest:
             self._store.set(self._key(self._compared), f"{mine}\n{last}")
             self._store.delete_key(self._key(self._compared - _KEPT))
@@ -95,7 +98,7 @@ class RankSequence:
         self._waiting[self._compared] = mine, last
         there = []
         for number in list(self._waiting):
-            # As `get`, which would wait for it; what is not there is empty then.
+            # Like `get`, but without waiting: the value is empty if the key is not there.
             found = self._store.compare_set(self._key(number), "", "").decode()
             if found:
                 theirs, _, their_last = found.partition("\n")
@@ -108,14 +111,14 @@ class RankSequence:
         return f"sequence/{self._number}/{number}"
 
 
-# By the default process group, and the name of the one that gathers.
+# The key is the default process group, then the name of the process group that gathers.
 _sequences: WeakKeyDictionary[Any, dict[str, RankSequence | None]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def note(group: str, now: Gathered) -> None:
-    """See :meth:`RankSequence.note`; ``group`` is the name of the process group that gathers.
-    Nothing happens if this rank is alone in it, or nothing is gathered."""
+    """:meth:`RankSequence.note` for the process group named ``group``, which gathers. Nothing
+    happens if this rank is alone in the group, or if nothing is gathered."""
     if not (group and now.fqns and dist.is_initialized()):
         return
     with _lock:
@@ -128,7 +131,7 @@ def note(group: str, now: Gathered) -> None:
 
 
 def note_reduced(group: str, fqn: str, grad: Tensor) -> None:
-    """The gradient of a parameter is about to be reduced by ``group``; if it is not traced."""
+    """Note that ``group`` is about to reduce the gradient of a parameter, unless it is traced."""
     if type(grad) is Tensor:
         note(group, gathered([f"the gradient of {fqn}"]))
 

@@ -1,4 +1,4 @@
-"""What one rank works at for minutes, and others wait for: whether it goes on, and how it ended."""
+"""Work of minutes that one rank does and the others wait for, with signs of life and a result."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch.distributed as dist
 from simplefsdp.rank_guard import store_of, wait_for
 
 Result = TypeVar("Result")
-_AT_MOST = 10  # times what is waited for a sign of life; who works for longer is stuck
+_AT_MOST = 10  # timeouts that the work may take in all; a worker that takes longer is stuck
 _GOES_ON, _SUCCEEDED, _FAILED = "goes on", "succeeded", "failed"
 
 
 class RankWork:
-    """The work of one of ``ranks``, ``worker``, which gives signs of life. The others wait for each
-    of these for ``timeout_s``, and in all for ten times that.
+    """Work that the rank ``worker`` does, giving signs of life. The other ranks wait up to
+    ``timeout_s`` for each sign; the worker stops giving them after ten times ``timeout_s``.
 
     Args:
         what: the work, for messages: "the code that rank 0 makes".
-        name: the same on all ranks, which come to work of that name equally often.
+        name: the same on all ranks; every rank makes equally many of these objects with this name.
         ranks: global ranks that share the store.
-        worker: the one that does it.
+        worker: the rank that does the work.
         timeout_s: how long to wait for a sign of life.
     """
 
@@ -33,13 +33,13 @@ class RankWork:
     ) -> None:
         self._what, self._worker, self._timeout_s = what, worker, timeout_s
         self._store, self._signs = store_of(ranks), 0
-        # The n-th of this name on one rank is the n-th on the others, whatever else they have done.
+        # The n-th work of this name on one rank meets the n-th of this name on the others.
         turn = self._store.add(f"work/{name}/turns/{dist.get_rank()}", 1)
         self._keys = f"work/{name}/{turn}"
 
     def do(self, work: Callable[[], Result | None]) -> Result | None:
-        """Do it, as the worker; gives what ``work`` gives, None if it did not succeed. What it
-        raises, the others do not hear of."""
+        """Call ``work`` on the worker; gives its result, where None means that it failed. The other
+        ranks hear that it failed, but not which error it raised."""
         ended, until = Event(), time.monotonic() + _AT_MOST * self._timeout_s
 
         def live() -> None:
@@ -62,7 +62,7 @@ class RankWork:
         self._signs += 1
 
     def wait(self) -> bool:
-        """Whether it succeeded, when it has ended.
+        """Wait until the work has ended, on a rank that is not the worker; whether it succeeded.
 
         Raises:
             RankMismatchError: the worker gives no sign of life any more.
@@ -75,7 +75,7 @@ class RankWork:
                 {self._worker: key},
                 self._timeout_s,
                 "It ended, or is stuck; see its log",
-                speaks=lambda: False,  # that another compiles is nothing to warn of
+                speaks=lambda: False,  # another rank's compiling is no reason for a warning
             )
             self._signs += 1
             if (told := self._store.get(key).decode()) != _GOES_ON:

@@ -1,4 +1,4 @@
-"""Numbers and their words, and lists of names."""
+"""Counts and lists of names as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def plural(n: int, word: str) -> str:
 
 
 def counted(counts: Iterable[tuple[str, int]]) -> str:
-    """Counts of kinds, those of nothing left out: ``57 gathers, 57 reduces``."""
+    """Counts of several kinds, without those that are 0: ``57 gathers, 57 reduces``."""
     return ", ".join(plural(n, kind) for kind, n in counts if n) or "none"
 
 

@@ -1,7 +1,7 @@
 """Every private part of PyTorch that this package touches, behind a name of our own.
 
-Each function here has a contract test in ``tests/_torch/test_torch_contract.py`` that fails first,
-and says what moved, when a new release of PyTorch moves it.
+Each function here has a contract test in ``tests/_torch/test_torch_contract.py``. When a new
+release of PyTorch moves a private part, that test fails first, and says which part moved.
 """
 
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,4 +1,4 @@
-"""AOTAutograd and Inductor: a Dynamo graph to code, with our passes on the way."""
+"""Compiles a Dynamo graph with AOTAutograd and Inductor, and runs our passes on the way."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ CompiledFunction = Callable[..., Any]
 
 
 class Passes(NamedTuple):
-    """What Inductor runs of ours."""
+    """Our passes, which Inductor runs."""
 
     before: GraphPass  # mutates the joint graph before Inductor does
-    joint: GraphPass  # mutates it before it is partitioned
+    joint: GraphPass  # mutates the joint graph after that, before it is partitioned
     # Mutates the forward and the backward graph just before they are lowered.
     graph: GraphPass | None
     # Permutes Inductor's scheduler nodes, last of all. Its pickle becomes part of the FX-graph
     # cache's key.
     scheduler: Callable[[list[Any]], list[Any]] | None
-    # Identifies the other passes and all they depend on, for that key; asked for when a graph has
-    # been observed.
+    # Identifies the graph passes and all that they depend on, for that key; called only after the
+    # graph has been observed.
     uuid: Callable[[], str]
 
 
 class Results(NamedTuple):
-    """Who is told of what is compiled."""
+    """The functions that receive compiled code."""
 
-    # Is called with whether a graph is the backward, and its code.
+    # Called for each graph: with whether it is the backward, and with its code.
     code: Callable[[bool, Any], None]
-    # With what ``saved_code.py`` can save, when there is all code; nobody, if None.
+    # Called when all graphs are compiled, with an entry that ``saved_code.py`` can save; may be
+    # None.
     entry: Callable[[Any], None] | None
 
 
@@ -59,7 +60,7 @@ NO_RESULTS = Results(lambda is_backward, code: None, None)
 
 
 def has_settings_for_whole_graphs() -> bool:
-    """Whether the user has given Inductor what regards each graph as a whole."""
+    """Whether the user has set Inductor to run passes over, or wrap the code of, whole graphs."""
     passes = (config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass)
     return any(wrappers().values()) or any(of_user is not None for of_user in passes)
 
@@ -75,20 +76,20 @@ def compile_with_inductor(
     results: Results = NO_RESULTS,
     cut: Cut | AsOne | None = None,
 ) -> CompiledFunction:
-    """Compile ``gm``, which is changed, with Inductor, its settings patched for this compilation
-    only.
+    """Compile ``gm`` with Inductor, whose settings are patched for this compilation only.
 
     Args:
-        gm: the graph.
-        example_inputs: fake ones.
-        passes: ours.
-        observe: called with each graph before it is lowered, also if its code comes from a cache,
-            and whether it is the backward. A function that it gives is the compiled graph: none of
-            the passes but the joint one, nor Inductor, sees it.
-        lowering: makes a context that each graph is lowered in.
-        cudagraphs: capture each graph; if not, as the user's setting of Inductor says.
-        results: told of what is compiled.
-        cut: the joint graph, only if :func:`can_cut`; or there is none, see ``one_graph.py``.
+        gm: the graph; it is changed.
+        example_inputs: fake tensors.
+        passes: our passes.
+        observe: called with each graph before it is lowered, and with whether it is the backward;
+            also if the code comes from a cache. If it returns a function, that is the compiled
+            graph: Inductor and the later passes do not see this graph.
+        lowering: makes the context in which each graph is lowered.
+        cudagraphs: True to capture each graph as a CUDA graph; False to leave Inductor's setting.
+        results: receives the compiled code.
+        cut: changes the joint graph around its partition, only if :func:`can_cut`; or ``AS_ONE``
+            for a graph with its own backward, see ``one_graph.py``.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -148,9 +149,10 @@ def _joint_patches(passes: Passes, cut: Cut | AsOne | None) -> dict[str, Any]:
 
 
 def _static_inputs(graph: GraphModule, kwargs: dict[str, Any], static: set[str]) -> list[int]:
-    """Places of the inputs that stay where they are from step to step, which need no copy. Torch
-    2.15 counts them without the meshes that DTensors bring along, and so takes others for the
-    shards that the forward had, whose names are in ``static``."""
+    """Indices of the inputs whose addresses stay the same from step to step, which need no copy.
+
+    Torch 2.15 counts the backward's inputs without the device meshes that DTensors bring along, and
+    so marks the wrong ones. We find them by name: the forward's names are added to ``static``."""
     names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
     places = set(kwargs.get("static_input_idxs") or ())
     if kwargs.get("is_backward", False):
@@ -159,11 +161,11 @@ def _static_inputs(graph: GraphModule, kwargs: dict[str, Any], static: set[str])
     return sorted(places)
 
 
-# On by default since 2.14 and the last of all: it launches earlier and waits later than planned.
-# What is to run as it stands in the graph (``bucketing="none"``) is not to be moved either.
+# This pass, on by default since 2.14, runs last: it would launch earlier and wait later than
+# planned. With ``bucketing="none"``, too, collectives are to stay where they are in the graph.
 _ORDER_STAYS = {"aten_distributed_optimizations.enable_simple_overlap": False}
 
-# Torch's own passes come after ours, and would bucket again what is bucketed.
+# Torch's own bucketing passes run after ours, and would bucket our buckets again.
 _TORCH_BUCKETING_OFF = {
     "aten_distributed_optimizations.enable_overlap_scheduling": False,
     "bucket_all_gathers_fx": "none",
@@ -176,12 +178,12 @@ def _scheduler_patches(scheduler_pass: Callable[[list[Any]], list[Any]]) -> dict
     patches = {
         "reorder_for_compute_comm_overlap": True,
         "reorder_for_compute_comm_overlap_passes": [scheduler_pass],
-        # 2.12 compares the graphs of all ranks by a collective while it compiles, if a pass like
-        # this is set: a rank that finds its code in the cache would never come to it.
+        # If a pass like this is set, 2.12 compares the graphs of all ranks by a collective during
+        # compilation. A rank that finds its code in the cache would never join the collective.
         "aten_distributed_optimizations.spmd_check": False,
     }
     if config.deterministic:
-        # The scheduler then skips our pass; the order of the FX graph must stand.
+        # The scheduler then skips our pass, so the order of the FX graph must be kept.
         patches["reorder_for_peak_memory"] = False
     return patches
 
@@ -191,8 +193,8 @@ def _stable_mesh_hashes(inputs: Sequence[Any]) -> Iterator[None]:
     """Keep the FX-graph cache warm across processes.
 
     Since 2.12 the meshes of DTensors are inputs of a graph, and the cache's key is a pickle that
-    holds ``DeviceMesh._hash``: Python's hash of strings and None, another one in every process. A
-    mesh holds others: the one it was cut from, and those that were flattened from that one.
+    holds ``DeviceMesh._hash``: Python's hash of strings and None, which differs between processes.
+    A mesh also holds other meshes: the one it was sliced from, and those flattened from that one.
     """
     left = [getattr(value, "real_obj", value) for value in inputs]
     meshes: dict[int, DeviceMesh] = {}
@@ -227,8 +229,8 @@ def compile_with_aot_eager(
 ) -> CompiledFunction:
     """Partition ``gm`` into forward and backward and run both graphs as they are, op by op.
 
-    Arguments as for :func:`compile_with_inductor` and :class:`Passes`. With ``decompose`` the
-    graphs are made of the ops that Inductor would get, to be looked at: they are not to be run.
+    Arguments are as for :func:`compile_with_inductor` and :class:`Passes`. With ``decompose`` the
+    graphs consist of the ops that Inductor would get; they are for inspection, not to be run.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -271,8 +273,9 @@ def compile_with_aot_eager(
 
 
 def make_runnable(graph: GraphModule, graph_pass: GraphPass | None) -> None:
-    """Apply a pass, and let views copy where they must: of what lies otherwise than torch has
-    foretold, as what ``softplus_backward`` makes (2.11 to 2.15), there is none."""
+    """Apply a pass, and replace each view by a reshape, which copies where no view is possible:
+    some results have other strides than torch predicts, as of ``softplus_backward`` (2.11 to 2.15).
+    """
     if graph_pass is not None:
         graph_pass(graph.graph)
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
@@ -285,8 +288,8 @@ def graphs_of(
 ) -> dict[bool, GraphModule]:
     """The forward (False) and backward (True) graph of ``gm``, of the ops that Inductor would get.
 
-    Nothing runs. The state of no random generator is stashed for what the backward recomputes:
-    torch does that in ways that differ by device, and can fail on the CPU's.
+    Nothing runs. The graphs do not save the states of random generators for recomputed ops: torch
+    does that in ways that differ by device, and can fail for the CPU's generator.
     """
     from torch._functorch import partitioners
 

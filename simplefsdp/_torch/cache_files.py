@@ -1,7 +1,7 @@
-"""Where Inductor's caches are, and files of them that were not written to their end.
+"""Our files in the folder of Inductor's caches, and repair of that cache if files were cut short.
 
-A compiler that is killed, or whose disk is full, leaves a shared object or a precompiled header
-that is cut short, under the name of the whole one. Whoever finds it there loads it.
+A compiler that is killed, or whose disk is full, leaves a truncated shared object or precompiled
+header under the name of the complete one. The next process to find such a file loads it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 
-# What the loader says of it, by how much is missing.
+# What the loader says of a truncated shared object, depending on how much is missing.
 _SHORT = re.compile(
     r"ImportError: (?P<path>\S+\.so): (?P<what>file too short|invalid ELF header|"
     r"cannot read file data|ELF load command past end of file)"
 )
-# What g++ says of a header, wherever in it that ends; its command is told before.
+# What g++ says of a truncated header, wherever it ends; the message begins with g++'s command.
 _SHORT_HEADER = re.compile(
     r"CppCompileError: .* -include (?P<path>\S+/precompiled_headers/\S+\.h) .*"
     r"(?P<what>cannot read PCH file|while reading precompiled header)",
@@ -30,8 +30,8 @@ _SHORT_HEADER = re.compile(
 
 @contextmanager
 def broken_files_removed() -> Iterator[None]:
-    """Inside, what is loaded from Inductor's cache and is cut short is removed from it, with a
-    ValueError that says to start again."""
+    """Inside, if loading a truncated file from Inductor's cache fails, the file is removed, and a
+    ValueError tells the user to start again."""
     try:
         yield
     except Exception as error:
@@ -47,8 +47,8 @@ def broken_files_removed() -> Iterator[None]:
 
 
 def cache_folder(name: str) -> Path | None:
-    """A folder of ours in that of Inductor's caches; None if the user wants no caches, or there is
-    no place for them."""
+    """Our subfolder ``name`` of the folder of Inductor's caches; None if the user has turned caches
+    off, or if that folder cannot be made."""
     if config.force_disable_caches or not config.fx_graph_cache:
         return None
     try:
@@ -58,7 +58,7 @@ def cache_folder(name: str) -> Path | None:
 
 
 def read_kept(folder: str, name: str) -> bytes | None:
-    """A file of ours in the folder of Inductor's caches; None if it cannot be read."""
+    """The content of a file that :func:`keep` wrote; None if it cannot be read."""
     place = cache_folder(folder)
     try:
         content = (place / name).read_bytes() if place is not None else None
@@ -70,8 +70,8 @@ def read_kept(folder: str, name: str) -> bytes | None:
 
 
 def keep(folder: str, name: str, content: bytes) -> None:
-    """Write such a file, complete or not at all, and into what
-    ``torch.compiler.save_cache_artifacts`` gives; an OSError if it cannot be written."""
+    """Write a file into our subfolder ``folder`` atomically, and add it to what
+    ``torch.compiler.save_cache_artifacts`` gives. Raises an OSError if it cannot be written."""
     from torch._inductor.codecache import write_atomic
 
     if (place := cache_folder(folder)) is not None:
@@ -96,7 +96,7 @@ CacheArtifactFactory.register(_Kept)
 
 
 def _cut_short(message: str) -> tuple[Path | None, str]:
-    """The file of the cache that an error complains of, if one, and what of it."""
+    """The truncated file of the cache that an error message is about, or None; and its words."""
     if header := _SHORT_HEADER.search(message):
         return Path(header["path"] + ".gch"), header["what"]
     shared = _SHORT.search(message)

@@ -1,8 +1,8 @@
-"""What traced code has changed that was there before, and what a layer holds and so can see.
+"""Changes that traced code has made to existing objects, and the objects that a layer can reach.
 
-Dynamo keeps changes to itself until the graph runs, so guards, which are asked of what is there,
-do not see them. A change is harmless to layers that are taken to be alike if it is the same for
-all of them and if none of them has the changed object by a name of its own. So it is with the
+Dynamo does not carry out changes until the graph runs, so guards, which are checked against the
+real objects, do not see them. A change is harmless for layers that are taken to be alike if it is
+the same for all of them, and if no layer holds a reference to the changed object. An example is the
 global that transformers sets before the first layer.
 """
 
@@ -23,22 +23,23 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute that was set: whose, kept so that its id is no other's; Dynamo's value,
-    likewise; and all of it as text, in which -0.0 is not 0.0, and no empty list is another."""
+    """An attribute that traced code has set. ``owner`` and Dynamo's ``value`` are kept so that
+    their ids stay theirs. ``what`` is the change as text, which is compared: -0.0 is not 0.0 in it,
+    and one empty list is not another."""
 
     owner: Any = field(compare=False)
     value: Any = field(compare=False)
     what: str
 
 
-_MOST = 100_000  # objects that are looked at
+_MOST = 100_000  # objects that held_by() looks at
 _NO_HOLDERS = torch.dtype, torch.device, str, int, float
 _ENDS = (type, ModuleType, CodeType, BuiltinFunctionType, *_NO_HOLDERS)
 
 
 def changes(tx: Any) -> tuple[Change, ...]:
-    """Attributes of global objects that the traced code has set to constants; a LookupError if it
-    has changed something else that was there before."""
+    """The attributes of global objects that the traced code has set to constants. Raises a
+    LookupError if it has changed any other object that existed before."""
     effects = tx.output.side_effects
     held = (item.mutation_type for item in effects.id_to_variable.values())
     if any(isinstance(kind, ValueMutationExisting) and kind.is_modified for kind in held):
@@ -63,10 +64,10 @@ def _change(item: Any, name: str, value: Any) -> Change:
 
 
 def held_by(roots: Iterable[object]) -> dict[int, object]:
-    """All objects that some hold, themselves included, by id.
+    """All objects that can be reached from ``roots``, which are included, by id.
 
-    What functions find among their globals is left out: who reads that reads it by a global's name.
-    A LookupError if there are too many, or one hides what it holds.
+    The globals of functions are not followed: code that reads them reads them by a global name.
+    Raises a LookupError if there are too many objects, or if one hides which objects it holds.
     """
     found: dict[int, object] = {}
     left = list(roots)
@@ -95,13 +96,14 @@ def _of(one: object) -> list[object]:
 
 
 def _globals_of(held: Mapping[int, object]) -> set[int]:
-    """The ids of the globals of those functions that are among ``held``."""
+    """The ids of the ``__globals__`` of all functions among ``held``."""
     return {id(one.__globals__) for one in held.values() if isinstance(one, FunctionType)}
 
 
 class State(NamedTuple):
-    """What a layer found that no guard of its own tells: what the code before it had changed; what
-    it and its arguments hold, and what globals hold that were read until its end, by id."""
+    """What a layer's trace depends on that its own guards do not cover: the changes by the code
+    before it; the objects that the layer and its arguments hold; and the objects that the globals
+    hold which were read up to the end of the layer. Objects are keyed by id."""
 
     changed: tuple[Change, ...]
     held: dict[int, object]
@@ -109,14 +111,15 @@ class State(NamedTuple):
 
 
 def hold_alike(state: State, held: Mapping[int, object]) -> bool:
-    """Whether nothing that only one of two layers holds is in a global that was read, where a layer
-    may find itself, and their functions have the same globals."""
+    """Whether two layers are alike in what they hold: the functions that they hold have the same
+    globals, and no object that only one layer holds is reachable from a global that was read, where
+    a layer may find itself."""
     differs = (state.held.keys() ^ held.keys()) & state.read.keys()
     return not differs and _globals_of(state.held) == _globals_of(held)
 
 
 def bases(source: Any) -> Iterator[Any]:
-    """A source, and what it is of."""
+    """A source, then its base, then the base of that, and so on."""
     while source is not None:
         yield source
         source = getattr(source, "base", None)

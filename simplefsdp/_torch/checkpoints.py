@@ -1,4 +1,4 @@
-"""Torch's distributed checkpoint: its files' reader, given metadata that was read before."""
+"""Loads a distributed checkpoint of torch's, by metadata that was read before."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def storage_info(name: str, offset: int, length: int, transforms: Sequence[str] | None) -> Any:
-    """Where a part of a tensor is: in which file, from which byte on, and how it was changed."""
+    """Where a part of a tensor is stored: file, first byte, length, and the transforms applied."""
     return _StorageInfo(name, offset, length, transforms)
 
 
 def load_by(
     metadata: Metadata, folder: Path, targets: dict[str, Any], *, no_dist: bool = False
 ) -> None:
-    """Fill ``targets``, by key, from the files of ``folder``, of which ``metadata`` tells: tensors
-    in place; anything else is replaced. In this process alone if ``no_dist``, with a process group
-    or not.
+    """Fill ``targets``, by key, from the files of ``folder`` that ``metadata`` describes. Tensors
+    are filled in place; other values are replaced. With ``no_dist`` this process loads alone,
+    whether there is a process group or not.
 
-    Nothing in the files is run: what is no tensor is read by ``torch.load(weights_only=True)``. A
-    ValueError, on all ranks, if a file cannot be read, or has something else in it.
+    Nothing in the files is run: values that are no tensors are read by
+    ``torch.load(weights_only=True)``. Raises a ValueError, on all ranks, if a file cannot be read
+    or holds an object that ``weights_only`` refuses.
     """
     with warnings.catch_warnings():
-        if no_dist:  # it says that torch.distributed is not initialised, which is how it should be
+        if no_dist:  # torch warns that torch.distributed is not initialised, which is fine here
             warnings.simplefilter("ignore")
         try:
             load(
@@ -70,7 +71,7 @@ class _Reader(FileSystemReader):
         for name, items in by_file.items():
             try:
                 super().read_data(replace(plan, items=items), planner).wait()
-            except Exception as error:  # damaged bytes can raise anything; its traceback says it
+            except Exception as error:  # damaged bytes can raise anything
                 raise ValueError(f"{name} cannot be read: {_first_line(error)}") from None
         done: Future[None] = Future()
         done.set_result(None)
@@ -79,7 +80,7 @@ class _Reader(FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """As the one it replaces, which unpickles whatever it gets."""
+        """Like the method it overrides, which unpickles whatever it is given; this one does not."""
         key = read_item.dest_index.fqn
         try:
             found = torch.load(value, map_location="cpu", weights_only=True)
@@ -95,7 +96,8 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _first_line(error: BaseException) -> str:
-    """What is wrong: of a damaged file torch says in a hundred lines how to run what is in it."""
+    """What is wrong, in one line. For a damaged file that is "it is damaged": torch's own message
+    explains in a hundred lines how to run what is in it."""
     if isinstance(error, UnpicklingError):
         return DAMAGED
     line = (str(error).splitlines() or [""])[0][:300]

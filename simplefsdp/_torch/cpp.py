@@ -1,13 +1,13 @@
 """What Inductor does once per machine before its first C++ kernel, begun while a graph is traced.
 
-It tries which vector instructions the compiler knows, and compiles the header of all kernels: 6 s
-of g++ on a new machine (10 if each set of instructions is tried), 0.2 s of looking on a known one,
-and the model waits for it just before its code is generated.
+Inductor tries which vector instructions g++ supports, and precompiles the header of all kernels.
+That takes 6 s of g++ on a new machine (10 s if each instruction set is tried), and 0.2 s of looking
+up on a known one; without this file, the model waits for it just before its code is generated.
 
-Torch compiles, loads and forgets a program of 2 s of g++ for each set of instructions that the
-processor has, before it takes the widest. A kernel with the widest set, which has to be compiled
-anyway for the header, tells as much: where it compiles and loads, the others need not be asked.
-Where it does not, torch asks for each of them, as ever.
+To choose an instruction set, torch compiles and loads a test program, 2 s of g++, for each set that
+the processor has, and takes the widest. A kernel with the widest set has to be compiled anyway for
+the header, and tells as much: if it compiles and loads, the other sets need not be tried. If it
+does not, torch tries each of them, as usual.
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ extern "C" void kernel(float* out) {
 #endif
 }
 """
-"""As torch's: it needs the headers of vectors, and a symbol of theirs from torch's libraries."""
+"""Like torch's test program: it needs the vector headers, and a symbol from torch's libraries."""
 
 
 @functools.cache
 def prepare_cpp() -> Thread:
-    """Begin, in a thread of its own; once per process. Inductor finds what is done by then, and
-    waits for the rest by the locks of its cache; what fails here fails there, and is told.
+    """Begin the preparation in a thread; once per process. Inductor later uses the results, and
+    waits for unfinished ones by the locks of its cache. What fails here fails there again, and is
+    reported there.
 
-    The interpreter waits for the thread as it ends: a compiler that is left alone may be killed,
-    and its half of a header would stay.
+    At exit the interpreter waits for this thread: a compiler that is left running may be killed,
+    and would leave half a header.
     """
-    # Here, since two threads that import torch at once find half of it.
+    # Imported before the thread starts: two threads that import at once see half-made modules.
     import torch.utils.cpp_extension
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     load = CppPythonBindingsCodeCache.load_pybinding
-    # Loading sets it to that, and a variable that is new moves those that C code reads meanwhile.
+    # load_pybinding sets this variable to this value. It is set here already, because adding a new
+    # variable in the thread would move the environment while C code of other threads reads it.
     guards: Any = torch._C._dynamo.guards
     tensor_data_ptr = guards._torchinductor_pyobject_tensor_data_ptr
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(tensor_data_ptr)
@@ -63,22 +65,24 @@ def prepare_cpp() -> Thread:
         except Exception:
             _log.debug("C++ kernels were not prepared", exc_info=True)
 
-    # The user's settings of Inductor are the context's: with others it would prepare, and torch
-    # remember, something else.
+    # The user's settings of Inductor live in the context. With other settings the thread would
+    # prepare the wrong thing, and torch would remember it.
     thread = Thread(target=copy_context().run, args=(prepare,), name="simplefsdp-cpp")
     thread.start()
     return thread
 
 
 def let_compiler_finish() -> None:
-    """For a process that is about to leave without its threads."""
+    """Wait for the thread of :func:`prepare_cpp`, up to 30 s, in a process that is about to exit
+    without waiting for threads."""
     if prepare_cpp.cache_info().currsize:
         prepare_cpp().join(_AT_MOST_S)
 
 
 def pick_by_kernel(compile_kernel: Callable[[], object]) -> None:
-    """Have Inductor take the widest instructions if ``compile_kernel`` succeeds with them, which
-    compiles :data:`KERNEL` as Inductor does, and loads it. Others who ask meanwhile wait."""
+    """Have Inductor take the widest instruction set if ``compile_kernel``, which compiles and loads
+    :data:`KERNEL` as Inductor does, succeeds with it. Other threads that ask Inductor for
+    instruction sets meanwhile wait for the answer."""
     choices = _none_or_widest()
     if choices is None:
         cpu_vec_isa.pick_vec_isa()
@@ -110,13 +114,13 @@ def pick_by_kernel(compile_kernel: Callable[[], object]) -> None:
 
 
 def _wanted() -> tuple[object, ...]:
-    """What the user says of instructions."""
+    """The user's settings that choose instruction sets."""
     return config.cpp.simdlen, config.cpp.vec_isa_ok, os.getenv("ATEN_CPU_CAPABILITY")
 
 
 def _none_or_widest() -> list[Any] | None:
-    """The widest instructions that the processor has, if it has some, and the user wants them; None
-    if the user chose others, or nobody can say."""
+    """The widest instruction set that the processor has, as a list of one; an empty list if it has
+    none or the user wants none; None if the user chose a set, or if the widest is not known."""
     *chosen, capability = _wanted()
     is_x86 = sys.platform == "linux" and platform.machine() == "x86_64"
     if not is_x86 or chosen != [None, None] or not _is_of_context(config):
@@ -125,19 +129,22 @@ def _none_or_widest() -> list[Any] | None:
         return [] if capability == "default" else None
     has = cpu_vec_isa.x86_isa_checker()
     known = (isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= set(has))
-    # Asked now, it tries what it has beside vectors of float, each a program of a few lines.
+    # With this setting bool(isa) compiles no float vectors. It still compiles the programs for
+    # further features of the set, such as AMX, which have a few lines each.
     with config.patch({"cpp.vec_isa_ok": True}):
         return list(islice(filter(bool, known), 1))
 
 
 def _is_of_context(config: Any) -> bool:
-    """Whether a setting is the context's: since torch 2.13. Other threads would see it before."""
+    """Whether ``config.patch`` holds in the current context only, as since torch 2.13. Before that,
+    other threads would see the patched setting."""
     entry = config._config["cpp.vec_isa_ok"]
     return isinstance(getattr(entry, "user_override", None), ContextVar)
 
 
 def _remember_that_it_compiles(isa: Any) -> None:
-    """Where Inductor asks the instructions themselves, AVX2 would try its program after all."""
+    """Cache in ``isa`` that it compiles: Inductor may also call ``bool(isa)`` directly, which would
+    otherwise compile the test program after all, for AVX2."""
     isa.check_build = lambda code: True
     try:
         bool(isa)

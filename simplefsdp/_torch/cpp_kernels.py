@@ -1,14 +1,14 @@
 """The C++ kernels of a graph, compiled by few calls of g++: at most one for each thread.
 
-Inductor makes one call for each kernel, of which four fifths are spent on a header of 160 MB and on
-linking: 13 s for the 24 kernels of a small Llama, 2 s together. A generated module asks for its
-kernels as it is loaded, and waits for them at its end; inside :func:`kernels_together` it gets
-stand-ins, which are replaced by functions of a shared library when all modules of the graph are
-there (``executor="regions"`` has one for each region). Inside :func:`compiled_beside`, g++ compiles
-those of a forward graph while Inductor lowers its backward.
+Inductor calls g++ once per kernel. Four fifths of such a call are spent on a header of 160 MB and
+on linking: 13 s for the 24 kernels of a small Llama, but 2 s if they are compiled together. A
+generated module asks for its kernels while it is loaded, and waits for them at its end. Inside
+:func:`kernels_together` it gets stand-ins instead. These are replaced by functions of a shared
+library when all modules of the graph are loaded (``executor="regions"`` has one module per region).
+Inside :func:`compiled_beside`, g++ compiles a forward's kernels while Inductor lowers its backward.
 
-A library has one function, which is told which kernel is meant. It takes as many pointers as the
-kernel with most; of another one the last are its arguments::
+A library has one function, whose first argument selects the kernel. It has as many pointer
+parameters as the kernel with most; a kernel with fewer takes its arguments from the last ones::
 
     void kernel(int64_t which, void* p0, void* p1, void* p2) {
         switch (which) {
@@ -34,7 +34,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 _log = logging.getLogger(__name__)
-_FEW = 8  # kernels that are not divided among threads: they take as long as what a call costs
+_FEW = 8  # kernels that take g++ about as long as the fixed cost of a call: not worth dividing
 Function = Callable[..., None]
 
 # Nothing but comments, directives and one function, so that it can stand beside others.
@@ -47,29 +47,31 @@ _KERNEL = re.compile(
 
 @dataclass(eq=False)
 class _StandIn:
-    """A kernel that modules asked for."""
+    """Stands for a kernel that modules asked for, until it is compiled."""
 
     argtypes: tuple[str, ...]  # C++ types of its arguments
     source: str  # C++, one function named ``kernel``
-    asked: _Asked  # all of the same graph; itself among them
-    # The modules' dictionaries, and its name there.
+    asked: _Asked  # all kernels of the same graph; this one is among them
+    # Where it stands: the dictionary of each module, and its name in that.
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     function: Function | None = None  # None until it is compiled
 
     def be(self, function: Function) -> None:
-        """Have it called instead, wherever this stands."""
+        """Put the compiled ``function`` in the place of this stand-in in all modules."""
         self.function = function
         for scope, name in self.places:
             scope[name] = function
 
     def __call__(self, *args: Any) -> None:
-        """For a module that runs before the compilation is over, or in spite of its end."""
+        """Finish compiling and call the kernel, for a module that runs before the compilation is
+        over, or although it failed."""
         if self.function is None:
             self.asked.finish()
         cast(Function, self.function)(*args)
 
     def put(self, scope: dict[str, Any], name: str) -> None:
-        """Stand there until it is compiled, which it may be by now."""
+        """Note that a module has this stand-in under ``name``; if the kernel is compiled already,
+        put its function there at once."""
         self.places.append((scope, name))
         if self.function is not None:
             self.be(self.function)
@@ -84,16 +86,17 @@ class _Asked:
     lock: Any = field(default_factory=RLock)
 
     def kernel(self, argtypes: Sequence[str], source: str) -> _StandIn:
-        """A stand-in, the same for all that ask for the same."""
+        """The stand-in of a kernel; one for all modules that ask for the same source."""
         key = tuple(argtypes), source
         return self.kernels.setdefault(key, _StandIn(*key, self))
 
     def begin(self) -> None:
-        """Call g++ for what is not yet compiled; in other threads, if there are any."""
+        """Start g++ for the kernels that are not compiled yet; in the background if Inductor has
+        more than one compile thread."""
         self.begun += _begin([k for k in [*self.kernels.values()] if k.function is None])
 
     def finish(self) -> None:
-        """Put functions into the modules."""
+        """Wait for g++, and put the compiled functions into the modules."""
         with self.lock:
             if not self.begun:
                 self.begin()
@@ -107,8 +110,8 @@ _beside: ContextVar[list[_Asked] | None] = ContextVar("beside", default=None)
 
 @contextmanager
 def kernels_together() -> Iterator[None]:
-    """Inside, this thread's modules of Inductor ask for kernels; at the end there are all, or g++
-    was called for all, inside :func:`compiled_beside`."""
+    """Inside, Inductor modules that this thread loads get stand-ins for their kernels. At the end
+    all kernels are compiled; or, inside :func:`compiled_beside`, g++ has been started for all."""
     _give_stand_ins()
     asked, beside = _Asked(), _beside.get()
     token = _asked.set(asked)
@@ -125,7 +128,8 @@ def kernels_together() -> Iterator[None]:
 
 @contextmanager
 def compiled_beside() -> Iterator[None]:
-    """Inside, nobody waits for the kernels of a graph; at the end there are those of all."""
+    """Inside, nothing waits for the kernels of a graph; at the end those of all graphs are
+    compiled."""
     graphs: list[_Asked] = []
     token = _beside.set(graphs)
     try:
@@ -138,7 +142,8 @@ def compiled_beside() -> Iterator[None]:
 
 @cache
 def _give_stand_ins() -> None:
-    """Once for all threads: who compiles elsewhere gets what torch gives."""
+    """Patch Inductor, once for all threads. Modules that are loaded outside of
+    :func:`kernels_together` get torch's own kernels."""
     from torch._inductor.async_compile import AsyncCompile, kernel_code_log
 
     ask_torch, wait_for_torch = AsyncCompile.cpp_pybinding, AsyncCompile.wait
@@ -161,7 +166,7 @@ def _give_stand_ins() -> None:
 
 
 def _can_be_joined(argtypes: Sequence[str], source: str) -> bool:
-    """Whether it is one function of pointers, and nothing else."""
+    """Whether a source consists of one function, all of whose arguments are pointers."""
     found = _KERNEL.fullmatch(source)
     if found is None or not all(argtype.endswith("*") for argtype in argtypes):
         return False
@@ -179,7 +184,7 @@ def _is_one_block(source: str) -> bool:
 
 
 def _begin(kernels: Sequence[_StandIn]) -> list[Callable[[], None]]:
-    """Call g++; gives what waits for each call."""
+    """Start the calls of g++; gives one function for each call, which waits for it."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -190,8 +195,8 @@ def _begin(kernels: Sequence[_StandIn]) -> list[Callable[[], None]]:
 
 
 def _finish(kernels: Sequence[_StandIn], load: Callable[[], Function]) -> None:
-    """Put the functions of a library, which ``load`` gives when g++ is done, where its kernels
-    stand; ``load`` raises CppCompileError."""
+    """Replace the stand-ins of a library's kernels by its functions. ``load`` waits for g++ and
+    gives the library; if it raises CppCompileError, the kernels are compiled one by one."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.exc import CppCompileError
 
@@ -208,7 +213,8 @@ def _finish(kernels: Sequence[_StandIn], load: Callable[[], Function]) -> None:
 
 
 def _in_parts(kernels: Sequence[_StandIn], most: int) -> list[list[_StandIn]]:
-    """Up to ``most`` parts that take about as long; the same in each process, for the cache."""
+    """Divide kernels into up to ``most`` parts that take about equally long to compile. The
+    division is the same in every process, so that the cache finds the libraries again."""
     parts: list[list[_StandIn]] = [[] for _ in range(min(max(most, 1), -(-len(kernels) // _FEW)))]
     for kernel in sorted(kernels, key=lambda kernel: -len(kernel.source)):
         min(parts, key=lambda part: sum(len(k.source) for k in part)).append(kernel)
@@ -216,7 +222,7 @@ def _in_parts(kernels: Sequence[_StandIn], most: int) -> list[list[_StandIn]]:
 
 
 def _joined(kernels: Sequence[_StandIn]) -> tuple[list[str], str]:
-    """The arguments' types and the source of their library."""
+    """The argument types, and the source, of the library of ``kernels``."""
     most = max(len(kernel.argtypes) for kernel in kernels)
     sources, cases = [], []
     for i, kernel in enumerate(kernels):
@@ -231,9 +237,9 @@ def _joined(kernels: Sequence[_StandIn]) -> tuple[list[str], str]:
 
 
 def _functions(library: Function, kernels: Sequence[_StandIn]) -> list[Function]:
-    """Each kernel of a library, as its module calls it."""
+    """For each kernel of a library, a function with the kernel's own arguments."""
     most = max(len(kernel.argtypes) for kernel in kernels)
-    with _disable_current_modes():  # a fake tensor is nowhere
+    with _disable_current_modes():  # a fake tensor would have no address
         unused = torch.empty(0, device="cpu")
     return [
         partial(library, i, *[unused] * (most - len(kernel.argtypes)))

@@ -1,4 +1,4 @@
-"""How a joint graph is cut into forward and backward, with changes of ours around it."""
+"""How a joint graph is cut into forward and backward, with our changes before and after the cut."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class Cut(NamedTuple):
     """What to do to a joint graph before and after it is cut into forward and backward."""
 
     before: Callable[[Graph], None]  # mutates the joint graph before anything else does
-    # Makes the two graphs anew, of them and of the number of the forward's outputs that are not for
-    # backward.
+    # Makes new graphs from the forward graph, the backward graph, and the number of the forward's
+    # outputs that are not saved for backward.
     after: Callable[[GraphModule, GraphModule, int], tuple[GraphModule, GraphModule]]
-    # Of the joint graph's inputs, the places of those that it has between the two.
+    # ``before`` may remove inputs of the joint graph: the original indices of those that are left.
     kept: Callable[[], Sequence[int]]
 
 
 def can_cut() -> bool:
-    """Whether nobody else wants to see the joint graph."""
+    """Whether a :class:`Cut` is possible: no setting of the user's needs the whole joint graph."""
     if functorch_config.joint_custom_pass is not None:
         return False
-    if functorch_config.activation_memory_budget != 1:  # a share of what all layers would keep
+    if functorch_config.activation_memory_budget != 1:  # a share of all layers' activations
         return False
     users = config.joint_custom_pre_pass, config.joint_custom_post_pass
     return all(of_user in (None, []) for of_user in (*users, config.custom_partitioner_fn))
 
 
 def partitioner(cut: Cut, identity: Callable[[], str]) -> dict[str, Any]:
-    """The setting that has Inductor cut by :func:`cut_in_two`, which its caches can key on."""
+    """The setting that makes Inductor partition by :func:`cut_in_two`; its caches can key on it."""
 
     class _Partitioner(CustomPartitionerFn):
         def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -46,15 +46,15 @@ def partitioner(cut: Cut, identity: Callable[[], str]) -> dict[str, Any]:
             return identity()
 
         def __reduce__(self) -> tuple[Any, ...]:
-            # The key of the FX-graph cache has the settings pickled, this one as it is.
+            # The key of the FX-graph cache is a pickle of the settings, this object among them.
             return str, (identity(),)
 
     return {"custom_partitioner_fn": _Partitioner()}
 
 
 def graph_module(root: GraphModule, graph: Graph) -> GraphModule:
-    """A module of ``graph``, with the attributes of ``root``, whose Python is only made if it is
-    run: for a deep graph that takes a second."""
+    """A module of ``graph``, with the attributes of ``root``. Its Python code is generated only if
+    the module is run: for a deep graph that takes a second."""
     with _use_lazy_graph_module(True):
         return _make_graph_module(root, graph)
 
@@ -67,7 +67,8 @@ def copied(gm: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
 
 
 def cut_in_two(cut: Cut, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-    """What torch's own partitioner gives, changed as ``cut`` says; arguments as that one's."""
+    """Partition ``joint`` by torch's min-cut partitioner, then change the two graphs as ``cut``
+    says. The arguments are those of the partitioner."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     static = kwargs.pop("static_lifetime_input_indices", None)
@@ -84,13 +85,13 @@ def cut_in_two(cut: Cut, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -
 
 
 def _print_where_wanted(gm: GraphModule) -> None:
-    """Let AOTAutograd have no text of ``gm`` where nobody reads it: it asks in any case, and for a
-    deep graph that takes a second."""
+    """Give AOTAutograd an empty text of ``gm`` unless it is logged: AOTAutograd always asks for the
+    text, which takes a second for a deep graph."""
     log = _internal.getArtifactLogger("torch._functorch._aot_autograd.graph_compile", "aot_graphs")
     if not _internal.trace_log.handlers and not log.isEnabledFor(logging.INFO):
         gm.print_readable = _no_text  # type: ignore[method-assign,assignment]
 
 
 def _no_text(*_: object, **__: object) -> str:
-    """A function with a name: the keys of Inductor's cache are pickles of graphs."""
+    """An empty text. This is no lambda, because the keys of Inductor's cache pickle graphs."""
     return ""

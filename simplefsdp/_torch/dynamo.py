@@ -1,4 +1,4 @@
-"""What Dynamo traces, where it is, and what it does with errors."""
+"""What Dynamo traces, where in the code it is, and how it handles errors of a backend."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from torch._dynamo.trace_rules import is_callable_allowed
 from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
-# Where code is not the user's.
+# Code in these folders is not the user's.
 _OURS = str(Path(__file__).parents[1]) + os.sep
 
 _TORCHS = str(Path(torch.__file__).parent) + os.sep
-_numbers = itertools.count(1)  # of codes
+_numbers = itertools.count(1)  # for the names of with_own_code()
 
 
 def is_checkpoint_region(node: Node) -> bool:
@@ -41,7 +41,7 @@ def is_checkpoint_region(node: Node) -> bool:
 
 
 def has_policy(body: GraphModule) -> bool:
-    """Whether the user says of a checkpointed body what to keep (``context_fn``)."""
+    """Whether the user chose what a checkpointed body saves (``context_fn``)."""
     return body.meta.get("_checkpoint_context_fn") is not None
 
 
@@ -56,22 +56,22 @@ def is_allowed_in_graph(function: Callable[..., Any]) -> bool:
 
 
 def trace_without(cls: type[torch.Tensor]) -> None:
-    """Let Dynamo leave alone what is done to tensors of ``cls``."""
+    """Have Dynamo not trace operations on tensors of ``cls``."""
     torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
 
 
 def run_as_it_is(function: Callable[..., Any]) -> None:
-    """Let no call of ``function`` become a graph of its own, nor what it calls: where Dynamo cannot
-    take a frame, it goes on with each function that the frame calls. Called from a frame that it
-    can take, ``function`` is traced as ever."""
+    """Keep Dynamo from starting a graph at ``function``, or at what it calls. (Where Dynamo cannot
+    compile a frame, it tries each function that the frame calls.) If Dynamo does compile the frame
+    that calls ``function``, it traces the call as usual."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def left_alone_by_dynamo(error: Exception, frame: FrameType) -> Exception:
-    """``error`` as an exception that a backend can raise and its user gets: same type, same words;
-    the part of its traceback that the user is to see begins at ``frame``."""
+    """``error`` as an exception that Dynamo passes on to the user when a backend raises it: same
+    type, same words. The part of the traceback that the user sees begins at ``frame``."""
     alone: Exception = _left_alone(type(error))(str(error), first_useful_frame=frame)
     alone.__dict__.update(error.__dict__)
     return alone
@@ -84,7 +84,7 @@ def _left_alone(kind: type[Exception]) -> type[Any]:
         self._torch_dynamo_tracer_output = self.frame_exec_strategy = None
         self.message = message
 
-    # Dynamo adds advice to the arguments, for those who debug it.
+    # __str__ leaves out the debugging advice that Dynamo adds to an exception's arguments.
     members = {
         "__init__": __init__,
         "__str__": lambda self: self.message,
@@ -96,8 +96,8 @@ def _left_alone(kind: type[Exception]) -> type[Any]:
 
 
 def is_skipped_by_dynamo(module: nn.Module) -> bool:
-    """Whether ``module``, whose forward runs eagerly now, was called compiled: the caller stands on
-    the stack, and nobody has asked for eager code."""
+    """Whether the forward of ``module``, which runs eagerly now, should run compiled: a compiled
+    call is on the stack, and the user has not asked for eager code (config or stance)."""
     if module._compiled_call_impl is None or config.disable:
         return False
     stance = eval_frame._stance.stance
@@ -105,20 +105,20 @@ def is_skipped_by_dynamo(module: nn.Module) -> bool:
 
 
 def with_own_code(function: Any, name: str) -> Any:
-    """``function`` with code of its own, under a name that no other has. By code Dynamo counts what
-    it compiles, and gives up on one after an exception. By file, line and name it remembers which
-    sizes have differed between calls, and leaves them open in the first call of another function.
-    """
+    """``function`` with a code object of its own, under a unique name, so that Dynamo does not mix
+    it up with others. Dynamo counts compilations, and gives up after an exception, by code object.
+    By file, line and name it remembers which sizes have differed between calls, and makes these
+    symbolic at once in another function of that name."""
     function.__code__ = function.__code__.replace(co_name=f"{name} {next(_numbers)}")
     return function
 
 
 def breaks_the_graph(error: BaseException) -> bool:
-    """Whether Dynamo makes a graph break of ``error``, raised by a backend: an operator whose
-    output depends on data, say, that AOTAutograd meets.
+    """Whether Dynamo turns ``error``, which a backend raised, into a graph break. An example is
+    AOTAutograd's error about an operator whose output shape depends on data.
 
-    It does not where the user allowed a function in the graph, as we allow ``gather``; from here
-    on, for the graph that is being compiled, it does.
+    Dynamo would not do so if the graph has a function that was allowed in it, as we allow
+    ``gather``. This call makes Dynamo do so for the graph that is being compiled.
     """
     if not isinstance(error, exceptions_allowed_to_be_fallback):
         return False
@@ -128,7 +128,7 @@ def breaks_the_graph(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Why Dynamo ended a graph early, and where: frames outermost first."""
+    """Why Dynamo ended a graph early, and where: the stack, outermost frame first."""
 
     reason: str
     stack: tuple[traceback.FrameSummary, ...]
@@ -143,18 +143,18 @@ def graph_break_of(gm: GraphModule) -> GraphBreak | None:
 
 
 def assigns_data(cut: GraphBreak) -> bool:
-    """Whether a graph broke at ``tensor.data = ...`` of a tensor that was made in it."""
+    """Whether a graph broke at ``tensor.data = ...``, for a tensor that was made in the graph."""
     return cut.reason.startswith("Failed to mutate tensor data attribute")
 
 
 def backend_traced_for() -> str | None:
-    """The name of the backend that Dynamo traces a graph for now; None if it traces none."""
+    """The name of the backend for which Dynamo traces now; None if it traces nothing."""
     tracer = _tracer()
     return None if tracer is None else str(getattr(tracer.output.compiler_fn, "__name__", ""))
 
 
 def inlines(prefix: str) -> bool:
-    """Whether Dynamo traces now inside a call of a function whose name begins so."""
+    """Whether Dynamo now traces inside a call of a function whose name begins with ``prefix``."""
     tracer = _tracer()
     tracer = tracer and tracer.output.current_tx
     while tracer is not None:
@@ -165,9 +165,10 @@ def inlines(prefix: str) -> bool:
 
 
 def guarded(question: Callable[[], bool]) -> bool:
-    """The answer to a question; what Dynamo traces now runs only where it is the same."""
+    """The answer to ``question``. If Dynamo traces now, a guard asks it again before the compiled
+    code runs: another answer recompiles."""
     answer = question()
-    if _tracer() is None:  # Dynamo itself looks at an attribute, after it has traced
+    if _tracer() is None:  # after a trace, Dynamo itself reads attributes that call this
         return answer
 
     def create(builder: Any, _: Any) -> None:
@@ -180,7 +181,7 @@ def guarded(question: Callable[[], bool]) -> bool:
 
 
 def _tracer() -> Any:
-    """What Dynamo traces with now; None if it traces nothing."""
+    """The translator with which Dynamo traces now; None if it traces nothing."""
     try:
         return InstructionTranslator.current_tx()
     except AttributeError:
@@ -188,7 +189,7 @@ def _tracer() -> Any:
 
 
 class CodePlace(NamedTuple):
-    """What a function is known by, whatever Dynamo made of its code."""
+    """Identifies a function, also if Dynamo has replaced its code object."""
 
     file: str
     line: int
@@ -200,21 +201,21 @@ def _place_of(code: CodeType) -> CodePlace:
 
 
 def place_being_compiled() -> CodePlace | None:
-    """The function whose graph Dynamo hands to a backend now; None if it does not."""
+    """The function that Dynamo compiles now; None if it compiles none."""
     tracer = _tracer()
     return None if tracer is None else _place_of(tracer.f_code)
 
 
 def place_called() -> CodePlace | None:
-    """The outermost of the functions that run compiled, which the user's call began with; None if
-    none does: it is being compiled."""
+    """The function that the outermost ``torch.compile`` call on the stack runs; None if there is no
+    such call, or if the function is still being compiled."""
     found: CodePlace | None = None
     inner: CodePlace | None = None  # the last function on the way out that is not torch's own
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         place = _place_of(frame.f_code)
         if place.file == convert_frame.__file__:
-            inner = None  # what the compiler has called
+            inner = None  # a function that the compiler has called
         elif place.file == eval_frame.__file__ and place.name == "compile_wrapper":
             found = inner
         elif not place.file.startswith(_TORCHS):
@@ -224,8 +225,8 @@ def place_called() -> CodePlace | None:
 
 
 def code_number() -> int | None:
-    """Dynamo's number of the code that it compiles, one for all graphs that it makes of that; None
-    if it compiles none."""
+    """Dynamo's number of the code object that it compiles now, the same for all graphs of that
+    code; None if it compiles none."""
     found = CompileContext.current_compile_id()
     return None if found is None else found.frame_id
 
@@ -260,33 +261,35 @@ def line_of(node: Node | None) -> str:
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Add a text to what ``TORCH_TRACE`` collects (tlparse shows it); nothing is made without."""
+    """Add a text to what ``TORCH_TRACE`` collects, which tlparse shows. ``text`` is only called if
+    a trace is collected."""
     torch._logging._internal.trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
 
 
 def is_traced() -> bool:
-    """Whether ``TORCH_TRACE`` collects what is compiled."""
+    """Whether ``TORCH_TRACE`` collects a trace of what is compiled."""
     internal = torch._logging._internal
     own = [h for h in internal.trace_log.handlers if isinstance(h, internal.LazyTraceHandler)]
     return any(handler.root_dir or handler.stream for handler in own)
 
 
 def reset_with_dynamo(backend: Callable[..., Any]) -> None:
-    """Let ``torch.compiler.reset()`` call ``backend.reset()``, if it has one; Dynamo does so only
-    for what ``torch.compile`` was called for since the last one, not for what was compiled again.
-    """
+    """Have ``torch.compiler.reset()`` call ``backend.reset()``, if there is one. By itself Dynamo
+    does so only for backends of ``torch.compile`` calls since the last reset, and forgets those of
+    earlier calls, whose functions may have been recompiled since."""
     cached_backends.setdefault(id(backend), backend)
 
 
 def compile_modules_of_torch_too(backend: str, function: str = "") -> None:
     """Have ``module.compile(backend=backend)`` compile a module of torch's own as one graph.
 
-    Dynamo starts at no function of torch's, so ``nn.Sequential(...).compile()`` runs as it is, and
-    the backend never hears of it. ``torch.compile(module)`` puts a function in front, where Dynamo
-    starts; so does this, for ``backend`` only, which may be given by the full name of its
-    ``function``, too. Since 2.14 torch does so itself.
+    Dynamo starts no graph at a function of torch's own, so ``nn.Sequential(...).compile()`` would
+    run eagerly, and the backend would never be called. ``torch.compile(module)`` calls the module
+    from a wrapper, at which Dynamo starts. This adds such a wrapper, but only for ``backend``. The
+    user may pass it by name, or as the function whose full name is ``function``. Since 2.14 torch
+    does so itself.
     """
     if torch.__version__ >= "2.14":
         return
@@ -312,8 +315,8 @@ def compile_modules_of_torch_too(backend: str, function: str = "") -> None:
 
 
 def name_backend(name: str, module: str) -> None:
-    """Have ``torch.compile`` know a backend by name where its package is only on the path, and not
-    installed; its module is imported when it is asked for."""
+    """Make a backend known to ``torch.compile`` by name, also if its package is not installed but
+    only on the path. Its module is imported at the first use."""
     place = EntryPoint(name, f"{module}:{name}", "torch_dynamo_backends")
     registry._BACKENDS.setdefault(name, place)
 

@@ -9,8 +9,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, NoneType)
 
 
 def exactly(value: Any) -> Any:
-    """What is equal for two constants only if no code can tell them apart: 1, 1.0 and True differ,
-    and so do 0.0 and -0.0. What is none is given back."""
+    """A value that is equal for two constants only if no code can tell these apart: 1, 1.0 and True
+    differ, and so do 0.0 and -0.0. An argument that is no constant is returned unchanged."""
     if type(value) in (tuple, list):
         return type(value), tuple(map(exactly, value))
     return (type(value), repr(value)) if is_plain(value) else value

@@ -1,4 +1,4 @@
-"""``DTensor.full_tensor``, of which some tensors are gathered otherwise."""
+"""Patches ``DTensor.full_tensor``, so that some tensors are gathered in another way."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _of_torch = DTensor.full_tensor
 def handle_full_tensor(
     handler: Callable[[DTensor], Tensor | None], looks_handled: Callable[[DTensor], bool]
 ) -> None:
-    """Have ``full_tensor()`` of leaves that want a gradient done otherwise, where it is called
-    without ``grad_placements``.
+    """Have ``handler`` do ``full_tensor()`` for leaf tensors that require a gradient, if it is
+    called with grad mode on and without ``grad_placements``.
 
     Args:
-        handler: gives the full tensor, or None to have torch give it.
-        looks_handled: of what stands for a leaf while Dynamo traces: whether ``handler`` may give
-            it. The graph breaks there.
+        handler: gives the full tensor, or None to have torch gather it.
+        looks_handled: while Dynamo traces, a fake tensor stands for the leaf: says whether
+            ``handler`` may be responsible for such a leaf. If so, the graph breaks there.
     """
 
     @functools.wraps(_of_torch)
@@ -43,8 +43,8 @@ def handle_full_tensor(
 
 
 def _break_the_graph() -> None:
-    """Called where Dynamo runs a node on what stands for its inputs: the call is no part of the
-    graph then."""
+    """Raise what makes Dynamo break the graph. This is called while Dynamo runs a node on fake
+    tensors; the node is then left out of the graph."""
     raise UnsupportedFakeTensorException(
         "full_tensor() of a parameter is not traced: its gradient is reduced over ranks; read the "
         "parameter in a forward (see simplefsdp.register_forward_method), write a penalty as "

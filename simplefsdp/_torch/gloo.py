@@ -1,11 +1,11 @@
-"""All-gathers of CPU tensors over gloo, on a way on which torch does not corrupt memory.
+"""All-gathers of CPU tensors over gloo, by a code path that does not corrupt memory.
 
-Functional all-gathers end in ``ProcessGroupGloo::allgather_coalesced``. Where several are in
-flight, a rank dies of it by SIGSEGV or "double free or corruption", or waits for ever, seldom in
-training and in seconds where nothing else is done: ``benchmarks/gloo_gathers.py`` shows it with
-torch alone. ``ProcessGroupGloo::allgather``, which FSDP2 takes, does not do that. So the two
-operators are led there for groups that use gloo for CPU tensors; complex numbers as pairs of real
-ones. Lists of several dtypes, which are never ours, are left to torch.
+Functional all-gathers end in ``ProcessGroupGloo::allgather_coalesced``. If several are in flight, a
+rank may die of SIGSEGV or "double free or corruption", or hang: seldom in training, but within
+seconds if nothing else is done. ``benchmarks/gloo_gathers.py`` shows it with torch alone.
+``ProcessGroupGloo::allgather``, which FSDP2 uses, does not do that. So for groups that use gloo for
+CPU tensors, both functional all-gather operators are routed there; complex numbers go as pairs of
+real ones. Lists of several dtypes, which we never gather, are left to torch.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _ops: Any = getattr(torch.ops, _OPERATORS)
 
 @cache
 def mend_gloo_gathers() -> torch.library.Library:
-    """Lead the functional all-gathers of this process to what is safe over gloo; done once."""
+    """Route the functional all-gathers of this process to the safe path over gloo; done once."""
     library = torch.library.Library(_OPERATORS, "IMPL")
     _override(library, "all_gather_into_tensor", _gather)
     _override(library, "all_gather_into_tensor_coalesced", _gather_coalesced)
-    return library  # kept by the cache, and the kernels by it
+    return library  # the cache keeps the library alive, and the library its kernels
 
 
 def _override(library: torch.library.Library, name: str, safe: Callable[..., Any]) -> None:
-    """Give operator ``name`` the kernel ``safe`` for gloo; torch's own stays for all else."""
+    """Give operator ``name`` the kernel ``safe`` for gloo; other calls go to torch's kernel."""
     before = torch.library.get_kernel(f"{_OPERATORS}::{name}", "CPU")
 
     def kernel(keys: Any, gathered: Any, ranks: int, group: Any) -> Any:
@@ -72,7 +72,7 @@ def _gather(shard: Tensor, ranks: int, group: Any) -> Tensor:
 
 
 def _gather_coalesced(shards: list[Tensor], ranks: int, group: Any) -> list[Tensor]:
-    """As one gather of a flat buffer: gloo takes most of a millisecond for each one in flight."""
+    """Gather all shards as one flat buffer: gloo takes most of a millisecond for each gather."""
     if len(shards) == 1:
         return [_gather(shards[0], ranks, group)]
     flat = _gather(torch.cat([shard.reshape(-1) for shard in shards]), ranks, group)
@@ -87,13 +87,13 @@ def _gather_coalesced(shards: list[Tensor], ranks: int, group: Any) -> list[Tens
 
 
 def _room(shard: Tensor, ranks: int) -> Tensor:
-    """For the shards of all ranks, one after the other."""
+    """An empty tensor for the shards of all ranks, one after the other."""
     rows, *rest = shard.shape or (1,)
     return shard.new_empty((ranks * rows, *rest))
 
 
 class _Transfer:
-    """A gather that several tensors wait for; one that failed has failed for all of them."""
+    """A gather that several tensors wait for; if it fails, waiting for each of them raises."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat: Tensor | None = flat
@@ -113,7 +113,7 @@ class _Transfer:
 
 
 class _Copy(dist.Work):
-    """What ``wait_tensor`` waits for: a transfer, and the copy of a tensor's part of it."""
+    """The work that ``wait_tensor`` waits for: a transfer, then the copy of one tensor from it."""
 
     def __init__(self, transfer: _Transfer, arrived: Tensor, full: Tensor) -> None:
         super().__init__()
@@ -123,6 +123,6 @@ class _Copy(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:  # the group's timeout holds
         self._transfer.wait()
-        with torch.inference_mode():  # in which the tensor may have been made
+        with torch.inference_mode():  # the tensor may have been made in inference mode
             self._full.view(self._arrived.shape).copy_(self._arrived)
         return True

@@ -1,7 +1,8 @@
-"""A Dynamo graph, and all of torch that its compilation depends on, as a key.
+"""A key for a Dynamo graph together with everything in torch that its compilation depends on.
 
-What is in doubt is refused: a function that is neither torch's nor ours, since somebody may change
-it and keep its name; a value whose text does not say all of it; a tensor that the graph holds.
+A graph has no key if there is any doubt: if it calls a function that is neither torch's nor ours,
+since somebody may change that and keep its name; if a value's text does not describe it completely;
+or if the graph holds a tensor.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ _META = ("custom", "recompute", "ac_graph_id")
 
 
 class UnknownGraphError(Exception):
-    """No text says all that a compilation depends on."""
+    """No text describes everything that a compilation depends on, so there is no key."""
 
 
 def key_of_graph(
     gm: GraphModule, example_inputs: Sequence[Any], more: Sequence[str], gather: Any
 ) -> str:
-    """The same only for what compiles to the same code: a graph, its inputs, and in ``more``
-    whatever else that depends on; ``gather`` is a function in it that depends on no rank. Raises if
-    there is no such key."""
+    """A key that is equal only for compilations that give the same code. It covers a graph, its
+    inputs, and the lines of ``more``, which are all else that the code depends on. ``gather`` is a
+    function in graphs that does not depend on the rank. Raises UnknownGraphError if there is no
+    such key."""
     settings, inputs = _settings(gm, example_inputs), _inputs(gm, example_inputs, gather)
     lines = itertools.chain(more, settings, inputs, _nodes(gm))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -55,8 +57,8 @@ def meshes_of(example_inputs: Sequence[Any]) -> list[DeviceMesh]:
 
 
 def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
-    """Of torch's version and settings, and of the machine, what torch's own caches ask for, and
-    what they do not."""
+    """torch's version and settings, and the machine, as torch's own caches key on them; then the
+    settings that those caches leave out."""
     from torch._inductor.codecache import FxGraphCache, FxGraphCachePickler, FxGraphHashDetails
 
     _refuse_settings()
@@ -64,7 +66,7 @@ def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
         FxGraphCache._check_can_cache(gm, example_inputs, {})
         with triton_by_version(gm, example_inputs):
             details = FxGraphHashDetails(gm, example_inputs, {}, [])
-        vars(details).update(gm=None, example_inputs=())  # which are told otherwise
+        vars(details).update(gm=None, example_inputs=())  # _nodes and _inputs cover these
         yield FxGraphCachePickler(gm).get_hash(details)
     except Exception as error:
         raise UnknownGraphError(f"torch's settings have no key: {error}") from error
@@ -95,7 +97,7 @@ def _settings(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
 
 
 def wrappers() -> dict[str, bool]:
-    """Inductor's settings of what its code is wrapped in, and whether the user has set them."""
+    """Inductor's settings that wrap the code of a graph, and whether the user has set them."""
     return {
         "triton.cudagraphs": config.triton.cudagraphs,
         "cpp_wrapper": config.cpp_wrapper,
@@ -104,7 +106,7 @@ def wrappers() -> dict[str, bool]:
 
 
 def _refuse_settings() -> None:
-    """Refuse what no text tells, and what code is not kept under."""
+    """Refuse settings that no text describes, and those under which code is not saved."""
     refused = {
         "joint_custom_pass": functorch_config.joint_custom_pass is not None,
         "enable_autograd_cache": not functorch_config.enable_autograd_cache,
@@ -130,9 +132,9 @@ def _inputs(gm: GraphModule, example_inputs: Sequence[Any], gather: Any) -> Iter
 
 
 def _is_of_any_rank(gm: GraphModule, example_inputs: Sequence[Any], gather: Any) -> bool:
-    """Whether code is the same on all ranks of equal shards and groups; in doubt it is not, nor on
-    a GPU, which it names. Who computes with a DTensor asks for its place in a mesh; ``gather`` asks
-    for none, of its parameter."""
+    """Whether the code is the same on all ranks that have equal shards and groups. In doubt it is
+    not, nor on a GPU, whose index is in the code. Operators on a DTensor depend on the rank's place
+    in the mesh; ``gather`` of a parameter does not."""
     if any(v.device.type != "cpu" for v in example_inputs if isinstance(v, Tensor)):
         return False
 
@@ -198,7 +200,7 @@ def _target(gm: GraphModule, node: Node) -> str:
             raise UnknownGraphError(f"{target} is none of torch's own operators")
         return str(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return target.name()  # of which FxGraphCache has been asked
+        return target.name()  # _settings has asked FxGraphCache whether it can be cached
     return _function(node, target)
 
 
@@ -235,7 +237,7 @@ def _text(value: Any, text: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """What is told of a value that Dynamo saw, or of an input."""
+    """The text of an input, or of a value that Dynamo saw."""
     if type(value) is DTensor:
         placements = _text(value.placements, _value)
         whole = f"{_layout(value)} {placements} {_of_mesh(value.device_mesh)}"
@@ -260,5 +262,5 @@ def _strides(value: Tensor) -> tuple[Any, ...]:
 
 
 def _is_of_torch(value: object) -> bool:
-    """Whether a value is of one of torch's own kinds, which have no code of somebody else's."""
+    """Whether a value's class is torch's or ours, so that no code of others is behind it."""
     return type(value).__module__.partition(".")[0] in ("torch", *OURS)

@@ -1,4 +1,4 @@
-"""Torch's initialisers of parameters: what they draw into other tensors."""
+"""Torch's initialisers of parameters that draw into a tensor other than the parameter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 
 def filled_by_trunc_normal() -> Tensor | None:
-    """What ``trunc_normal_`` is filling, if it is its caller who asks; what it rejects, it draws
-    again into another tensor."""
+    """The tensor that ``trunc_normal_`` is filling, if this is called from inside of it; else None.
+    ``trunc_normal_`` redraws rejected values into another tensor before it copies them there."""
     filling = nn.init._no_grad_trunc_normal_.__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not filling:

@@ -1,8 +1,9 @@
-"""Forward, backward and what comes after them, traced as one graph.
+"""Recomputation in a graph that has forward, backward and update in one.
 
 AOTAutograd cuts a joint graph in two, and chooses what the forward saves and what the backward
-computes again. Of a graph that computes its gradients itself it has nothing to cut, and all is
-saved. So that graph is cut here, as AOTAutograd would, and the two are put one behind the other::
+recomputes. A graph that computes its gradients itself is not cut, so all activations would be kept.
+Therefore this file cuts such a graph as AOTAutograd would, and appends the second part to the first
+again::
 
     forward ─ loss ─ backward ─ update        cut where the gradient begins, at the last input
     forward ─ saved ─▶ recompute, backward, update
@@ -23,33 +24,33 @@ from simplefsdp._torch.cut import graph_module
 AsOne = Literal["as one"]
 AS_ONE: Final = "as one"
 _COPY = torch.ops.aten.copy_.default
-# By a name that has "tangents" in it the partitioner knows where a backward begins; and once more
-# in the backward that it has taken out, whose inputs are called as nodes here are, to put what is
-# computed again where it is used.
+# The partitioner takes an input whose name has "tangents" in it for the beginning of the backward.
+# It does so twice: in the graph, and in the backward that it has extracted, where it moves what is
+# recomputed to where that is used. The inputs of the extracted graphs are named as the nodes here.
 _TANGENT = "tangents_1"
 
 
 def partitioning() -> AbstractContextManager[None]:
-    """How AOTAutograd is to choose what backward computes again.
+    """Settings with which AOTAutograd chooses what the backward recomputes.
 
-    It saves no views, but what they are views of. Of a view it takes no notice when that is written
-    to before backward, and gradients are silently wrong, as torch's are (2.11 to 2.15) where
-    Inductor has removed a clone that the user made against this, of a memory bank's queue, as one
-    in vain; of an input autograd takes notice, and raises.
+    It saves no views, but the tensors that they are views of. If an input is written to before
+    backward and only a view of it was saved, autograd does not notice, and gradients are silently
+    wrong: torch has this bug (2.11 to 2.15) where Inductor removes, as redundant, a clone that the
+    user made to prevent it, of a memory bank's queue. If the input was saved, autograd raises.
 
-    And it leaves a graph with its own backward alone: it knows nothing of what the cut chooses, and
-    refuses random ops (since 2.12).
+    torch's own recomputation in a graph with its own backward is off: it does not know what the cut
+    here chooses, and refuses random ops (since 2.12).
     """
     return config.patch(recompute_views=True, remat_using_tags_for_fwd_loss_bwd_graph=False)
 
 
 def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:
-    """``gm`` with that computed again which a backward of its own would compute again; it is made
-    of aten operators, functional but for copies into inputs at the end, and changed.
+    """A graph like ``gm`` that recomputes what a separate backward graph would recompute.
 
-    Its gradients begin with its last input. ``static`` are places of inputs that stay where they
-    are, which it costs nothing to keep. A ValueError if its backward would be told the state of
-    random numbers, which one graph has not.
+    ``gm``, which is changed, has aten operators only, functional except for copies into inputs at
+    its end. Its backward begins with its last input, the gradient of the loss. ``static`` are the
+    indices of inputs that stay at their addresses, so that keeping them costs nothing. Raises a
+    ValueError if the backward would need a random generator's state, which one graph cannot pass.
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -72,7 +73,7 @@ def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:
     known = {node.name: graph.node_copy(node) for node in inputs}
     known[seed.name].target = name
     found = [value for part in parts for value in _appended(graph, part, known)]
-    # Between the two stands what is saved, which is not among what the graph was asked for.
+    # In between are the values that the forward saves, which are no results of the graph.
     asked = [*found[: len(early)], *found[len(found) - len(late) :]]
     made = dict(zip([*early, *late], asked, strict=True))
     for target, value in copies.items():
@@ -83,7 +84,7 @@ def as_if_cut(gm: GraphModule, static: Sequence[int] = ()) -> GraphModule:
 
 
 def _renamed(graph: Graph, old: Node, name: str) -> Node:
-    """An input of that name in the place of another."""
+    """Replace the input ``old`` by one with another name."""
     with graph.inserting_before(old):
         new = graph.placeholder(name)
     new.meta.update(old.meta)
@@ -93,7 +94,7 @@ def _renamed(graph: Graph, old: Node, name: str) -> Node:
 
 
 def _take_copies(graph: Graph) -> dict[Node, Node]:
-    """What is copied into each input at the end of ``graph``; the copies are taken out of it."""
+    """Remove the copies into inputs at the end of ``graph``; gives what each input is to hold."""
     found = {}
     for node in graph.find_nodes(op="call_function", target=_COPY):
         target, value = node.args[:2]
@@ -113,8 +114,8 @@ def _downstream(node: Node) -> set[Node]:
 
 
 def _appended(graph: Graph, part: GraphModule, known: dict[str, Node]) -> list[Any]:
-    """Copy the nodes of a part behind those of ``graph``; gives its results. ``known`` are nodes of
-    the whole by name: what the part takes is there, and what it makes is added."""
+    """Append the nodes of ``part`` to ``graph``; gives the results of ``part``. ``known`` has the
+    nodes of ``graph`` by name: the inputs of ``part`` are found there, and its nodes are added."""
     copied: dict[Node, Node] = {}
     again: list[Node] = []
     for node in part.graph.nodes:
@@ -132,7 +133,8 @@ def _appended(graph: Graph, part: GraphModule, known: dict[str, Node]) -> list[A
             known[node.name] = copied[node]
     output: Any = part.graph.output_node()
     results = [copied[r] if isinstance(r, Node) else r for r in output.args[0]]
-    # A collective counts as used. Whose parameter is only updated, its gather is not made again.
+    # A collective has side effects, so the partitioner never drops it: a recomputed gather whose
+    # result nothing reads, as if its parameter is only updated, is removed here.
     for node in reversed(again):
         if not node.users and node not in results:
             graph.erase_node(node)

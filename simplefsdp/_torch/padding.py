@@ -1,8 +1,8 @@
-"""Which matmuls Inductor pads, decided without a clock, and so alike on all ranks.
+"""Decides by a rule which matmuls Inductor pads, so that all ranks decide alike.
 
-Inductor pads the rows of matmuls that do not begin at multiples of 16 bytes (a vocabulary of 50257,
-say), where that is faster. It finds out by timing both, on each rank, in the joint graph: ranks
-would partition other graphs, and then launch other collectives. Here a rule decides instead.
+Inductor pads matrices whose rows do not begin at multiples of 16 bytes (with a vocabulary of 50257,
+say), if the matmul is faster so. It times both variants, on each rank, for the joint graph. Ranks
+could measure differently, partition different graphs, and then launch different collectives.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from inductor_passes.adapters._torch import size_hint
 log = logging.getLogger("simplefsdp")
 
 _ALIGNED_NBYTES = 16
-# A copy reads and writes an element of an operand. With 989 TFLOP/s and 3.35 TB/s that takes as
-# long as 590 multiplications and additions; a matmul that is not aligned is taken to last thrice
-# as long, so that as many of each element are saved twice. (Not measured.)
+# Padding copies an operand. With 989 TFLOP/s and 3.35 TB/s, reading and writing one element takes
+# as long as 590 multiply-adds. An unaligned matmul is assumed to take thrice as long as an aligned
+# one (not measured). So padding saves two multiply-adds per use of an element, and pays from about
+# 300 uses on.
 _USES_OF_COPY = 300
 
 
 @contextmanager
 def padding_without_benchmarks() -> Iterator[None]:
-    """Inside, Inductor asks :func:`_should_pad` which matmuls to pad; if it may pad any."""
+    """Inside, Inductor asks :func:`_should_pad` which matmuls to pad, unless padding is off."""
     from torch._inductor.fx_passes import pad_mm
 
     _tell_what_is_not_asked()
@@ -41,14 +42,14 @@ def padding_without_benchmarks() -> Iterator[None]:
 def _should_pad(
     match: Any, mat1: Tensor, mat2: Tensor, op: Any, input: Tensor | None = None
 ) -> bool:
-    """Whether to pad a matmul, of which some size is not aligned. The user's ``force_shape_pad``,
-    ``deterministic`` (none is padded) and ``pad_aten_mm_pass`` stand, and ``shape_padding=False``,
-    too: then nobody asks."""
+    """Whether to pad a matmul in which some size is not aligned. The user's settings still hold:
+    ``force_shape_pad``, ``deterministic`` (nothing is padded) and ``pad_aten_mm_pass``; with
+    ``shape_padding=False`` this is not called at all."""
     from torch._inductor.fx_passes import pad_mm
 
     if config.force_shape_pad:
         return True
-    if config.deterministic:  # what torch would ask, and has kept on this machine's disk, was timed
+    if config.deterministic:  # torch would use timings that it has kept on this machine's disk
         return False
     m, k, n = (size_hint(size) for size in (*mat1.shape[-2:], mat2.shape[-1]))
     always = "pad_aten_mm_pass" in config.post_grad_fusion_options
@@ -63,18 +64,19 @@ def _should_pad(
 
 
 def _is_odd(size: Any, step: int) -> bool:
-    """Whether a size would be padded: one that is symbolic is not, nor is 1."""
+    """Whether a size would be padded: symbolic sizes and 1 are not."""
     return isinstance(size, int) and size != 1 and size % step != 0
 
 
 def _row(matrix: Tensor) -> int:
-    """Elements from one row to the next in memory, or of columns if those are contiguous."""
+    """Elements from one row to the next in memory; if columns are contiguous, from column to
+    column."""
     strides = [size_hint(stride) for stride in matrix.stride()[-2:]]
     return max(strides) if min(strides) == 1 else size_hint(matrix.shape[-1])
 
 
 def _tell_what_is_not_asked() -> None:
-    """Say which settings of the user's only mean something where matmuls are timed."""
+    """Warn of user settings that have no effect here, because they only matter for timing."""
     if "shape_padding_multiplier" in config.post_grad_fusion_options:
         _say_not_used("post_grad_fusion_options['shape_padding_multiplier']")
     if config.run_autoheuristic("pad_mm") and not config.deterministic:

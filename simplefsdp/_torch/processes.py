@@ -1,4 +1,4 @@
-"""Process groups, and modes and hooks of the thread that runs."""
+"""Process groups, and the dispatch modes and autograd state of the current thread."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def shared_store(prefix: str) -> Any:
 def high_priority(backend: str, timeout: timedelta) -> Any:
     """Options of a process group whose collectives go ahead of compute that is queued on the GPU.
 
-    At the priority that NCCL's streams have otherwise, a collective waits until the blocks of the
-    matmuls that were launched before it leave room. FSDP2 sends on streams of high priority. None
-    if there is no NCCL in ``backend``, such as ``"cpu:gloo,cuda:nccl"``.
+    At the default priority of NCCL's streams, a collective waits until the thread blocks of earlier
+    matmuls leave room on the GPU. FSDP2, too, uses streams of high priority. None if ``backend``,
+    such as ``"cpu:gloo,cuda:nccl"``, does not name NCCL.
     """
     if "nccl" not in backend:
         return None
     from torch.distributed import ProcessGroupNCCL  # not in builds for CPU
 
     options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # it is overridden by the group's, and must not say another
+    options._timeout = timeout  # the group's timeout overrides it, but torch wants them equal
     return options
 
 
@@ -39,11 +39,11 @@ _second_groups: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def second_group(name: str) -> str:
-    """Name of another process group, and so another communicator, of the ranks of group ``name``.
+    """Name of a second process group, with its own communicator, of the ranks of group ``name``.
 
-    The first call for a group is collective among its ranks, and only those. So it is not split
-    from the communicator of all ranks, as torch does if ``init_process_group`` was given a
-    ``device_id``: that would wait for ranks that compile nothing, or not now.
+    The first call for a group is collective among its ranks, and no others. So the new communicator
+    is not split from that of all ranks, as torch would if ``init_process_group`` was given a
+    ``device_id``: a split would wait for ranks that compile nothing, or later.
     """
     group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
     if group not in _second_groups:
@@ -62,7 +62,7 @@ def second_group(name: str) -> str:
 
 
 def _timeout_of(group: Any) -> timedelta:
-    """After which a collective of ``group`` is given up; torch's own where it does not say."""
+    """The timeout of the collectives of ``group``; torch's default if the group does not tell."""
     backends = (group._get_backend(device) for device in group._device_types)
     told = [getattr(getattr(b, "options", None), "_timeout", None) for b in backends]
     default = distributed_c10d._get_default_timeout(distributed_c10d.get_backend(group))
@@ -70,7 +70,7 @@ def _timeout_of(group: Any) -> timedelta:
 
 
 def hold_up_stream() -> None:
-    """Keep the current CUDA stream busy for about a millisecond, which takes no time here."""
+    """Keep the current CUDA stream busy for about a millisecond, without blocking the host."""
     torch.cuda._sleep(2_000_000)  # cycles
 
 
@@ -87,11 +87,12 @@ def in_backward() -> bool:
 
 
 def dispatch_mode() -> str | None:
-    """Class name of the innermost dispatch mode of the user's, or None; Dynamo stays out then."""
+    """Class name of the user's innermost dispatch mode, or None. In such a mode Dynamo does not
+    compile."""
     users = [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
     return type(users[-1]).__name__.lstrip("_") if users else None
 
 
 def no_torch_function() -> AbstractContextManager[None]:
-    """Inside, ``__torch_function__`` of tensor subclasses is not asked."""
+    """Inside, ``__torch_function__`` of tensor subclasses is not called."""
     return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""How often Dynamo compiles a function, and which ones it has given up on.
+"""How often Dynamo compiles a function, and which functions it has given up on.
 
-A function that was compiled as often as it may runs as it is from there on, where no code that
-there is serves. Dynamo counts on each rank for itself.
+Once a function has reached Dynamo's recompile limit, it runs eagerly whenever no code that was
+compiled for it matches. Each rank counts for itself.
 """
 
 import functools
@@ -18,8 +18,8 @@ _given_up: set[CodeType] = set()
 
 @functools.cache
 def watch_recompiling(at_least: int) -> None:
-    """Have Dynamo compile each function so often, unless somebody has said how often; and note
-    those that it gives up on."""
+    """Raise Dynamo's recompile limit to ``at_least``, unless the user has set it; and note the
+    functions that Dynamo gives up on."""
     config: Any = torch._dynamo.config
     if config._is_default("recompile_limit") and config.recompile_limit < at_least:
         config.recompile_limit = at_least
@@ -36,13 +36,13 @@ def watch_recompiling(at_least: int) -> None:
 
 
 def forget_given_up() -> None:
-    """Dynamo compiles all functions again."""
+    """Forget the noted functions, when Dynamo is reset and compiles all functions again."""
     _given_up.clear()
 
 
 def given_up_on() -> str:
-    """The outermost function that the caller runs in and that Dynamo has given up on, for messages;
-    empty if there is none, as mostly, which takes no time then."""
+    """The outermost function on the caller's stack that Dynamo has given up on, for messages; empty
+    if there is none. That is the usual case, in which the stack is not walked."""
     found = ""
     frame: FrameType | None = sys._getframe(1) if _given_up else None
     while frame is not None:

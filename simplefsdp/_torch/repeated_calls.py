@@ -1,15 +1,15 @@
-"""Dynamo traces one of the layers that are alike, where it can tell that the others are.
+"""Has Dynamo trace only one of several layers, if it can tell that the others are like it.
 
-Torch can do so for a function that the user marks (``nested_compile_region``): what
-it saw of one call, guards included, is asked of the next call's arguments, and where all hold, the
-graph calls the same subgraph again. Here each member of a long list of layers is such a function by
-itself, and :func:`inline_repeated_calls` puts the layers' nodes in the place of the calls, before
-anybody else sees the graph. What torch leaves out is added: the guards hold of each layer, so that
-a layer that is changed later is traced anew.
+Torch can do so for a function that the user marks (``nested_compile_region``). It checks whether
+the guards and other conditions of one traced call hold for the arguments of the next. If all hold,
+the graph calls the same subgraph again. Here each member of a long list of layers is treated as
+such a function. :func:`inline_repeated_calls` then replaces the calls by the layers' nodes, before
+any other code sees the graph. One thing is added to torch's way: guards are installed for every
+layer, so that a layer that is changed later is traced anew.
 
-Where a layer cannot be such a function, because the graph breaks in it, say, Dynamo begins the
-frame again, and follows all layers of that class as ever. ``trace_once.py`` asks of each call,
-``traced_calls.py`` answers.
+If a layer cannot be such a function, because the graph breaks in it, say, Dynamo restarts the
+frame, and traces all layers of that class in full. ``trace_once.py`` intercepts the calls of
+layers, and ``traced_calls.py`` compares them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 REPEATED = "_simple_fsdp_repeated"
-"""On a module: it is one of many that may be alike."""
+"""Attribute of a module that is one of many that may be alike."""
 
 LAYER = "simplefsdp_layer"
-"""In the ``meta`` of a call, the path of the layer that it calls; of a graph, that of the one that
-was followed."""
+"""Key in ``meta``. For the node of a call: the path of the layer that it calls. For the graph that
+is called: the path of the layer that was traced."""
 
 INSIDE = "_simplefsdp_inside_layer"
-"""On an output graph of Dynamo's: a call is being followed."""
+"""Attribute of Dynamo's output graph while a layer's call is being traced."""
 
 REFUSED: set[object] = set()
-"""Kinds of layers that are followed one by one."""
+"""Kinds of layers (see :func:`kind_of`) that are traced one by one."""
 
 
 def kind_of(layer: nn.Module) -> object:
-    """What layers must have in common beside all that guards tell: what a trace depends on and no
-    guard of theirs says."""
+    """What layers must have in common besides what guards check: the class of the layer, and the
+    global modes that a trace depends on."""
     devices = sorted({"cpu", *(p.device.type for p in layer.parameters())})
     autocast = [
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -52,19 +52,20 @@ def kind_of(layer: nn.Module) -> object:
 
 
 def reset_repeated_calls() -> None:
-    """Forget which layers are not alike: they may have been changed."""
+    """Forget which kinds of layers are not alike, as layers may have been changed."""
     REFUSED.clear()
 
 
 def inline_repeated_calls(gm: GraphModule) -> int:
-    """Put the nodes of the layers in the place of the calls of them; gives how many layers Dynamo
-    did not follow, for they are like others."""
+    """Replace the calls of layers by the layers' nodes; gives the number of layers that Dynamo did
+    not trace, because they are like others."""
     bodies: set[str] = set()
     return _inline_in(gm, bodies) - len(bodies)
 
 
 def _inline_in(gm: GraphModule, bodies: set[str]) -> int:
-    """The same, in a graph or in a region of one; gives the number of calls."""
+    """Do so in a graph, and in the regions in it; gives the number of calls. The names of the
+    subgraphs that are called are added to ``bodies``."""
     calls = [node for node in gm.graph.nodes if LAYER in node.meta]
     names = {str(node.args[0].target) for node in calls}
     count = len(calls)
@@ -104,13 +105,15 @@ def _inline(gm: GraphModule, call: Node, body: GraphModule, operands: Sequence[A
     for user in list(call.users):  # getitem of each result
         result = results[user.args[1]]
         if isinstance(result, Node) and traced != layer:
-            result.meta["example_value"] = user.meta["example_value"]  # a storage of its own
+            # The fake tensor of this layer's result, which has a storage of its own.
+            result.meta["example_value"] = user.meta["example_value"]
         user.replace_all_uses_with(result)
         gm.graph.erase_node(user)
 
 
 def _own_attribute(gm: GraphModule, body: GraphModule, target: str) -> str:
-    """The name in ``gm`` of an attribute of ``body``; of a graph, of a copy of it."""
+    """The name in ``gm`` of an attribute of ``body``, which is added to ``gm`` if it is not there.
+    A graph is always added, as a copy."""
     value = operator.attrgetter(target)(body)
     if isinstance(value, GraphModule):
         meta = value.meta

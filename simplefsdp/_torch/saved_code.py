@@ -1,9 +1,9 @@
-"""What AOTAutograd and Inductor made of a Dynamo graph, as bytes that another process can run.
+"""Saves the compiled code of a Dynamo graph as bytes that another process can load and run.
 
-Torch's AOTAutogradCache has an entry for it: the wrappers around forward and backward, and how to
-find the code of both. It is asked for that entry, and for nothing else: its keys know nothing of
-what our passes read, and it knows nothing of other ranks. The code goes into the entry, and the
-device meshes in it are those of who asks.
+Torch's AOTAutogradCache makes an entry for compiled code: the wrappers around forward and backward,
+and how to find the code of both. We take that entry from it, but do not use it as a cache: its keys
+do not cover what our passes read, and it does not consider other ranks. We put the code itself into
+the entry. Device meshes in it are replaced, on loading, by those of the process that loads it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Keep = Callable[[Any], None]
 
 
 def can_save_code() -> bool:
-    """Whether this torch has all parts of it. Up to 2.14 an entry is made in another way."""
+    """Whether this torch has all that is needed. Up to 2.14 it makes entries in another way."""
     return torch.__version__ >= "2.15"
 
 
 class _Key(str):
-    """A key of AOTAutogradCache's under which nothing is stored: the entry is given away."""
+    """A key for AOTAutogradCache under which nothing is stored: the entry goes to ``keep``."""
 
     keep: Keep
 
@@ -61,9 +61,9 @@ _wanted: ContextVar[list[Keep] | None] = ContextVar("wanted", default=None)
 
 @contextmanager
 def giving_entry(keep: Keep | None) -> Iterator[None]:
-    """Inside, the next graph that AOTAutograd compiles is not looked up, and given to ``keep`` when
-    there is the code of forward and backward, which may be later; never, if Inductor cannot tell by
-    a key what it compiled."""
+    """Inside, the next graph that AOTAutograd compiles is not looked up in its cache, and ``keep``
+    gets its entry once forward and backward are compiled, which may be after this context has
+    ended. ``keep`` is never called if Inductor has no cache key for the graph."""
     if keep is not None:
         _give_entries()
     token = _wanted.set([keep] if keep is not None else None)
@@ -76,8 +76,9 @@ def giving_entry(keep: Keep | None) -> Iterator[None]:
 
 @contextmanager
 def backward_compiled_at_once() -> Iterator[None]:
-    """Inside, a backward graph is compiled with its forward, not when it first runs. It writes over
-    nothing that forward has saved: nobody knows yet whether the first backward retains it."""
+    """Inside, a backward graph is compiled with its forward, not when it first runs. Its code does
+    not overwrite tensors that the forward saved, as ``backward(retain_graph=True)`` may need them
+    again, which is not known yet."""
     from torch._functorch._aot_autograd import graph_compile
 
     with (
@@ -88,21 +89,22 @@ def backward_compiled_at_once() -> Iterator[None]:
 
 
 class BackwardLaterError(Exception):
-    """Raised by a compiler of backward graphs that AOTAutograd calls with the forward, as it does
-    where sizes are open: to be called again when the backward first runs."""
+    """Raised by a backward compiler to postpone its work. Where sizes are symbolic, AOTAutograd
+    calls it together with the forward's; if it fails, it is called again when the backward first
+    runs."""
 
     def __str__(self) -> str:
         return "the backward is compiled when it first runs"
 
 
 def may_be_compiled_later() -> bool:
-    """Whether AOTAutograd, which calls a compiler of a backward graph, would call it again."""
+    """Whether AOTAutograd, which has called a backward compiler, would call it again later."""
     return not in_backward() and not functorch_config.force_non_lazy_backward_lowering
 
 
 @functools.cache
 def expect_backward_later() -> None:
-    """Let AOTAutograd, which then does so, not warn of it."""
+    """Keep AOTAutograd from logging a warning about a BackwardLaterError."""
 
     def wanted(record: logging.LogRecord) -> bool:
         raised = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
@@ -113,7 +115,8 @@ def expect_backward_later() -> None:
 
 @functools.cache
 def _give_entries() -> None:
-    """Once for all threads: who compiles elsewhere has torch's cache as ever."""
+    """Patch AOTAutogradCache, once for all threads. Outside of :func:`giving_entry` it works as
+    before."""
     from torch._functorch._aot_autograd import autograd_cache
     from torch._functorch._aot_autograd.schemas import AOTAutogradCacheInfo
 
@@ -136,7 +139,7 @@ def _give_entries() -> None:
             return save(key, entry, remote)
         try:
             key.keep(entry)
-        except Exception as error:  # it would only have saved time
+        except Exception as error:  # saved code only saves time, so a failure is no error
             log.debug("compiled code is not kept: %r", error)
 
     cache.try_load = staticmethod(try_load)  # type: ignore[method-assign,assignment]
@@ -144,18 +147,18 @@ def _give_entries() -> None:
 
 
 def dump_code(entry: Any, codes: Mapping[bool, Any], meshes: Sequence[DeviceMesh]) -> bytes:
-    """An entry that :func:`giving_entry` gave, with the compiled forward (False) and backward
-    (True) graph, as bytes; a mesh in it is told as its place in ``meshes``. A ValueError if it
-    holds what is true of this process alone; anything else if it cannot be pickled."""
+    """Pickle an entry that :func:`giving_entry` gave, with the code of the forward (False) and the
+    backward (True) graph in it. A mesh is written as its index in ``meshes``. Raises a ValueError
+    if the code holds for some inputs only, and other errors if the entry cannot be pickled."""
     backward = entry.compiled_bw
     context = TracingContext.try_get()
-    # Dynamo guards on which inputs are one tensor, if it was told to.
+    # AOTAutograd may have had Dynamo guard on which inputs are the same tensor.
     has_duplicates = context is not None and bool(context.guards_context.aotautograd_guards)
     if entry.guards_expr or has_duplicates:
         raise ValueError("the code holds for some inputs only")
     whole = copy.copy(entry)
     whole.compiled_fw = _Forward(codes[False])
-    whole.serialized_bw_module = None  # compiled autograd then says how to do without us
+    whole.serialized_bw_module = None  # compiled autograd then raises, with advice
     if not is_kept_code(codes.get(True)):  # regions write over none of their inputs
         whole.runtime_metadata = copy.copy(entry.runtime_metadata)
         whole.runtime_metadata.bw_donated_idxs = []
@@ -168,8 +171,8 @@ def dump_code(entry: Any, codes: Mapping[bool, Any], meshes: Sequence[DeviceMesh
 
 
 def load_code(content: bytes, meshes: Sequence[DeviceMesh]) -> Callable[..., Any]:
-    """What compiling gave whose bytes :func:`dump_code` made, with ``meshes`` in the order that
-    they had there. Raises if they are broken, or what they name cannot be loaded."""
+    """The compiled function that :func:`dump_code` saved. ``meshes`` are those of this process, in
+    the same order as there. Raises if the bytes are damaged or what they name cannot be loaded."""
     from torch._functorch.aot_autograd import AOT_COUNTER
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
     from torch._inductor.utils import BoxedBool
@@ -187,8 +190,8 @@ def load_code(content: bytes, meshes: Sequence[DeviceMesh]) -> Callable[..., Any
 
 
 def _instructions(entry: Any) -> str:
-    """The processor's, which loops in C++ are as wide as; "" if there are none. Not a part of the
-    key: who compiles finds them out beside tracing."""
+    """The processor's vector instruction set, which C++ kernels are made for; "" if no code runs on
+    the CPU. This is no part of the key, because it is found out in a thread while Dynamo traces."""
     graphs = [part.code for part in (entry.compiled_fw, entry.compiled_bw) if part is not None]
     if not any("cpu" in code.device_types for graph in graphs for code in codes_in(graph)):
         return ""
@@ -197,13 +200,13 @@ def _instructions(entry: Any) -> str:
 
 @dataclasses.dataclass
 class _Forward:
-    """The code of a graph, in the place of where AOTAutogradCache would look for it."""
+    """Holds the code of a graph in an entry, where torch has a lookup key for the code."""
 
     code: Any
     is_backward = False
 
     def load(self, example_inputs: Sequence[Any]) -> Any:
-        """Load the modules and kernels that the code names."""
+        """The code, after loading the modules and kernels that it names."""
         with kernels_together():
             for code in codes_in(self.code):
                 revive(code, is_backward=self.is_backward)
@@ -211,7 +214,7 @@ class _Forward:
         return self.code
 
     def post_compile(self, result: Any, fx_config: Mapping[str, Any]) -> Any:
-        """The code, as AOTAutograd calls it."""
+        """The function that AOTAutograd calls: the code as it is."""
         return result
 
 
@@ -222,7 +225,7 @@ class _Backward(_Forward):
     is_backward = True
 
     def post_compile(self, result: Any, fx_config: Mapping[str, Any]) -> Any:
-        """As AOTAutograd does when it has compiled a backward graph."""
+        """Wrap the code as AOTAutograd does when it has compiled a backward graph."""
         return torch._dynamo.disable(result, reason="do not trace generated backwards pass")
 
 

@@ -1,4 +1,4 @@
-"""Tracing with sizes left open: torch's symbolic shapes."""
+"""Tracing with open sizes, which are torch's symbolic shapes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from simplefsdp._torch.dynamo import input_name
 
 @contextmanager
 def open_sizes(hints: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """A mode of fake tensors, with a size for each of ``hints`` that a trace leaves open. A hint is
-    what it is taken for where a trace must know; all must differ, by which they are found again
-    (:func:`opened`)."""
+    """A mode of fake tensors, with an open (symbolic) size for each of ``hints``. A hint is the
+    number that a trace uses where it needs one. All hints must differ, since :func:`opened` finds
+    the sizes by them."""
     env = ShapeEnv()
     found: dict[str, Any] = {}
     for name, hint in hints.items():
@@ -41,9 +41,9 @@ def open_sizes(hints: Mapping[str, int]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _sizes_are_not_made_of_themselves() -> Iterator[None]:
-    """Keep torch from tracing a size as what it makes of that size: it goes by formulas, and
-    ``sym_max(size, 1)``, which DTensor asks for, has that of the size. To look up how it was made
-    then never ends, since 2.12."""
+    """Keep torch from recording a size as computed from itself. The tracer identifies sizes by
+    their formulas, and ``sym_max(size, 1)``, which DTensor calls, has the formula of ``size``.
+    Since 2.12 the tracer's search for how the size was made would then never end."""
     dispatch = ProxyTorchDispatchMode.__sym_dispatch__
 
     def dispatched(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -60,9 +60,9 @@ def _sizes_are_not_made_of_themselves() -> Iterator[None]:
 
 
 def without_whole_slices(decompositions: Mapping[Any, Any]) -> dict[Any, Any]:
-    """``decompositions``, and those that leave out each slice that is all of a tensor. Where sizes
-    are numbers torch makes no node of it; where they are open, one, and in backward zeros to write
-    into."""
+    """``decompositions``, and two more that remove each slice that takes the whole tensor. If sizes
+    are numbers, torch makes no node for such a slice; if they are open it makes one, and in
+    backward zeros into which the gradient is written."""
     aten = torch.ops.aten
     of_gradient = decompositions.get(aten.slice_backward.default)
 
@@ -94,9 +94,9 @@ def _is_known(holds: Any) -> bool:
 def opened(
     graph: Graph, hints: Mapping[str, int]
 ) -> tuple[dict[str, tuple[sympy.Symbol, ...]], frozenset[sympy.Basic]]:
-    """The symbols of a traced graph, by the names of ``hints``, and what was taken to hold of them.
-    Dynamo traces with symbols of its own for those of :func:`open_sizes`, several for a size that
-    several inputs have. A CellError names a size that became a number while it was traced."""
+    """The symbols of a traced graph, by the names of ``hints``, and the conditions that the trace
+    assumes of them. Dynamo replaces the symbols of :func:`open_sizes` by its own, several if
+    several inputs have that size. A CellError names a size that tracing turned into a number."""
     symbols: dict[int, dict[sympy.Symbol, None]] = {}
     holds: set[sympy.Basic] = set()
     for size in _sizes_of_inputs(graph):
@@ -122,8 +122,8 @@ def _sizes_of_inputs(graph: Graph) -> Iterator[Any]:
 
 
 def open_layouts(gm: GraphModule) -> str:
-    """Which numbers of the layouts of a Dynamo graph's inputs are symbols: ranks that compile the
-    same model together may have met other sizes before, and left others open."""
+    """Which numbers in the layouts of a Dynamo graph's inputs are symbols (``s``), as text. Ranks
+    that compile the same model may have seen different sizes before, and so have other symbols."""
     found = []
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
@@ -135,10 +135,10 @@ def open_layouts(gm: GraphModule) -> str:
 
 
 def open_inputs(gm: GraphModule) -> dict[int, OpenSize]:
-    """The sizes that a Dynamo graph was traced without, by their places among its inputs; numbers
-    that a user passes are among them, as they may be sizes.
+    """The open sizes of a Dynamo graph, by their index among its inputs. Symbolic numbers that the
+    user passes are included, as they may be sizes.
 
-    Within their bounds torch may still trace anew, where something else is asked of them.
+    torch may still retrace for a size within these bounds, if another guard on it fails.
     """
     found = {}
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):

@@ -1,4 +1,4 @@
-"""What the keys of Inductor's caches tell of the machine."""
+"""What the keys of Inductor's caches say about the machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _by_version: ContextVar[bool] = ContextVar("by_version", default=False)
 
 @contextmanager
 def triton_by_version(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[None]:
-    """Inside, keys tell the version of Triton, not a hash of its files, if the graph and its inputs
-    are on the CPU, where no code comes of it: that takes each process half a second."""
+    """Inside, cache keys hold the version of Triton instead of a hash of its files, if the graph
+    and its inputs are on the CPU, where Triton makes no code. The hash takes each process half a
+    second."""
     _ask_here()
     all_on_cpu = _devices(gm, example_inputs) == {"cpu"} and config.cpu_backend != "triton"
     token = _by_version.set(all_on_cpu)
@@ -46,8 +47,8 @@ def _devices(gm: GraphModule, example_inputs: Sequence[Any]) -> set[str]:
 
 @functools.cache
 def _ask_here() -> None:
-    """Once for all threads. Torch's own answer, once given, stands for the process, which may yet
-    compile for a GPU."""
+    """Patch torch's ``get_system``, once for all threads. Its own answer is computed once per
+    process, and must stay complete for a later compilation for a GPU."""
     from torch._inductor.codecache import CacheBase
 
     own = CacheBase.get_system

@@ -1,4 +1,4 @@
-"""Tensors, DTensors, their memory, their gradients, and the nodes that compute these."""
+"""Tensors and DTensors, their memory and gradients, and the autograd nodes that compute these."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_map
 def annotate_backward(marks: dict[str, object]) -> Iterator[None]:
     """Mark the nodes that an autograd function's backward traces inside.
 
-    Before 2.13, AOTAutograd replaced the marks of a backward node by those of the forward node it
-    belongs to. It passes over nodes tagged as required in backward, which these are anyway.
+    Before 2.13, AOTAutograd replaced the marks of a backward node by those of the forward node that
+    it belongs to. It skips nodes that are tagged as required in backward, which these are anyway.
     """
     meta = fx_traceback.current_meta
     # torch.__version__ is a TorchVersion: it compares as a version, not as a string.
@@ -51,21 +51,21 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def hooks_of(tensor: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks of the gradient of ``tensor``, and those of its accumulation, which are given the
-    tensor: what is written there is called instead."""
+    """The hooks on the gradient of ``tensor``, and those after its accumulation, which are called
+    with the tensor. Hooks that are replaced in these dictionaries are called instead."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return tensor._backward_hooks or {}, after or {}
 
 
 def is_plain_tensor(value: object) -> bool:
-    """Whether a value is a tensor that holds no others, as subclasses do."""
+    """Whether a value is a tensor, and not of a subclass that holds other tensors."""
     return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
 
 
 @contextmanager
 def watch_collectives_in_place(*, only_if: bool) -> Iterator[list[str]]:
-    """Gives a list to which, if so told, the name comes of each collective, called inside, that
-    writes to its argument: a compiler that traces does not see those."""
+    """Gives a list. If ``only_if``, the name of each ``c10d`` operator that is called inside is
+    added to it: such collectives write to their arguments, and a tracing compiler misses them."""
     names: list[str] = []
 
     class Watch(TorchDispatchMode):
@@ -81,24 +81,24 @@ def watch_collectives_in_place(*, only_if: bool) -> Iterator[list[str]]:
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is only a shape: on meta, or fake."""
+    """Whether a tensor has a shape but no values: it is on meta, or fake."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def order_of_saved(node: Node) -> int:
-    """Where AOTAutograd wants what a forward graph saves for backward: 0 first."""
+    """Sort key for the values that a forward graph saves: AOTAutograd wants 0 first, 2 last."""
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return 2
     return int(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
 def storage_of(value: object) -> int | None:
-    """What tells a fake tensor's storage from others; None for anything else."""
+    """A number that identifies the storage of a fake tensor; None for anything else."""
     return storage_number(value) if isinstance(value, FakeTensor) else None
 
 
 def layout_of(value: torch.Tensor) -> tuple[object, ...]:
-    """How a tensor lies in memory, to be compared with others; of a DTensor its shard, too."""
+    """The layout of a tensor in memory, for comparisons; for a DTensor with that of its shard."""
     layout = (*value.shape,), value.stride(), value.dtype, value.device, value.requires_grad
     if not isinstance(value, DTensor):
         return type(value), *layout
@@ -107,18 +107,18 @@ def layout_of(value: torch.Tensor) -> tuple[object, ...]:
 
 
 def shard_storage_of(value: object) -> int | None:
-    """What tells the storage of a fake DTensor's shard from others; of a plain fake tensor, its."""
+    """:func:`storage_of` the local shard of a DTensor, or of a plain tensor itself."""
     return storage_of(getattr(value, "_local_tensor", value))
 
 
 def storage_number(tensor: torch.Tensor) -> int:
-    """What tells a tensor's storage from others that are there, even one that holds nothing."""
+    """A number that identifies a storage, even an empty one, among those that are alive."""
     return tensor.untyped_storage()._cdata
 
 
 def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:
     """A fake tensor like ``tensor``, on the storage of ``owner``, or on one of its own."""
-    with no_dispatch():  # which would make each of these calls on fake tensors, in milliseconds
+    with no_dispatch():  # else each call would dispatch to the fake tensor mode, in milliseconds
         if owner is not None:
             storage = owner.untyped_storage()
         else:
@@ -126,7 +126,7 @@ def fake_again(tensor: Any, owner: torch.Tensor | None) -> torch.Tensor:
         meta = torch.empty(0, dtype=tensor.dtype, device="meta")
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         meta.set_(storage, *place)  # type: ignore[call-overload]
-        # As FakeTensor's constructor, which sets attributes by name one after the other.
+        # Like FakeTensor's constructor, but the attributes are copied below, all at once.
         made: torch.Tensor = torch.Tensor._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=tensor.device
         )
@@ -154,7 +154,8 @@ def grad_dtype_override(param: torch.Tensor) -> GradDtype | None:
 
 
 def cast_floating_point(value: Any, dtype: torch.dtype) -> Any:
-    """``value``, of nested containers and dataclasses, with its floating-point tensors cast."""
+    """``value`` with its floating-point tensors cast, also those in nested containers and
+    dataclasses."""
 
     def cast_one(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -172,14 +173,15 @@ DTensorOp = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def handle_dtensor_op(op: Callable[..., Any], handler: DTensorOp) -> None:
-    """Have ``handler(op, args, kwargs)`` called for an operator whose arguments are DTensors."""
+    """Have DTensor call ``handler(op, args, kwargs)`` for the operator ``op``, unless a handler is
+    set already."""
     _dtensor_handlers().setdefault(op, handler)
 
 
 def default_dtensor_op(
     op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What a handled operator of DTensors does without its handler."""
+    """Call an operator on DTensors without the handler that :func:`handle_dtensor_op` set."""
     handlers = _dtensor_handlers()
     handler = handlers.pop(op, None)
     try:
@@ -190,8 +192,8 @@ def default_dtensor_op(
 
 
 def watch_writes_to_dtensors(written: Callable[[Any], None]) -> None:
-    """Have ``written`` called with each DTensor, or list of them, that an operator has written to
-    in place. Call it again where others may have put back what was before."""
+    """Have ``written`` called with each DTensor, or list of DTensors, that an operator has written
+    to in place. Call this again if other code may have restored the handlers that were there."""
     handlers = _dtensor_handlers()
     for op in _operators_in_place():
         handler: Any = handlers.get(op)
@@ -213,8 +215,8 @@ def _write(
 
 @functools.cache
 def _operators_in_place() -> list[Any]:
-    """The operators of torch's that write to their first argument, ``torch._foreach_*_`` and fused
-    steps of optimizers among them."""
+    """torch's operators that write to their first argument, including ``torch._foreach_*_`` and the
+    fused steps of optimizers."""
     found = []
     for whole in torch._C._dispatch_get_all_op_names():
         name, _, overload = whole.removeprefix("aten::").partition(".")
@@ -236,24 +238,23 @@ def draws_globally(mesh: DeviceMesh) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Where a shard is, also if it has no rows; None while a compiler traces. Its ``_cdata`` is
-    that of no other as long as somebody holds it."""
+    """The storage of a tensor or of a DTensor's shard, also if it is empty; None while a compiler
+    traces. Its ``_cdata`` is unique as long as somebody holds the storage."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage() if type(local) is torch.Tensor else None
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """What a DTensor holds on this rank, as ``to_local()``, but nothing is dispatched."""
+    """The local tensor of a DTensor, like ``to_local()``, but without dispatch or autograd."""
     return tensor._local_tensor
 
 
 def local_of(param: DTensor) -> torch.Tensor:
-    """``param.to_local()``; the gradient that comes back is laid out as ``param``, on every rank.
+    """``param.to_local()``, whose gradient gets the layout of ``param``, on every rank.
 
-    torch does so since 2.12, but takes twice the host's time for it. 2.11 takes the strides of the
-    whole from the local gradient; where they are not the parameter's, as those of an empty one,
-    autograd gathers the gradient, on that rank alone, which then waits for ever. It also cuts off
-    what ``create_graph`` asks for.
+    torch does so since 2.12, but in twice the host time. 2.11 derives the strides of the whole
+    gradient from the local one. If these are not the parameter's, as for an empty shard, autograd
+    gathers the gradient, on that rank alone, which hangs. 2.11 also breaks ``create_graph``.
     """
     if not torch.is_grad_enabled():
         return param._local_tensor
@@ -261,7 +262,8 @@ def local_of(param: DTensor) -> torch.Tensor:
 
 
 def grad_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """``grad`` placed as ``param``: of a DTensor it is the local tensor."""
+    """``grad``, as a DTensor with the placement of ``param`` if ``param`` is one. ``grad`` is then
+    the local tensor."""
     if not isinstance(param, DTensor):
         return grad
     return DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
@@ -270,7 +272,7 @@ def grad_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 class _LocalOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)  # a gradient that is deferred is none, not zeros
+        ctx.set_materialize_grads(False)  # a deferred gradient is None, not zeros
         ctx.spec = param._spec
         local = param._local_tensor
         ctx.contiguous = local.is_contiguous()
@@ -282,21 +284,21 @@ class _LocalOf(torch.autograd.Function):
             return None
         spec = ctx.spec
         grad = grad.contiguous() if ctx.contiguous else grad
-        if grad.requires_grad:  # of create_graph, which goes on through from_local()
+        if grad.requires_grad:  # under create_graph: autograd continues through from_local()
             whole = {"shape": spec.tensor_meta.shape, "stride": spec.tensor_meta.stride}
             return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **whole)
-        # As from_local(), which takes most of the time by checking what is known. torch, too, has
-        # a copy of the spec here, as it may change one in place.
+        # Like from_local(), which spends most of its time on checks that are not needed here. The
+        # spec is copied, as in torch, because torch may change a spec in place.
         return DTensor(grad, copy.copy(spec), requires_grad=False)  # type: ignore[call-arg,arg-type]
 
 
 def is_split(placement: Placement) -> bool:
-    """Whether a placement gives each rank elements of its own, strided or not."""
+    """Whether a placement gives each rank different elements: a shard, strided or not."""
     return isinstance(placement, (Shard, _StridedShard))
 
 
 def is_to_empty(fn: Callable[..., Any]) -> bool:
-    """Whether ``fn``, that ``Module._apply`` was given, is that of ``Module.to_empty``."""
+    """Whether ``fn``, an argument of ``Module._apply``, was passed by ``Module.to_empty``."""
     return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
 
 
@@ -306,11 +308,11 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 
 
 def backward_nodes(outputs: Any) -> Iterator[BackwardNode]:
-    """The nodes that run the backward of a compiled function with these outputs, mostly one."""
+    """The autograd nodes of the compiled function that gave these outputs; usually one."""
     found: set[BackwardNode] = set()
     for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
         node = getattr(output, "grad_fn", None)
-        # A view of an output is made again outside of the compiled function.
+        # An output that is a view is recreated outside of the compiled function, by further nodes.
         while node is not None and "CompiledFunction" not in node.name():
             before = [n for n, _ in node.next_functions if n is not None]
             node = before[0] if len(before) == 1 else None
@@ -320,21 +322,22 @@ def backward_nodes(outputs: Any) -> Iterator[BackwardNode]:
 
 
 def reached(node: BackwardNode, gradients: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The leaves that a node's gradients of its inputs, which its hook is given, go to."""
+    """The leaf tensors that receive one of ``gradients``, the gradients of a node's inputs, which a
+    hook of the node is given."""
     for (after, _), gradient in zip(node.next_functions, gradients, strict=True):
         leaf = after
-        while leaf is not None and not hasattr(leaf, "variable"):  # a view of one, say
+        while leaf is not None and not hasattr(leaf, "variable"):  # the input is a view, say
             leaf = leaf.next_functions[0][0] if leaf.next_functions else None
         if leaf is not None and gradient is not None:
             yield leaf.variable
 
 
 def accumulates(param: torch.Tensor) -> bool:
-    """Whether the backward that is running adds to the gradient of ``param``, a leaf: not
-    ``torch.autograd.grad``, and ``backward(inputs=...)`` only if it is one of the inputs."""
-    if not param.numel():  # a DTensor without rows has no view, by which its edge is found
+    """Whether the running backward accumulates into ``.grad`` of ``param``, a leaf.
+    ``torch.autograd.grad`` does not; ``backward(inputs=...)`` does only for these inputs."""
+    if not param.numel():  # get_gradient_edge() makes a view, which an empty DTensor does not have
         return True
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
-    except RuntimeError:  # of a leaf, where autograd.grad was called
+    except RuntimeError:  # torch raises it for leaves inside of autograd.grad
         return False

@@ -1,6 +1,6 @@
-"""Have Dynamo ask of each call of a layer whether it is like one that it has followed.
+"""Has Dynamo check, at each call of a layer, whether it is like a call that it has traced.
 
-See ``repeated_calls.py``, and ``traced_calls.py`` for the asking.
+See ``repeated_calls.py`` for the idea, and ``traced_calls.py`` for the comparison.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from simplefsdp._torch.repeated_calls import INSIDE, REFUSED, REPEATED, kind_of
 
 
 def trace_repeated_calls_once(backend: Callable[..., Any]) -> None:
-    """Let Dynamo trace for ``backend``, which calls :func:`inline_repeated_calls` first, one of the
-    modules that are alike and marked ``REPEATED``, if this torch can."""
+    """Have Dynamo trace, of the modules that are marked ``REPEATED`` and alike, only one; if this
+    torch can. It does so for ``backend``, which must first call :func:`inline_repeated_calls`."""
     if can_trace_once():
         backend.inlines_repeated_calls = True  # type: ignore[attr-defined]
         _patch()
 
 
 def can_trace_once() -> bool:
-    """Whether this torch can put a traced call in a graph again, and tells what is not alike. 2.12
-    and 2.13 have the parts, and fail; 2.14 takes layers to be alike that -0.0 tells apart."""
+    """Whether this torch can reuse a traced call in a graph, and tells differing calls apart. 2.12
+    and 2.13 have the parts, but fail; 2.14 takes layers to be alike that differ in -0.0 and 0.0."""
     return torch.__version__ >= "2.15"
 
 
@@ -56,7 +56,7 @@ def _can_be_called(layer: Any, tx: Any) -> bool:
 
 
 def _inlines(backend: Any) -> bool:
-    """Whether a backend, or one that torch or somebody has wrapped in it, inlines the calls."""
+    """Whether a backend, or a backend that it wraps, inlines the calls."""
     names = ("compiler_fn", "_torchdynamo_orig_backend", "func", "__wrapped__")
     inner = (getattr(backend, name, None) for name in names)
     return hasattr(backend, "inlines_repeated_calls") or any(_inlines(x) for x in inner if x)

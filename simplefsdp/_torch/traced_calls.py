@@ -1,7 +1,7 @@
-"""A call of a layer while Dynamo traces: followed, or put there as another was.
+"""Handles a call of a layer while Dynamo traces: traces it, or reuses the trace of another layer.
 
-See ``repeated_calls.py``. This imports Dynamo, and the parts of it that torch has for
-``nested_compile_region``; see ``trace_once.py`` for which torch.
+See ``repeated_calls.py``. This file imports the parts of Dynamo that implement
+``nested_compile_region``; ``trace_once.py`` says which versions of torch have them.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from simplefsdp._torch.tensors import layout_of
 
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 _TAGS = invoke_subgraph.InputTag
-_OWN = (_TAGS.OBJECT, _TAGS.CONSTANT)  # of arguments that are no tensors
-_EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")  # guards that ask what a constant is
+_OWN = (_TAGS.OBJECT, _TAGS.CONSTANT)  # tags of arguments that are no tensors
+_EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")  # guards that compare a constant
 log = logging.getLogger("simplefsdp")
 
 _MOST_KINDS = 4
-"""Of layers of one class. Where more differ, layers count themselves: all are followed."""
+"""Traces that are kept for one kind of layer. If more differ, each layer is probably made to differ
+(by its own number, say), and all layers of that kind are traced."""
 
 _TRACED = "_simplefsdp_traced_calls"
 
 
 @functools.cache
 def _caller(kind: object) -> Any:
-    """A function that calls a layer, with code of its own: torch remembers calls by code."""
+    """A function that calls a layer. It has its own code, because torch files calls by code."""
 
     def call_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return layer(*args, **kwargs)
@@ -55,7 +56,8 @@ def _caller(kind: object) -> Any:
 
 
 def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """What ``layer`` gives, as a variable of Dynamo's: traced, or as another was."""
+    """The result of a call of ``layer``, as a Dynamo variable: by tracing the call, or by reusing
+    the trace of another layer."""
     kind = kind_of(layer.value)
     known = tx.output.__dict__.setdefault(_TRACED, {}).setdefault(kind, [])
     arguments = [layer, *args]
@@ -67,7 +69,7 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
             _refuse_subclasses(vt.as_proxy().node.meta.get("example_value") for vt in tensors)
             sources = _sources_of(found, *_TAGS)
             held = held_by(map(tx.output.resolve_source_value, sources))
-            # Torch asks guards of what is there, not of what the code that is traced has changed.
+            # Guards are checked on the real objects, which do not have the changes of traced code.
             if any(id(change.owner) in held for change in changed):
                 raise LookupError("the layer, or an argument, holds what is changed before it")
             for traced in known:
@@ -101,15 +103,16 @@ def _refuse_subclasses(values: Iterable[Any]) -> None:
 
 
 def _sharing(found: Any) -> tuple[int, ...]:
-    """Which of a call's arguments are the same: torch makes one input of these."""
+    """For each tensor or symbolic argument of a call, the index of the first one that is the same:
+    torch makes one input of arguments that are the same."""
     given = (_TAGS.TENSOR, _TAGS.SYMNODE)
     values = [v.as_proxy().node for tag, v in found.flat_vts if tag in given]
     return tuple(map(values.index, values))
 
 
 def _described(layer: nn.Module) -> list[object]:
-    """What matters of a layer's parameters and buffers, and which attributes its modules have; not
-    all of it is guarded."""
+    """The layouts of a layer's parameters and buffers, and the attribute names of its modules. Not
+    all of this is guarded, so layers are compared by it, too."""
     some = (layer.named_parameters, layer.named_buffers)
     named = itertools.chain.from_iterable(of(remove_duplicate=False) for of in some)
     tensors = [(name, t.is_leaf, layout_of(t)) for name, t in named]
@@ -117,16 +120,16 @@ def _described(layer: nn.Module) -> list[object]:
 
 
 class _Asked(NamedTuple):
-    """A guard that is to be asked of other layers."""
+    """A guard of a traced layer that is to be checked for other layers."""
 
     source: Any
     guard: Any
-    check: Any  # torch's, of a value and what it noted of the first layer's
-    noted: Any
-    exact: Any  # the first layer's value, if it is a constant: torch takes 1 for True
+    check: Any  # torch's check of another layer's value against ``noted``
+    noted: Any  # what torch noted of the traced layer's value
+    exact: Any  # the traced layer's value if it is a constant, since torch takes 1 for True
 
     def holds(self, value: Any) -> bool:
-        """Whether it holds of the value that another layer has there."""
+        """Whether the guard holds for ``value``, which another layer has in the same place."""
         return self.exact == _exact(self.guard, value) and self.check.eval_fn(value, self.noted)
 
 
@@ -137,15 +140,14 @@ def _exact(guard: Any, value: Any) -> Any:
 
 
 class _Traced(NamedTuple):
-    """A layer that Dynamo has followed."""
+    """A layer that Dynamo has traced."""
 
-    condition: Any  # torch's, of another call that gives the same graph; without its guards
-    entry: Any  # torch's, of the graph
+    condition: Any  # torch's condition for reusing the trace, without its guards
+    entry: Any  # torch's cache entry, which holds the graph
     sharing: tuple[int, ...]  # see :func:`_sharing`
     described: list[object]  # see :func:`_described`
-    # Of the layer's own sources: each with its source, how to ask it, and what it said.
-    guards: tuple[_Asked, ...]
-    # Pairs of sources that are one object; torch does not ask that of another call.
+    guards: tuple[_Asked, ...]  # the guards on the layer's own sources
+    # Pairs of sources that are one object; torch does not check that for another call.
     same: tuple[tuple[Any, Any], ...]
     state: State  # see :class:`State`
 
@@ -160,11 +162,12 @@ def _call_traced(tx: Any, function: Any, arguments: list[Any], kwargs: dict[str,
 
 
 def _last_traced(tx: Any, function: Any, found: Any, layer: nn.Module, state: State) -> _Traced:
-    """What torch remembers of the call that was just traced, and what it does not; a LookupError if
-    guards do not tell all of it."""
+    """The call that was just traced: what torch remembers of it, and what we add. Raises a
+    LookupError if guards do not cover everything that the trace depends on."""
     caches = tx.output.tracing_context.hop_dispatch_set_cache
     calls = caches.get_cache(_invoke_subgraph).subgraph_reuse_cache
-    entries = calls.pop(function.get_function().__code__, ())  # another's would never be found
+    # Taken out of torch's cache, which torch would search at the next call: `_is_like` decides.
+    entries = calls.pop(function.get_function().__code__, ())
     if len(entries) != 1:
         raise LookupError("its inputs, outputs or side effects cannot be compared")
     ((condition, entry),) = entries
@@ -185,9 +188,9 @@ def _last_traced(tx: Any, function: Any, found: Any, layer: nn.Module, state: St
 
 
 def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
-    """All guards of a layer's own sources, and pairs of sources that are one object; torch does not
-    remember what was read in a region inside the layer, nor hooks. A LookupError if one cannot be
-    asked of another layer."""
+    """All guards on a layer's own sources, and pairs of sources that are one object. torch itself
+    remembers neither reads in a region inside the layer, nor hooks. Raises a LookupError if a guard
+    cannot be checked for another layer."""
     own = _Moved(dict.fromkeys(_sources_of(found, *_OWN)))
     lifted = invoke_subgraph.LiftedCapturedSource
     captured = _Moved(
@@ -216,14 +219,15 @@ def _own_guards(tx: Any, found: Any, entry: Any) -> tuple[Any, Any]:
 
 
 def _sources_of(found: Any, *tags: Any) -> list[Any]:
-    """Of those arguments of a call that have one of ``tags``, and come from outside."""
+    """The sources of those arguments of a call that have a source, and one of ``tags``."""
     pairs = zip(found.arg_sources, found.flat_vts, strict=True)
     return [source for source, (tag, _) in pairs if source is not None and tag in tags]
 
 
 def _global_values(tx: Any, found: Any, held: Mapping[int, object]) -> dict[int, object]:
-    """What globals hold that are guarded, but for those through which the layer was found; a
-    LookupError as of :func:`held_by`, or if one is read by a key that the layer holds."""
+    """The objects that guarded globals hold, except globals through which the layer was reached.
+    Raises a LookupError as :func:`held_by` does, or if a global is read by a key that the layer
+    holds."""
     own = _Moved(dict.fromkeys(_sources_of(found, *_OWN)))
     above = {base for source in own.known for base in bases(source)}
     value_of, values = tx.output.resolve_source_value, []
@@ -239,13 +243,13 @@ def _global_values(tx: Any, found: Any, held: Mapping[int, object]) -> dict[int,
 
 
 class _Moved:
-    """Sources of one layer as those of another; each is made once."""
+    """Translates sources of one layer into those of another; each result is cached."""
 
     def __init__(self, becomes: Mapping[Any, Any]) -> None:
         self.known = dict(becomes)
 
     def concerns(self, source: Any) -> bool:
-        """Whether ``source`` is of the layer."""
+        """Whether ``source`` begins at one of the layer's sources."""
         return any(base in self.known for base in bases(source))
 
     def __call__(self, source: Any) -> Any:
@@ -258,13 +262,13 @@ class _Moved:
 
 
 def _moving(traced: _Traced, sources: Sequence[Any]) -> _Moved:
-    """To the layer whose arguments have ``sources``."""
+    """Translates from a traced layer to the one whose arguments have ``sources``."""
     pairs = zip(traced.entry.arg_sources, sources, strict=True)
     return _Moved({a: b for a, b in pairs if a is not None and b is not None})
 
 
 def _is_like(tx: Any, traced: _Traced, found: Any, layer: nn.Module) -> bool:
-    """Whether the call ``found``, of ``layer``, gives the graph of ``traced``."""
+    """Whether the call ``found``, of ``layer``, would give the same graph as ``traced``."""
     if not invoke_subgraph.is_reusable(tx, traced.condition, found, traced.entry):
         return False
     if _sharing(found) != traced.sharing or _described(layer) != traced.described:
@@ -279,17 +283,18 @@ def _is_like(tx: Any, traced: _Traced, found: Any, layer: nn.Module) -> bool:
     try:
         alike = all(asked.holds(value(asked.source)) for asked in traced.guards)
         return alike and all(value(one) is value(other) for one, other in traced.same)
-    except (AttributeError, LookupError):  # it is not there
+    except (AttributeError, LookupError):  # this layer lacks an attribute or item
         return False
 
 
 def _guard_as(tx: Any, traced: _Traced, sources: Sequence[Any]) -> None:
-    """Guard of a layer what is guarded of the one that it is like; torch compares it once."""
+    """Install, for a layer that reuses a trace, the guards of the traced layer. torch itself only
+    compares the two once, while tracing."""
     moved, ordered = _moving(traced, sources), tx.output.guard_on_key_order
     for asked in traced.guards:
-        # Whose keys are found by their places.
+        # Dictionaries whose key order is guarded, because keys are found by index.
         ordered.update({moved(base) for base in bases(asked.source) if base in ordered})
-        # A tensor's guard holds the tensor; those of the layer's tensors are there already.
+        # The guard of a tensor holds that tensor; this layer's tensors are guarded already.
         if asked.guard.create_fn_name() != "TENSOR_MATCH":
             install_guard(moved(asked.source).make_guard(asked.guard.create_fn))
     for one, other in traced.same:
@@ -298,7 +303,7 @@ def _guard_as(tx: Any, traced: _Traced, sources: Sequence[Any]) -> None:
 
 
 def _note_layer(tx: Any, layer: Any) -> str:
-    """Note on the call that was just put in the graph which layer it is."""
+    """Note the layer's path on the call that was just added to the graph."""
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", layer.source.name)
     _last_call(tx).meta[LAYER] = path
     return path

@@ -1,4 +1,4 @@
-"""What an optimizer's step computes, as a graph of Dynamo's, and how such graphs are extended."""
+"""Captures an optimizer's step as a Dynamo graph, and extends such graphs."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class MakesState(Exception):
-    """A step has results: state that the optimizer makes of its first gradients."""
+    """The graph of a step has results: state that the optimizer makes from the first gradients."""
 
 
 class CapturedStep(NamedTuple):
-    """A graph without results: all that it does is to write to tensors that were there."""
+    """A graph without results: it only writes to tensors that existed before."""
 
-    graph: Graph  # of Dynamo's
-    tensors: dict[Node, Tensor]  # what its placeholders and attributes stand for
+    graph: Graph  # a Dynamo graph
+    tensors: dict[Node, Tensor]  # the tensors that its placeholders and attributes stand for
 
 
 def captured_step(optimizer: Optimizer) -> CapturedStep:
-    """The graph of ``optimizer.step()`` for the parameters that have gradients.
+    """Trace ``optimizer.step()`` for the parameters that have gradients.
 
-    No tensor changes; what is Python's does. Parameters without state have their first one
-    afterwards.
+    No tensor changes, but Python values do. Parameters without state get their initial state.
 
     Raises:
-        MakesState: it is to be called once before.
-        ValueError: the step that users call is another one, or has effects that no graph has.
-        torch._dynamo.exc.Unsupported: Dynamo cannot follow it as one graph.
+        MakesState: the step has to run once before it can be traced.
+        ValueError: the step was replaced or wrapped, or has effects that no graph can have.
+        torch._dynamo.exc.Unsupported: Dynamo cannot trace the step as one graph.
     """
     step = _defined_step(optimizer)
     found: list[CapturedStep] = []
@@ -53,7 +52,7 @@ def captured_step(optimizer: Optimizer) -> CapturedStep:
         tensors = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
         attributes = gm.graph.find_nodes(op="get_attr")
         tensors |= {node: getattr(gm, str(node.target)) for node in attributes}
-        gm._buffers.clear()  # or the graph keeps the state that there was when it was made
+        gm._buffers.clear()  # or the graph keeps the state tensors of this moment alive
         gm._parameters.clear()
         found.append(CapturedStep(gm.graph, tensors))
         output = gm.graph.output_node()
@@ -66,7 +65,7 @@ def captured_step(optimizer: Optimizer) -> CapturedStep:
     run = with_own_code(run, f"step of {type(optimizer).__qualname__}")
     with torch.no_grad():
         torch.compile(run, backend=backend, fullgraph=True, dynamic=False)()
-    captured = found.pop()  # Dynamo keeps the backend
+    captured = found.pop()  # Dynamo keeps the backend, and with it the list, alive
     output = captured.graph.output_node()
     if not all(_is_written(node, captured.tensors) for node in output.all_input_nodes):
         raise MakesState
@@ -79,11 +78,11 @@ IN_PLACE: dict[object, Callable[..., Any]] = {
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
-"""Operators that write to what is on their left, and those that do not and compute the same."""
+"""In-place operators, and the operators that compute the same without writing."""
 
 
 def _is_written(node: Node, tensors: dict[Node, Tensor]) -> bool:
-    """Whether a node is a tensor that was there, written to in place."""
+    """Whether a node is a tensor that existed before the step, after in-place writes."""
     while node not in tensors:
         if not (node.target in IN_PLACE or (node.op == "call_method" and is_in_place(node))):
             return False
@@ -92,16 +91,17 @@ def _is_written(node: Node, tensors: dict[Node, Tensor]) -> bool:
 
 
 def is_in_place(node: Node) -> bool:
-    """Whether a Dynamo node calls a method, or a function, by a name that says that it writes."""
+    """Whether a Dynamo node calls a method or function whose name says that it writes in place: one
+    that ends in one underscore."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return str(name).endswith("_") and not str(name).endswith("__")
 
 
 def _defined_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """What the class of an optimizer defines as its step. What users call breaks the graph before
-    and behind it."""
+    """The step function that the class of an optimizer defines. torch's wrappers around it, which
+    users call, would break the graph before and after it."""
     own = vars(optimizer).get("step")
-    # Schedules of learning rates wrap it to see that it is called.
+    # Learning-rate schedules wrap the step to notice that it is called; that is harmless.
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         raise ValueError("its step was replaced by another one")
     step: Any = type(optimizer).step
@@ -115,8 +115,9 @@ def _defined_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def _assigned(cls: type, function: Any, seen: set[object]) -> str | None:
-    """An attribute that a step assigns to, or a method that it may call, which is not torch's: a
-    graph would have its first value in it, and Dynamo leaves an optimizer's attributes alone."""
+    """An attribute to which a step, or a method that it may call, assigns; torch's own code is not
+    searched. A graph would keep the attribute's first value, as Dynamo does not guard attributes of
+    optimizers."""
     code = function.__code__
     seen.add(code)
     if _is_torchs(function):
@@ -134,7 +135,7 @@ def _is_torchs(function: Any) -> bool:
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """What is to be called before or after each step of ``optimizer``, or of all."""
+    """The hooks to be called before or after each step of ``optimizer``, or of every optimizer."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -145,19 +146,19 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 
 def no_backward_inside() -> AbstractContextManager[None]:
-    """Have Dynamo refuse ``backward()`` in what it traces, also where the user allows it: a step's
-    own gradients are others."""
+    """Inside, Dynamo refuses to trace ``backward()``, also if the user allows it: a compiled step
+    computes its gradients in another way."""
     return config.patch(trace_autograd_ops=False)  # type: ignore[no-any-return]
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Let learning-rate schedules know that ``optimizer`` made a step, or they warn."""
+    """Tell learning-rate schedules that ``optimizer`` has made a step; otherwise they warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def copied_graph(gm: GraphModule) -> GraphModule:
-    """A copy of a Dynamo graph that can be changed, and is compiled as that one would be; Dynamo
-    goes on with the nodes of the original."""
+    """A copy of a Dynamo graph that can be changed and compiled in the place of the original, whose
+    nodes Dynamo still uses."""
     whole, copies = copied(gm)
     for node, copy in copies.items():
         if hasattr(node, "_dynamo_source"):
@@ -169,13 +170,13 @@ def copied_graph(gm: GraphModule) -> GraphModule:
 
 
 def add_input(gm: GraphModule, name: str, tensor: Tensor, like: Tensor) -> tuple[Node, Tensor]:
-    """A last input of a graph that :func:`copied_graph` gave, of which Dynamo does not know, and
-    its fake tensor. It is called with ``tensor``, of the same sizes and at the same address each
-    time."""
+    """Add a last input, which Dynamo does not know, to a graph from :func:`copied_graph`; gives its
+    node and fake tensor. Each call of the graph must pass a tensor there with the sizes and the
+    address of ``tensor``."""
     last = gm.graph.find_nodes(op="placeholder")[-1]
     with gm.graph.inserting_after(last):
         node = gm.graph.placeholder(name)
-    # Of a real tensor AOTAutograd would take the sizes, of which Dynamo has not told it, for open.
+    # Of a real tensor that Dynamo does not know, AOTAutograd would make the sizes symbolic.
     fake = like.fake_mode.from_tensor(tensor, static_shapes=True)  # type: ignore[attr-defined]
     node.meta |= {"example_value": fake, "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
     node._dynamo_source = None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Passes of ours over Inductor's graphs, behind the user's own."""
+"""Makes our passes run on Inductor's graphs after the user's own passes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ GraphPass = Callable[[Graph], None]
 
 
 def after_the_users(name: str, function: GraphPass, identity: Callable[[], str]) -> dict[str, Any]:
-    """The setting that makes ``function`` a pass of Inductor's, after the user's of that name,
-    which its caches can key on."""
+    """The Inductor setting ``name``, with ``function`` as a pass after the user's own. ``identity``
+    gives what Inductor's caches key the pass on."""
     users = getattr(config, name)
     in_turn = users if isinstance(users, (list, tuple)) else [users] if users is not None else []
 
@@ -38,7 +38,7 @@ def after_the_users(name: str, function: GraphPass, identity: Callable[[], str])
 
         def uuid(self) -> Any:
             theirs = first.uuid() if isinstance(first, CustomGraphPass) else None
-            # None: a pass that no cache can know goes past the cache, as it does without us.
+            # None: the user's pass has no key, so the cache is bypassed, as it would be without us.
             return None if theirs is None else (theirs, identity())
 
     return {name: _Both()}

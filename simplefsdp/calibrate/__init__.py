@@ -1,1 +1,1 @@
-"""``simplefsdp calibrate``: measure the machine at hand as a :class:`Cluster`."""
+"""``simplefsdp calibrate``: measures the machine at hand and describes it as a :class:`Cluster`."""

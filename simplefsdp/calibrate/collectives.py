@@ -1,4 +1,4 @@
-"""Time collectives: alone, as buckets that are launched as one, and beside compute."""
+"""Times collectives: one by one, as buckets that are launched as one, and beside compute."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ops = torch.ops._c10d_functional
 def time_collectives(
     ranks: int, sweep: Sweep, device: torch.device
 ) -> dict[CollectiveKind, list[Sample]]:
-    """Time the collectives among the first ``ranks`` ranks, each size as one buffer and those of
-    :func:`buckets` as several, too; every rank of the world must call it.
+    """Time the collectives among the first ``ranks`` ranks; every rank of the world must call it.
 
-    Sizes are rounded so that the ranks' shards are equal. Ranks that take no part get nothing.
+    Each size is timed as one buffer; those of :func:`buckets` also as several tensors. Sizes are
+    rounded so that the ranks' shards are equal. Ranks that take no part get an empty dict.
     """
     group = group_of(list(range(ranks)))
     found: dict[CollectiveKind, list[Sample]] = {}
@@ -48,10 +48,11 @@ def time_collectives(
 
 
 def buckets(sweep: Sweep, ranks: int) -> list[list[int]]:
-    """The fp32 elements of a rank's shard of each member, of each bucket that is timed as several.
+    """The buckets that are timed as several tensors: for each bucket, the number of fp32 elements
+    of a rank's shard of each member.
 
-    One and two layers, where the sweep has a layer's parameters; else all sizes that can be cut
-    into :data:`MEMBERS`.
+    If the sweep has the parameters of a layer, the buckets are one and two layers; else they are
+    all sizes that can be divided into :data:`MEMBERS` members.
     """
     if sweep.layer_nbytes:
         layer = _shards(sweep.layer_nbytes, ranks)
@@ -64,7 +65,8 @@ def _shards(nbytes: Sequence[int], ranks: int) -> list[int]:
 
 
 def halved(numel: int) -> list[int]:
-    """Sizes of a bucket's members, each half of the one before, as in a layer large and small."""
+    """Sizes of a bucket's members, each half of the one before: a layer, too, has large and small
+    parameters."""
     parts = [numel >> i for i in range(1, MEMBERS)]
     return [*parts, numel - sum(parts)]
 
@@ -72,8 +74,8 @@ def halved(numel: int) -> list[int]:
 def _launch(
     kind: CollectiveKind, parts: Sequence[int], ranks: int, group: str, device: torch.device
 ) -> Callable[[], Any]:
-    """The collective that a compiled graph launches: of a tensor with so many fp32 elements per
-    shard, or of several as one bucket."""
+    """The collective as a compiled graph launches it. ``parts`` are the fp32 elements per shard, of
+    one tensor, or of the several tensors of a bucket."""
     name, args = {
         "gather": ("all_gather_into_tensor", (ranks, group)),
         "reduce": ("reduce_scatter_tensor", ("sum", ranks, group)),
@@ -98,9 +100,9 @@ def _waited(launched: Callable[[], Any]) -> Call:
 def compute_beside(sweep: Sweep, device: torch.device) -> float | None:
     """Fraction of its speed that compute keeps beside gathers and reduces; every rank must call it.
 
-    Matmuls that take a third of a transfer of the largest size, alone and while one is under way
-    among all ranks, in turns; the mean over ranks. None if any rank's transfers are too short for
-    that.
+    It times matmuls that take a third of the largest transfer, in turns by themselves and during
+    such a transfer among all ranks, and gives the mean over ranks. None if the transfers of any
+    rank are too short for that.
     """
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
     shard, timer = max(1, max(sweep.nbytes) // (4 * ranks)), timer_for(device)
@@ -121,7 +123,7 @@ def compute_beside(sweep: Sweep, device: torch.device) -> float | None:
         for _ in range(sweep.repeats):
             dist.barrier()
             started = launched()
-            beside.append(timer.elapsed_us(layer, count))  # a transfer has a stream of its own
+            beside.append(timer.elapsed_us(layer, count))  # the transfer runs on another stream
             _ops.wait_tensor(started)
             alone.append(timer.elapsed_us(layer, count))
         kept += min(1.0, statistics.median(alone) / statistics.median(beside))
@@ -130,6 +132,7 @@ def compute_beside(sweep: Sweep, device: torch.device) -> float | None:
 
 
 def layers_beside(sweep: Sweep, device: torch.device) -> dict[int, Call]:
-    """The matmuls that may run beside transfers, by width: as training has them, if it can be."""
+    """The matmuls that may run beside transfers, by width: those at least as wide as the ones that
+    transfers slow down in training."""
     widths = [width for width in sweep.widths if width >= sweep.beside_width]
     return {width: matmuls(sweep.beside_dtype, width, device) for width in widths}

@@ -80,10 +80,10 @@ def parse(args: list[str]) -> CalibrateOptions:
 
 
 def check(options: CalibrateOptions, ranks: int) -> None:
-    """Refuse what could not end well, before anything is measured.
+    """Refuse options that cannot work, before anything is measured.
 
     Raises:
-        ValueError: too few ranks or bytes, links that cannot be had, or an unwritable file.
+        ValueError: too few ranks or bytes, unknown links, or a file that cannot be written.
     """
     if ranks < 1 or (ranks == 1 and options.links is None):
         raise ValueError(
@@ -112,7 +112,7 @@ def check(options: CalibrateOptions, ranks: int) -> None:
 
 
 def _run_rank(args: list[str]) -> int:
-    """Be one rank: measure with the others; rank 0 fits, tells and writes."""
+    """Run one rank: it measures together with the others; rank 0 reports and writes the file."""
     from simplefsdp.launcher.ranks import join_ranks, on_rank_zero
 
     follow_launcher()
@@ -177,7 +177,7 @@ def _calibrate(options: CalibrateOptions, rank: Rank) -> None:
 
 
 def _local_size(rank: Rank) -> int:
-    """Ranks of this node; raises ValueError on all ranks where other nodes have more or fewer."""
+    """Number of ranks on this node. Raises a ValueError, on all ranks, if nodes differ in it."""
     import torch
     import torch.distributed as dist
 

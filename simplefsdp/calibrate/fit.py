@@ -1,4 +1,4 @@
-"""From measured times to the figures of a cluster."""
+"""Fits the figures of a cluster to measured times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from inductor_passes.machine.links import Link, Ramp, fraction
 
-_TOLERANCE = 0.1  # of relative errors, within which the simpler fit is taken
+_TOLERANCE = 0.1  # a simpler fit is taken if its relative error is at most this much larger
 
 
 class Sample(NamedTuple):
@@ -22,11 +22,11 @@ class Sample(NamedTuple):
 
 
 def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
-    """Latency, bandwidth and, where they do not suffice, a ramp; from two or more sizes.
+    """Fit latency, bandwidth and, if these do not suffice, a ramp, to two or more sizes.
 
-    The first of these whose worst error is within 10 points of the best's: the line of least
-    relative errors; nine to no tenths of the smallest size's time as latency, with a ramp for the
-    rest.
+    The fits that are tried, in this order: the line with the least relative errors; then a latency
+    of nine, eight, ... zero tenths of the smallest size's time, with a ramp for the rest. The
+    result is the first fit whose worst error is at most 10 percentage points above the best fit's.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -43,9 +43,9 @@ def fit_link(samples: Sequence[Sample], ranks: int) -> Link:
 
 
 def with_members(link: Link, samples: Sequence[Sample]) -> Link:
-    """The link with what each further member of a bucket costs, by times of the same bytes as one
-    buffer and as several tensors: the median over buckets, no less than nothing and no more than
-    the latency."""
+    """``link`` with the cost of each further member of a bucket. The cost is derived from the times
+    of the same bytes as one buffer and as several tensors: it is the median over buckets, at least
+    0 and at most the latency."""
     whole_us = {s.size: s.us for s in samples if s.members == 1}
     each = [(s.us - whole_us[s.size]) / (s.members - 1) for s in samples if s.members > 1]
     if not each:
@@ -54,7 +54,8 @@ def with_members(link: Link, samples: Sequence[Sample]) -> Link:
 
 
 def without_delays(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples by size, none slower than a larger one: what else runs can only add to a time."""
+    """Samples by size, with the time of each lowered to that of a larger one if that was faster:
+    other work on the machine can only add to a time."""
     kept: list[Sample] = []
     for sample in sorted(samples, reverse=True):
         us = min(sample.us, kept[-1].us) if kept else sample.us
@@ -63,7 +64,7 @@ def without_delays(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _ramped(samples: Sequence[Sample], ranks: int, latency_us: float) -> Link:
-    floor = samples[0].us / 100  # of a later time that noise brought below the latency
+    floor = samples[0].us / 100  # for times that noise has brought below the latency
     peak, ramp = fit_ramp([(s.size, s.size / max(s.us - latency_us, floor)) for s in samples])
     return Link(latency_us, peak / 1e3, tuple((size / ranks, reached) for size, reached in ramp))
 
@@ -74,8 +75,8 @@ def worst_error(link: Link, samples: Sequence[Sample], ranks: int) -> float:
 
 
 def _line(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Intercept, not negative, and slope, positive, of the line of least relative errors."""
-    # By hand: the kit in benchmarks/gpu calibrates where there is torch and no numpy.
+    """Intercept, not negative, and slope, positive, of the line with the least relative errors."""
+    # Without numpy, because the kit in benchmarks/gpu also calibrates where there is none.
     total = sum(s.us**-2 for s in samples)
     weights = [s.us**-2 / total for s in samples]
     mean_size = sum(w * s.size for w, s in zip(weights, samples, strict=True))
@@ -85,18 +86,19 @@ def _line(samples: Sequence[Sample]) -> tuple[float, float]:
     slope /= sum(w * x * x for w, x in zip(weights, off, strict=True))
     intercept = mean_us - slope * mean_size
     last = samples[-1]
-    seen = last.us / last.size / 100  # a hundredth of the longest time: less drowns in noise
+    seen = last.us / last.size / 100  # a slope of a hundredth of the longest time; less is noise
     if slope >= seen and intercept >= 0:
         return intercept, slope
-    # Noise won: no latency to be seen, or no bandwidth.
+    # The noise is too large to see a latency, or a bandwidth.
     return (0.0, last.us / last.size) if slope >= seen else (samples[0].us, seen)
 
 
 def fit_ramp(rates: Sequence[tuple[float, float]], *, falls: bool = False) -> tuple[float, Ramp]:
-    """The peak and the fractions of it, from ``(size, rate)`` with rising sizes.
+    """The peak rate, and the fraction of it that each size reaches, from ``(size, rate)`` pairs
+    with ascending sizes.
 
-    A rate that rises by more than its size is cut: more must not take less time. Unless the ramp
-    may fall, neighbours whose rates do get their mean.
+    A rate that rises faster than the size is cut, since a larger size must not take less time.
+    Unless ``falls``, neighbours with falling rates get their mean.
     """
     sizes, fitted = [size for size, _ in rates], [rate for _, rate in rates]
     if not falls:
@@ -108,7 +110,7 @@ def fit_ramp(rates: Sequence[tuple[float, float]], *, falls: bool = False) -> tu
 
 
 def _rising(values: Sequence[float]) -> list[float]:
-    """The closest values that do not fall (isotonic regression)."""
+    """The closest sequence that does not fall (isotonic regression)."""
     blocks: list[list[float]] = []
     for value in values:
         blocks.append([value])

@@ -1,6 +1,6 @@
-"""Time kernels on the ranks at hand, and what is measured of them: medians of interleaved repeats.
+"""Times kernels on the ranks at hand: medians of interleaved repeats.
 
-Operands are random: a GPU that multiplies ones has power, and so clocks, to spare.
+Operands are random, because multiplying ones takes less power, so that a GPU would clock higher.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _TOO_LONG_US = 2e5  # of one call
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured; everything ``repeats`` times, interleaved."""
+    """The sizes that are measured; each of them ``repeats`` times, interleaved."""
 
-    nbytes: Sequence[int]  # full sizes of collectives
-    widths: Sequence[int]  # of square matmuls
-    sequences: Sequence[int]  # lengths of attention
-    memory_nbytes: int  # of each of two arrays, one copied to the other; more than a cache holds
+    nbytes: Sequence[int]  # sizes of collectives, in bytes of the full tensor
+    widths: Sequence[int]  # widths of square matmuls
+    sequences: Sequence[int]  # sequence lengths of attention
+    memory_nbytes: int  # of each of two arrays, for copies between them; more than a cache holds
     repeats: int
-    heads: tuple[int, int] = (8, 64)  # of attention, and channels of each
-    beside_dtype: torch.dtype = torch.float32  # of the matmuls beside transfers
-    beside_width: int = 0  # of them, at least: as wide as those that a transfer slows in training
-    # Of each parameter of a layer, full, as it is gathered: what buckets are made of. Empty: of
-    # tensors each half as large as the one before.
+    heads: tuple[int, int] = (8, 64)  # number of attention heads, and channels of each
+    beside_dtype: torch.dtype = torch.float32  # dtype of the matmuls beside transfers
+    beside_width: int = 0  # their least width: that of matmuls which transfers slow in training
+    # Bytes of each full parameter of a layer, of which buckets are made. If empty, buckets consist
+    # of tensors each half as large as the one before.
     layer_nbytes: Sequence[int] = ()
 
 
@@ -53,9 +53,10 @@ _QUICK_CUDA = replace(_CUDA, widths=(512, 4096), sequences=(1024,), memory_nbyte
 def sweep_for(
     device: str, *, quick: bool, nbytes_max: int | None, layer_nbytes: Sequence[int] = ()
 ) -> Sweep:
-    """Sizes that take seconds: from 4 KiB to ``nbytes_max`` (16 MiB on CPU, 1 GiB on CUDA).
+    """The sizes for a device, which take seconds. Those of collectives go from 4 KiB to
+    ``nbytes_max`` (by default 16 MiB on CPU, 1 GiB on CUDA).
 
-    Two layers of ``layer_nbytes`` that are more than that are scaled down to it.
+    If two layers of ``layer_nbytes`` exceed ``nbytes_max``, they are scaled down to it.
     """
     cpu = device == "cpu"
     largest, step = nbytes_max or (2**24 if cpu else 2**30), 64 if quick else 4
@@ -73,7 +74,8 @@ def _samples(calls: Mapping[float, Call], repeats: int, timer: Timer) -> list[Sa
 
 
 def groups_of(world_size: int, local_size: int) -> Iterator[tuple[int, int]]:
-    """Sizes of groups to measure, as (ranks, nodes): powers of two and all, first within a node."""
+    """Sizes of groups to measure, as (ranks, nodes): powers of two and the whole, first within a
+    node, then across nodes."""
     for unit, most in ((1, local_size), (local_size, world_size // local_size)):
         sizes = {2**i for i in range(1, most.bit_length()) if 2**i <= most} | {most}
         for size in sorted(sizes - {0, 1}):
@@ -81,7 +83,7 @@ def groups_of(world_size: int, local_size: int) -> Iterator[tuple[int, int]]:
 
 
 def time_matmuls(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:
-    """Square matmuls as a linear layer has them, one forward and two backward; their mean."""
+    """Time square matmuls: the mean of a linear layer's three, one forward and two backward."""
     timer = timer_for(device)
     calls = {2.0 * width**3: matmuls(dtype, width, device) for width in sweep.widths}
     samples = _samples(_affordable(calls, timer), sweep.repeats, timer)
@@ -89,7 +91,7 @@ def time_matmuls(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list
 
 
 def matmuls(dtype: torch.dtype, width: int, device: torch.device) -> Call:
-    """Three square matmuls, those of a linear layer."""
+    """A call of the three matmuls of a square linear layer: forward, and two in backward."""
     tensor = partial(torch.randn, width, width, dtype=dtype, device=device)
     x, weight, grad, out = tensor(), tensor(), tensor(), tensor()
 
@@ -102,7 +104,8 @@ def matmuls(dtype: torch.dtype, width: int, device: torch.device) -> Call:
 
 
 def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> list[Sample]:
-    """Causal attention forward and backward, by the operations of both, of which half are done."""
+    """Time causal attention, forward and backward together. Sizes are the operations of both, of
+    which the causal mask leaves half."""
     heads, channels = sweep.heads
     timer = timer_for(device)
 
@@ -117,14 +120,15 @@ def time_attention(dtype: torch.dtype, sweep: Sweep, device: torch.device) -> li
 
         return run
 
-    # Two matmuls forward, five backward, of 2 * length^2 * channels operations per head.
+    # Two matmuls forward, five backward, of 2 * length^2 * channels operations per head; half of
+    # these are done.
     calls = {7.0 * heads * channels * n**2: attention(n) for n in sweep.sequences}
     return _samples(_affordable(calls, timer), sweep.repeats, timer)
 
 
 def _affordable(calls: Mapping[float, Call], timer: Timer) -> Mapping[float, Call]:
-    """The calls in rising size until one takes too long, as in a dtype that is emulated, or needs
-    more memory than there is, as of attention that keeps all scores."""
+    """The calls in ascending size, up to the first that takes too long, as in an emulated dtype, or
+    before the first that runs out of memory, as for attention that keeps all scores."""
     kept: dict[float, Call] = {}
     for size, call in calls.items():
         try:
@@ -138,7 +142,8 @@ def _affordable(calls: Mapping[float, Call], timer: Timer) -> Mapping[float, Cal
 
 
 def memory_gb_s(sweep: Sweep, device: torch.device) -> tuple[float, float]:
-    """1e9 bytes per second of a copy, and of a loop with arithmetic (SiLU), as most are."""
+    """Memory bandwidth in 1e9 bytes per second: the best that was seen; and that of a loop with
+    arithmetic (SiLU), as most loops are."""
     source, out = (torch.randn(sweep.memory_nbytes // 4, device=device) for _ in range(2))
     calls: dict[str, Call] = {
         "copy": lambda: out.copy_(source),
@@ -150,7 +155,8 @@ def memory_gb_s(sweep: Sweep, device: torch.device) -> tuple[float, float]:
 
 
 def launch_us(device: torch.device) -> float:
-    """Time per kernel of a long row of kernels that do nothing else, as the host launches them."""
+    """Time per kernel of a long series of tiny kernels, which is the time that the host takes to
+    launch one."""
     tiny, count = torch.ones(1, device=device), 500
 
     def row() -> None:

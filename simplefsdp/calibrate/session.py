@@ -1,4 +1,4 @@
-"""The order in which things are measured, what becomes of the samples, and what is told of them."""
+"""Runs the measurements in order, fits the figures of a cluster, and reports both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class CalibrationReport:
-    """The terminal of a calibration; on ranks other than 0 it says nothing, and needs no rich."""
+    """Prints the report of a calibration; if not ``enabled``, as on ranks other than 0, it prints
+    nothing and does not import rich."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Console | None = None
@@ -46,11 +47,11 @@ class CalibrationReport:
         self._print(text, markup=False)
 
     def progress(self, what: str) -> None:
-        """What is being measured from now on."""
+        """Say what is measured next."""
         self._print(f"measuring {what} ...", style="dim", markup=False)
 
     def wire(self, wire: Wire, measured: Sequence[Sample]) -> None:
-        """The link of one kind and group, with the error of the fit at each size."""
+        """Print the link of one kind and group size, with the error of the fit at each size."""
         link = wire.link
         where = f"{wire.ranks} ranks on {plural(wire.nodes, 'node')}"
         title = f"{wire.kind}, {where}: {link.latency_us:.4g} us + bytes / {link.gb_s:.4g} GB/s"
@@ -70,7 +71,7 @@ class CalibrationReport:
         matmuls: Sequence[Sample],
         attention: Sequence[Sample],
     ) -> None:
-        """The matmuls and attention of one dtype, likewise."""
+        """Print the peaks of matmuls and attention in one dtype, with the errors of the fits."""
         for what, ramp, samples in (
             ("matmul", peak.matmul, matmuls),
             ("attention", peak.attention, attention),
@@ -104,7 +105,8 @@ class CalibrationReport:
 def measure_wires(
     sweep: Sweep, rank: Rank, local_size: int, report: CalibrationReport
 ) -> tuple[Wire, ...]:
-    """The links of every kind and size of group; those that rank 0 measured, on rank 0."""
+    """Measure the links of every kind and group size. Each rank gets those that it measured; rank 0
+    takes part in all groups."""
     wires = []
     for ranks, nodes in measure.groups_of(rank.world_size, local_size):
         report.progress(f"collectives among {ranks} ranks")
@@ -118,7 +120,8 @@ def measure_wires(
 
 
 def measure_beside(sweep: Sweep, rank: Rank, report: CalibrationReport) -> float:
-    """What compute keeps of its speed beside transfers among all ranks; 1 if it cannot be told."""
+    """Fraction of its speed that compute keeps beside transfers among all ranks; 1 if it cannot be
+    measured."""
     if rank.world_size == 1:
         return 1.0
     report.progress("compute beside transfers")
@@ -131,7 +134,7 @@ def measure_beside(sweep: Sweep, rank: Rank, report: CalibrationReport) -> float
 
 
 def measure_compute(sweep: Sweep, rank: Rank, report: CalibrationReport) -> dict[str, Any]:
-    """The compute fields of a cluster, with all ranks computing at once, as in a step."""
+    """Measure the compute fields of a cluster, while all ranks compute at once, as in a step."""
     dist.barrier()
     report.progress("memory and launches")
     launch_us = measure.launch_us(rank.device)
@@ -161,7 +164,8 @@ def measure_compute(sweep: Sweep, rank: Rank, report: CalibrationReport) -> dict
 
 
 def _peak(matmuls: list[Sample], attention: list[Sample], launch_us: float) -> Peak:
-    """Operations per second at best, and the fractions that sizes reach, launches left out."""
+    """The highest rate of operations, and the fractions of it that sizes reach; the time of
+    launches is subtracted."""
     (fastest, matmul), (fastest_attention, attended) = (
         fit_ramp([(s.size, s.size / max(s.us - launch_us, s.us / 2)) for s in samples], falls=True)
         for samples in map(without_delays, (matmuls, attention))
@@ -177,7 +181,7 @@ def _scaled(ramp: Ramp, factor: float) -> Ramp:
 
 
 def _memory_gb(rank: Rank) -> float:
-    """Of the device; on CPU, this rank's share of the machine's."""
+    """Memory of the device, in 1e9 bytes; on CPU, this rank's share of the machine's memory."""
     if rank.device.type == "cuda":
         return torch.cuda.get_device_properties(rank.device).total_memory / 1e9
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

@@ -1,4 +1,4 @@
-"""How calls are timed: one by one on the host's clock, or in a queue between a device's events."""
+"""Times calls: one by one on the host's clock, or in a queue between events of a device."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from simplefsdp import _torch
 Call = Callable[[], object]
 K = TypeVar("K", bound=Hashable)
 _QUEUED = 20
-_LONG_US = 2e4  # a queue of calls takes no longer, or has one
+_LONG_US = 2e4  # a queue of several calls takes no longer than this
 
 
 @dataclass(frozen=True)
 class Timer:
-    """What a moment is, and how long it is from one to another."""
+    """Notes moments, and gives the time between two of them."""
 
-    queued: int  # most calls between two moments
-    # Note the moment that is now, or that will be when the device gets there.
+    queued: int  # the most calls between two moments
+    # Notes the present moment, or, in a queue, the one at which the device will get there.
     mark: Callable[[], Any]
-    # Microseconds from one to another, which may be waited for.
+    # Microseconds from one moment to another; waits for the latter.
     between_us: Callable[[Any, Any], float]
-    # Make the device wait while calls are queued up, so that it never waits for one.
+    # Keeps the device busy while calls are queued, so that later it never waits for the host.
     hold: Callable[[], None] = lambda: None
 
     def us(self, call: Call, count: int = 1) -> float:
-        """The time of one of ``count`` calls in a row."""
+        """The mean time of ``count`` calls in a row."""
         if count > 1:
             self.hold()
         return self.elapsed_us(call, count) / count
 
     def elapsed_us(self, call: Call, count: int) -> float:
-        """The time of ``count`` calls, from now on; on CUDA on the current stream alone."""
+        """The time of ``count`` calls together; on CUDA, on the current stream alone."""
         begin = self.mark()
         for _ in range(count):
             call()
@@ -46,15 +46,15 @@ class Timer:
 
 
 def timer_for(device: torch.device) -> Timer:
-    """On CPU the host's clock; on CUDA events, between which calls follow each other closely.
+    """The timer for a device: the host's clock on CPU; on CUDA, events around a queue of calls.
 
-    One call between two synchronizations would be timed with its launch, which a step hides.
+    The time of one call between two synchronizations would include its launch, which a step hides.
     """
     return events(device) if device.type == "cuda" else host_clock(device)
 
 
 def host_clock(device: torch.device) -> Timer:
-    """One call at a time, with all that the host does for it."""
+    """A timer for one call at a time, which includes all that the host does for the call."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -65,7 +65,7 @@ def host_clock(device: torch.device) -> Timer:
 
 
 def events(device: torch.device) -> Timer:
-    """Calls in a row on the current stream, and on others that it waits for."""
+    """A timer for calls in a row on the current CUDA stream, and on streams that it waits for."""
 
     def mark() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -82,10 +82,10 @@ def events(device: torch.device) -> Timer:
 def medians_us(
     calls: Mapping[K, Call], repeats: int, timer: Timer, *, together: bool = False
 ) -> dict[K, float]:
-    """The median time of each call; they take so many turns, after one untimed turn.
+    """The median time of each call, over ``repeats`` turns after an untimed one.
 
-    ``together``: other ranks make the same calls and wait for each other's, so that how many are
-    queued must not depend on how long they take here.
+    ``together``: other ranks make the same calls, and wait for each other in them. Then the number
+    of queued calls must not depend on how long they take on this rank.
     """
     times: defaultdict[K, list[float]] = defaultdict(list)
     counts: dict[K, int] = {}

@@ -1,11 +1,11 @@
 """Checksums of a checkpoint's files, in a small JSON file beside them.
 
-They tell a file that the disk, the network or a copy has changed. They do not tell who wrote it:
-whoever changes a file on purpose changes its checksum, too.
+They detect a file that the disk, the network or a copy has changed. They do not protect against
+somebody who changes a file on purpose, and its checksum with it.
 
-SHA-256, since of hashlib's it is the fastest where the CPU has instructions for it, as those have
-that come with any GPU since the A100 (1.0 GiB/s per core measured; BLAKE2b 0.8, MD5 0.6), and since
-``sha256sum`` compares it by hand. CRC-32 is twice as fast, and misses one damage in four billion.
+The hash is SHA-256: it is the fastest in hashlib on CPUs that have instructions for it, as those
+that come with any GPU since the A100 have (1.0 GiB/s per core measured; BLAKE2b 0.8, MD5 0.6), and
+``sha256sum`` can check it by hand. CRC-32 is twice as fast, but misses one damage in four billion.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ NAME = "checksums.json"
 NO_SUMS = "as dcp.save or an older program wrote it"
 _FORMAT = "simplefsdp checksums"
 _VERSION = 1
-_MAX_NBYTES = 256 * MIB  # of a million files
+_MAX_NBYTES = 256 * MIB  # enough for the checksums of a million files
 _PIECE = 4 * MIB
 _HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -30,14 +30,14 @@ Progress = Callable[[int], object]
 
 
 class Checksum(NamedTuple):
-    """Of a file: its size, and the hash of its bytes."""
+    """The size of a file, and the hash of its bytes."""
 
     nbytes: int
     sha256: str
 
 
 def checksum_of(file: Path, progress: Progress | None = None) -> Checksum:
-    """Read a file; ``progress`` is told of the bytes of each piece."""
+    """Read a file and compute its checksum; ``progress`` is called with the bytes of each piece."""
     digest, nbytes = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_PIECE))
     with file.open("rb", buffering=0) as opened:
@@ -50,7 +50,7 @@ def checksum_of(file: Path, progress: Progress | None = None) -> Checksum:
 
 
 def write(folder: Path, sums: Mapping[str, Checksum]) -> None:
-    """Write the file, complete or not at all, and see it reach the disk."""
+    """Write the file of checksums, completely or not at all, and wait until it is on the disk."""
     files = {name: sums[name]._asdict() for name in sorted(sums)}
     part = folder / f".{NAME}.tmp"
     with part.open("w") as file:
@@ -68,7 +68,7 @@ def add(folder: Path, *names: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Checksum] | None:
-    """The checksums in ``folder``, by file; None if it has none, as those of ``dcp.save`` alone."""
+    """The checksums in ``folder``, by file; None if it has none, as after a plain ``dcp.save``."""
     path = folder / NAME
     try:
         return _read(read_json(path, _MAX_NBYTES))

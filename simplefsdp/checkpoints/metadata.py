@@ -1,7 +1,7 @@
-"""DCP's ``.metadata``, from its bytes: checked, and without unpickling it.
+"""Reads the ``.metadata`` of a distributed checkpoint without unpickling it, and checks it.
 
-Whatever can be wrong with it is found here, so torch's reader only sees tensors whose parts are
-there, do not leave the folder, and cover the tensor.
+All that can be wrong with it is found here. So torch's reader only sees tensors whose parts exist,
+lie in files of the folder, and cover the tensor.
 """
 
 from collections import defaultdict
@@ -42,7 +42,8 @@ _OURS = {
         "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     )
 }  # fmt: skip
-# The folder that was written to: a path of the machine and the Python that wrote it.
+# The metadata holds the folder that was written to: a path, whose class depends on the machine and
+# on the version of Python that wrote it.
 _PATHS = [
     Named(module, name)
     for module in ("pathlib", "pathlib._local")
@@ -50,7 +51,8 @@ _PATHS = [
 ]
 _KNOWN = {*_OURS.values(), *_PATHS, *_DTYPES, _STORAGE_INFO, _SIZE, _LAYOUT}
 _MOST_DIMS = 64
-# All places of a small file may have one list, or one name, which is gone through for each.
+# Limits, because in a small pickle every place may refer to one long list, or one long name, which
+# is gone through for each place.
 _MOST_TRANSFORMS = 8
 _MOST_CHARACTERS = 4096
 
@@ -58,11 +60,12 @@ T = TypeVar("T")
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What a checkpoint in ``folder`` has. Runs no code of it.
+    """Read the metadata of the checkpoint in ``folder``, without running any code in it.
 
     Raises:
-        FileNotFoundError: it has no ``.metadata``.
-        ValueError: that is damaged, asks for a class that none needs, or names a file elsewhere.
+        FileNotFoundError: there is no ``.metadata``.
+        ValueError: it is damaged, asks for a class that no metadata needs, or names a file outside
+            of the folder.
     """
     path = folder / NAME
     if path.exists() and not path.is_file():
@@ -75,11 +78,12 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def metadata_of(data: bytes) -> Metadata:
-    """The metadata that ``data`` is the pickle of; see :func:`read_metadata`."""
+    """Read metadata from its pickle ``data``; see :func:`read_metadata`."""
     state = _state(read_pickle(data, _KNOWN), "Metadata")
     entries = _get(state, "state_dict_metadata", dict)
     places = dict(starmap(_place, _get(state, "storage_data", dict).items()))
-    # A corner takes more than a byte: more of them are of the same chunks again and again.
+    # A pickle may repeat a chunk by reference, and each chunk costs time for its corners. Real
+    # chunks take more bytes than they have corners.
     budget = len(data)
     tensors: dict[str, Any] = {}
     for key, entry in entries.items():
@@ -99,7 +103,7 @@ def metadata_of(data: bytes) -> Metadata:
 
 
 def files_of(metadata: Metadata) -> set[str]:
-    """The files that a checkpoint is made of: those that its metadata names, and itself."""
+    """The files of a checkpoint: those that its metadata names, and the metadata itself."""
     return {NAME, *(place.relative_path for place in metadata.storage_data.values())}
 
 
@@ -159,7 +163,7 @@ def _check_path(name: str) -> None:
 
 
 def _check_parts(key: str, found: TensorStorageMetadata, places: Mapping[Any, Any]) -> None:
-    """See that the chunks are inside of the tensor, and that there are data for its values."""
+    """Check that the chunks lie inside of the tensor, and that there are enough bytes for it."""
     nbytes, size, itemsize = 0, found.size, found.properties.dtype.itemsize
     for chunk in found.chunks:
         inside = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
@@ -185,11 +189,12 @@ def _split_dims(found: TensorStorageMetadata) -> list[int]:
 
 
 def _is_covered(found: TensorStorageMetadata, split: Sequence[int]) -> bool:
-    """Whether each element of the tensor is in one chunk, and none in two.
+    """Whether each element of the tensor is in exactly one chunk.
 
-    Corners are added up: 1 for a corner, or -1 if an odd number of its coordinates are ends of the
-    chunk. Where chunks meet they cancel. What is left says how often each element is covered, so it
-    is the tensor's own corners if all are once. It looks at each chunk once, however they lie.
+    Each corner of each chunk counts 1, or -1 if an odd number of its coordinates are ends of the
+    chunk. Where chunks meet, their corners cancel. The sums at all corners determine how often each
+    element is covered; they equal those of the tensor as one chunk if each element is covered once.
+    Each chunk is looked at once, however the chunks lie.
     """
     if prod(found.size) == 0:
         return True
@@ -238,7 +243,7 @@ def _is(value: Any, cls: type[T], what: str) -> T:
 
 
 def _short(value: Any) -> str:
-    """A few words of what may be large, or nested without end."""
+    """A short text for a value in a message; the value may be large, or nested without end."""
     if isinstance(value, (str, int)):
         text = repr(value) if isinstance(value, str) or abs(value) < 2**64 else "a huge number"
         return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,7 +1,7 @@
-"""A checkpoint of which the metadata has been read, once: its files are compared, and read.
+"""A checkpoint whose metadata has been read once: its files are verified, and read.
 
-Each file is compared by one rank only; a rank gets large ones and small ones, and reads them in a
-few threads: hashing leaves Python's lock alone.
+Each file is verified by one rank only. Each rank gets large files and small ones, and reads them in
+a few threads, since hashing releases Python's lock.
 """
 
 import threading
@@ -23,8 +23,8 @@ from simplefsdp.checkpoints.metadata import files_of, read_metadata
 
 Tell = Callable[[int, int], object]
 _THREADS = 4
-_PATIENCE_S = 5.0  # between two lines that say how far it is
-# Nothing is to be removed: it may be the only copy, or what reads it is wrong.
+_PATIENCE_S = 5.0  # seconds between two lines about progress
+# This does not advise to remove files: they may be the only copy, or the reader may be at fault.
 REMEDY = "copy it again, or move that folder elsewhere and use an earlier checkpoint"
 
 
@@ -33,16 +33,17 @@ class CheckpointFiles:
     """What is in a checkpoint, and where."""
 
     path: Path
-    metadata: Metadata  # what torch's reader goes by; it was checked, and is not read again
-    checksums: Mapping[str, Checksum] | None  # by file; None if it has none
+    metadata: Metadata  # for torch's reader; it was checked, and is not read again
+    checksums: Mapping[str, Checksum] | None  # by file; None if the checkpoint has none
 
 
 def open_files(path: Path) -> CheckpointFiles:
-    """Read a checkpoint's metadata, and see that all the bytes it names are there."""
+    """Read a checkpoint's metadata, and check that all the bytes that it refers to exist."""
     try:
         metadata = read_metadata(path)
         sums = checksums.read(path)
-        # Before anything is concluded from it: with a bit of a name changed it is of another model.
+        # Verified before it is used: with a flipped bit in a name it would seem to be of another
+        # model.
         if sums and METADATA in sums and (damaged := faults_in(path, sums, [METADATA])):
             raise ValueError(str(damaged[0]))
     except FileNotFoundError as error:
@@ -73,11 +74,11 @@ def _check_sizes(path: Path, metadata: Metadata) -> None:
 
 
 def verify(files: CheckpointFiles, tell: Tell | None = None, *, alone: bool = False) -> str | None:
-    """Compare all files with their checksums; every rank must call it, unless ``alone``: then this
-    process reads all files.
+    """Compare all files with their checksums. Every rank must call this; with ``alone``, this
+    process reads all files by itself.
 
-    ``tell`` is called with the bytes that this rank has read, and all that it will, if it takes
-    long. Returns a line to be told, if the checkpoint has no checksums.
+    If it takes long, ``tell`` is called with the bytes that this rank has read, and with all that
+    it is to read. Returns a line for the user if the checkpoint has no checksums, else None.
 
     Raises:
         ValueError: a file is damaged, missing or has no checksum; on all ranks, with its name.
@@ -100,11 +101,12 @@ def verify(files: CheckpointFiles, tell: Tell | None = None, *, alone: bool = Fa
 
 
 def fill(files: CheckpointFiles, targets: dict[str, Any], *, no_dist: bool = False) -> None:
-    """Fill tensors, by key, from the files; see :func:`simplefsdp._torch.checkpoints.load_by`."""
+    """Fill ``targets``, by key, from the files, see :func:`simplefsdp._torch.checkpoints.load_by`,
+    with the name of the checkpoint in errors."""
     try:
         load_by(files.metadata, files.path, targets, no_dist=no_dist)
     except ValueError as error:
-        # Only of damage: what is out of memory, or off the network, is not to be removed.
+        # The remedy is only for damage, not for a lack of memory or of the network.
         remedy = f"; {REMEDY}" if DAMAGED in str(error) else ""
         raise ValueError(f"checkpoint {files.path} cannot be loaded: {error}{remedy}") from error
 
@@ -112,7 +114,7 @@ def fill(files: CheckpointFiles, targets: dict[str, Any], *, no_dist: bool = Fal
 class Fault(NamedTuple):
     """What is wrong with a file: it is ``missing``, ``damaged``, ``unverified`` or ``unknown``.
 
-    ``.metadata`` is ``interrupted`` if all else was written.
+    ``.metadata`` is ``interrupted`` if it is the only file without a checksum.
     """
 
     kind: str
@@ -126,7 +128,7 @@ class Fault(NamedTuple):
 def faults_in(
     folder: Path, sums: Mapping[str, Checksum], names: Collection[str], tell: Tell | None = None
 ) -> list[Fault]:
-    """What is wrong with the files ``names``; ``tell`` gets the bytes that were read, and all."""
+    """What is wrong with the files ``names``; ``tell`` is called as for :func:`verify`."""
     progress = _Progress(sum(sums[name].nbytes for name in names), tell)
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(lambda name: _fault(folder, name, sums[name], progress.add), names)
@@ -134,14 +136,14 @@ def faults_in(
 
 
 def share_of(sums: Mapping[str, Checksum], rank: int, ranks: int) -> list[str]:
-    """The files that a rank reads: some of the large ones, and some of the small ones."""
+    """The files that a rank reads: every ``ranks``-th by size, so both large and small ones."""
     return sorted(sums, key=lambda name: (sums[name].nbytes, name))[rank::ranks]
 
 
 def without_checksum(sums: Collection[str], needed: Collection[str]) -> list[Fault]:
-    """Of the files that are ``needed``, those that nobody wrote a checksum of."""
+    """Faults for those of the ``needed`` files that have no checksum."""
     left = sorted(set(needed) - set(sums))
-    if left == [METADATA]:  # a save adds it last
+    if left == [METADATA]:  # a save adds this checksum last
         return [Fault("interrupted", METADATA, "has no checksum, as the save was interrupted")]
     return [Fault("unverified", name, "has no checksum") for name in left]
 
@@ -171,7 +173,7 @@ def _fault(folder: Path, name: str, wanted: Checksum, progress: checksums.Progre
 
 
 class _Progress:
-    """Adds up what several threads have read, and says so from time to time."""
+    """Adds up the bytes that several threads have read, and calls ``tell`` from time to time."""
 
     def __init__(self, nbytes: int, tell: Tell | None) -> None:
         self._nbytes = nbytes

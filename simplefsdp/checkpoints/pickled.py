@@ -1,10 +1,10 @@
-"""Plain data out of a pickle, of which nothing is run.
+"""Reads plain data out of a pickle without running anything in it.
 
-A pickle is a program for a small stack machine, and may call anything. The one here is the standard
-library's, with the instructions that build data only. Where a pickle makes an instance of a class,
-or calls a function, it gets a :class:`Record` of what was asked for; a class or function that its
-reader does not expect ends the reading. So the memory and the time that it takes are bounded by the
-pickle's size.
+A pickle is a program for a small stack machine, and may call anything. The machine here is the
+standard library's, restricted to the instructions that build data. Where a pickle would make an
+instance of a class, or call a function, a :class:`Record` of that request is made instead. A class
+or function that the caller does not expect is an error. So the memory and the time that reading
+takes are bounded by the size of the pickle.
 """
 
 import pickle
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, ClassVar, NamedTuple
 
-# In Python, where a number of the memo is a key: in C, one of 32 bits takes gigabytes.
+# The unpickler in Python, whose memo is a dict. In C the memo is an array, for which an index of 32
+# bits would allocate gigabytes.
 _Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
-# All that `pickle.dump` writes, in protocols 2 to 5, for data and instances of dataclasses; beside
-# what the reader below does itself.
+# The instructions that `pickle.dump` writes, in protocols 2 to 5, for data and for instances of
+# dataclasses; without those that `_Reader` implements itself.
 _DATA = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 "
     "BINUNICODE SHORT_BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 "
@@ -38,7 +39,8 @@ class Named(NamedTuple):
 
 @dataclass(eq=False)
 class Record:
-    """An instance that a pickle would make, or a call: of what, with what, and its state then."""
+    """An instance that a pickle would make, or a call that it would do: the class or function, the
+    arguments, and the state that would be set afterwards."""
 
     of: Named
     args: tuple[Any, ...]
@@ -51,16 +53,16 @@ class Record:
 
 
 def read_pickle(data: bytes, known: Collection[Named]) -> Any:
-    """What ``data`` holds: None, bools, ints, strs, lists, tuples, dicts, :class:`Named`, Records.
+    """The data in a pickle: None, bools, ints, strs, lists, tuples, dicts, :class:`Named`, Records.
 
     Raises:
-        ValueError: it names a class that is not in ``known``, or it is damaged.
+        ValueError: the pickle names a class that is not in ``known``, or is damaged.
     """
     try:
         return _Reader(BytesIO(data), known).load()
     except ValueError:
         raise
-    except Exception as error:  # cut short, or something that no data is made of, such as code
+    except Exception as error:  # it is truncated, or has an instruction that builds no data
         raise ValueError("it is damaged") from error
 
 
@@ -83,10 +85,10 @@ class _Reader(_Unpickler):
         args, of = self.stack.pop(), self.stack.pop()
         if type(of) is not Named or type(args) is not tuple:
             raise pickle.UnpicklingError("a call of what is no function")
-        self.append(Record(of, args))  # not of(*args): many calls may have one long tuple
+        self.append(Record(of, args))  # args as they are: many calls may refer to one long tuple
 
     def fill(self, items: list[Any]) -> None:
-        # The hash of a deep tuple would end the process.
+        # Hashing a deeply nested tuple would crash the process.
         if not all(type(key) in (str, int, Record) for key in items[::2]):
             raise pickle.UnpicklingError("a key that is neither a name nor a number")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))

@@ -1,7 +1,7 @@
-"""Torch's writer of checkpoint files, which leaves their checksums beside them.
+"""torch's writer of checkpoint files, extended to write their checksums.
 
-Each rank reads back and hashes what it wrote, in the thread that wrote it; rank 0 gets the
-checksums with the rest of what ranks tell each other of their files.
+Each rank reads back and hashes the files that it wrote, in the thread that wrote them. Rank 0 gets
+the checksums together with the other facts about files that ranks send to it.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,22 @@ from simplefsdp.checkpoints.metadata import NAME as METADATA
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """A part that was written, and the checksum of the file that it is in."""
+    """A part that was written, with the checksum of its file."""
 
     checksum: Checksum
 
 
 class ChecksumWriter(FileSystemWriter):
-    """Writes a checkpoint's files, ``checksums.json``, ``.metadata``, and the checksum of that.
+    """Writes a checkpoint's files, then ``checksums.json``, ``.metadata``, and the latter's
+    checksum.
 
-    A folder is a checkpoint once it has ``.metadata``. So an older one in the folder is none before
-    a file is written over, and the new one is none before its checksums are there: whenever a save
-    ends, what it leaves is refused, or complete.
+    A folder is a checkpoint if it has ``.metadata``. That of an older checkpoint in the folder is
+    removed before any file is overwritten, and the new one is written after the checksums. So at
+    whatever point a save ends, the folder is refused, or is complete.
     """
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # One rank is here, and the others wait for its plan: none has begun to write.
+        # Only one rank gets here. The others wait for its plan, so none has begun to write.
         Path(self.path, METADATA).unlink(missing_ok=True)
         return super().prepare_global_plan(plans)
 

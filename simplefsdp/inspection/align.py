@@ -1,4 +1,4 @@
-"""Two sequences in time, of which one lacks some: which is which."""
+"""Pairs up the elements of two sequences of times, of which some elements may lack a partner."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 _NEAR = range(1, 4)
-"""How far apart two pairs may be that are compared by the time between them, whatever is better
-by number: two in between may be missing, or somebody else's."""
+"""How many places back, in either sequence, an earlier pair is tried as predecessor of a new pair:
+up to two elements in between may lack a partner."""
 
 
 class _Pairs(NamedTuple):
-    """Pairs in order: a last one, and those before it."""
+    """A list of pairs in order, linked from the last pair to the first."""
 
     number: int
-    disagreement: float  # of the gaps between them
+    disagreement: float  # sum over consecutive pairs: by how much the offset changes
     last: tuple[int, int]
-    offset: float  # from the one of the last pair to the other, in time
+    offset: float  # time in ``found`` minus time in ``wanted``, for the last pair
     before: _Pairs | None
 
     def then(self, pair: tuple[int, int], offset: float) -> _Pairs:
-        """These, and one more."""
+        """These pairs, and one more."""
         gap = abs(offset - self.offset)
         return _Pairs(self.number + 1, self.disagreement + gap, pair, offset, self)
 
@@ -31,21 +31,23 @@ _NONE = _Pairs(0, 0.0, (-1, -1), 0.0, None)
 def align(
     wanted: Sequence[float], found: Sequence[float], fits: Callable[[int, int], bool]
 ) -> list[tuple[int, int]]:
-    """Pairs (index in ``wanted``, index in ``found``), both ascending: as many as can be.
+    """Pairs (index in ``wanted``, index in ``found``), both ascending: as many pairs as possible.
 
-    Among so many, the pairs between which as much time goes by in ``wanted`` as in ``found``:
-    where one of several that look alike is missing, the gap that it leaves tells which. It is the
-    longest common subsequence, by dynamic programming, with the gaps in time to decide ties.
+    Among solutions with equally many pairs, the best is the one in which the times between
+    consecutive pairs agree best in ``wanted`` and ``found``. So if one of several elements that
+    look alike is missing, the gap that it leaves tells which one. This is the longest common
+    subsequence, by dynamic programming, with ties decided by the gaps in time.
 
     Args:
         wanted: times, ascending; 0 is where a step begins.
-        found: times in the same scale, likewise.
-        fits: whether the two at these indices may be a pair.
+        found: times, likewise, on the same scale.
+        fits: whether the elements at these two indices may be a pair.
     """
     if len(wanted) == len(found) and all(fits(i, i) for i in range(len(wanted))):
         return [(i, i) for i in range(len(wanted))]
-    ends: dict[tuple[int, int], _Pairs] = {}  # the best that end with a pair
-    prefix = [_NONE] * (len(found) + 1)  # the best of what was wanted so far and found until there
+    ends: dict[tuple[int, int], _Pairs] = {}  # for each pair, the best list that ends with it
+    # The best lists for the elements of ``wanted`` so far, by how many of ``found`` they may use.
+    prefix = [_NONE] * (len(found) + 1)
     for i in range(len(wanted)):
         longer = list(prefix)
         for j in range(len(found)):
@@ -65,5 +67,5 @@ def align(
 
 
 def _best(*tried: _Pairs) -> _Pairs:
-    """The most; among so many, those whose gaps agree best; among these, the first."""
+    """The list with most pairs; among equals the one whose gaps agree best; else the first."""
     return min(tried, key=lambda pairs: (-pairs.number, pairs.disagreement))

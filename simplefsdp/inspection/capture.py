@@ -1,4 +1,4 @@
-"""``simplefsdp.inspect()``: a report of what is compiled while a program runs."""
+"""``simplefsdp.inspect()``: a report on the graphs that are compiled while a program runs."""
 
 from __future__ import annotations
 
@@ -40,28 +40,29 @@ class RankComparison(NamedTuple):
 
 
 class Report:
-    """What was compiled inside ``with simplefsdp.inspect() as report``.
+    """The graphs that were compiled inside ``with simplefsdp.inspect() as report``.
 
-    A compilation is what a call of the model runs: a forward graph and, if it is to train, its
-    backward; several of both if Dynamo breaks the model. It is a step. Evaluation, another batch
-    size or another part of the model is compiled apart, with a number of its own.
+    A compilation comprises the graphs that one call of the model runs: a forward graph and, in
+    training, its backward; several of both if there are graph breaks. It is reported as a step.
+    Evaluation, another batch size or another part of the model is a compilation of its own, with
+    another number.
 
     Attributes:
-        graphs: of all compilations: ``"forward"`` and ``"backward"`` of the first Dynamo graph,
-            ``"forward 2"`` and so on of later ones.
+        graphs: reports on the graphs of all compilations, by name: ``"forward"`` and
+            ``"backward"`` for the first Dynamo graph, ``"forward 2"`` and so on for later ones.
     """
 
     def __init__(self, cluster: Cluster | None) -> None:
         self._cluster = cluster
-        self._numbers: dict[int, int] = {}  # of Dynamo graphs, from 1 on
-        # By call the graphs: whether it is a backward, its turn among these, its name.
+        self._numbers: dict[int, int] = {}  # numbers of Dynamo graphs, from 1 on
+        # By call, its graphs: whether each is a backward, its turn among these, and its name.
         self._compilations: dict[object, list[tuple[bool, int, str]]] = {}
         self._plan_names: dict[str, str] = {}
         self._launches: dict[str, list[str]] = {}
         self.graphs: dict[str, GraphReport] = {}
 
     def add(self, seen: CompiledGraph) -> None:
-        """Take in a graph; the backend calls this."""
+        """Add a compiled graph; the backend calls this."""
         rehearsal = seen.rehearsal
         cluster = self._cluster or assumed_cluster(rehearsal.reading, seen.settings)[0]
         n = self._numbers.setdefault(seen.compilation, 1 + len(self._numbers))
@@ -72,7 +73,7 @@ class Report:
         limits, modules = limits_of(prediction, seen.settings), _modules(rehearsal, made)
         self.graphs[name] = report_graph(prediction, limits, modules, seen.ranges)
         self._plan_names[name] = _plan_name(seen.settings)
-        # Backward runs the graphs of a call from the last to the first.
+        # Backward runs the graphs of a call in reverse order.
         turn = (False, n, name) if seen.part == "forward" else (True, -n, name)
         self._compilations.setdefault(seen.call or (seen.compilation,), []).append(turn)
 
@@ -80,8 +81,8 @@ class Report:
         """The graphs of one compilation as a step, without an optimizer.
 
         Args:
-            compilation: its number, from 1 on. None: the first that has a backward graph, or the
-                first if none has.
+            compilation: its number, from 1 on. None: the first one with a backward graph, or the
+                first if there is none.
 
         Raises:
             ValueError: nothing was compiled, or there is no such compilation.
@@ -104,7 +105,7 @@ class Report:
         return PlanReport(name, step, graphs, None)
 
     def plans(self) -> list[PlanReport]:
-        """All compilations, each as a step; that of :meth:`plan` first.
+        """All compilations, each as a step, beginning with the one that :meth:`plan` gives.
 
         Raises:
             ValueError: nothing was compiled.
@@ -113,13 +114,13 @@ class Report:
         return [self.plan(), *map(self.plan, sorted(others))]
 
     def _step(self) -> int:
-        """Number of the first compilation that trains, or of the first."""
+        """Number of the first compilation with a backward graph; 1 if there is none."""
         numbered = enumerate(self._compilations.values(), 1)
         trains = (n for n, turns in numbered if any(backward for backward, *_ in turns))
         return next(trains, 1)
 
     def __str__(self) -> str:
-        """Tables, on rank 0; nothing on others."""
+        """The report as tables, on rank 0; an empty text on other ranks."""
         from simplefsdp.inspection.tables import print_plans
         from simplefsdp.inspection.terminal import printed
 
@@ -173,13 +174,13 @@ class Report:
         Path(name).write_text(text)
 
     def measure(self, step_fn: Callable[[], object], steps: int = 5) -> Comparison:
-        """Profile real steps, and lay what they sent beside what was predicted.
+        """Profile real steps, and compare their transfers with the predicted buckets.
 
         Every rank must call this, as ``step_fn`` communicates.
 
         Args:
-            step_fn: a step that runs the graphs of :meth:`plan`, each once and in their order.
-            steps: to measure, after one that is not counted.
+            step_fn: runs a step with the graphs of :meth:`plan`, each once and in order.
+            steps: number of steps to measure, after one that is not counted.
 
         Raises:
             ValueError: fewer than one step, nothing was compiled, or nothing communicates.
@@ -206,14 +207,14 @@ _NOTHING = (
 
 
 def _modules(rehearsal: Rehearsal, forward: Mapping[str, str]) -> Mapping[str, str]:
-    """Module by op name; ``forward`` are those of the graph that this is the backward of."""
+    """Modules by op name. ``forward`` has those of the forward graph if this is its backward."""
     graph = next(iter(rehearsal.reading.nodes.values()))[0].graph
     fqns = [fqn for c in rehearsal.reading.program.sent.values() for fqn in c.fqns]
     return modules_of(graph, fqns, forward)
 
 
 def compare(launched: Sequence[Sequence[tuple[str, str]]]) -> RankComparison:
-    """Compare (graph, launch) of all ranks with those of rank 0."""
+    """Compare the (graph, launch) pairs of each rank with those of rank 0."""
     for rank, theirs in enumerate(launched[1:], 1):
         for i, (a, b) in enumerate(zip_longest(launched[0], theirs)):
             if a != b:
@@ -231,7 +232,8 @@ def _told(launch: tuple[str, str] | None) -> str:
 
 @contextmanager
 def inspect(cluster: Cluster | str | os.PathLike[str] | None = None) -> Iterator[Report]:
-    """Report on whatever the ``"simplefsdp"`` backend compiles inside, cache hits included.
+    """Report on all graphs that the ``"simplefsdp"`` backend compiles inside, also if their code
+    comes from a cache.
 
     ::
 
@@ -241,8 +243,8 @@ def inspect(cluster: Cluster | str | os.PathLike[str] | None = None) -> Iterator
         report.save("report.html")
 
     Args:
-        cluster: that times are predicted for, as ``options["cluster"]``. None: that of the plan, if
-            it is an automatic one, else the preset for the device (an H100 if there is none).
+        cluster: the cluster for which times are predicted, as in ``options["cluster"]``. None: the
+            cluster of an automatic plan, else the preset for the device (an H100 if there is none).
 
     Raises:
         TypeError, ValueError: there is no such cluster.

@@ -1,4 +1,4 @@
-"""What the passes merged and moved, one line a collective."""
+"""What the passes merged and moved, one line per collective."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def texts(before: Program, after: Program) -> str:
 
 
 def describe_changes(before: Program, after: Program) -> list[str]:
-    """What happened to each collective of ``after``: what was merged, and how far start and wait
-    moved, counted in compute ops. One that is as it was is left out."""
+    """What happened to each collective of ``after``: how many were merged into it, and how far its
+    start and wait moved, counted in compute ops. Unchanged collectives are left out."""
     was, computed = _places(before), _computed(after)
     lines = []
     for i, op in after.starts():
         c = after.sent[op.name]
-        # Our merging leaves the buffers that the members fill alone; torch's has others.
+        # Our merging keeps the buffers that the members fill; torch's makes new ones.
         members = [was[name] for name in op.writes if name in was]
         members = members or [was[c.kind, fqn] for fqn in c.fqns if (c.kind, fqn) in was]
         if not members:
             continue
-        # Against the member that was first to start, and first to be waited for.
+        # Compare with the earliest start, and with the earliest wait, of all members.
         start, wait = map(min, zip(*members, strict=True))
         merged = f"{len(members)} {c.kind}s merged" if len(members) > 1 else ""
         moved = _moved("start", computed[i] - start)
@@ -45,8 +45,8 @@ def _moved(what: str, places: int) -> str:
 
 
 def _places(program: Program) -> Places:
-    """Compute ops before start and wait of each collective, by the buffers that it fills, and by
-    its kind and parameter."""
+    """Numbers of compute ops before the start and the wait of each collective, by each buffer that
+    it fills, and by its kind and each parameter."""
     computed = _computed(program)
     found: Places = {}
     for i, op in program.starts():
@@ -58,5 +58,5 @@ def _places(program: Program) -> Places:
 
 
 def _computed(program: Program) -> list[int]:
-    """Compute ops before each op."""
+    """Number of compute ops before each op."""
     return list(accumulate((op.kind == "compute" for op in program.ops), initial=0))

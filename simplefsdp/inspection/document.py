@@ -1,21 +1,21 @@
 """The report as JSON. The keys are stable: new ones may come, none goes or changes its meaning.
 
-Times are microseconds (``_us``) but for ``pass_seconds``; sizes are bytes.
+Times are in microseconds (``_us``), except ``pass_seconds``; sizes are in bytes.
 
 - top: ``version`` (1), ``simplefsdp``, ``subject``, ``ranks``, ``cluster``, ``plans``: a list, the
-  inspected plan first, then those compared with.
+  inspected plan first, then those that it is compared with.
 - plan: ``name, step_us, step_lower_bound_us, exposed_us, optimizer_us, peak_bytes, peak_by_kind,
   tokens_per_second_per_rank`` and ``mfu`` (null where there are no tokens, or no matmuls),
-  ``model_flops`` (that ``mfu`` counts, per step and rank) and ``model_flops_are`` (in words: those
-  of the configuration, :func:`simplefsdp.models.flops_per_token`, as in the trainer and the
-  benchmarks; of ``--target``, three times those of the traced forward), and ``graphs``, a list:
-  forward, backward.
-- graph: ``name, nodes, collectives`` (number before), ``collectives_by_kind, buckets`` (a list),
-  ``bytes`` (sent in all), ``compute_us`` (if nothing were in transfer), ``slowed_us`` (by
-  transfers beside it), ``wire_us, exposed_us, exposed_by_reason, total_us,
+  ``model_flops`` (operations that ``mfu`` counts, per step and rank) and ``model_flops_are`` (how
+  they are counted, in words: from the configuration, :func:`simplefsdp.models.flops_per_token`, as
+  in the trainer and the benchmarks; for ``--target``, three times those of the traced forward), and
+  ``graphs``, a list: forward, backward.
+- graph: ``name, nodes, collectives`` (number before the passes), ``collectives_by_kind, buckets``
+  (a list), ``bytes`` (sent in all), ``compute_us`` (if nothing were in transfer), ``slowed_us`` (by
+  which transfers slow compute down), ``wire_us, exposed_us, exposed_by_reason, total_us,
   lower_bound_us, peak_bytes`` (parameter shards included), ``peak_op, peak_by_kind,
-  peak_by_module, memory`` (a list of ``[us, bytes]``), ``pass_seconds, ranges`` (where the plan
-  holds, in words: one of each size that was left open).
+  peak_by_module, memory`` (a list of ``[us, bytes]``), ``pass_seconds, ranges`` (for which sizes
+  the plan holds, in words: one entry per open size).
 - bucket: ``name, label, kind, parameters`` (all FQNs), ``collectives`` (merged in it), ``bytes,
   dtype, group, ranks, window, launch_us, launched_at, begin_us, end_us, duration_us, needed_us,
   needed_at, hidden_us, hidden_by, exposed_us, reason`` (one of ``first use, memory budget, prefetch

@@ -1,4 +1,4 @@
-"""A model for ``simplefsdp inspect --target``: what such a file looks like."""
+"""An example of a model for ``simplefsdp inspect --target``."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def build_model(mesh: DeviceMesh) -> nn.Module:
 
 
 def example_batch() -> Tensor:
-    """What one rank's forward gets."""
+    """The input of one rank's forward."""
     return torch.randn(4096, WIDTH, dtype=torch.bfloat16)

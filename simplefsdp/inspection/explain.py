@@ -1,16 +1,16 @@
-"""Why a collective is exposed: what its start, or its wait, was held back by.
+"""Why a collective is exposed: what kept it from starting earlier, or from being waited for later.
 
-Exposed time is split by cause, each share derived from the simulated run:
+The exposed time of a collective is split by cause, with shares derived from the simulated run:
 
-1. *Held back*: the lane stood idle while the collective could have been under way (a gather,
-   before it began; a reduce, after it was waited for while compute was left). It would not be
-   exposed if it had started earlier, or been waited for later. What forbade it is the **memory
-   budget**, if the bytes it then holds do not fit; else a **prefetch limit**.
-2. **wire-bound**: the collective could have begun earlier, but for transfers before it.
-3. The rest: it began as soon as it could. **first use**, if the graph starts with it or ends with
-   it, so that there is no compute to run meanwhile; else **dependency**.
+1. *Held back*: its lane stood idle while the collective could have been under way (for a gather,
+   before it began; for a reduce, after its wait, while compute was left). This share would be
+   hidden if the collective started earlier, or was waited for later. The cause is the **memory
+   budget**, if the bytes that it would then hold do not fit; else a **prefetch limit**.
+2. **wire-bound**: the collective could have begun earlier if not for transfers before it.
+3. The rest, for which it began as soon as it could. This is **first use**, if the graph starts or
+   ends with the collective, so that there is no compute to run meanwhile; else **dependency**.
 
-Idle time is given away once: what would hide one collective cannot hide another.
+Each idle time is used only once: idle time that would hide one collective cannot hide another.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ _HIDDEN: tuple[Literal[""], float, str] = ("", 0.0, "")
 
 @dataclass(frozen=True)
 class Limits:
-    """What held the planner or the order back."""
+    """The limits that the planner and the reordering had to keep."""
 
-    policy: OverlapPolicy | None = None  # of buckets without a window; None if nothing is moved
-    budget_nbytes: int | None = None  # most live bytes that were allowed; None if nobody asked
-    live_nbytes: tuple[int, ...] = ()  # those during each op, as the budget counts them
-    placed_by: str = ""  # the name of somebody else's pass, whose rules are not known here
+    policy: OverlapPolicy | None = None  # for buckets without a window; None if nothing is moved
+    budget_nbytes: int | None = None  # highest number of live bytes allowed; None without budget
+    live_nbytes: tuple[int, ...] = ()  # live bytes during each op, as the budget counts them
+    placed_by: str = ""  # the name of a pass of torch's, whose rules are not known here
 
 
 @dataclass(frozen=True)
 class Exposure:
-    """When one collective ran, and what of it is exposed, why."""
+    """When one collective ran, how much of it is exposed, and why."""
 
-    launch_us: float  # the compute lane starts it
-    begin_us: float  # its transfer begins
-    end_us: float  # it has arrived
+    launch_us: float  # when the compute lane launches it
+    begin_us: float  # when its transfer begins
+    end_us: float  # when its transfer ends
     ready_us: float  # the earliest time at which its inputs could be there
-    needed_us: float  # the compute lane is at its wait
+    needed_us: float  # when the compute lane reaches its wait
     exposed_us: float
     shares: Mapping[Reason, float]  # of ``exposed_us`` by cause; they add up to it
-    reason: Reason | Literal[""]  # the largest share's; empty if nothing is exposed
-    why: str  # a sentence on it, with figures
+    reason: Reason | Literal[""]  # the cause of the largest share; empty if nothing is exposed
+    why: str  # a sentence on that cause, with figures
 
     @property
     def duration_us(self) -> float:
@@ -66,7 +66,8 @@ class Exposure:
 def explain(program: Program, timeline: Timeline, limits: Limits) -> dict[str, Exposure]:
     """The exposure of each start op by name, in the order of the program."""
     run = _Run(program, timeline, limits)
-    # Gathers could go earlier: the first ones are the first to take idle time. Reduces later.
+    # Gathers could start earlier, so idle time is assigned to them in order. Reduces could be
+    # waited for later, so it is assigned to them from the last to the first.
     gathers = [i for i in program.waits_of if program.ops[i].sends == "gather"]
     others = [i for i in program.waits_of if program.ops[i].sends != "gather"]
     found = {i: run.explain(i) for i in (*gathers, *reversed(others))}
@@ -113,7 +114,7 @@ class _Run:
             self.taken[c.group, gathers] += held
             yield self._held_back(i, wait, c, held, lane)
         busy = lane.busy_us(ready, span.begin_us)
-        # Idle time that another gather is to take is as good as busy.
+        # Idle time that was assigned to another gather counts as busy.
         queue = span.begin_us - ready - held if gathers else busy
         queued = min(exposed - held, max(0.0, queue))
         if queued > _TINY_US:
@@ -126,7 +127,7 @@ class _Run:
     def _room_us(self, c: Collective, wait: int, span: Span, ready: float, lane: Lane) -> float:
         """Idle time of the lane in which the collective could have been under way."""
         if c.kind == "other":
-            return 0.0  # whoever placed it needs it there
+            return 0.0  # collectives of other code are not to be moved
         early = lane.idle_us(ready, span.begin_us)
         if c.kind == "gather":
             return max(0.0, early - self.taken[c.group, True])
@@ -141,7 +142,7 @@ class _Run:
         if c.kind == "gather" or lane.idle_us(self._ready_us(i), begin) >= held:
             from_us, to_us = lane.idle_before(begin, held), self.arrival[i]
             change = f"started {begin - from_us:,.0f} us earlier, {held:,.0f} us would be hidden"
-            # What a reduce reads is there already.
+            # A reduce's inputs are live already, so an earlier start costs only its outputs.
             nbytes = sum(self.program.buffers[name].nbytes for name in op.writes)
         else:
             from_us = self.arrival[wait]
@@ -187,13 +188,13 @@ class _Run:
 
     @cached_property
     def _start_us(self) -> float:
-        """Time before which nothing has been waited for: whatever is ready by then is at once."""
+        """When the first wait begins: what is ready by then was ready from the start."""
         first = next((i for i, op in enumerate(self.program.ops) if op.kind == "wait"), None)
         return self.arrival[first] + _TINY_US if first is not None else _TINY_US
 
     @cached_property
     def _free(self) -> list[bool]:
-        """Which ops need only inputs, and so could run at any time."""
+        """For each op, whether it is computed from inputs alone, and so could run at any time."""
         found: list[bool] = []
         for i, op in enumerate(self.program.ops):
             movable = op.kind in ("compute", "view")
@@ -201,7 +202,8 @@ class _Run:
         return found
 
     def _ready_us(self, i: int) -> float:
-        """When the inputs of a start could be there: those made of inputs alone, at once."""
+        """The earliest time at which the inputs of a start could be there. Ops that are computed
+        from inputs alone are taken to run at the beginning."""
         us, free_us = 0.0, 0.0
         stack, seen = list(self.program.predecessors[i]), set[int]()
         while stack:
@@ -217,7 +219,7 @@ class _Run:
         return min(max(us, free_us), self.span_of[self.program.ops[i].name].begin_us)
 
     def _maker(self, i: int) -> str:
-        """The last op that the start needs, and that could not have run any time."""
+        """Name of the last op before a start that it needs and that could not run at any time."""
         needed = [j for j in self.program.predecessors[i] if not self._free[j]]
         while needed and self.program.ops[last := max(needed)].kind == "view":
             needed = [j for j in self.program.predecessors[last] if not self._free[j]]
@@ -225,7 +227,8 @@ class _Run:
 
     @cached_property
     def _compute_after(self) -> list[float]:
-        """Per op, the compute after it that does not follow a reduce: that moves with the waits."""
+        """For each op, the time of the compute after it, without compute that needs the result of a
+        reduce: that would move together with the waits."""
         late = behind_reduces(self.program)
         found, us = [0.0] * len(self.program.ops), 0.0
         for i in reversed(range(len(found))):

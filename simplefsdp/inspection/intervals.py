@@ -19,7 +19,7 @@ def union(spans: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def intersection(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> Intervals:
-    """The times that are in both."""
+    """The times that are in both ``a`` and ``b``."""
     found: Intervals = []
     i = j = 0
     while i < len(a) and j < len(b):

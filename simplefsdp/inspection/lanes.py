@@ -1,4 +1,4 @@
-"""Where a simulated run stood when: the compute lane's clock, and the idle time of each lane."""
+"""Busy and idle times of a simulated run's lanes, and when the compute lane reaches each op."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inductor_passes.machine.simulate import Span, Timeline
 
 
 def arrivals(program: Program, timeline: Timeline) -> list[float]:
-    """When the compute lane reaches each op, in us; one more for the end of the program."""
+    """When the compute lane reaches each op, in us; the last entry is the end of the program."""
     span_of = {span.op: span for span in timeline.spans}
     now, found = 0.0, []
     for i, op in enumerate(program.ops):
@@ -35,19 +35,19 @@ class Lane:
         self._busy = [0.0, *accumulate(span.end_us - span.begin_us for span in self.spans)]
 
     def busy_us(self, begin_us: float, end_us: float) -> float:
-        """Time in ``[begin_us, end_us]`` in which it works."""
+        """Time in ``[begin_us, end_us]`` during which the lane is busy."""
         return max(0.0, self._busy_until(end_us) - self._busy_until(begin_us))
 
     def idle_us(self, begin_us: float, end_us: float) -> float:
-        """Time in ``[begin_us, end_us]`` in which it does not."""
+        """Time in ``[begin_us, end_us]`` during which the lane is idle."""
         return max(0.0, end_us - begin_us - self.busy_us(begin_us, end_us))
 
     def overlapping(self, begin_us: float, end_us: float) -> Sequence[Span]:
-        """Spans that are at work some time in ``(begin_us, end_us)``."""
+        """Spans that overlap ``(begin_us, end_us)``."""
         return self.spans[bisect_right(self._ends, begin_us) : bisect_left(self._begins, end_us)]
 
     def idle_before(self, us: float, idle_us: float) -> float:
-        """The latest time from which on there is as much idle time until ``us``."""
+        """The latest time from which the lane is idle for ``idle_us`` in all until ``us``."""
         end = us
         for span in reversed(self.spans[: bisect_left(self._begins, us)]):
             gap = end - span.end_us
@@ -63,7 +63,7 @@ class Lane:
 
 
 def lanes_of(timeline: Timeline) -> Mapping[str, Lane]:
-    """The lanes of a timeline by name, ``"compute"`` among them."""
+    """The lanes of a timeline by name; there always is one for ``"compute"``."""
     spans: defaultdict[str, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         spans[span.lane].append(span)

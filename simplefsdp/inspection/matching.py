@@ -1,4 +1,4 @@
-"""Predicted buckets beside measured transfers: ``report.measure(step_fn)``."""
+"""Matches predicted buckets with measured transfers, for ``report.measure(step_fn)``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Launch(NamedTuple):
-    """What one launch sent: several transfers, if gloo reduces tensor by tensor."""
+    """All transfers of one launch: several if gloo reduces tensor by tensor."""
 
     kind: str
     begin_us: float
     end_us: float
-    exposed_us: float  # transfers side by side expose the same time once
+    exposed_us: float  # time that overlapping transfers expose is counted once
     nbytes: int | None
 
 
@@ -38,18 +38,18 @@ class Launch(NamedTuple):
 class Row:
     """A bucket, predicted and measured."""
 
-    graph: str  # its name
-    bucket: BucketReport  # what was predicted
-    launches: tuple[Launch, ...]  # what was measured, one for each step that has it
+    graph: str  # name of the graph
+    bucket: BucketReport  # the prediction
+    launches: tuple[Launch, ...]  # the measurements, one for each step in which it was found
 
     @property
     def duration_us(self) -> float | None:
-        """Median of the measured times."""
+        """Median of the measured durations."""
         return _median(launch.end_us - launch.begin_us for launch in self.launches)
 
     @property
     def exposed_us(self) -> float | None:
-        """Median of what no compute covers."""
+        """Median of the measured exposed times."""
         return _median(launch.exposed_us for launch in self.launches)
 
     @property
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def gb_s(self) -> float | None:
-        """Achieved 1e9 bytes of full tensors per second."""
+        """Achieved rate, in 1e9 bytes of full tensors per second."""
         us = self.duration_us
         return self.bucket.nbytes / us / 1e3 if us else None
 
@@ -69,10 +69,10 @@ class Row:
 class Comparison:
     """Predicted and measured, bucket by bucket."""
 
-    rows: tuple[Row, ...]  # of all graphs, in launch order
-    steps: int  # that were measured
-    unmatched: int  # measured launches that are no bucket's: a gradient norm's, say
-    measured: MeasuredReport  # all of the run
+    rows: tuple[Row, ...]  # buckets of all graphs, in launch order
+    steps: int  # number of measured steps
+    unmatched: int  # measured launches that belong to no bucket, such as a gradient norm's
+    measured: MeasuredReport  # the whole measured run
 
     @property
     def match_rate(self) -> float:
@@ -146,7 +146,8 @@ class Comparison:
 def measure_steps(
     graphs: Sequence[GraphReport], step_fn: Callable[[], object], steps: int
 ) -> Comparison:
-    """Profile ``steps`` calls of ``step_fn``, after one that is not counted, and match them."""
+    """Profile ``steps`` calls of ``step_fn``, after one that is not counted, and match their
+    transfers with the buckets of ``graphs``."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     if not any(graph.buckets for graph in graphs):
@@ -164,12 +165,12 @@ def measure_steps(
             with torch.profiler.record_function(f"{STEP}#{n}"):
                 step_fn()
                 if torch.cuda.is_available():
-                    torch.cuda.synchronize()  # what a step launched ends in it
+                    torch.cuda.synchronize()  # so that the step's kernels end inside its event
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         profiles = read_profiles(path)
-    # Of a rank that copies to other devices, the one that it communicates from.
+    # There are several profiles if this rank uses several devices; take the one that communicates.
     profile = max(profiles, key=lambda profile: len(profile.transfers))
     return match(graphs, measure(profile), profile.steps)
 
@@ -179,12 +180,12 @@ def match(
     measured: MeasuredReport,
     steps: Sequence[tuple[float, float]],
 ) -> Comparison:
-    """Find each bucket of ``graphs``, which run one after the other, in each of the steps, of which
-    ``steps`` are begin and end.
+    """Find the launch of each bucket in each measured step. ``graphs`` run one after the other in a
+    step; ``steps`` has the begin and end of each step.
 
-    Launches of a kind keep their order, and have the size of their bucket, if the trace tells
-    sizes. Of those that are missing the time that goes by between the others tells which they
-    are; each costs one match. What is left over is somebody else's.
+    Launches of one kind come in the predicted order, and have the size of their bucket if the trace
+    has sizes. If launches are missing, the times between the others tell which ones; each missing
+    launch costs one match. Launches that are left over belong to no bucket.
     """
     launches = launches_of(measured.transfers)
     wanted = _wanted(graphs)
@@ -198,7 +199,7 @@ def match(
 
 
 def launches_of(transfers: Sequence[Measured]) -> list[Launch]:
-    """Transfers by launch, in the order of the launches."""
+    """Transfers grouped by launch, in the order of the launches."""
     found = []
     numbered = sorted(transfers, key=lambda m: (m.transfer.launch, m.transfer.begin_us))
     for _, group in groupby(numbered, key=lambda m: m.transfer.launch):
@@ -218,7 +219,7 @@ def launches_of(transfers: Sequence[Measured]) -> list[Launch]:
 
 
 class _Place(NamedTuple):
-    """A bucket, and when in its step it is predicted to be under way."""
+    """A bucket, and when its transfer is predicted to begin, counted from the begin of the step."""
 
     graph: str
     bucket: BucketReport
@@ -235,12 +236,13 @@ def _wanted(graphs: Sequence[GraphReport]) -> list[_Place]:
 
 
 def _matched(wanted: Sequence[_Place], run: Sequence[Launch]) -> Iterator[tuple[int, Launch]]:
-    """Indices of places, and their launches; kind by kind, as each may be on a lane of its own."""
+    """Pairs of an index in ``wanted`` and its launch. Kinds are matched one by one, because each
+    kind may run on a lane of its own."""
     kinds = dict.fromkeys(place.bucket.kind for place in wanted)
     run = [launch for launch in run if launch.kind in kinds]
     predicted_us = _from_the_first([place.begin_us for place in wanted])
     measured_us = _from_the_first([launch.begin_us for launch in run])
-    # As if the run took as long as the prediction, from the first launch to the last.
+    # Scale the measured times so that the run takes as long as predicted, first launch to last.
     pace = max(predicted_us, default=0.0) / (max(measured_us, default=0.0) or 1.0)
     for kind in kinds:
         places = [i for i, place in enumerate(wanted) if place.bucket.kind == kind]
@@ -259,7 +261,7 @@ def _from_the_first(times: Sequence[float]) -> list[float]:
 
 
 def _fits(bucket: BucketReport, launch: Launch) -> bool:
-    # Shards that are padded are gathered with their padding.
+    # A launch may be larger than its bucket, since padded shards are sent with their padding.
     return launch.nbytes is None or bucket.nbytes <= launch.nbytes <= 1.1 * bucket.nbytes + 4096
 
 

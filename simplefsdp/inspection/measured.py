@@ -1,4 +1,4 @@
-"""What a measured run exposes: communication that no compute covers, on any stream; idle time."""
+"""Exposed communication of a measured run, which no compute on any stream covers; and idle time."""
 
 from __future__ import annotations
 
@@ -17,54 +17,55 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _GAP_US = 10.0
-"""Shorter gaps lie between any two kernels."""
+"""Shorter gaps are not reported, as they occur between any two kernels."""
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A transfer and what of it is exposed."""
+    """A transfer, and the parts of it that are exposed."""
 
     transfer: Transfer
-    exposed: Intervals  # the parts of its time in which nothing is computed
+    exposed: Intervals  # the times during the transfer in which nothing is computed
 
     @property
     def exposed_us(self) -> float:
-        """Time in which nothing is computed."""
+        """Time during the transfer in which nothing is computed."""
         return length(self.exposed)
 
     @property
     def duration_us(self) -> float:
-        """Of the transfer. NCCL's kernels wait for the other ranks in this time."""
+        """Duration of the transfer, including the time that NCCL's kernels wait for other ranks."""
         return self.transfer.end_us - self.transfer.begin_us
 
     @property
     def gb_s(self) -> float | None:
-        """1e9 bytes of full tensors per second."""
+        """Rate, in 1e9 bytes of full tensors per second."""
         nbytes = self.transfer.nbytes
         return nbytes / self.duration_us / 1e3 if nbytes and self.duration_us else None
 
 
 class Gap(NamedTuple):
-    """A time without compute and communication."""
+    """A time in which nothing is computed and nothing sent."""
 
     begin_us: float  # in the trace's clock
     us: float
-    before: str  # the compute that ends it; empty if a transfer does
-    launch_bound: bool | None  # the host launched that after the gap had begun; None: not known
+    before: str  # name of the compute that ends the gap; empty if a transfer ends it
+    # Whether the host launched that compute only after the gap had begun; None if not known.
+    launch_bound: bool | None
 
 
 @dataclass(frozen=True)
 class MeasuredReport:
-    """A rank's run."""
+    """The measured run of one rank."""
 
     name: str  # of the rank
     total_us: float  # from the first compute or transfer to the end of the last
     compute_us: float
     communication_us: float
-    exposed_us: float  # something is sent and nothing computed
-    # In the order in which they began. Their exposed times add up to more than ``exposed_us`` where
-    # transfers overlap each other.
+    exposed_us: float  # time in which something is sent and nothing computed
+    # In the order in which they began. If transfers overlap each other, the sum of their exposed
+    # times is more than ``exposed_us``.
     transfers: tuple[Measured, ...]
     gaps: tuple[Gap, ...]  # longer than 10 us, the longest first
 
@@ -76,13 +77,13 @@ class MeasuredReport:
 
     @property
     def idle_us(self) -> float:
-        """Time without compute and communication."""
-        # To a nanosecond: sums of spans differ in their last bits.
+        """Time in which nothing is computed and nothing sent."""
+        # Rounded to a nanosecond, as sums of spans differ in their last bits.
         return round(max(0.0, self.total_us - self.compute_us - self.exposed_us), 3)
 
 
 def measure(profile: Profile) -> MeasuredReport:
-    """What a profile exposes."""
+    """Compute the report of a profile."""
     sent = union((t.begin_us, t.end_us) for t in profile.transfers)
     compute = union((kernel.begin_us, kernel.end_us) for kernel in profile.kernels)
     busy = union([*compute, *sent])
@@ -140,7 +141,7 @@ def measured_document(report: MeasuredReport) -> dict[str, Any]:
 
 
 def print_measured(out: Console, reports: Sequence[MeasuredReport]) -> None:
-    """Ranks side by side, then the collectives and gaps of the one that exposes most."""
+    """Print all ranks side by side, then the collectives and gaps of the rank that exposes most."""
     from rich.markup import escape
 
     from simplefsdp.inspection.terminal import table_of

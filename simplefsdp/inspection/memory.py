@@ -1,4 +1,4 @@
-"""What takes the memory of a graph: over time, and at the peak by kind and by module."""
+"""The memory of a graph: over time, and at its peak by kind and by module."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from simplefsdp.inspection.names import block_of
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory of a graph beside what is resident (parameter shards, which it gathers)."""
+    """Memory of a graph, without the resident parameter shards that it gathers."""
 
-    peak_op: str  # during which it is at its peak
-    peak_us: float  # when that begins
+    peak_op: str  # the op during which memory is at its peak
+    peak_us: float  # when that op begins
     by_kind: Mapping[str, int]  # bytes at the peak: activations, gathered parameters, ...
     # Bytes at the peak by the block that made them (or whose parameters they are), largest first.
     by_module: Mapping[str, int]
-    curve: tuple[tuple[float, int], ...]  # (us, live bytes) wherever these change, to the end
+    curve: tuple[tuple[float, int], ...]  # (us, live bytes) at each change, and at the end
 
 
 def memory_report(
     program: Program, memory: Memory, arrival: Sequence[float], module_of: Mapping[str, str]
 ) -> MemoryReport:
-    """Report on a program, of which ``memory`` is, whose ops begin at ``arrival``; the module of
-    what is not in ``module_of``, by op or input name, is not known."""
+    """Report on the ``memory`` of a program whose ops begin at ``arrival``. ``module_of`` has
+    modules by the name of an op or input; other modules are not known."""
     at = program.index.get(memory.peak_op, 0)
     owner, by_module = _owners(program, module_of, at), Counter[str]()
     for storage, nbytes in live_at_peak(program).items():
@@ -42,7 +42,8 @@ def memory_report(
 
 
 def _owners(program: Program, module_of: Mapping[str, str], at: int) -> dict[str, str]:
-    """The block that each storage belongs to at a position: that of the last that wrote over it."""
+    """The block that each storage belongs to at the op with index ``at``: the one that last wrote
+    to it; gathered or reduced parameters belong to the block that has the parameter."""
     owner = {name: block_of(module_of[name]) for name in program.inputs if name in module_of}
     for i, op in enumerate(program.ops):
         module = module_of.get(op.name, "")

@@ -13,16 +13,17 @@ _ROOT = re.compile(r"^L\['\w+'\]\.?")
 
 
 def modules_of_step(step: TracedStep) -> dict[str, dict[str, str]]:
-    """Module path by node name, of the forward and of the backward graph."""
+    """Module paths by node name, for the forward and for the backward graph."""
     forward = modules_of(step.forward.graph, step.fqns, {})
     return {"forward": forward, "backward": modules_of(step.backward.graph, step.fqns, forward)}
 
 
 def modules_of(graph: Graph, fqns: Iterable[str], forward: Mapping[str, str]) -> dict[str, str]:
-    """Module path by node name; a node without one belongs with the node before it.
+    """Module paths by node name; a node without a path gets that of the node before it.
 
-    Paths are as in ``fqns``: a module around the wrapped one, such as a loss, is left out. What a
-    backward graph gets from ``forward`` belongs to the module that made it there.
+    Paths begin like those in ``fqns``: a module around the wrapped one, such as a loss, is left
+    out. An input that a backward graph gets from a forward node has the module of that node;
+    ``forward`` has these modules.
     """
     paths = {node: path for node in graph.nodes if (path := _path(node)) is not None}
     around = _around(paths.values(), {fqn.partition(".")[0] for fqn in fqns})
@@ -48,7 +49,7 @@ def _path(node: Node) -> str | None:
 
 
 def _around(paths: Iterable[str], roots: set[str]) -> str:
-    """What comes before the wrapped module's own names."""
+    """The prefix of module paths that comes before the wrapped module's own names."""
     for path in paths:
         parts = path.split(".")
         at = next((i for i, part in enumerate(parts) if part in roots), None)

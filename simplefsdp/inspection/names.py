@@ -19,7 +19,7 @@ def shorten_fqns(fqns: Sequence[str]) -> str:
 
 
 def _shared(paths: Sequence[Sequence[str]]) -> Sequence[str]:
-    """What all paths begin with."""
+    """The longest common prefix of all paths."""
     first = paths[0]
     n = next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), None)
     return first[:n]
@@ -50,23 +50,24 @@ def block_of(module: str) -> str:
 
 
 def nbytes_text(nbytes: float) -> str:
-    """Bytes in 1e3s, three digits: ``436 MB``."""
+    """Bytes with three digits, in decimal units: ``436 MB``."""
     return _three(nbytes, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1})
 
 
 def over_text(nbytes: float, room_nbytes: float) -> str:
-    """Bytes that do not fit, and by how much, which their three digits may not show."""
+    """Bytes that do not fit into ``room_nbytes``, and by how much they exceed it, which three
+    digits alone may not show."""
     return f"{nbytes_text(nbytes)}, {nbytes_text(nbytes - room_nbytes)} over"
 
 
 def time_text(us: float) -> str:
-    """A time, three digits: ``1.21 ms``."""
+    """A time with three digits: ``1.21 ms``."""
     return _three(us, {"s": 1e6, "ms": 1e3, "us": 1})
 
 
 def _three(value: float, units: Mapping[str, float]) -> str:
-    """Three digits, or all before the point, where ``g`` would write ``1e+03``, in the first unit
-    that is no more than the value, or in the last."""
+    """A value with three digits, in the first unit that is not larger than the value, or in the
+    last. A number that ``g`` would write as ``1e+03`` gets all digits before the point."""
     unit = next((name for name, size in units.items() if abs(value) >= size), [*units][-1])
     number = value / units[unit]
     return (f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}") + f" {unit}"

@@ -1,4 +1,4 @@
-"""The options of ``simplefsdp inspect``, and what is refused of them."""
+"""The options of ``simplefsdp inspect``, and which combinations are refused."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def parse(args: list[str]) -> InspectOptions:
 
 
 def recomputed(options: InspectOptions) -> ActivationCheckpointing:
-    """What the backward recomputes of a model that we build; auto is what such a model has."""
+    """The activation checkpointing of a model that we build, with ``auto`` replaced by its meaning:
+    ``selective`` for ``--model``, ``none`` for ``--hf``."""
     if options.activation_checkpointing != "auto":
         return options.activation_checkpointing
     return "none" if options.hf is not None else "selective"
@@ -141,7 +142,7 @@ def parallel_options(options: InspectOptions) -> ParallelOptions:
 
 
 def check(options: InspectOptions) -> Cluster:
-    """Refuse what could not end well; return the cluster.
+    """Refuse options that cannot work; return the cluster.
 
     Raises:
         ValueError: nothing to inspect or two things, an option that would be ignored, a number

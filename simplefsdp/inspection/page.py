@@ -1,4 +1,4 @@
-"""Reports as one HTML page that needs nothing from anywhere: of plans, and of a sweep."""
+"""Reports on plans, and on a sweep, as one HTML page that loads no other files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simplefsdp.words import counted, plural
 
 _ASSETS = Path(__file__).parent / "assets"
 _MOST_SPANS = 1500
-"""Compute ops of a plan that are drawn one by one; more are drawn by module."""
+"""Up to so many compute ops of a graph are drawn one by one; if there are more, by module."""
 _MOST_POINTS = 1500
 _MOST_NAMES = 20
 _SHOWN = ("kind", "bytes", "dtype", "ranks", "duration_us", "exposed_us", "reason", "why")
@@ -29,22 +29,23 @@ _OF_A_SWEEP = ("sweep.html", "sweep.css", "sweep_cells.js", "sweep_map.js", "swe
 
 
 def page(plans: Sequence[PlanReport], title: str) -> str:
-    """Timelines, memory and tables; about 5 MB, most of which is the plotting library."""
+    """The page of plans: timelines, memory and tables. Most of its 5 MB is the plotting library."""
     hint = "drag to zoom, double-click to see all; a row shows its bucket"
     return filled(_OF_PLANS, title, hint, {"plans": [_plan(plan) for plan in plans]})
 
 
 def sweep_page(document: Mapping[str, Any]) -> str:
-    """Maps of the cells of a sweep's document, all of which is in it."""
+    """The page of a sweep: maps of its cells. It holds the whole of ``document``."""
     title = f"{document['name']} on {document['cluster']}: what fits, and how fast"
     hint = "a cell tells why: point at it, tap it, or use the arrow keys"
     return filled(_OF_A_SWEEP, title, hint, document)
 
 
 def filled(own: Sequence[str], title: str, hint: str, report: object) -> str:
-    """What all pages share, with a page's own HTML, style and scripts, and the report they draw.
+    """A page: the frame of all pages, with the HTML, style and scripts of the files ``own``, and
+    the report that they draw.
 
-    The report is in it as JSON in which no name can end the script or open a comment.
+    The report is embedded as JSON in which no name can end the script or open a comment.
     """
     from plotly.offline import get_plotlyjs
 
@@ -105,7 +106,7 @@ def _graph(graph: GraphReport, begin_us: float) -> dict[str, Any]:
 
 
 def _compute(graph: GraphReport) -> Iterator[tuple[float, float, str]]:
-    """Begin, time and label of what the compute lane does."""
+    """Begin, duration and label of each bar on the compute lane."""
     spans = [span for span in graph.prediction.timeline.spans if span.lane == "compute"]
     if len(spans) <= _MOST_SPANS:
         for span in spans:
@@ -126,7 +127,7 @@ def _compute(graph: GraphReport) -> Iterator[tuple[float, float, str]]:
 
 
 def _buckets(graph: GraphReport, begin_us: float) -> Iterator[dict[str, Any]]:
-    """What the page shows of each bucket, and no more: there may be a thousand."""
+    """Those facts about each bucket that the page shows; no more, as there may be a thousand."""
     for bucket in graph.buckets:
         found = bucket_document(bucket)
         names, more = bucket.fqns[:_MOST_NAMES], len(bucket.fqns) - _MOST_NAMES
@@ -141,7 +142,7 @@ def _buckets(graph: GraphReport, begin_us: float) -> Iterator[dict[str, Any]]:
 
 
 def _thinned(curve: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """The curve with at most so many points: the highest of each stretch of time."""
+    """The curve with about ``_MOST_POINTS`` points at most: the maximum of each stretch of time."""
     if len(curve) <= _MOST_POINTS:
         yield from curve
         return

@@ -1,8 +1,9 @@
 """The predicted step as trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-A process per plan, a thread per lane. The compute lane has the compute ops and, where it stands
-still, the waits. A collective is a slice on its group's lane, and a flow from its start by its
-transfer to its wait. Live bytes are a counter. Forward, backward and optimizer follow each other.
+There is a process per plan, and a thread per lane. The compute lane has the compute ops and, while
+it is blocked, the waits. A collective is a slice on its group's lane, with a flow from its start
+through its transfer to its wait. Live bytes are a counter. Forward, backward and optimizer follow
+one another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from simplefsdp.inspection.report import BucketReport, GraphReport, PlanReport
 
 _COMPUTE = 1
 _INSTANT_US = 0.001
-"""Flows are tied to slices, and a start takes no time: a nanosecond is the least that shows."""
+"""Duration drawn for a start, which takes no time. A flow must be tied to a slice, and a nanosecond
+is the shortest slice that is shown."""
 
 Event = dict[str, Any]
 
@@ -53,7 +55,7 @@ def _named(what: str, pid: int, tid: int, name: str) -> Event:
 def _graph(
     graph: GraphReport, at_rest_nbytes: int, tid_of: Mapping[str, int], flow: int
 ) -> Iterator[Event]:
-    """Events of a graph, in times from its begin on; its first bucket has the flow ``flow``."""
+    """Events of a graph, in times from its begin on; flows are numbered from ``flow`` on."""
     timeline = graph.prediction.timeline
     yield _slice(_COMPUTE, graph.name, "graph", 0.0, timeline.total_us)  # around its ops
     for span in timeline.spans:

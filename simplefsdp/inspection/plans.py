@@ -1,4 +1,4 @@
-"""Plans to inspect by name: what they tell the passes, and the report of what comes of it."""
+"""Plans to inspect, by name: their settings for the passes, and the report on each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from simplefsdp.simulation.prediction import GraphPrediction, predict_step
 def settings_of(
     name: OwnPlan, fqns: Sequence[str], cluster: Cluster, budget_nbytes: int | None
 ) -> Settings | None:
-    """What our passes are told; ``budget_nbytes`` is for the automatic planners."""
+    """The settings of our passes for a plan; ``budget_nbytes`` is for the automatic planners."""
     if name == "none":
         return None
     assignment = assign_by_module(list(fqns))
@@ -34,8 +34,8 @@ def settings_of(
 def inspect_plan(
     name: PlanName, subject: Subject, cluster: Cluster, budget_nbytes: int | None = None
 ) -> PlanReport:
-    """Predict a traced step under a plan, and explain it; call this in the process group that it
-    was traced in. ``budget_nbytes`` is an automatic plan's, see
+    """Predict a traced step under a plan, and explain the result; call this in the process group in
+    which the step was traced. ``budget_nbytes`` is the memory budget of automatic plans, see
     :class:`inductor_passes.rehearsal.Auto`."""
     traced, nbytes = subject.step, subject.parameters_nbytes
     match name:
@@ -61,12 +61,12 @@ def inspect_plan(
 
 
 def limits_of(graph: GraphPrediction, settings: Settings | None) -> Limits:
-    """What the passes were held back by."""
+    """The limits under which the passes arranged a graph."""
     if settings is None or not settings.reorder:
         return Limits()
     if settings.auto is None:
         return Limits(settings.policy)
     program, _ = rank_invariant(graph.after, graph.cost)
-    # A graph that was compiled before has its plan from then, and the user's budget at best.
+    # For a graph whose plan was made earlier only the user's budget is known, if there is one.
     budget = graph.budget_nbytes or settings.auto.budget_nbytes
     return Limits(settings.policy, budget, memory(program).live_nbytes)

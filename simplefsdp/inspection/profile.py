@@ -1,11 +1,12 @@
-"""A measured run, read from torch profiler's (or our own) trace-event JSON.
+"""Reads a measured run from the trace-event JSON of torch's profiler, or of ours.
 
-With GPU kernels in the trace, collectives are NCCL's kernels and compute is every other kernel or
-copy, on any stream. Without, collectives are what gloo's threads record, and compute is what the
-other threads do but for launching collectives and waiting for them. A trace that
+If there are GPU kernels in the trace, collectives are NCCL's kernels, and compute is every other
+kernel or copy, on any stream. Otherwise collectives are the events of gloo's threads, and compute
+is what the other threads do, except for launching collectives and waiting for them. A trace that
 ``simplefsdp inspect --perfetto`` wrote is read by its categories.
 
-Of a wire that is modelled (``benchmarks/wire.py``) see :mod:`simplefsdp.inspection.wire_events`.
+For traces with a modelled wire (``benchmarks/wire.py``) see
+:mod:`simplefsdp.inspection.wire_events`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from simplefsdp.inspection.trace_json import Event, Trace, read_trace
 from simplefsdp.inspection.wire_events import Told, told_by, transfer_of_launches
 
 STEP = "ProfilerStep"
-"""Begin of the name of the event around a step."""
+"""Prefix of the name of the event around a step."""
 _NCCL = re.compile(r"^(void )?nccl\w*Kernel")
 _KIND_OF = {"allgather": "gather", "reducescatter": "reduce", "allreduce": "all_reduce"}
 _LAUNCH = re.compile(r"^c10d::_?(all_?gather|reduce_?scatter|all_?reduce)")
@@ -41,46 +42,47 @@ _NBYTES = {
 class Transfer(NamedTuple):
     """A measured collective; times are in the trace's clock."""
 
-    kind: str  # as of :class:`inductor_passes.ir.program.Collective`
-    name: str  # of the event
+    kind: str  # as in :class:`inductor_passes.ir.program.Collective`
+    name: str  # name of the event
     begin_us: float
     end_us: float
-    nbytes: int | None  # of the full tensors; None if the trace does not tell
-    launch: int = 0  # number of the launch that it is of, which may have several
+    nbytes: int | None  # bytes of the full tensors; None if the trace has no sizes
+    launch: int = 0  # number of its launch; one launch may have several transfers
 
 
 class Kernel(NamedTuple):
-    """A time of compute."""
+    """A span of compute."""
 
     begin_us: float
     end_us: float
     name: str
-    launched_us: float | None = None  # by the host; None if the trace does not tell
+    launched_us: float | None = None  # when the host launched it; None if the trace has no launch
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one rank did."""
+    """The measured run of one rank."""
 
-    name: str  # of the rank, or of the plan of a predicted trace
+    name: str  # of the rank, or, for a predicted trace, of the plan
     transfers: tuple[Transfer, ...]  # in the order in which they began
     kernels: tuple[Kernel, ...]  # likewise
-    steps: tuple[tuple[float, float], ...] = ()  # the profiler's, if it was told of any
+    steps: tuple[tuple[float, float], ...] = ()  # begin and end of each step that was marked
 
 
 def read_profiles(path: Path) -> list[Profile]:
-    """What a trace file tells; several profiles if it is of several devices or plans.
+    """The profiles in a trace file: several if it has several devices or plans.
 
     Raises:
-        ValueError: it is no (whole) JSON, no trace, or has no collectives; says what to do.
-        OSError: it cannot be read.
+        ValueError: the file is no (complete) JSON, no trace, or has no collectives; the message
+            says what to do.
+        OSError: the file cannot be read.
     """
     trace = read_trace(path)
     events = trace.events
     name = path.stem if trace.rank is None else f"rank {trace.rank}"
     on_host = _on_wire if any(map(told_by, events)) else _on_threads
     found = _on_devices(events, name) or _predicted(trace) or [on_host(events, name)]
-    # On a device there is one more event for each step, of its kernels.
+    # With a GPU there is a second event for each step, around its kernels.
     around = (e for e in events if e.name.startswith(STEP) and e.category != "gpu_user_annotation")
     steps = tuple(sorted(e.span for e in around))
     found = [replace(profile, steps=steps) for profile in found if profile.transfers]
@@ -129,7 +131,8 @@ def _on_devices(events: Sequence[Event], name: str) -> list[Profile]:
 
 
 def _on_lanes(found: Iterable[Event], on_wire: Mapping[Any, Told]) -> list[Transfer]:
-    """Transfers of a modelled wire, each from its first kernel or copy to the end of its last."""
+    """Transfers of a modelled wire; each lasts from its first kernel or copy to the end of its
+    last."""
     of_one: defaultdict[Told, list[Event]] = defaultdict(list)
     for e in found:
         if (transfer := on_wire.get(e.args.get("correlation"))) is not None:
@@ -158,7 +161,7 @@ def _nccl(e: Event) -> Transfer:
     each = _NBYTES.get(str(e.args.get("dtype", "")).lower())
     known = [n for n in numels if isinstance(n, int)]
     nbytes = max(known) * each if known and each else None
-    # Several that were grouped run as one "Generic" kernel.
+    # Collectives that NCCL groups run as one "Generic" kernel: the kind is in "Collective name".
     kind = _kind(f"{e.name} {e.args.get('Collective name', '')}")
     return Transfer(kind, e.name, *e.span, nbytes)
 
@@ -190,7 +193,8 @@ def _on_threads(events: Sequence[Event], name: str) -> Profile:
     theirs = {e.thread[1] for e in sent}
     own = [e for e in events if e.thread[1] not in theirs and not _is_frame(e)]
     launches = sorted((e for e in own if _LAUNCH.match(e.name)), key=_SPAN)
-    # gloo reduces to shards by all-reduce, tensor by tensor: the launches tell what it is for.
+    # gloo's events do not tell kinds: it does a reduce-scatter as an all-reduce per tensor. The
+    # launches tell.
     causes = [cause for n, e in enumerate(launches) for cause in _causes(e, n)]
     if len(causes) != len(sent):
         causes = [(_kind(e.name), 0, n) for n, e in enumerate(sent)]
@@ -211,19 +215,19 @@ def _on_wire(events: Sequence[Event], name: str) -> Profile:
 
 
 def _computed(own: Iterable[Event], apart: Iterable[Event]) -> list[Kernel]:
-    """When a rank's own threads are at work, but for what is no compute."""
+    """The times in which a rank's threads are busy with compute: with ``own`` and not ``apart``."""
     busy = difference(union(map(_SPAN, own)), union(map(_SPAN, apart)))
     return [Kernel(begin, end, "compute") for begin, end in busy]
 
 
 def _is_frame(e: Event) -> bool:
-    """Whether an event is around others, whatever they do."""
+    """Whether an event only encloses other events, and so says nothing about compute."""
     return e.category in ("Trace", "python_function") or e.name.startswith(STEP)
 
 
 def _causes(launch: Event, number: int) -> list[tuple[str, int, int]]:
-    """What a launch hands to gloo's threads: kind, elements of the full tensors (the larger of in
-    and out), and its number."""
+    """The transfers that a launch hands to gloo's threads; for each its kind, the elements of the
+    full tensors (the larger of input and output), and the number of the launch."""
     dims = [d for d in launch.args.get("Input Dims", ())[:2] if isinstance(d, list)]
     kind = _kind(launch.name)
     if kind == "reduce" and "coalesced" in launch.name and len(dims) == 2:
@@ -239,7 +243,7 @@ def _gloo(e: Event, kind: str, numel: int, launch: int) -> Transfer:
 
 
 def _numel(dims: Any) -> int:
-    """Elements of a tensor's, or of a list of tensors', sizes."""
+    """Number of elements, from the sizes of a tensor or of a list of tensors."""
     if not isinstance(dims, list) or not dims:
         return 0
     if isinstance(dims[0], list):
@@ -247,6 +251,6 @@ def _numel(dims: Any) -> int:
     n = 1
     for size in dims:
         if type(size) is not int or not 0 <= n < 2**63:
-            return 0  # no tensor has it
+            return 0  # no tensor has such a size
         n *= size
     return n

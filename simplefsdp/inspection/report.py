@@ -1,4 +1,4 @@
-"""The report of a plan: per graph its buckets and memory, and the step as a whole."""
+"""The report on a plan: the buckets and the memory of each graph, and the step as a whole."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BY_TRACE = "three times those of the forward's matmuls, as traced"
 class BucketReport:
     """A collective as it is launched; see :class:`inductor_passes.ir.program.Collective`."""
 
-    name: str  # of its start op
-    label: str  # what the planner calls it
+    name: str  # name of its start op
+    label: str  # the planner's name for it
     kind: str
     nbytes: int
     dtype: str
@@ -34,14 +34,14 @@ class BucketReport:
     window: int
     members: int  # how many collectives were merged
     exposure: Exposure  # when it runs, what is exposed, and why
-    launched_at: str  # the first compute after its start, with its module
-    needed_at: str  # the first compute after its wait, likewise
-    hidden_by: tuple[str, ...]  # modules that compute meanwhile, the longest first
-    hidden_us: float  # how long they do
+    launched_at: str  # the first compute op after its start, with its module
+    needed_at: str  # the first compute op after its wait, with its module
+    hidden_by: tuple[str, ...]  # blocks that compute during its transfer, the longest first
+    hidden_us: float  # time of compute during its transfer
 
     @property
     def parameters(self) -> str:
-        """The parameters in a few words; its name, if it carries none."""
+        """Its parameters in a few words, or its name if it carries none."""
         return shorten_fqns(self.fqns) or self.name
 
 
@@ -49,12 +49,12 @@ class BucketReport:
 class GraphReport:
     """A forward or backward graph."""
 
-    prediction: GraphPrediction  # what it is about
-    collectives: Mapping[str, int]  # number before, by kind
+    prediction: GraphPrediction  # the prediction that it explains
+    collectives: Mapping[str, int]  # number of collectives before the passes, by kind
     buckets: tuple[BucketReport, ...]  # in the order in which they are launched
     memory: MemoryReport  # over time, and at the peak
-    module_of: Mapping[str, str] = field(repr=False)  # by op name, as far as it is known
-    ranges: tuple[SizeRange, ...] = ()  # where its plan holds, of each size that was left open
+    module_of: Mapping[str, str] = field(repr=False)  # by op name, where the module is known
+    ranges: tuple[SizeRange, ...] = ()  # for which values of each open size its plan holds
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class GraphReport:
         return self.prediction.name
 
     def exposed_by_reason(self) -> dict[str, float]:
-        """Exposed time of the graph by cause, us; adds up to all of it."""
+        """Exposed time of the graph by cause, in us; the sum is all that is exposed."""
         found: Counter[str] = Counter()
         for bucket in self.buckets:
             found.update({str(cause): us for cause, us in bucket.exposure.shares.items()})
@@ -71,15 +71,15 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A step under one choice of passes."""
+    """The report on a step under one plan."""
 
-    name: str  # of the choice, as ``--bucketing`` has it
+    name: str  # of the plan, as for ``--bucketing``
     step: StepPrediction
     graphs: Mapping[str, GraphReport]  # by name
-    tokens: float | None  # that a rank gets per step; None if the input is no tokens
-    flops: float = 0.0  # that the model needs per step on a rank
-    flops_are: str = ""  # ``BY_CONFIG``, ``BY_TRACE``, or empty if nobody counted
-    peak_tflops: float = 0.0  # of the device, in the dtype that most of the traced ones are in
+    tokens: float | None  # tokens of a rank per step; None if the input is no tokens
+    flops: float = 0.0  # operations that the model needs per step on a rank
+    flops_are: str = ""  # how they are counted: ``BY_CONFIG``, ``BY_TRACE``, or empty if not at all
+    peak_tflops: float = 0.0  # of the device, in the dtype of most traced operations
 
     @property
     def tokens_per_second_per_rank(self) -> float | None:
@@ -87,8 +87,8 @@ class PlanReport:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: what the model needs, over what the device could have done; None
-        for a model without matmuls."""
+        """Model FLOPs utilisation: the operations that the model needs, divided by those that the
+        device could do in the time of the step; None for a model without matmuls."""
         could = self.step.step_us * self.peak_tflops * 1e6
         return self.flops / could if could else None
 
@@ -159,8 +159,9 @@ def _hiding(compute: Lane, exposure: Exposure, module_of: Mapping[str, str]) -> 
 
 
 def traced_flops(cost: ClusterCost) -> tuple[float, float]:
-    """Operations of a training step, three times those of its forward's matmuls, and the device's
-    peak in the dtype of most of them. A causal mask halves those of attention."""
+    """Operations of a training step, which are taken to be three times those of the forward's
+    matmuls; and the device's peak TFLOP/s in the dtype of most of them. A causal mask halves the
+    operations of attention."""
     by_dtype: Counter[str] = Counter()
     for work in cost.work.values():
         if work.flops:

@@ -1,6 +1,6 @@
-"""What is inspected: a model of ours or of the user's, traced as one of many ranks would.
+"""The subject of an inspection: a model of ours or of the user's, traced as on one of many ranks.
 
-Call these inside a (fake) process group.
+Call these functions inside a (fake) process group.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from simplefsdp.simulation.trace import TracedStep, UntraceableError, trace
 
 @dataclass(frozen=True)
 class Subject:
-    """A traced step and what else its report needs."""
+    """A traced step, and what else its report needs."""
 
     name: str  # for messages
     step: TracedStep
-    parameters_nbytes: int  # of this rank's shards
-    # Of a rank's batch, with tensor parallelism its share of it; None if its input is no tokens.
+    parameters_nbytes: int  # bytes of this rank's shards
+    # Tokens of a rank's batch, with tensor parallelism its share; None if the input is no tokens.
     tokens: float | None
-    flops: float | None  # of the model for these tokens, if its configuration is known
+    # Operations of the model for these tokens; None if its configuration is not known.
+    flops: float | None
 
 
 def trace_llama(
@@ -52,12 +53,12 @@ def trace_llama(
     batch_size: int,
     averages: bool,
 ) -> Subject:
-    """Trace a step of one of our models with its loss: ``seq_len`` tokens per sequence,
-    ``batch_size`` sequences per rank, all of its layers or so many. ``averages``: the machine's
-    communication does so by itself.
+    """Trace a step of one of our models with its loss: ``seq_len`` tokens per sequence and
+    ``batch_size`` sequences per rank. ``layers`` is the number of layers, None for all of them;
+    ``averages`` says whether reduce collectives of the machine can average.
 
     Raises:
-        ValueError: no such model, or a sequence that is too long for it.
+        ValueError: there is no such model, or the sequence is too long for it.
     """
     config = config_of(options.model, layers)
     if seq_len > config.max_seq_len:
@@ -74,17 +75,17 @@ def trace_llama(
             return trace(model, tokens, tokens, averages=averages), model.model
 
     step, nbytes = trace_deep(traced, "layers", config.n_layers)
-    tokens = seq_len * batch_size / parallel.tp  # those that split a layer share them
+    tokens = seq_len * batch_size / parallel.tp  # tensor-parallel ranks work on the same tokens
     flops = tokens * flops_per_token(config, seq_len)
     return Subject(options.model, step, nbytes, tokens, flops)
 
 
 class Target:
-    """A model of the user's, and its inputs: functions, each by ``module:function``.
+    """A model of the user's, and its inputs: two functions, each given as ``module:function``.
 
-    The first returns the wrapped model, and gets a mesh of all ranks if it takes an argument. The
-    second returns the inputs of a rank: a tensor, or a tuple. What cannot be had of them is a
-    UserError that names the option.
+    ``build`` returns the wrapped model; it is called with a mesh of all ranks if it takes an
+    argument. ``inputs`` returns the inputs of one rank: a tensor, or a tuple. If either cannot be
+    imported or fails, a UserError names the option.
     """
 
     def __init__(self, build: str, inputs: str) -> None:
@@ -106,13 +107,13 @@ class Target:
         return model
 
     def inputs(self) -> tuple[Any, ...]:
-        """What the model is called with."""
+        """The arguments with which the model is called."""
         made = _called("--input", self._example, self._inputs)
         return tuple(made) if isinstance(made, (tuple, list)) else (made,)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Tell in one line why the model cannot be traced."""
+        """Inside, errors that say why the model cannot be traced become UserErrors of one line."""
         try:
             yield
         except Unsupported as error:
@@ -128,8 +129,9 @@ class Target:
 
 
 def trace_target(target: Target, ranks: int, *, averages: bool) -> Subject:
-    """Trace a step of the user's model on so many ranks of a machine whose communication averages
-    by itself, or not. What the user's function builds without naming a device is on meta.
+    """Trace a step of the user's model on ``ranks`` ranks. ``averages`` says whether reduce
+    collectives of the machine can average. Tensors that the user's function makes without naming a
+    device are on meta.
 
     Raises:
         UserError: a function fails, the model is not wrapped, or its forward is not one graph.
@@ -150,7 +152,7 @@ def trace_target(target: Target, ranks: int, *, averages: bool) -> Subject:
 
 
 def _load(option: str, path: str) -> Callable[..., Any]:
-    """The function at ``module:function``; the working directory is searched, too."""
+    """Import ``module:function``; the working directory is searched, too."""
     name, _, attribute = path.partition(":")
     if not name or not attribute:
         raise UserError(
@@ -176,7 +178,7 @@ def _load(option: str, path: str) -> Callable[..., Any]:
 
 
 def _called(option: str, path: str, function: Callable[..., Any], *args: object) -> Any:
-    """What a user's function returns."""
+    """Call a user's function; an error in it becomes a UserError."""
     try:
         return function(*args)
     except Exception as error:
@@ -190,7 +192,7 @@ def _told(error: Exception) -> str:
 
 
 def _graph_break(error: Unsupported) -> str:
-    """Dynamo's reason and the line of the user's, without its hints."""
+    """The message for a graph break: Dynamo's reason without its hints, and the user's line."""
     reason = str(error).split("Hint:", maxsplit=1)[0].split("\n\n", maxsplit=1)[0]
     stack: Sequence[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
     where = f" at {stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})" if stack else ""

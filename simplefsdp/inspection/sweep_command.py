@@ -57,13 +57,14 @@ def _sweep_of(options: InspectOptions, cluster: Cluster) -> CellSweep:
             swept = swept_transformers(options.hf, model, parallel, options.layers)
         else:
             swept = swept_llama(model, parallel, options.layers)
-    swept = replace(swept, build=user_errors()(swept.build))  # what cannot be built was asked for
+    # A model that cannot be built is a mistake in the user's options.
+    swept = replace(swept, build=user_errors()(swept.build))
     bucketing: Bucketing = options.bucketing  # type: ignore[assignment]  # refused if it is another
     return CellSweep(swept, parallel, cluster, bucketing)
 
 
 def _steps(sweep: CellSweep, cells: Sequence[Cell]) -> list[CellStep]:
-    """The step in each cell."""
+    """The predicted step of each cell."""
     try:
         with sweep.model.tracing():
             return sweep.steps(cells)
@@ -114,7 +115,7 @@ def _sweep(options: InspectOptions, cluster: Cluster) -> None:
 
 
 def _laid_out(sweep: CellSweep, ranks: Sequence[int]) -> tuple[tuple[int, ...], list[str]]:
-    """The numbers of ranks that can be laid out, and of each other one why it cannot."""
+    """The numbers of ranks for which there is a layout; and for each of the others, why not."""
     left_out: dict[int, ValueError] = {}
     for n in ranks:
         try:
@@ -134,7 +135,8 @@ def _check_longest(sweep: CellSweep, lengths: Sequence[int]) -> None:
 
 
 def _told_options(options: InspectOptions) -> dict[str, Any]:
-    """How the model is made; of a target's all None, as its function decides."""
+    """The options with which the model is made; for a target they are None, as its function
+    decides."""
     told = {"activation_checkpointing": recomputed(options)}
     names = ("mode", "shard_size", "tp", "mixed_precision", "reshard_after_forward", "layers")
     told |= {name: getattr(options, name) for name in names}
@@ -142,8 +144,8 @@ def _told_options(options: InspectOptions) -> dict[str, Any]:
 
 
 def _fastest(document: dict[str, Any]) -> Table:
-    """Of each sequence length and number of ranks the cell with the most tokens per second; where
-    none fits, by how much the smallest misses."""
+    """For each sequence length and number of ranks, the cell with the most tokens per second; if
+    none fits, the peak memory of the smallest one."""
     title = f"{document['name']} on {document['cluster']}: the fastest that fits"
     sizes = ("seq", "ranks", "batch")
     table = table_of(*sizes, "tokens/s", *_COLUMNS, words=("binds",), title=title)
@@ -172,7 +174,8 @@ def _columns(row: dict[str, Any]) -> list[str]:
 
 
 def _fit(options: InspectOptions, cluster: Cluster) -> None:
-    """The largest batch or the longest sequence, by what is recomputed and what is kept."""
+    """Print the largest batch, or the longest sequence, for each choice of activation checkpointing
+    and of keeping parameters."""
     rows = []
     for recomputes, reshard in _variants(options):
         its = replace(options, activation_checkpointing=recomputes, reshard_after_forward=reshard)
@@ -205,7 +208,8 @@ def _fit(options: InspectOptions, cluster: Cluster) -> None:
 
 
 def _variants(options: InspectOptions) -> Iterator[tuple[ActivationCheckpointing, bool]]:
-    """What is recomputed, and whether parameters are gathered again."""
+    """The choices that ``--fit`` compares: activation checkpointing, and whether parameters are
+    gathered again in backward."""
     if options.target is not None:  # its function decides
         return iter([(recomputed(options), options.reshard_after_forward)])
     ours: list[ActivationCheckpointing] = [*get_args(ActivationCheckpointing)]
@@ -230,7 +234,7 @@ def _largest(
 
 
 def _multiple(sweep: CellSweep) -> int:
-    """Of which sequences are looked at."""
+    """Only sequence lengths that are multiples of this are tried."""
     return min(128, sweep.model.longest or 128)
 
 

@@ -1,18 +1,18 @@
 """A sweep as JSON.
 
 Keys: ``version`` 1; ``name`` of the model; ``cluster``; ``bucketing``; ``options`` (how the model
-is spread, what is recomputed; null where a target decides by itself); ``axes``, the values of
-``batch``, ``seq`` and ``ranks``; ``traces``, how many graphs the cells needed; ``cells``, a list
-of:
+is spread, and what is recomputed; null for a target, which decides by itself); ``axes``, the values
+of ``batch``, ``seq`` and ``ranks``; ``traces``, the number of traces that the cells needed;
+``cells``, a list of:
 
 - ``batch`` (sequences per rank), ``seq`` (tokens per sequence), ``ranks`` (in all);
 - ``fits``, ``binds`` (``memory``, ``wire`` or ``compute``) and ``reason``, a sentence;
 - ``step_us``, ``exposed_us``, ``compute_us``, ``wire_us``, ``exposed_share`` of the step;
-- ``peak_bytes`` of a rank, and ``room_bytes`` that its device has;
+- ``peak_bytes``, the peak memory of a rank, and ``room_bytes``, what its device has room for;
 - ``tokens_per_second_per_rank``, ``tokens_per_second`` of all ranks, ``mfu`` (null if the model's
   operations are not known);
-- ``pareto``: among the cells of its sequence length that fit, none has more ``tokens_per_second``
-  and at least as many ``tokens_per_second_per_rank``, or the reverse.
+- ``pareto``, true for a cell that fits if no other one of its sequence length is better in one of
+  ``tokens_per_second`` and ``tokens_per_second_per_rank``, and at least as good in the other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sweep_document(
     steps: Sequence[CellStep],
     options: Mapping[str, object],
 ) -> dict[str, Any]:
-    """All that a page shows of a sweep."""
+    """The document of a sweep, which holds all that its page shows."""
     rows = [cell_row(sweep, step) for step in steps]
     front = pareto(rows)
     return {
@@ -50,7 +50,8 @@ def sweep_document(
 
 def cell_row(sweep: CellSweep, step: CellStep) -> dict[str, Any]:
     cell = step.cell
-    tokens = cell.batch * cell.seq / sweep.parallel.tp  # those that split a layer share them
+    # Tensor-parallel ranks work on the same tokens.
+    tokens = cell.batch * cell.seq / sweep.parallel.tp
     mfu = None
     if sweep.model.flops_per_token is not None:
         done = tokens * sweep.model.flops_per_token(cell.seq)
@@ -71,7 +72,7 @@ def cell_row(sweep: CellSweep, step: CellStep) -> dict[str, Any]:
 
 
 def reason(step: CellStep) -> str:
-    """What binds a cell, in a sentence."""
+    """What limits the speed of a cell, or keeps it from fitting, in a sentence."""
     if not step.fits:
         over = over_text(step.peak_nbytes, step.room_nbytes)
         return f"does not fit: it takes {over} what a device has"
@@ -82,7 +83,8 @@ def reason(step: CellStep) -> str:
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> Collection[int]:
-    """Which rows are on the front of their sequence length, see the module's text."""
+    """Indices of the rows on the Pareto front of their sequence length, as the module's docstring
+    defines it."""
     found: set[int] = set()
     best: dict[int, float] = {}
     fitting = [at for at, row in enumerate(rows) if row["fits"]]

@@ -124,7 +124,7 @@ def _buckets(buckets: Iterable[BucketReport]) -> Table:
 
 
 def _block(place: str) -> str:
-    """A place without its op, as far as it has a module."""
+    """The block of a place such as ``launched_at``, without the name of the op."""
     return block_of(place.partition(" (")[0])
 
 

@@ -1,4 +1,4 @@
-"""What the terminal shows: a console, tables, what was written, and what takes its time."""
+"""Output on the terminal: a console, tables, written files, and work that takes time."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _WIDTH = 160
 
 
 def console() -> Console:
-    """A console; wide enough for the tables where there is no terminal that says how wide it is."""
+    """A console on standard output; wide enough for the tables if that is no terminal."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 def printed(show: Callable[[Console], object]) -> str:
-    """What ``show`` prints on such a console."""
+    """The text that ``show`` prints on a console of the same width."""
     text = io.StringIO()
     show(Console(file=text, width=_WIDTH, highlight=False))
     return text.getvalue().rstrip()
 
 
 def table_of(*columns: str, words: Collection[str], title: str | None = None) -> Table:
-    """An empty table, of numbers but for the columns of ``words``."""
+    """An empty table; the columns in ``words`` are aligned left, the others, of numbers, right."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right")
@@ -45,14 +45,14 @@ def save(out: Console, path: Path, text: str) -> None:
 
 
 def save_json(out: Console, path: Path | None, document: object) -> None:
-    """Likewise, if the user asks for it."""
+    """Write ``document`` as JSON, and say so, if the user has given a path."""
     if path is not None:
         save(out, path, json.dumps(document, indent=1) + "\n")
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Say what goes on: with a running clock on a terminal, else a line when it is done."""
+    """Say what is being done: with a running clock on a terminal, and by a line when it is done."""
     out = Console(stderr=True, highlight=False)
     begin = time.perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

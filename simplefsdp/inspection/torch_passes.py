@@ -1,19 +1,19 @@
-"""PyTorch's own bucketing passes on a traced graph, priced as ours are.
+"""PyTorch's own bucketing passes on a traced graph, predicted by the same cost model as ours.
 
-Each runs on a copy of the same traced graph; what it makes is read back, and its ops and
-collectives are counted by the same rules. Its copies into and out of flat buckets are ops of the
-graph and are counted; ours send the members of a bucket as they are. Three things are replaced,
-none of which changes what a pass decides from its figures:
+Each pass runs on a copy of the same traced graph. The graph that it makes is read back, and its ops
+and collectives are counted by the same rules as ours. torch copies the members of a bucket into and
+out of a flat buffer; these copies are ops of the graph, and are counted. Our buckets send their
+members as they are. Three inputs of the passes are replaced, none of which changes how they decide:
 
-- What they would measure on a GPU, or look up of it, is what our cost model says: collectives by
-  the cluster's links, other ops by its roofline, fused as Inductor would fuse them.
-- The size of the automatic pass's pre-buckets is that at which a gather reaches 90 % of its link's
-  bandwidth, the pass's own rule, with our link instead of its table, within its own bounds.
-- No order is pinned by control dependencies (``insert_overlap_deps``), which serve the lowering
-  that follows: the order of the graph that a pass leaves is what is simulated.
+- Instead of measuring times on a GPU, or looking them up, the passes get those of our cost model:
+  collectives by the cluster's links, other ops by its roofline, fused as Inductor would fuse them.
+- The automatic pass's own rule for the size of its pre-buckets is 90 % of a gather's bandwidth. It
+  gets our link's bandwidth instead of its table's, within the pass's own bounds.
+- The order is not pinned by control dependencies (``insert_overlap_deps``), which only serve the
+  lowering that follows: what is simulated is the order of the graph that a pass leaves.
 
-The passes are private parts of torch; what of them moved, says
-``tests/_torch/test_torch_contract.py``.
+The passes are private parts of torch; ``tests/_torch/test_torch_contract.py`` fails, and says which
+part, when one has moved.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SATURATION = 0.9
 
 
 class _Pass(NamedTuple):
-    """A function of torch's, and what it is called with by name."""
+    """A pass of torch's, and the names of the arguments with which it is called."""
 
     module: str
     name: str
@@ -74,10 +74,10 @@ _AUTO = _Pass(
 
 
 def require(plans: Collection[PlanName]) -> None:
-    """See that there are the passes of torch's that plans need.
+    """Check that this torch has the passes that ``plans`` need.
 
     Raises:
-        ValueError: there is one not; names what this torch lacks.
+        ValueError: it lacks one; the message says which.
     """
     for name, which in (("torch-manual", _MANUAL), ("torch-auto", _AUTO)):
         if name in plans:
@@ -90,7 +90,7 @@ def predict_torch_step(
     """Predict a traced step under a pass of torch's; arguments as for ``predict_step``.
 
     Raises:
-        ValueError: this torch has not what the pass is called with, or the pass fails.
+        ValueError: this torch lacks the pass or one of its arguments, or the pass fails.
     """
     base = predict_step(step, None, cluster, parameters_nbytes)
     units = units_of(step.fqns)
@@ -108,8 +108,8 @@ def predict_torch_step(
 def predict_as_it_is(
     gm: GraphModule, cluster: Cluster, was: GraphPrediction, pass_seconds: float
 ) -> GraphPrediction:
-    """Predict a graph that a pass has changed in ``pass_seconds``, in the order that it is in;
-    ``was`` is the prediction of the graph without passes."""
+    """Predict a graph that a pass has changed, in the order in which its nodes are. The pass took
+    ``pass_seconds``; ``was`` is the prediction of the graph without passes."""
     reading = fx.read(gm.graph, carried_fqn)
     after, cost = fused_program(reading), cost_of(reading, cluster)
     shards = was.before.resident.intersection(after.inputs)
@@ -125,8 +125,8 @@ def predict_as_it_is(
 
 
 def units_of(fqns: Sequence[str]) -> list[list[str]]:
-    """Parameter FQNs by bucket of our manual plan, which for a Llama is torchtitan's for torch's
-    manual pass, too: embedding, layers, final norm and head."""
+    """Parameter FQNs by bucket of our manual plan. For a Llama these are the buckets that
+    torchtitan gives torch's manual pass: embedding, layers, final norm and head."""
     units: dict[str, list[str]] = {}
     for fqn, label in assign_by_module(list(fqns)).label_of.items():
         units.setdefault(label, []).append(fqn)
@@ -138,13 +138,13 @@ def torch_manual(gm: GraphModule, units: Sequence[Sequence[str]]) -> GraphModule
     """A copy of a traced graph after ``manual_overlap_bucketing``; ``units`` are FQNs of parameters
     or of modules that share a bucket."""
     values = [list(unit) for unit in units], False, module_stack
-    return _after(gm, _MANUAL, values, lambda node: 0.0)  # an estimate is asked for, not used
+    return _after(gm, _MANUAL, values, lambda node: 0.0)  # the pass asks for times, but uses none
 
 
 @no_garbage_collection()
 def torch_auto(gm: GraphModule, program: Program, cost: ClusterCost) -> GraphModule:
-    """A copy of a traced graph, which was read as ``program``, after
-    ``schedule_overlap_bucketing``, its settings the defaults."""
+    """A copy of a traced graph after ``schedule_overlap_bucketing`` with its default settings;
+    ``program`` is the graph, as it was read."""
 
     def estimate_ms(node: Node, override_nbytes: int | None = None) -> float | None:
         if node.target in fx.KIND_OF:
@@ -160,7 +160,8 @@ def torch_auto(gm: GraphModule, program: Program, cost: ClusterCost) -> GraphMod
 
 
 def module_stack(node: Node) -> list[tuple[str, type[Any]]]:
-    """The module of a gather's or reduce's parameter; torch's manual pass needs only those."""
+    """The module stack of a gather or reduce, which ends with its parameter's FQN; empty for other
+    nodes, whose stacks torch's manual pass does not need."""
     fqn = carried_fqn(node)
     return [] if fqn is None else [("", torch.nn.Module), (fqn, torch.nn.Module)]
 
@@ -168,15 +169,15 @@ def module_stack(node: Node) -> list[tuple[str, type[Any]]]:
 def _after(
     gm: GraphModule, which: _Pass, values: Sequence[Any], milliseconds: Callable[[Node], float]
 ) -> GraphModule:
-    """A copy of ``gm`` after a pass, called with ``values`` of what it takes, to which operations
-    take so many ``milliseconds``, where it would look up what the GPU at hand takes."""
+    """A copy of ``gm`` after a pass. ``values`` are the values of its arguments; ``milliseconds``
+    gives the times of ops, which the pass would otherwise look up for the GPU at hand."""
     run = _function(which)
     from torch._inductor.fx_passes import overlap_scheduling
 
     estimates = patch.object(
         overlap_scheduling, "estimate_roofline_runtime_ms", milliseconds, create=True
     )
-    # It sets its level when it is imported, and tells of every graph.
+    # This module sets its own log level when it is imported, and then logs about every graph.
     importlib.import_module(_FX_PASSES + "fsdp")
     logging.getLogger(_FX_PASSES + "fsdp").setLevel(logging.WARNING)
     made = copy.deepcopy(gm)
@@ -185,7 +186,7 @@ def _after(
         with estimates:
             run(made, **dict(zip(which.takes, values, strict=True)))
         made.graph.eliminate_dead_code()
-    except Exception as error:  # whatever it is, the user can only choose another plan
+    except Exception as error:  # for any error, all that the user can do is choose another plan
         raise ValueError(
             f"{which.name} of torch {torch.__version__} failed on this graph: "
             f"{type(error).__name__}: {error}; choose another plan"
@@ -196,7 +197,7 @@ def _after(
 
 
 def _function(which: _Pass) -> Callable[..., GraphModule]:
-    """The pass itself."""
+    """Import the function of a pass, and check its arguments."""
     try:
         function = getattr(importlib.import_module(_FX_PASSES + which.module), which.name)
     except (ImportError, AttributeError) as error:
@@ -215,12 +216,13 @@ def _lacks(what: str) -> str:
 
 
 def _starts(graph: Graph) -> set[Node]:
-    """The collectives of data parallelism."""
+    """The launches of data-parallel collectives: those that carry a parameter."""
     return {n for n in graph.nodes if n.target in fx.KIND_OF and carried_fqn(n)}
 
 
 def _sources(graph: Graph) -> dict[Node, str]:
-    """FQNs by what is gathered (from the shard on, as a pass may cast anew) or reduced."""
+    """FQNs by the node that is gathered or reduced; for gathers also by the nodes from the shard to
+    it, because a pass may replace the casts between them."""
     found: dict[Node, str] = {}
     for start in _starts(graph):
         (node,) = start.all_input_nodes
@@ -233,7 +235,7 @@ def _sources(graph: Graph) -> dict[Node, str]:
 
 
 def _carried(start: Node, sources: dict[Node, str]) -> list[str]:
-    """The parameters that a bucket carries; torch notes the first on it."""
+    """The FQNs of all parameters that a bucket carries, of which torch's pass notes the first."""
     found: dict[str, None] = {}
     stack, seen = [*reversed(start.all_input_nodes)], set[Node]()
     while stack:
@@ -247,7 +249,8 @@ def _carried(start: Node, sources: dict[Node, str]) -> list[str]:
 
 
 def _saturating_mib(program: Program, cost: ClusterCost) -> float:
-    """MiB from which a gather moves at 90 % of its link's bandwidth, within torch's bounds."""
+    """The size in MiB at which a gather reaches 90 % of its link's bandwidth, within the bounds
+    that torch has for it."""
     from torch._inductor import config
 
     options = config.aten_distributed_optimizations

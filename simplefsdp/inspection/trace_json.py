@@ -1,4 +1,4 @@
-"""A file of trace-event JSON, compressed or not: its events, and what is wrong with it."""
+"""Reads a file of trace-event JSON, compressed or not, and says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _ARGS: dict[str, Any] = {
 
 
 class Event(NamedTuple):
-    """An event that lasts. What it is told apart by can be compared; of another type it is None."""
+    """An event with a duration. ``category`` and ``thread`` are plain values, which can be
+    compared; a value of another type in the file is None here."""
 
     name: str
     category: Any
@@ -36,19 +37,20 @@ class Event(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a file tells."""
+    """The content of a trace file."""
 
     events: list[Event]
-    processes: dict[Any, str]  # their names
+    processes: dict[Any, str]  # names by process id
     rank: int | None
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file.
+    """Read the trace in a file.
 
     Raises:
-        ValueError: it is no (whole) JSON, no trace, or has no bounds; says what to do.
-        OSError: it cannot be read.
+        ValueError: the file is no (complete) JSON, no trace, too large, or has an event without a
+            valid time; the message says what to do.
+        OSError: the file cannot be read.
     """
     try:
         trace = read_json(path, _MAX_NBYTES)
@@ -82,7 +84,7 @@ def _event(e: dict[str, Any]) -> Event:
 
 
 def _text(value: object) -> str:
-    """A text that writes nothing but itself to a terminal."""
+    """A text with "?" for each control character, so that it is safe to print on a terminal."""
     if not isinstance(value, str):
         return ""
     return value if value.isprintable() else "".join(c if c.isprintable() else "?" for c in value)
@@ -93,7 +95,8 @@ def _plain(value: object) -> Any:
 
 
 def _args(e: dict[str, Any]) -> dict[str, Any]:
-    """Changes them, as there may be millions."""
+    """The arguments of an event, without those of wrong types. They are removed in place, as there
+    may be millions of events."""
     args = e.get("args")
     if not isinstance(args, dict):
         return {}

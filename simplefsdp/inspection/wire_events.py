@@ -1,12 +1,13 @@
-"""What a modelled wire (``benchmarks/wire.py``) tells torch's profiler of its transfers.
+"""The events by which a modelled wire (``benchmarks/wire.py``) shows its transfers in a profile.
 
-It has no thread and no NCCL kernel to be known by. Where a transfer is launched it records an event
-named ``wire:KIND nbytes=N begins_after_us=T takes_us=T``: KIND is ``gather``, ``reduce`` or
-``all_reduce``, N the bytes of the full tensors.
+Such a wire has no thread and no NCCL kernel that could be recognised. Instead, where a transfer is
+launched, it records an event named ``wire:KIND nbytes=N begins_after_us=T takes_us=T``: KIND is
+``gather``, ``reduce`` or ``all_reduce``, and N the bytes of the full tensors.
 
-On CPU the transfer's begin counts from that of the event, which covers the copies that a NIC would
-make; ``wire:wait`` covers waiting, and neither is compute. On CUDA the event covers the launches of
-the kernels and copies that the transfer consists of: it lasts as long as they do on the device.
+On CPU, the event covers the copies that a NIC would make, and the transfer begins the given time
+after the begin of the event. ``wire:wait`` covers waiting. Neither is compute. On CUDA, the event
+covers the launches of the kernels and copies that the transfer consists of, and the transfer lasts
+as long as these do on the device.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ _NAME = re.compile(
 
 
 class Told(NamedTuple):
-    """A transfer, as its event tells of it."""
+    """A transfer, as its event describes it."""
 
     kind: str
     nbytes: int
-    after_us: float  # when it begins, counted from the begin of the launch, on CPU
-    takes_us: float  # what the model says, on CPU
-    thread: tuple[Any, Any]  # that launched it
+    after_us: float  # on CPU: when it begins, counted from the begin of the launch
+    takes_us: float  # on CPU: its duration, by the model of the wire
+    thread: tuple[Any, Any]  # the process and thread that launched it
     launch: tuple[float, float]  # begin and end of the event
 
 
 def told_by(event: Event) -> Told | None:
-    """The transfer that an event tells of; on a device there is a second event, which does not."""
+    """The transfer that an event describes, or None. With a GPU there is a second event of the same
+    name, on the device's side, which is ignored."""
     found = _NAME.match(event.name)
     if found is None or event.category == "gpu_user_annotation":
         return None
@@ -45,8 +47,9 @@ def told_by(event: Event) -> Told | None:
 
 
 def transfer_of_launches(events: Iterable[Event], launched: Mapping[Any, Event]) -> dict[Any, Told]:
-    """The transfer that each launch of a kernel or copy is for, if it is for one; launches are
-    calls of the CUDA runtime or driver, by what correlates them to the device's events."""
+    """The transfer to which each launch of a kernel or copy belongs; launches that belong to none
+    are left out. Launches are calls of the CUDA runtime or driver, keyed by the number that
+    correlates them with events of the device."""
     transfers = sorted(filter(None, map(told_by, events)), key=lambda t: t.launch)
     begins = [t.launch[0] for t in transfers]
     found: dict[Any, Told] = {}

@@ -1,6 +1,6 @@
-"""accelerate's ``Accelerator`` for wrapped models: it neither puts them into DDP nor moves them.
+"""accelerate's ``Accelerator`` for wrapped models, which are neither put into DDP nor moved.
 
-``from simplefsdp.integrations.accelerate import Accelerator`` is all that changes in a script.
+In a script only the import changes: ``from simplefsdp.integrations.accelerate import Accelerator``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,11 +24,12 @@ class Accelerator(accelerate.Accelerator):
     """An ``Accelerator`` whose ``prepare`` takes models wrapped by simple_fsdp as they are.
 
     ``backward``, ``accumulate``, ``no_sync``, ``clip_grad_norm_``, ``save_state``, ``load_state``,
-    ``get_state_dict`` and ``save_model`` do to a wrapped model what they do to one in DDP, and so
-    do ``save_state`` and ``load_state`` to what is registered for checkpointing, as an average of
-    it. Shards of models and optimizers are saved by each rank, in the folder ``simplefsdp`` of the
-    state's; those of what is registered as full tensors, from the main process's CPU. Other models
-    are treated as ever. Wrap and compile the model, and make its optimizer, before ``prepare``.
+    ``get_state_dict`` and ``save_model`` do for a wrapped model what they do for a model in DDP.
+    ``save_state`` and ``load_state`` also handle objects that are registered for checkpointing,
+    such as an average of the model. Each rank saves its shards of models and optimizers, in the
+    folder ``simplefsdp`` inside of the state's folder; shards in registered objects are saved as
+    full tensors, from the main process's CPU. Other models are treated as by accelerate. Wrap and
+    compile the model, and make its optimizer, before ``prepare``.
     """
 
     _optimizers: list[Any]
@@ -40,7 +41,7 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """As accelerate's, but a wrapped model stays where it is and is not put into DDP."""
+        """Like accelerate's, but a wrapped model stays on its device and is not put into DDP."""
         if not checkpoint.has_wrapped(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
         self._check(model)
@@ -71,14 +72,15 @@ class Accelerator(accelerate.Accelerator):
         return clip_grad_norm_(params, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full values, on rank 0's CPU; an empty dict elsewhere. Every rank must call it."""
+        """The full state dict on rank 0's CPU; an empty dict on other ranks. Every rank must call
+        it."""
         if not unwrap or not checkpoint.has_wrapped(model):
             return super().get_state_dict(model, unwrap)
         model = self.unwrap_model(model, keep_torch_compile=False)
         return full_state_dict(model)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's; wrapped models and their optimizers as shards. Collective."""
+        """Like accelerate's, but wrapped models and their optimizers as shards. Collective."""
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
             weights[:] = [w for w in weights if not any(isinstance(v, DTensor) for v in w.values())]
@@ -90,7 +92,7 @@ class Accelerator(accelerate.Accelerator):
             return super().save_state(output_dir, *args, **kwargs)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's, from what :meth:`save_state` wrote, on any number of ranks."""
+        """Like accelerate's, from what :meth:`save_state` wrote; the number of ranks may differ."""
 
         def load(models: list[nn.Module], folder: str) -> None:
             models[:] = [model for model in models if not checkpoint.has_wrapped(model)]
@@ -105,7 +107,7 @@ class Accelerator(accelerate.Accelerator):
     def _models_with_shards(
         self, optimizers: Iterable[torch.optim.Optimizer] = ()
     ) -> list[nn.Module]:
-        """The wrapped models, and others of which ``optimizers`` have parameters."""
+        """The wrapped models, and other models whose parameters are in ``optimizers``."""
         params = {p for o in optimizers for group in o.param_groups for p in group["params"]}
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
         return [
@@ -116,8 +118,8 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _apart(self, registered: list[Any]) -> Iterator[list[torch.optim.Optimizer]]:
-        """Inside, accelerate does not see the optimizers of wrapped models, and ``registered`` for
-        what is registered; gives the optimizers."""
+        """Inside, the optimizers of wrapped models are hidden from accelerate, and the stand-ins
+        ``registered`` replace its registered objects. Gives these optimizers."""
         wrapped = {p for model in self._models_with_shards() for p in model.parameters()}
         every, objects = self._optimizers, self._custom_objects
         apart = [o for o in every if any(p in wrapped for g in o.param_groups for p in g["params"])]

@@ -1,7 +1,8 @@
 """Models and optimizers in one distributed checkpoint: each rank writes and reads its own shards.
 
 Names are those of torch's own checkpoints, ``model.<fqn>`` and ``optimizer.state.<fqn>.<name>``, so
-the plain model and any number of ranks read the files. A second model is ``model_1``, and so on.
+that a plain model, or any number of ranks, can load the files. A second model is ``model_1``, and
+so on.
 """
 
 import logging
@@ -25,7 +26,7 @@ from simplefsdp.frontend.wrapped import is_wrapped
 from simplefsdp.rank_guard import agree, ranks_of_params
 
 log = logging.getLogger("simplefsdp")
-FOLDER = "simplefsdp"  # in a library's own checkpoint folder
+FOLDER = "simplefsdp"  # the folder for shards, in a library's own checkpoint folder
 
 
 def has_wrapped(model: nn.Module) -> bool:
@@ -40,8 +41,8 @@ def save(
     *,
     frozen: bool = True,
 ) -> None:
-    """Write all of ``models``, wrapped or not, and of ``optimizers`` of their parameters; every
-    rank must call it. With ``frozen=False``, no parameters that do not require a gradient."""
+    """Write ``models``, wrapped or not, and ``optimizers`` of their parameters; every rank must
+    call it. ``frozen=False`` leaves out parameters that do not require a gradient."""
     values = _values_of(models, frozen)
     for key, optimizer in _keyed(optimizers):
         names = _names(optimizer, models)
@@ -55,7 +56,7 @@ def save(
 
 
 def load(folder: Path | str, models: Sequence[nn.Module], *, frozen: bool = True) -> None:
-    """Fill ``models``, built as they were at :func:`save`; every rank must call it."""
+    """Fill ``models``, which must be built as for :func:`save`; every rank must call it."""
     values = _values_of(models, frozen)
     files = _opened(folder)
     _check_keys(folder, files.metadata.state_dict_metadata, values)
@@ -70,7 +71,7 @@ def load(folder: Path | str, models: Sequence[nn.Module], *, frozen: bool = True
 def load_optimizers(
     folder: Path | str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Fill ``optimizers``, which need not have made a step before; every rank must call it."""
+    """Fill ``optimizers``, which need not have state yet; every rank must call it."""
     files = _opened(folder)
     stored = files.metadata.state_dict_metadata
     values: dict[str, Any] = {}
@@ -88,7 +89,8 @@ def load_optimizers(
 
 
 def gathered(model: nn.Module, values: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
-    """``values``, of the state of ``model``, as full tensors on the CPU; empty unless ``keep``."""
+    """Gather ``values`` of the state of ``model`` to full tensors on the CPU, on ranks that
+    ``keep`` them; others get an empty dict. Every rank must call it."""
     _agree("what is gathered of the model", [model], values)
     fulls: dict[int, Any] = {}  # by id: tied parameters stay one tensor
     for value in values.values():
@@ -101,7 +103,7 @@ def gathered(model: nn.Module, values: Mapping[str, Any], *, keep: bool) -> dict
 
 
 def _agree(what: str, models: Sequence[nn.Module], keys: Iterable[str]) -> None:
-    """Raise on all ranks rather than hang if one is not here, or is here with another model."""
+    """Raise on all ranks if one does not get here, or has other ``keys``: it would hang later."""
     params = (param for model in models for param in model.parameters())
     agree(what, sorted(keys), ranks_of_params(params), remember=False)
 
@@ -115,7 +117,7 @@ def _keyed(optimizers: Sequence[Optimizer]) -> list[tuple[str, Optimizer]]:
 
 
 def _names(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """What each parameter of ``optimizer`` is called in its state."""
+    """The name of each parameter of ``optimizer`` in a checkpoint."""
     known: dict[Tensor, str] = {}
     for i, model in enumerate(models):
         prefix = f"{_numbered('model', i)}." if i else ""
@@ -151,7 +153,7 @@ def _opened(folder: Path | str) -> CheckpointFiles:
 
 
 def _fill_verified(files: CheckpointFiles, values: dict[str, Any]) -> None:
-    """Compare the files with their checksums, then read them; on all ranks."""
+    """Compare the files with their checksums, then fill ``values`` from them; on all ranks."""
     note = verify(files, lambda n, of: log.info("verifying %s: %.0f %%", files.path, 100 * n / of))
     if note:
         log.warning("%s", note)
@@ -176,13 +178,14 @@ def _check_keys(folder: Path | str, stored: Mapping[str, Any], tensors: Mapping[
 
 
 def _parts(key: str) -> tuple[str, str]:
-    """Of ``optimizer.state.<fqn>.<name>`` and ``optimizer.param_groups.<number>.<name>``."""
+    """``(<fqn>, <name>)`` of the key ``optimizer.state.<fqn>.<name>``, and ``(<number>, <name>)``
+    of ``optimizer.param_groups.<number>.<name>``."""
     owner, _, name = key.rpartition(".")
     return owner.split(".", 2)[2], name
 
 
 def _empty_for(entry: Any, param: Tensor | None, name: str) -> Any:
-    """What is to be filled: a shard, if it is one number per element of the parameter."""
+    """An empty value to be filled: a shard, if the stored tensor has the parameter's shape."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype
@@ -192,7 +195,7 @@ def _empty_for(entry: Any, param: Tensor | None, name: str) -> Any:
 
 
 def _nested(values: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
-    """The values whose keys begin so, by FQN or number, and then by name."""
+    """The values whose keys begin with ``prefix``, by FQN or number, and then by name."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         if key.startswith(prefix):
@@ -208,7 +211,8 @@ def _fill(
     states: Mapping[str, dict[str, Any]],
     groups: Mapping[str, dict[str, Any]],
 ) -> None:
-    """``optimizer.load_state_dict``, which goes by numbers, with what is known by names."""
+    """Call ``optimizer.load_state_dict``, which identifies parameters by numbers, with states and
+    groups that identify them by names."""
     ours = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
     theirs = [groups[str(i)]["params"] for i in range(len(groups))]
     if ours != theirs:

@@ -40,7 +40,7 @@ _Strategy: Any = object  # of Lightning, one or the other
 
 
 class _OverAllProcesses(_Strategy):
-    """What both strategies share: the mesh, the wrap, the compiler."""
+    """The part that both strategies share: the mesh, wrapping, and compiling."""
 
     _data_parallel_size: Any
     _tensor_parallel_size: Any
@@ -54,8 +54,9 @@ class _OverAllProcesses(_Strategy):
         options: Mapping[str, Any] | None = None,
         **lightning: Any,
     ) -> None:
-        """``mp_policy`` and ``reshard_after_forward`` are as for ``simple_fsdp``, ``options`` are
-        of the backend, by which is compiled what is not yet; the rest is Lightning's."""
+        """``mp_policy`` and ``reshard_after_forward`` are as for ``simple_fsdp``. ``compile``:
+        compile modules that are not compiled yet, with the backend's ``options``. Other arguments
+        are Lightning's."""
         super().__init__(**lightning)
         self._policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
         self._reshard_after_forward = reshard_after_forward
@@ -83,7 +84,7 @@ class _OverAllProcesses(_Strategy):
 
 
 class FabricStrategy(_OverAllProcesses, FabricModelParallel):
-    """Fabric's ``"simplefsdp"``: wraps and compiles what ``setup`` is given."""
+    """Fabric's ``"simplefsdp"``: wraps and compiles the module that ``setup`` is given."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(parallelize_fn=self._wrap, **settings)
@@ -119,12 +120,12 @@ class _Deferring(_BackwardSyncControl):
 class TrainerStrategy(_OverAllProcesses, TrainerModelParallel):
     """The Trainer's ``"simplefsdp"``: wraps the LightningModule and compiles its submodules.
 
-    The step itself is not compiled: it logs. ``configure_model`` is not needed; what was wrapped
-    or compiled there is left as it is.
+    The step itself is not compiled, because it logs. ``configure_model`` is not needed; modules
+    that were wrapped or compiled there are left as they are.
     """
 
     def setup(self, trainer: Any) -> None:
-        Strategy.setup(self, trainer)  # that of ModelParallelStrategy asks for configure_model
+        Strategy.setup(self, trainer)  # ModelParallelStrategy.setup would require configure_model
 
     def model_to_device(self) -> None:
         module: Any = self.lightning_module
@@ -146,7 +147,7 @@ class TrainerStrategy(_OverAllProcesses, TrainerModelParallel):
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost submodules that have parameters and are called, which containers are not."""
+    """The outermost submodules that have parameters and a forward, which containers do not have."""
     for child in module.children():
         if type(child).forward is nn.Module.forward:
             yield from _called(child)

@@ -1,6 +1,6 @@
 """PEFT's adapters of a wrapped model, gathered and saved without the frozen base.
 
-Call ``get_peft_model`` before ``simple_fsdp``: parameters come before the wrap.
+Call ``get_peft_model`` before ``simple_fsdp``, as it adds parameters.
 """
 
 from pathlib import Path
@@ -26,9 +26,8 @@ def save_pretrained(model: PeftModel, folder: Path | str, **kwargs: Any) -> None
 
 
 def adapter_state_dict(model: PeftModel, *, keep: bool) -> dict[str, Any]:
-    """Of the model's ``state_dict``, the full values that PEFT saves; empty unless ``keep``.
-
-    Every rank must call it.
+    """The part of the model's ``state_dict`` that PEFT saves, as full tensors; empty on ranks that
+    do not ``keep`` it. Every rank must call it.
     """
     shards = model.state_dict(keep_vars=True)
     chosen = {

@@ -1,4 +1,4 @@
-"""Pipeline parallelism by ``torch.distributed.pipelining``, each stage's module wrapped."""
+"""Pipeline parallelism by ``torch.distributed.pipelining``, with wrapped modules as stages."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from simplefsdp.frontend.waiting import waiting_sums
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """A stage whose micro-batches share one reduce of the gradients, in the last one's backward.
+    """A stage whose gradients are reduced once, in the backward of the last micro-batch.
 
     Wrap the stage's module over the ranks that hold the same stage, and compile it::
 
@@ -21,21 +21,22 @@ class PipelineStage(pipelining.PipelineStage):
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 
     Args:
-        args: torch's.
-        one_reduce: False: each micro-batch's backward reduces. It takes no memory for full
-            gradients, and schedules need it that part backwards into those of inputs and of
-            weights (zero bubbles), or whose last backward is not the last micro-batch's
-            (``ScheduleLoopedBFS``). Where zero bubbles are, compile the stages with
-            ``torch._functorch.config.donated_buffer = False``: their graphs run backward twice.
-        kwargs: torch's.
+        args: of torch's stage.
+        one_reduce: False to reduce in the backward of each micro-batch. This needs no memory for
+            full gradients. It is required by schedules that split backwards into those of inputs
+            and those of weights (zero bubble), and by schedules whose last backward is not that of
+            the last micro-batch (``ScheduleLoopedBFS``). For zero-bubble schedules, compile stages
+            with ``torch._functorch.config.donated_buffer = False``, as their graphs run backward
+            twice.
+        kwargs: of torch's stage.
 
-    To add up gradients over several ``step`` calls, give the schedule ``scale_grads=False``: torch
-    divides all that is in ``.grad`` at the end of each. With
-    ``simplefsdp.microbatch(module, is_last=...)`` around each of them only the last one sends.
+    To add up gradients over several ``step`` calls, give the schedule ``scale_grads=False``, since
+    torch divides the whole ``.grad`` at the end of each call. With
+    ``simplefsdp.microbatch(module, is_last=...)`` around each call, only the last call reduces.
 
     Raises:
-        ValueError: such a schedule with one reduce, at its first backward; or the module is not
-            wrapped, at its first forward.
+        ValueError: at the first backward, if the schedule requires ``one_reduce=False``; at the
+            first forward, if the module is not wrapped.
     """
 
     def __init__(self, *args: Any, one_reduce: bool = True, **kwargs: Any) -> None:
@@ -43,7 +44,7 @@ class PipelineStage(pipelining.PipelineStage):
         self.one_reduce = one_reduce
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """As torch's."""
+        """Like torch's."""
         trains = self.has_backward and torch.is_grad_enabled()
         with microbatch(self.submod, is_last=not trains or self._is_last(fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -55,7 +56,8 @@ class PipelineStage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        """As torch's; it divides gradients after the last one, so nothing may wait then."""
+        """Like torch's. After the last backward torch divides the gradients, so that no gradient
+        may wait to be reduced by then."""
         if not self.has_backward:
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         is_last = self._is_last(bwd_chunk_id)
@@ -66,7 +68,8 @@ class PipelineStage(pipelining.PipelineStage):
             )
         with microbatch(self.submod, is_last=is_last):
             found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        # What the last micro-batch has not used waits; or all, if the user says so around the step.
+        # Gradients of parameters that the last micro-batch did not use are still waiting; or all
+        # gradients, if the user's microbatch() around the step defers them.
         waits = is_last and any(map(waiting_sums, self.submod.parameters()))
         if waits and not is_deferring(self.submod):
             reduce_now(self.submod)
@@ -77,14 +80,14 @@ class PipelineStage(pipelining.PipelineStage):
         return not self.one_reduce or chunk_id == (self.chunks or 0) - 1
 
     # Since 2.13 torch runs a stage on uninitialised memory to learn shapes, and asks autograd for
-    # gradients of its inputs, which a forward whose gradients are not sent refuses.
+    # the gradients of its inputs. A forward whose gradients are deferred would refuse that.
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with syncing(self.submod, gradients=True):
             return super()._prepare_forward_infra(*args, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """A loss that has a backward of its own has left gradients of that memory, which torch
-        drops of FSDP2's modules only."""
+        """Drop gradients of that uninitialised memory, which a loss with a backward of its own
+        leaves. torch drops them only for FSDP2's modules."""
         super()._post_metadata_inference_cleanup()
         self.submod.zero_grad()

@@ -1,7 +1,8 @@
-"""What is registered with accelerate for checkpointing, such as an average of a wrapped model.
+"""Objects that are registered with accelerate for checkpointing, such as an average of a model.
 
-accelerate pickles a state on the main process, and each rank loads all of it. So shards in it are
-saved as full tensors, from the main process's CPU, and cut again when they are loaded.
+accelerate pickles the state of such an object on the main process, and each rank loads all of it.
+So shards in the state are saved as full tensors, from the main process's CPU, and are sharded again
+on loading.
 """
 
 import copy
@@ -18,14 +19,14 @@ from simplefsdp.frontend.placement import distribute
 
 
 class Saved:
-    """Stands for a registered object while it is saved. Making it is collective.
+    """Stands for a registered object while it is saved. Constructing it is collective.
 
     Args:
         registered: the object.
-        keep: whether this rank writes its state; the other ones only help to gather it.
+        keep: whether this rank writes the state; other ranks only take part in gathering it.
 
     Raises:
-        ValueError: its state holds shards where they are not found.
+        ValueError: the state holds shards in something else than dicts, lists and tuples.
     """
 
     def __init__(self, registered: Any, *, keep: bool) -> None:
@@ -55,7 +56,7 @@ class Loaded:
         self._registered = registered
 
     def load_state_dict(self, state: Any) -> None:
-        """Load a full state; what the object has shards of now, it gets as shards."""
+        """Load a full state; tensors for which the object has shards now are sharded likewise."""
 
         def own_part(value: Tensor, now: Any) -> Tensor:
             if isinstance(value, DTensor):
@@ -73,8 +74,8 @@ class Loaded:
 
 
 def _converted(state: Any, other: Any, convert: Callable[[Tensor, Any], Any]) -> Any:
-    """``state``, of dicts, lists and tuples, with its tensors converted; each is given with what is
-    at its place in ``other``, or None."""
+    """``state``, of dicts, lists and tuples, with its tensors converted. ``convert`` is called with
+    a tensor, and with the value at the same place in ``other``, or None."""
 
     def item(key: Any) -> Any:
         try:
@@ -101,7 +102,7 @@ def _converted(state: Any, other: Any, convert: Callable[[Tensor, Any], Any]) ->
 
 
 def _has_shards(state: Any) -> bool:
-    """Whether pickling ``state`` meets a shard."""
+    """Whether pickling ``state`` would come upon a DTensor."""
     found = False
 
     class Probe(pickle.Pickler):
@@ -112,6 +113,6 @@ def _has_shards(state: Any) -> bool:
 
     try:
         Probe(BytesIO()).dump(state)
-    except Exception:  # accelerate will say that it cannot be pickled
+    except Exception:  # accelerate will report that the state cannot be pickled
         return found
     return found

@@ -30,17 +30,16 @@ from simplefsdp.frontend.wrap import simple_fsdp
 from simplefsdp.frontend.wrapped import is_wrapped
 from simplefsdp.integrations.pipelining import PipelineStage
 
-# Schedules that compute a backward's gradients of inputs and of weights apart.
+# Schedules that split backwards into those of inputs and those of weights.
 _IN_PARTS = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 _FAMILIES = ("llama3", "qwen3")  # in torchtitan.models
 
 
 def use_simple_fsdp(config: Trainer.Config, **options: Any) -> Trainer.Config:
-    """Let ``config``'s model be sharded by ``simple_fsdp`` and compiled with ``options``.
-
-    ``--compile.no-enable`` trains without compiling it.
+    """A configuration like ``config`` whose model is sharded by ``simple_fsdp``, and compiled with
+    ``options``. ``--compile.no-enable`` trains it without compiling.
     """
-    assert config.model_spec is not None  # which every config function of torchtitan sets
+    assert config.model_spec is not None  # every config function of torchtitan sets it
     pipelining_fn = config.model_spec.pipelining_fn  # None if torchtitan has none for the model
     return replace(
         config,
@@ -49,7 +48,7 @@ def use_simple_fsdp(config: Trainer.Config, **options: Any) -> Trainer.Config:
             parallelize_fn=partial(parallelize, compile_options=options),
             pipelining_fn=pipelining_fn and partial(_pipelined, pipelining_fn),
         ),
-        # The other backends of torchtitan annotate parameters, which are not shards then.
+        # torchtitan's other SPMD backends annotate parameters, which would not be sharded then.
         parallelism=replace(config.parallelism, spmd_backend="partial_dtensor"),
         compile=replace(config.compile, enable=True),
         training=replace(config.training, disable_cuda_graphs=True),
@@ -58,16 +57,16 @@ def use_simple_fsdp(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
 
 class OneReduceChunkedLoss(ChunkedLossWrapper):
-    """torchtitan's loss in chunks; ``lm_head`` is gathered once and reduced once for all of them.
+    """torchtitan's loss in chunks, with one gather and one reduce of ``lm_head`` for all chunks.
 
-    torchtitan asks FSDP2 for that, if ``lm_head`` is an ``FSDPModule``.
+    torchtitan itself does so only if ``lm_head`` is an ``FSDPModule`` of FSDP2.
     """
 
     lm_head: Any
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
-        """That of torchtitan."""
+        """torchtitan's configuration of this loss."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         head = self.lm_head
@@ -79,7 +78,7 @@ class OneReduceChunkedLoss(ChunkedLossWrapper):
             with microbatch(head, is_last=next(chunk) == self.num_chunks):
                 return head(hidden)
 
-        self.lm_head = of_chunk  # all that is asked of it is a call
+        self.lm_head = of_chunk  # torchtitan only calls it
         head.unshard()
         try:
             return super().__call__(*args, **kwargs)
@@ -115,11 +114,11 @@ def parallelize(
     dump_folder: str,
     compile_options: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """torchtitan's ``parallelize_fn``: tensor parallelism, activation checkpointing, the wrap, the
-    compiler.
+    """torchtitan's ``parallelize_fn``: applies tensor parallelism and activation checkpointing,
+    then wraps and compiles the model.
 
     Raises:
-        ValueError: something else is asked for, such as context parallelism.
+        ValueError: the configuration asks for something else, such as context parallelism.
     """
     _refuse(parallel_dims, training, parallelism, compile_config)
     if parallel_dims.tp_enabled:
@@ -137,7 +136,7 @@ def parallelize(
             cast_forward_inputs=False,
         ),
         reshard_after_forward=get_fsdp_reshard_after_forward_policy(
-            # In a pipeline, too: not resharded, each micro-batch in flight would have its own copy.
+            # Reshard in pipelines, too: else each micro-batch in flight would keep its own copy.
             parallelism.fsdp_reshard_after_forward,
             pp_enabled=False,
         ),
@@ -149,12 +148,12 @@ def parallelize(
 
 
 def _pipelined(pipelining_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torchtitan's ``pipelining_fn``, with stages of ours, whose micro-batches share one reduce if
-    the schedule is known to have whole backwards."""
+    """torchtitan's ``pipelining_fn`` with our stages. Micro-batches share one reduce if the
+    schedule is known not to split backwards."""
     parallelism = kwargs["parallelism"]
     schedule = get_schedule_class(parallelism.pipeline_parallel_schedule)
     in_parts = parallelism.pipeline_parallel_schedule_csv or issubclass(schedule, _IN_PARTS)
-    theirs = pipeline_parallel.PipelineStage  # by which name that module makes them
+    theirs = pipeline_parallel.PipelineStage  # the name by which that module makes stages
     pipeline_parallel.PipelineStage = partial(PipelineStage, one_reduce=not in_parts)
     try:
         return pipelining_fn(*args, **kwargs)

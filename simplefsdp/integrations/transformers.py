@@ -1,8 +1,9 @@
 """transformers' ``Trainer`` for wrapped models.
 
-``from simplefsdp.integrations.transformers import Trainer`` is all that changes in a script, but
-for the wrap. For a trainer of another library, put this one first. If it changes the model itself,
-as TRL's do (adapters by ``peft_config``, a reference), let it have the plain model and ``wrap``::
+Beside wrapping the model, only the import changes in a script: ``from
+simplefsdp.integrations.transformers import Trainer``. To use a trainer of another library, make a
+subclass of this class and that one, in this order. If that trainer changes the model itself, as
+TRL's do (adapters by ``peft_config``, a reference model), give it the plain model and ``wrap``::
 
     class SFT(Trainer, trl.SFTTrainer): ...
 
@@ -31,7 +32,7 @@ from simplefsdp.integrations.accelerate import Accelerator
 from simplefsdp.pretrained.together import together
 from simplefsdp.rank_guard import ranks_of_params
 
-# Arguments that would do harm, or nothing, and what to do instead.
+# Arguments that would do harm or have no effect, with what to do instead.
 _POLICY = "pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) to simple_fsdp"
 _SHARDED = "simple_fsdp has sharded it; leave that out"
 _REFUSED = {
@@ -51,19 +52,19 @@ class Trainer(transformers.Trainer):
 
     Wrap and compile the model first, or let ``wrap`` do so. Losses, accumulation, clipping and
     evaluation mean what they mean with DDP. ``save_model`` writes a folder for ``from_pretrained``.
-    A checkpoint holds shards instead, in its folder ``simplefsdp``, unless ``save_only_model``;
-    ``resume_from_checkpoint`` goes on from them (on CPU bit for bit; kernels of CUDA, and code that
-    is compiled for other sizes, may round otherwise the next time), and ``load_best_model_at_end``
-    works. Of a PEFT model both hold the adapters only. Every rank must call ``train``,
-    ``evaluate``, ``save_model`` and so on.
+    A checkpoint holds shards instead, in its folder ``simplefsdp``, unless ``save_only_model``.
+    ``resume_from_checkpoint`` continues from the shards: on CPU bit for bit; CUDA kernels, and code
+    that is compiled for other sizes, may round differently. ``load_best_model_at_end`` works. For a
+    PEFT model, ``save_model`` and checkpoints write the adapters only. Every rank must call
+    ``train``, ``evaluate``, ``save_model`` and so on.
 
     Args:
-        wrap: called with the model, and with the reference model of TRL's trainers, when all else
-            has been made, and with each model that ``model_init`` gives; must call simple_fsdp.
-            Whatever else is given goes to the trainer.
+        wrap: called with the model, and with the reference model of TRL's trainers, after all else
+            has been made; also with each model that ``model_init`` gives. It must call simple_fsdp.
+            All other arguments go to the trainer.
 
     Raises:
-        ValueError: the model is not wrapped, or an argument does not go with one that is.
+        ValueError: the model is not wrapped, or an argument does not work with a wrapped model.
     """
 
     model: Any
@@ -83,19 +84,21 @@ class Trainer(transformers.Trainer):
             _check_optimizer(self.optimizer, self.args)
             refuse_unsharded(self.model)
         if wrap is not None and self.place_model_on_device:
-            self._move_model_to_device(self.model, self.args.device)  # what is not sharded
+            self._move_model_to_device(self.model, self.args.device)  # tensors that are no shards
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Before anything else is made: refuse what would not work. Then have our accelerator."""
-        if not self._waits_for_wrap and self.model is not None:  # of model_init it comes later
+        """Refuse models and arguments that would not work, before anything else is made; then use
+        our accelerator."""
+        if not self._waits_for_wrap and self.model is not None:  # model_init gives it later
             _check_model(self.model)
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
-        # Made with all arguments of this release of transformers; ours adds methods only.
+        # transformers has made its accelerator with all arguments; our class only adds methods.
         self.accelerator.__class__ = Accelerator
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As the trainer's; what ``model_init`` gives is wrapped, by it or by ``wrap``."""
+        """Like the trainer's, but the model of ``model_init`` is wrapped by ``wrap`` if it is not
+        wrapped yet."""
         model = super().call_model_init(trial)
         if self._wrap is not None:
             _wrap_each(self._wrap, model)
@@ -103,14 +106,15 @@ class Trainer(transformers.Trainer):
         return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not self._waits_for_wrap:  # else it is moved in shards
+        if not self._waits_for_wrap:  # else it is moved after the wrap, as shards
             super()._move_model_to_device(model, device)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
-        """As the trainer's; ranks must have equally many batches."""
+        """Like the trainer's, but makes sure that all ranks have equally many batches."""
         loader = super().get_train_dataloader()
         if not self.accelerator.even_batches and self.args.dataloader_drop_last:
-            self.accelerator.even_batches = True  # they are, as sentence-transformers makes them
+            # With drop_last they are even, as sentence-transformers makes its batches.
+            self.accelerator.even_batches = True
         return loader
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
@@ -128,7 +132,7 @@ class Trainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         keep = self.args.should_save
         if getattr(super()._save, "__func__", None) is not transformers.Trainer._save:
-            # Another library's, as sentence-transformers': it asks the model itself.
+            # The trainer of another library, as sentence-transformers, reads the model itself.
             ranks = ranks_of_params(self.model.parameters())
             with unsharded(self.model, writeback=False), together("what save_model does", ranks):
                 if keep:
@@ -145,9 +149,9 @@ class Trainer(transformers.Trainer):
         self.accelerator.wait_for_everyone()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The scheduler: the optimizer was saved with the model."""
+        """Save the scheduler only, as the optimizer was saved with the model."""
         if self.args.should_save:
-            with warnings.catch_warnings(action="ignore"):  # that the optimizer should be, too
+            with warnings.catch_warnings(action="ignore"):  # a warning to save the optimizer, too
                 torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(
@@ -155,7 +159,7 @@ class Trainer(transformers.Trainer):
     ) -> None:
         if _shards(resume_from_checkpoint).is_dir():
             checkpoint.load(_shards(resume_from_checkpoint), [self.model], frozen=not self._peft)
-        else:  # of another Trainer: full values, of which each rank keeps its own
+        else:  # a checkpoint of another Trainer: full values, of which each rank keeps its shard
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
@@ -182,7 +186,7 @@ class Trainer(transformers.Trainer):
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
-        """The user's, without accelerate's around it."""
+        """The user's optimizer, without accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @property
@@ -202,7 +206,7 @@ def _wrap_each(wrap: Callable[[nn.Module], object], *models: object) -> None:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Around the trainer's own set-up: what parameters that it adds to a wrapped model end in."""
+    """Inside, errors caused by a trainer that adds parameters to a wrapped model get a note."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""What every command needs: ranks and devices, the launcher of local ranks, errors of one line."""
+"""Shared by all commands: ranks and devices, the launcher of local ranks, errors of one line."""

@@ -1,4 +1,4 @@
-"""Errors that need no traceback: one line on the terminal says all."""
+"""Errors that need no traceback, because one line on the terminal says everything."""
 
 import errno
 import os
@@ -12,7 +12,8 @@ EXIT_BAD_INPUT = 2
 
 
 class UserError(ValueError):
-    """Bad input: exit code 2. Names the thing, what was expected, what came, and the remedy."""
+    """Bad input: exit code 2. The message names the input, what was expected, what was given, and
+    the remedy."""
 
 
 class RunFailed(RuntimeError):
@@ -23,8 +24,8 @@ class RunFailed(RuntimeError):
 def user_errors() -> Iterator[None]:
     """Turn the ValueErrors and OSErrors of a validation phase into :class:`UserError`.
 
-    Only what checks input belongs inside: a ValueError from anywhere else is a defect, and keeps
-    its traceback.
+    Only code that checks input belongs inside. A ValueError from any other code is a defect, and
+    keeps its traceback.
     """
     try:
         yield
@@ -34,7 +35,7 @@ def user_errors() -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
-# What gloo, NCCL and the store say of a rank that has ended.
+# Messages of gloo, NCCL and the store about a rank that has ended.
 _GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -43,9 +44,9 @@ _GONE = (
     "remote process exited",
     "Software caused connection abort",
 )
-# What gloo says where nothing has ended, and yet no answer comes.
+# Message of gloo if no rank has ended, but no answer comes.
 _NO_ANSWER = "Timed out waiting"
-# What Python, the loader of libraries and torch say of a machine that has no more of something.
+# Messages of Python, the library loader and torch about a resource that is used up.
 _USED_UP = (
     "can't start new thread",
     "can't allocate memory",
@@ -59,15 +60,15 @@ _USED_UP_ERRNOS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a collective took too long: its traceback says which one."""
+    """Whether a collective timed out. The traceback then says which one."""
     return isinstance(error, RuntimeError) and _NO_ANSWER in str(error)
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """One line on an error that a traceback alone would not explain; None for any other.
+    """One line on an error that a traceback alone would not explain; None for other errors.
 
-    Of a rank that is gone only that is known here: why is told by itself, or by the launcher that
-    saw it end. Of memory, or open files, that are used up, any line of the program may be the last.
+    If another rank is gone, only that is known here; that rank, or the launcher that saw it end,
+    says why. If memory or open files are used up, the line of code that failed says nothing.
     """
     text = str(error)
     if isinstance(error, MemoryError):
@@ -89,7 +90,7 @@ def in_one_line(error: BaseException) -> str | None:
 
 
 def record_failure(error: BaseException) -> None:
-    """Leave this rank's error where the launcher looks for it (torchrun's error file)."""
+    """Write this rank's error to torchrun's error file, where the launcher looks for it."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         with suppress(ImportError):  # it may be torch that could not be imported
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -98,10 +99,11 @@ def record_failure(error: BaseException) -> None:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """End a rank without waiting for its threads, but for one that runs g++.
+    """End a rank without waiting for its threads, except one that runs g++.
 
-    If the rank failed, one may write a checkpoint together with ranks that are gone, or that wait
-    for this one to end; and gloo's abort the process as it ends, which would hide why.
+    If the rank failed, a thread may be writing a checkpoint together with ranks that are gone, or
+    that wait for this rank to end. And gloo's threads abort a process that exits normally, which
+    would hide the reason of the failure.
     """
     if "simplefsdp._torch.cpp" in sys.modules:  # else it may be torch that could not be imported
         from simplefsdp._torch.cpp import let_compiler_finish

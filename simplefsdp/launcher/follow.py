@@ -1,4 +1,4 @@
-"""Ranks that end with whoever started them: a launcher that is gone leaves nothing behind."""
+"""Makes ranks end when the process that started them does, so that no ranks are left behind."""
 
 import ctypes
 import os
@@ -19,9 +19,10 @@ def under_torchrun() -> bool:
 
 
 def be_launcher(run_id: str) -> None:
-    """Tell the ranks of a run, by the environment, to follow this process.
+    """Tell the ranks of a run, by an environment variable, to follow this process.
 
-    Other launchers, which this process or a rank may start, inherit that: it holds for one run.
+    Other launchers that this process or a rank starts inherit the variable. Therefore it names the
+    run for which it holds.
     """
     os.environ[_LAUNCHER] = f"{run_id} {os.getpid()}"
 
@@ -29,8 +30,8 @@ def be_launcher(run_id: str) -> None:
 def follow_launcher() -> None:
     """End this rank if its launcher, ours or torchrun, disappears, as by ``kill -9``.
 
-    On Linux the kernel sees to it, even for a rank that is stopped or deep in a library. Elsewhere
-    a thread watches.
+    On Linux the kernel does this, even for a rank that is stopped or deep in a library. On other
+    systems a thread watches the launcher.
     """
     if _RUN in os.environ:
         run_id, _, ours = os.environ.get(_LAUNCHER, "").partition(" ")
@@ -38,10 +39,11 @@ def follow_launcher() -> None:
 
 
 def follow(parent: int) -> None:
-    """End this process when its parent, of that process id, does; see :func:`follow_launcher`."""
+    """End this process when its parent, whose process id is ``parent``, ends; see
+    :func:`follow_launcher`."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it had gone before the kernel was told
+    if os.getppid() != parent:  # it had ended before prctl was called
         print(f"error: process {parent}, which started this one, is gone", file=sys.stderr)
         leave_at_once(EXIT_FAILED)
 

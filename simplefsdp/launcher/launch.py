@@ -1,7 +1,7 @@
 """Start local ranks with torch's elastic launcher, and say in one line why one failed.
 
-Each rank runs the same command line again and finds its place in torchrun's environment
-variables, so ``simplefsdp train`` behaves the same started by itself and under ``torchrun``.
+Each rank runs the same command line again, and reads its rank from torchrun's environment
+variables. So ``simplefsdp train`` does the same whether it is started directly or by ``torchrun``.
 """
 
 import json
@@ -30,8 +30,8 @@ from simplefsdp.launcher.errors import EXIT_FAILED, RunFailed, UserError
 from simplefsdp.launcher.follow import be_launcher
 from simplefsdp.launcher.ranks import cpu_count, device_type
 
-# ``python -m simplefsdp``, that ends without a traceback on Ctrl-C, and with its launcher (as
-# ``follow_launcher`` sees to later), while it imports, too: that takes seconds.
+# Like ``python -m simplefsdp``, but also during the imports, which take seconds, the process ends
+# without a traceback on Ctrl-C, and together with its launcher (as ``follow_launcher`` does later).
 _AS_RANK = (
     "import ctypes, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
@@ -49,10 +49,10 @@ def start_local_ranks(
 ) -> int:
     """Run ``simplefsdp *args`` on ``ranks`` local ranks; return the exit code.
 
-    Rank 0 owns the terminal; what the others print goes to files under ``log_folder``. The exit
-    code is that of the rank that failed first, or 128 + the signal that ended the run. Where a rank
-    was killed, ``go_on`` says what its user can do next; of a signal to this process ``on_signal``
-    is told the name, when the ranks have ended.
+    Rank 0 owns the terminal; the output of the other ranks goes to files under ``log_folder``. The
+    exit code is that of the rank that failed first, or 128 + the signal that ended the run. If a
+    rank was killed, ``go_on`` gives a hint for the user on what to do next. If this process gets a
+    signal, ``on_signal`` is called with its name after the ranks have ended.
     """
     run_id = uuid.uuid4().hex[:8]
     be_launcher(run_id)
@@ -89,7 +89,8 @@ def start_local_ranks(
 
 
 class RankLogs(DefaultLogsSpecs):
-    """Output under the run folder; error files elsewhere, where a full disk does not cut them.
+    """Puts the output of ranks under the run folder, and error files into another folder, where a
+    full disk does not truncate them.
 
     ``stderr_of`` is the file of each rank that does not write to the terminal.
     """
@@ -111,7 +112,8 @@ class RankLogs(DefaultLogsSpecs):
 
 @contextmanager
 def logs_of(folder: Path, ranks: int) -> Iterator[RankLogs]:
-    """What torch's elastic launcher is told of ``ranks`` local ranks that log into ``folder``."""
+    """The log settings for torch's elastic launcher, of ``ranks`` local ranks that log into
+    ``folder``."""
     in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(
         prefix="simplefsdp-errors-", dir=in_memory, ignore_cleanup_errors=True
@@ -124,7 +126,7 @@ def _signals_to_pass_on() -> str:
 
 
 def _hangs_on() -> bool:
-    """Whether the run is to outlive its terminal, as ``nohup`` says by ignoring SIGHUP."""
+    """Whether the run is to outlive its terminal: ``nohup`` says so by ignoring SIGHUP."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
@@ -137,7 +139,8 @@ def _set_environment(ranks: int) -> None:
 
 
 def _silence_elastic() -> None:
-    """Its warnings repeat, in its own words, what we say in ours; each logger has its own level."""
+    """Turn off the warnings of torch's elastic launcher, which repeat what our messages say. Each
+    of its loggers has a level of its own."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -171,14 +174,14 @@ def _report_failure(
             next_ = go_on()
         print("; ".join(filter(None, (said, next_))), file=sys.stderr)
         return 128 - failure.exitcode
-    # Rank 0 has already said why on this terminal, and where all stopped for a signal, that.
+    # Rank 0 has already said why on this terminal; and so it has if all ranks stopped by a signal.
     if rank != 0 and failure.exitcode < 128:
         print(_why(rank, failure, stderr_of), file=sys.stderr)
     return int(failure.exitcode)
 
 
 def _why(rank: int, failure: ProcessFailure, stderr_of: Mapping[int, str]) -> str:
-    """What another rank than the one on the terminal says of its failure."""
+    """The message for the failure of a rank that does not write to the terminal."""
     message: Any = failure.message
     if isinstance(message, dict):
         kind, _, line = str(message.get("message")).partition(": ")
@@ -189,10 +192,11 @@ def _why(rank: int, failure: ProcessFailure, stderr_of: Mapping[int, str]) -> st
 
 
 class StopRequest:
-    """Ctrl-C, SIGTERM and SIGHUP as a wish to stop after this step; a second stops at once.
+    """Takes Ctrl-C, SIGTERM or SIGHUP as a wish to stop after this step; a second signal stops at
+    once.
 
-    ``received`` is the signal that reached this rank, or 0. Other ranks may not have it: agree
-    before acting on it.
+    ``received`` is the signal that reached this rank, or 0. Other ranks may not have received it,
+    so ranks must agree before they act on it.
     """
 
     def __init__(self) -> None:

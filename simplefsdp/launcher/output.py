@@ -1,4 +1,4 @@
-"""Printing that ends no run: the terminal may close, and a log may lie on a full disk."""
+"""Output whose errors end no run: the terminal may be closed, or a log's disk may be full."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 
 class _Unbroken:
-    """A stream of which errors are dropped, and with a reader that is gone all that follows."""
+    """A stream that ignores errors. Once its reader is gone, all further output is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -28,7 +28,7 @@ class _Unbroken:
             self._drop(error)
 
     def end(self) -> None:
-        """Flush for the last time: what still cannot be written never will."""
+        """Flush for the last time, and drop what still cannot be written."""
         try:
             self._stream.flush()
         except OSError:
@@ -49,7 +49,7 @@ class _Unbroken:
 
 @contextmanager
 def unbroken_output() -> Iterator[None]:
-    """Inside, ``print`` never raises OSError: not when nobody reads, not on a full disk."""
+    """Inside, ``print`` never raises an OSError, neither without a reader nor on a full disk."""
     streams = sys.stdout, sys.stderr
     ours = [_Unbroken(stream) for stream in streams]
     sys.stdout, sys.stderr = ours  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Ranks and devices: what this process is, and what rank 0 decides for all.
+"""Ranks and devices: which rank this process is, and what rank 0 decides for all ranks.
 
-A launcher imports this, too. What only a rank needs is imported where it is used: to import what
-reaches into torch's compiler takes a second and more, before a rank is started.
+Launchers import this file, too. Modules that only a rank needs are imported where they are used:
+importing torch's compiler takes more than a second, before any rank is started.
 """
 
 import os
@@ -33,12 +33,12 @@ class Rank:
 
     @property
     def local_size(self) -> int:
-        """Ranks of this node, as its launcher tells; all, if it does not."""
+        """Ranks on this node, as the launcher has set them; else the number of all ranks."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
 
 def device_type() -> str:
-    """``cuda`` where there is a CUDA device, else ``cpu``."""
+    """``cuda`` if there is a CUDA device, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -48,7 +48,7 @@ def default_ranks() -> int:
 
 
 def _timeout() -> timedelta:
-    """How long a rank waits in a collective for the others."""
+    """How long a rank waits for the others in a collective."""
     from simplefsdp.rank_guard import waiting_s
 
     return timedelta(seconds=waiting_s(_TIMEOUT_S))
@@ -58,14 +58,14 @@ def _timeout() -> timedelta:
 def join_ranks() -> Iterator[Rank]:
     """Join the ranks that torchrun's environment variables describe; leave them at the end.
 
-    NCCL on CUDA, of high priority, and so are the groups of a mesh, which torch splits from this
-    one; gloo on CPU. What other ranks do not answer is an error after half an hour, or as many
-    seconds as SIMPLEFSDP_TIMEOUT_S says. Raises ValueError if this node has fewer devices than
-    ranks.
+    The backend is gloo on CPU. On CUDA it is NCCL with streams of high priority, which the groups
+    of a mesh inherit, because torch splits them from this group. A collective without an answer
+    from other ranks fails after half an hour, or after SIMPLEFSDP_TIMEOUT_S seconds. Raises a
+    ValueError if this node has fewer devices than ranks.
     """
     from simplefsdp._torch import high_priority, mend_gloo_gathers
 
-    mend_gloo_gathers()  # for what gathers without a wrapped model
+    mend_gloo_gathers()  # for gathers without a wrapped model
     device, timeout = local_device(), _timeout()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -75,12 +75,12 @@ def join_ranks() -> Iterator[Rank]:
         pg_options=high_priority(backend, timeout),
     )
     yield Rank(dist.get_rank(), dist.get_world_size(), device)
-    # Not after an error: then other ranks may be inside a collective, and leaving would wait.
+    # This is not done after an error: other ranks may be inside a collective, and it would wait.
     dist.destroy_process_group()
 
 
 def group_of(ranks: list[int]) -> Any:
-    """A process group of some ranks, like that of all; every rank must call it."""
+    """A process group of some ranks, set up like the default group; every rank must call this."""
     from simplefsdp._torch import high_priority
 
     timeout = _timeout()
@@ -96,9 +96,10 @@ def from_rank_zero(value: T) -> T:
 
 
 def on_rank_zero(rank: Rank, decide: Callable[[], T]) -> T:
-    """What rank 0 decides, on every rank: for what clocks or file systems could show differently.
+    """Rank 0's decision, on every rank: for questions that ranks could answer differently, because
+    their clocks or file systems may differ.
 
-    If rank 0 refuses with a UserError, it raises it, and the other ranks exit without a word.
+    If ``decide`` raises a UserError, rank 0 raises it, and the other ranks exit silently.
     """
     decided: Any = None
     if rank.rank == 0:
@@ -113,9 +114,9 @@ def on_rank_zero(rank: Rank, decide: Callable[[], T]) -> T:
 
 
 def refuse(rank: Rank, why: str) -> NoReturn:
-    """End all ranks, which all call this: rank 0 with a UserError, the others without a word.
+    """End all ranks, each of which must call this: rank 0 with a UserError, the others silently.
 
-    A launcher ends the others as soon as one rank has left: so rank 0 goes first.
+    A launcher ends the other ranks as soon as one has ended, so rank 0 ends first.
     """
     if rank.rank == 0:
         raise UserError(why)
@@ -145,16 +146,17 @@ def check_devices(local_ranks: int) -> None:
 
 
 def cpu_count() -> int:
-    """Cores this process may run on."""
+    """Number of cores on which this process may run."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of ``world_size`` ranks that do not exist; collectives return at once.
+    """Inside, this process is rank 0 of ``world_size`` ranks, of which the others do not exist;
+    collectives return at once.
 
-    The one place that touches torch's private fake process group.
+    This is the one place that touches torch's private fake process group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,6 +1,6 @@
 """The Llama 3 family, for the trainer and as an example of a model to wrap.
 
-What is here is data, and imports no torch, until somebody asks for ``Llama``, the model.
+This module has only data, and imports no torch until ``Llama``, the model, is used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would believe that there is every name
+if not TYPE_CHECKING:  # with a __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name != "Llama":

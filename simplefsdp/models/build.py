@@ -1,6 +1,6 @@
-"""From options to a wrapped model, still on meta, and its loss.
+"""Builds a wrapped model, still on meta, and its loss, from options.
 
-A launcher makes the plain model to check a run: what wraps it is imported where that is done.
+A launcher builds the plain model to check a run, so the imports for wrapping are inside functions.
 """
 
 import logging
@@ -17,9 +17,9 @@ from simplefsdp.models.options import ModelOptions, ParallelOptions
 
 
 def plain_model(options: ModelOptions, layers: int | None = None) -> Llama:
-    """The model on meta, as it is before anything parallel; with all its layers or so many."""
+    """The model on meta, without parallelism; with ``layers`` layers, None for all of them."""
     config = config_of(options.model, layers)
-    # On meta, not fake: a mesh looks into its own tensors when it is cut into groups.
+    # On meta, not in a fake mode: slicing a mesh reads values of the mesh's own tensors.
     with torch.device("meta"):
         return Llama(config, activation_checkpointing=options.activation_checkpointing)
 
@@ -71,7 +71,7 @@ class WithLoss(nn.Module):
 def llama_with_loss(
     options: ModelOptions, parallel: ParallelOptions, mesh: DeviceMesh, layers: int | None = None
 ) -> WithLoss:
-    """:func:`wrapped_model` and its loss of tokens and targets, ``[batch, seq]``; to be traced."""
-    # It warns of layers with in-place ops that are recomputed; ours have none.
+    """:func:`wrapped_model` with its loss of tokens and targets, ``[batch, seq]``; to be traced."""
+    # torch warns of recomputed layers with in-place ops; ours have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     return WithLoss(wrapped_model(options, parallel, mesh, layers))

@@ -1,4 +1,4 @@
-"""The Llama 3 family as data: hyper-parameters, and what follows from them by formula."""
+"""The Llama 3 family as data: hyper-parameters, and numbers that follow from them by formula."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class LlamaConfig:
     n_heads: int  # of queries; each has `dim / n_heads` channels
     n_kv_heads: int  # divides `n_heads`
     ffn_dim: int  # of the SwiGLU feed-forward
-    # The rotary tables have as many rows, and do not depend on it otherwise: a shorter one changes
-    # no weight and no result.
+    # The number of rows of the rotary tables, which depend on it in no other way: a smaller one
+    # changes no weight and no result.
     max_seq_len: int = 131072
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = RopeScaling()
@@ -100,8 +100,8 @@ the others are Llama 3.1, with the published sizes."""
 
 
 def config_of(name: str, layers: int | None = None) -> LlamaConfig:
-    """The hyper-parameters of ``--model``, with all its layers or so many. Raises ValueError,
-    listing the names, for another."""
+    """The hyper-parameters of ``--model``, with ``layers`` layers, None for all of them. Raises a
+    ValueError that lists the names if ``name`` is unknown."""
     if name not in CONFIGS:
         raise ValueError(f"unknown --model {name!r}: choose one of {', '.join(CONFIGS)}")
     config = CONFIGS[name]

@@ -22,7 +22,7 @@ def to_hf_name(fqn: str) -> str:
 
 def to_hf_config(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """The contents of `config.json`, with the keys of Meta's own Llama 3 repositories; `dtype` is
-    that of the weights beside it."""
+    the dtype of the weights in the same folder."""
     scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -97,7 +97,7 @@ def write_hf_folder(
 def _checked(
     config: LlamaConfig, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors on the CPU in one dtype, once each is known to be what the model needs."""
+    """The tensors, each on the CPU and in one dtype, after checking that the model needs it."""
     with torch.device("meta"):
         missing = {fqn: tuple(p.shape) for fqn, p in Llama(config).named_parameters()}
     seen: set[str] = set()

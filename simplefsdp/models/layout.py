@@ -1,4 +1,4 @@
-"""How ranks are laid out: their mesh, and what of it data parallelism takes."""
+"""The layout of ranks: their mesh, and its dimensions for data parallelism."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class RankLayout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: how many different batches a step reads."""
+        """Number of data-parallel ranks, which is how many different batches a step reads."""
         return self.replicate * self.shard
 
 
 def plan_layout(options: ParallelOptions, world_size: int, node_ranks: int) -> RankLayout:
-    """Split ``world_size`` ranks by mode and tensor-parallel size.
+    """Divide ``world_size`` ranks by mode and tensor-parallel size.
 
-    ``node_ranks`` is the default group size of ``hybrid_shard``. Raises ValueError where the
-    numbers do not divide.
+    ``node_ranks``, the ranks of a node, determines the default group size of ``hybrid_shard``.
+    Raises a ValueError if the numbers do not divide evenly.
     """
     if world_size % options.tp:
         raise ValueError(f"--tp {options.tp} does not divide {world_size} ranks")

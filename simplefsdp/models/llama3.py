@@ -24,7 +24,7 @@ _INIT_STD = 0.02
 
 
 def _init_normal(weight: Tensor, std: float) -> None:
-    # On meta there is nothing to fill, and for that torch imports its compiler, for a second.
+    # On meta there is nothing to fill, and torch would import its compiler for it, for a second.
     if not weight.is_meta:
         nn.init.normal_(weight, std=std)
 
@@ -71,7 +71,7 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """The cosines and sines by which queries and keys turn; buffers that are never saved."""
+    """The cosines and sines by which queries and keys are rotated; buffers that are never saved."""
 
     cos: Tensor
     sin: Tensor
@@ -86,7 +86,7 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fills the tables on their own device, so `to_empty` and then this is enough."""
+        """Fills the tables on their device; to be called after `to_empty`."""
         if self.cos.is_meta:
             return
         position = torch.arange(self.config.max_seq_len, device=self.cos.device).float()

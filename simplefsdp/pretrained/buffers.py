@@ -1,4 +1,4 @@
-"""Buffers that no file has, such as the frequencies of rotary embeddings: made again."""
+"""Makes the buffers that no file has, such as the frequencies of rotary embeddings."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from simplefsdp.frontend.wrapped import plain_classes, wrapped_parts
 from simplefsdp.pretrained.huggingface import is_transformers
 from simplefsdp.words import few
 
-_KEEP = "_is_hf_initialized"  # transformers' initialisers leave alone what has it
+_KEEP = "_is_hf_initialized"  # transformers' initialisers skip tensors with this attribute
 
 
 class BlankBuffers(NamedTuple):
@@ -42,9 +42,9 @@ def without_values(model: nn.Module) -> list[BlankBuffers]:
 
 
 def make(model: nn.Module, places: list[BlankBuffers]) -> None:
-    """Have the model's own initialisers write the buffers; they have memory by now.
+    """Have the model's own initialisers write the buffers, which must have memory.
 
-    What they write to parameters is overwritten later.
+    Values that these also write to parameters are overwritten later.
     """
     kept = [*model.parameters(), *model.buffers()]
     lost = []
@@ -69,7 +69,7 @@ def make(model: nn.Module, places: list[BlankBuffers]) -> None:
 
 
 def _is_blank(module: nn.Module, name: str, made: Tensor | None) -> bool:
-    """Whether the buffer is what it was made as, and nobody wrote to it."""
+    """Whether the buffer is still the tensor that was made, and nothing was written to it."""
     now = module._buffers.get(name)
     return now is not None and now is made and now._version == 0
 

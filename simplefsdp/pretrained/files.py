@@ -1,4 +1,4 @@
-"""What lies in a folder of safetensors files, from their headers alone."""
+"""Lists the tensors in a folder of safetensors files, reading only the files' headers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _MAX_NAME = 255
 
 
 class Entry(NamedTuple):
-    """A tensor in a file; ``dtype`` is the file's word for it."""
+    """A tensor in a file; ``dtype`` is the name that the file has for it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ def entries_of(folder: str | PathLike[str]) -> dict[str, Entry]:
 
 
 def _only(folder: Path, name: str, pattern: str) -> Path | None:
-    """The file ``name``, else the only one of ``pattern``: diffusers call theirs otherwise."""
+    """The file ``name``, else the only file that fits ``pattern``: diffusers uses other names."""
     if (folder / name).is_file():
         return folder / name
     found = list(folder.glob(pattern))
@@ -89,7 +89,7 @@ def _entries_in(file: Path) -> dict[str, Entry]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """The open ``file``. Its pages count as this process's memory until it is closed."""
+    """Open ``file``. Its pages count as this process's memory until it is closed."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,6 +1,6 @@
-"""What transformers say of their own models; of other models, nothing.
+"""What is specific to models of transformers: names, conversions, and configuration files.
 
-``transformers`` is not imported: a model of theirs has imported it.
+``transformers`` is imported only for its own models, which have imported it already.
 """
 
 import copy
@@ -26,10 +26,11 @@ def is_transformers(module: object) -> bool:
 
 
 def names_in_model(model: Any, tensors: Mapping[str, Tensor]) -> NameOf:
-    """From a name in a file to the model's, and whether a tensor is merged with others there.
+    """A function from a name in a file to the model's name, and to whether the model has the tensor
+    merged with others.
 
-    Files keep the names of earlier releases, and may be of the model with or without its head;
-    experts lie one by one in them.
+    Files keep the names of earlier releases, may be of the model with or without its head, and hold
+    experts one by one.
     """
     if not is_transformers(model):
         return lambda name: (name, False)
@@ -52,14 +53,14 @@ def names_in_model(model: Any, tensors: Mapping[str, Tensor]) -> NameOf:
 
 
 def may_be_missing(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a name of the model need not be in a file."""
+    """A function that says whether a name of the model may be missing from the files."""
     return _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
 
 
 def may_be_unexpected(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a name in a file is known to stand for nothing."""
+    """A function that says whether a name in a file may be ignored."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    if is_transformers(model):  # what were saved buffers once
+    if is_transformers(model):  # buffers that earlier releases saved
         patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
     return _matcher(patterns)
 
@@ -70,18 +71,18 @@ def _matcher(patterns: Any) -> Callable[[str], bool]:
 
 
 def not_saved(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a name of the model is left out of its files."""
+    """A function that says whether a name of the model is left out when it is saved."""
     return _matcher(getattr(model, "_keys_to_ignore_on_save", None))
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Names that stand for a tensor of another name, which is the one that files have."""
+    """Names of tied tensors that files do not have, as they have another name of the tensor."""
     return set(getattr(model, "all_tied_weights_keys", None) or ())
 
 
 def as_in_files(model: Any, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Revert | None]:
-    """The model's tensors by the names that files have, and what makes of some of them, whole and
-    in memory, those that a file has: it splits experts, say. None if they are the same."""
+    """The model's tensors by their names in files; and a function that converts full tensors in
+    memory to those that files hold, as by splitting experts, or None if no conversion is needed."""
     if not is_transformers(model):
         return tensors, None
     from transformers import conversion_mapping, core_model_loading
@@ -100,7 +101,8 @@ def as_in_files(model: Any, tensors: dict[str, Tensor]) -> tuple[dict[str, Tenso
 
 
 def write_configs(model: Any, folder: Path) -> None:
-    """``config.json``, and ``generation_config.json`` if the model generates, if it has them."""
+    """Write ``config.json`` and, for a model that generates, ``generation_config.json``. Only a
+    model of transformers has them."""
     if not is_transformers(model):
         if hasattr(model, "save_pretrained"):
             log.warning(

@@ -1,4 +1,4 @@
-"""From a folder of safetensors files straight into this rank's shards."""
+"""Loads a folder of safetensors files directly into this rank's shards."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,25 +32,26 @@ def load_pretrained(
 ) -> Unmatched:
     """Give a wrapped model the values in a folder of safetensors files, in place.
 
-    Each rank reads its own rows and nothing else; it never holds more than its shards, and the
-    pages of one file, which the system takes back when it needs them. A model built under
-    ``torch.device("meta")`` gets memory; make the optimizer after this. Values are cast to the
-    parameters' dtype. Of a tied parameter one name suffices. Buffers that files do not have are
-    made by the model's own initialisers (transformers' ``_init_weights``, ``reset_parameters``).
-    Collective: all ranks must call it, and see the same folder, or a copy of it. If it fails on
-    one, it fails on all; parameters that were on meta then are there again.
+    Each rank reads its own rows and nothing else. It never holds more than its shards, and the
+    pages of one file, which the system reclaims when it needs memory. A model that was built under
+    ``torch.device("meta")`` gets memory; make the optimizer after this call. Values are cast to the
+    parameters' dtype. A tied parameter needs only one of its names in the folder. Buffers that
+    files do not have are made by the model's own initialisers (transformers' ``_init_weights``,
+    ``reset_parameters``). Collective: all ranks must call it, and see the same folder, or a copy of
+    it. If it fails on one rank, it fails on all, and parameters that were on meta are so again.
 
     Args:
         model: wrapped by :func:`simplefsdp.simple_fsdp`.
         folder: with ``model.safetensors``, or ``model.safetensors.index.json`` and its files.
-        device: where to allocate what is on meta; default: the current device of the mesh's type.
-        strict: False to leave names that the folder lacks, or the model, as they are.
-        rename: from a name in the folder to the model's name for it; None leaves the tensor out.
-            Names that transformers have changed are known without.
-        progress: called after each tensor with the number of tensors read, and of all.
+        device: where to allocate tensors that are on meta; default: the current device of the
+            mesh's type.
+        strict: False to ignore names that only the folder, or only the model, has.
+        rename: maps a name in the folder to the model's name for it, or to None to leave the tensor
+            out. Names that transformers has changed need no ``rename``.
+        progress: called after each tensor with the number of tensors read so far, and of all.
 
     Returns:
-        The names that did not match; without ``strict=False`` there are none.
+        The names that did not match; there are none unless ``strict=False``.
 
     Raises:
         ValueError: not wrapped; a file is missing or damaged; names, shapes or dtypes do not fit;
@@ -106,7 +107,8 @@ def _read(
 
 
 def _fill(tensor: Tensor, stored: Any, tied: tuple[str, str] | None) -> None:
-    """Copy this rank's part of a stored tensor; if another one filled it before, compare."""
+    """Copy this rank's part of a stored tensor into ``tensor``. If ``tensor`` was filled under
+    another name before (``tied``), compare the values instead."""
     local = tensor.detach()
     offsets = [0] * local.dim()
     if isinstance(local, DTensor):

@@ -1,4 +1,4 @@
-"""Which tensor of a folder becomes which of the model; what does not fit is told by name."""
+"""Matches the tensors of a folder with those of a model; errors name what does not fit."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -15,7 +15,8 @@ Rename = Callable[[str], str | None]
 
 
 class Unmatched(NamedTuple):
-    """What ``load_pretrained`` left as it was: the model's names, and the folder's."""
+    """Names that ``load_pretrained`` ignored: ``missing`` ones of the model, for which the folder
+    has no values, and ``unexpected`` ones of the folder."""
 
     missing: list[str]
     unexpected: list[str]
@@ -29,11 +30,11 @@ def match(
     *,
     strict: bool,
 ) -> tuple[dict[str, str], Unmatched]:
-    """Names in the model by names in the files, and what is left on both sides; shapes, dtypes and
-    placements are checked.
+    """The model's names by names in the files, and the names left over on both sides. Shapes,
+    dtypes and placements are checked.
 
     Raises:
-        ValueError: something does not fit; if ``strict``, something is left.
+        ValueError: something does not fit; or, if ``strict``, names are left over.
     """
     names, unexpected, merged = _matched(model, tensors, entries, rename)
     read = {id(tensors[key]) for key in names.values()}
@@ -61,7 +62,8 @@ def _matched(
     entries: Mapping[str, Entry],
     rename: Rename | None,
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """Names that match; those that do not; and those of them that transformers merge."""
+    """The model's names by names in the files; the names in the files that do not match; and those
+    of the latter whose tensors transformers merges with others."""
     name_of = huggingface.names_in_model(model, tensors)
     by_key: dict[str, str] = {}
     unexpected, merged = [], []

@@ -1,4 +1,4 @@
-"""A wrapped model's tensors by the names that the plain model has for them."""
+"""A wrapped model's tensors, by their names in the plain model."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _COMPILED = "_orig_mod."  # torch.compile(module) puts it into names
 
 
 def wrapped_model(model: object) -> nn.Module:
-    """``model``, without what ``torch.compile`` put around it."""
+    """``model``, without the module that ``torch.compile`` may have put around it."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module) or not is_wrapped(inner):
         raise ValueError(
@@ -22,17 +22,17 @@ def wrapped_model(model: object) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """``name`` as it is without ``torch.compile``."""
+    """``name`` without the prefixes that ``torch.compile`` adds."""
     return name.replace(_COMPILED, "")
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, the model's own objects; a tied one has several names."""
+    """Parameters and persistent buffers, the model's own objects; tied ones have several names."""
     return {name: value for name, value in state_of(model).items() if isinstance(value, Tensor)}
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """As :func:`tensors_of`, with the extra state of modules, which may be anything."""
+    """Like :func:`tensors_of`, with the extra state of modules, which may be any object."""
     return {plain_name(k): value for k, value in model.state_dict(keep_vars=True).items()}
 
 
@@ -61,4 +61,4 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "C64": torch.complex64,
 }
-"""What safetensors calls each dtype."""
+"""Dtypes by their names in safetensors files."""

@@ -1,4 +1,4 @@
-"""From shards to one rank: the plain model's state dict, or the folder that transformers read."""
+"""From shards to one rank: the plain model's state dict, or a folder that transformers reads."""
 
 import re
 from contextlib import ExitStack
@@ -25,9 +25,9 @@ _UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The plain model's ``state_dict()``, of full tensors on the CPU, on the first rank.
+    """The plain model's ``state_dict()``, with full tensors on the CPU, on the first rank.
 
-    The other ranks get an empty dict, and hold none of it meanwhile. Tied parameters are one
+    The other ranks get an empty dict, and never hold the full tensors. Tied parameters are one
     tensor under several names. Collective: all ranks must call it.
 
     Args:
@@ -55,19 +55,20 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def save_pretrained(
     model: nn.Module, folder: str | PathLike[str], *, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Write the folder that ``from_pretrained`` of the plain model, or load_pretrained, reads.
+    """Write a folder that the plain model's ``from_pretrained``, or load_pretrained, reads.
 
     The first rank writes safetensors files and, for a model of transformers, ``config.json`` and
-    ``generation_config.json``. Rows go from the shards to the file a few at a time, so that it
-    holds no full parameter. (Of models whose tensors transformers store otherwise than they have
-    them, such as experts, it holds those of one file.) A tied parameter is written once. The
-    folder appears complete or not at all. Collective: all ranks must call it; if it fails on one,
-    it fails on all.
+    ``generation_config.json``. Rows go from the shards to the file a few at a time, so that no rank
+    holds a full parameter. (If transformers stores the tensors of a model in another form, such as
+    experts, the first rank holds those of one file.) A tied parameter is written once. The folder
+    appears complete or not at all. Collective: all ranks must call it; if it fails on one rank, it
+    fails on all.
 
     Args:
         model: wrapped by :func:`simplefsdp.simple_fsdp`.
         folder: where to write, as the first rank sees it; must not exist, or be empty.
-        max_shard_size: begin another file rather than exceed this: bytes, or such as ``"5GB"``.
+        max_shard_size: of a file: bytes, or a text such as ``"5GB"``. A file may only be larger if
+            it has a single tensor.
 
     Raises:
         ValueError: ``model`` is not wrapped, has no values, or has something that safetensors
@@ -99,11 +100,11 @@ def save_pretrained(
 
 
 def _write_pieces(batch: dict[str, Tensor], writer: Writer | None, ranks: tuple[int, ...]) -> None:
-    """One file, written as the rows come."""
+    """Write one file while its rows arrive."""
     with ExitStack() as stack:
-        with together(_WHAT, ranks):  # it can be opened
+        with together(_WHAT, ranks):  # opening the file may fail
             write = None if writer is None else stack.enter_context(writer.file(batch))
-        # What fails is to be raised when all rows have come: others send them anyway.
+        # Errors are raised only when all rows have arrived, since the other ranks send them anyway.
         errors: list[Exception] = []
 
         def take(name: str, first: int, rows: Tensor) -> None:
@@ -127,9 +128,9 @@ def _write_reverted(
     ranks: tuple[int, ...],
     revert: huggingface.Revert,
 ) -> None:
-    """One file of what transformers store for the tensors of ``batch``."""
+    """Write one file of the tensors that transformers stores for those of ``batch``."""
     receiver = _receiver(ranks)
-    with together(_WHAT, ranks):  # there is memory
+    with together(_WHAT, ranks):  # allocating memory may fail
         fulls = _room_for(batch, receiver)
     _fill(fulls, batch, receiver)
     with together(_WHAT, ranks):
@@ -138,7 +139,7 @@ def _write_reverted(
 
 
 def _to_write(model: nn.Module) -> dict[str, Tensor]:
-    """Each tensor once, by the name that files have for it."""
+    """The tensors to write, each once, by the name that files have for it."""
     if hasattr(model, "peft_config"):
         raise ValueError(
             f"model: this {type(model).__name__} has adapters of PEFT; save those by "
@@ -164,12 +165,12 @@ def _lines(tensors: dict[str, Tensor]) -> list[str]:
 
 
 def _receiver(ranks: tuple[int, ...]) -> int:
-    """The first of ``ranks``; this one, if they are not all real."""
+    """The first of ``ranks``; this rank if ``ranks`` is empty, as with fake process groups."""
     return min(ranks, default=dist.get_rank())
 
 
 def _room_for(tensors: dict[str, Tensor], receiver: int) -> dict[int, Tensor]:
-    """Full tensors by the id of the sharded one, on the rank that receives them."""
+    """Empty full tensors by the id of the sharded one, on the receiving rank; {} on the others."""
     if dist.get_rank() != receiver:
         return {}
     return {id(t): torch.empty(t.shape, dtype=t.dtype) for t in tensors.values()}

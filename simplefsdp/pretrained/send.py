@@ -1,6 +1,6 @@
-"""A sharded tensor, to one rank, piece by piece: no rank need hold the whole.
+"""Sends a sharded tensor to one rank, piece by piece, so that no rank has to hold all of it.
 
-The ranks along a mesh dimension send their rows to the one that stands where the receiver does::
+Along each mesh dimension, ranks send their rows to the rank with the receiver's coordinate there::
 
     mesh (tp 2, dp 2), Shard(0) and Shard(0); rank 0 receives
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from simplefsdp.frontend.full_parameters import full_of
 from simplefsdp.frontend.placement import part_of
 
-# Of all ranks' pieces together, on the receiver.
+# Bytes of all ranks' pieces together, on the receiver.
 _PIECE_NBYTES = 1 << 24
 
 Sink = Callable[[int, Tensor], object]
@@ -28,19 +28,19 @@ Sink = Callable[[int, Tensor], object]
 
 
 class _Step(NamedTuple):
-    """One gather: along which mesh dimension, which tensor dimension, of what extent."""
+    """One gather, along a dimension of the mesh and a dimension of the tensor."""
 
     mesh_dim: int
     tensor_dim: int
-    shape: tuple[int, ...]  # of what it gathers
+    shape: tuple[int, ...]  # of the result
 
 
 @torch.no_grad()
 def send(tensor: Tensor, receiver: int, sink: Sink) -> None:
     """Call ``sink`` on the global rank ``receiver`` with all rows of ``tensor``.
 
-    Collective over the mesh of a DTensor. The others keep nothing; if it is split over several
-    mesh dimensions, some hold a part of the whole meanwhile, on the host.
+    Collective over the mesh of a DTensor. The other ranks keep nothing; if the tensor is split over
+    several mesh dimensions, some of them hold a part of the whole meanwhile, in host memory.
     """
     if not isinstance(tensor, DTensor):
         _give(tensor.detach(), receiver, sink)
@@ -79,7 +79,7 @@ def _give(full: Tensor, receiver: int, sink: Sink) -> None:
 
 
 def into(full: Tensor, dim: int = 0) -> Sink:
-    """A sink that writes rows, of dimension ``dim``, to ``full``."""
+    """A sink that writes the rows along dimension ``dim`` into ``full``."""
 
     def write(begin: int, rows: Tensor) -> None:
         if not full.dim():
@@ -91,8 +91,8 @@ def into(full: Tensor, dim: int = 0) -> Sink:
 
 
 def _steps(param: DTensor, here: Sequence[int]) -> list[_Step]:
-    """The gathers, first to last: mesh dimensions from right to left, as they split the tensor
-    from left to right."""
+    """The gathers, in order. They go through mesh dimensions from right to left, because the tensor
+    was split along them from left to right."""
     mesh, shape = param.device_mesh, list(param.shape)
     steps: list[_Step] = []
     for dim, placement in enumerate(param.placements):
@@ -103,7 +103,8 @@ def _steps(param: DTensor, here: Sequence[int]) -> list[_Step]:
 
 
 def _gather(part: Tensor, step: _Step, mesh: DeviceMesh, home: int, sink: Sink) -> None:
-    """Give ``sink``, on the rank at ``home``, the rows of all parts, a few of each at a time."""
+    """Give the rows of all parts to ``sink``, on the rank whose coordinate along the mesh dimension
+    is ``home``; a few rows of each part at a time."""
     ranks, group = mesh.size(step.mesh_dim), mesh.get_group(step.mesh_dim)
     receives = mesh.get_local_rank(step.mesh_dim) == home
     rows = part.movedim(step.tensor_dim, 0)
@@ -111,9 +112,9 @@ def _gather(part: Tensor, step: _Step, mesh: DeviceMesh, home: int, sink: Sink) 
     chunk = -(-total // ranks)
     row_nbytes = rows.shape[1:].numel() * part.element_size()
     at_once = max(1, min(chunk, _PIECE_NBYTES // max(1, row_nbytes * ranks)))
-    # Made once: from the allocator's view, many large ones that come and go add up.
+    # Allocated once: many large buffers that come and go would add up in the allocator.
     piece = torch.zeros(at_once, *rows.shape[1:], dtype=part.dtype, device=mesh.device_type)
-    sent = piece.view(-1).view(torch.uint8)  # what every backend can send
+    sent = piece.view(-1).view(torch.uint8)  # bytes, which every backend can send
     pieces = [torch.empty_like(sent) for _ in range(ranks)] if receives else None
     for begin in range(0, chunk, at_once):
         own = rows[begin : begin + at_once]

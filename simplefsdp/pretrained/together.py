@@ -1,4 +1,4 @@
-"""What every rank does, and each may fail at: then all of them fail, and nobody waits for ever."""
+"""Makes all ranks fail if one fails at what all of them do, so that none waits for ever."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,13 +11,13 @@ TIMEOUT_S = 3600.0
 
 @contextmanager
 def together(what: str, ranks: Sequence[int]) -> Iterator[list[str]]:
-    """Leave when all ``ranks`` have come to the end of the block.
+    """Wait at the end of the block until all ``ranks`` have come to its end.
 
-    Gives a list, for lines that must be equal on all ranks.
+    Gives a list, to which the block may add lines that must be equal on all ranks.
 
     Raises:
-        RankMismatchError: on the ranks that did not fail, if another one did or has other lines.
-            The rank that failed raises what it failed with.
+        RankMismatchError: on the ranks that did not fail, if another rank did or has other lines.
+            The rank that failed raises its own error.
     """
     lines = ["came to its end"]
     try:

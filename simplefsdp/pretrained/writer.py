@@ -1,7 +1,7 @@
-"""Files in the format of safetensors, written a few rows at a time, and the folder around them.
+"""Writes safetensors files a few rows at a time, and the folder around them.
 
-The library writes a file only from whole tensors in memory. The format is a header of JSON, its
-length before it as eight bytes, and the tensors' bytes one after another.
+The safetensors library writes a file only from whole tensors in memory. The format is the length of
+a JSON header in eight bytes, the header, and the tensors' bytes one after another.
 """
 
 import json
@@ -23,12 +23,13 @@ _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 @contextmanager
 def complete_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes ``folder`` at the end, or nothing if the block fails."""
+    """A folder to write to, which is renamed to ``folder`` at the end, or removed if the block
+    fails."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} already exists: choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had our id
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same id
     partial.mkdir()
     try:
         yield partial
@@ -39,7 +40,8 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 
 
 def in_files(tensors: Iterable[tuple[str, Tensor]], max_nbytes: int) -> Iterator[dict[str, Tensor]]:
-    """Consecutive tensors of at most ``max_nbytes`` together; a larger one is alone."""
+    """Divide tensors into files: consecutive ones, of at most ``max_nbytes`` together; a larger
+    tensor is alone."""
     held: dict[str, Tensor] = {}
     nbytes = 0
     for name, tensor in tensors:
@@ -53,7 +55,8 @@ def in_files(tensors: Iterable[tuple[str, Tensor]], max_nbytes: int) -> Iterator
 
 
 class Writer:
-    """Writes one file after another; their names need their number, so they come at the end."""
+    """Writes one file after another. They get their names at the end, as these hold the number of
+    files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,9 +65,10 @@ class Writer:
 
     @contextmanager
     def file(self, tensors: Mapping[str, Tensor]) -> Iterator[Callable[[str, int, Tensor], None]]:
-        """A file of tensors of these shapes and dtypes, in any order.
+        """Begin a file of tensors with these names, shapes and dtypes.
 
-        Gives what writes rows: the tensor's name, the index of the first row, and the rows.
+        Gives a function that writes rows, in any order; its arguments are the name of the tensor,
+        the index of the first row, and the rows.
         """
         header, offsets = _header(tensors)
         part = self.folder / f"part-{len(self._files)}"
@@ -82,13 +86,13 @@ class Writer:
         self.nbytes += sum(t.nbytes for t in tensors.values())
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """A file of ``tensors``, which are in memory."""
+        """Write a file of ``tensors``, which are in memory."""
         with self.file(tensors) as write:
             for name, tensor in tensors.items():
                 write(name, 0, tensor)
 
     def finish(self) -> None:
-        """Name the files; of several, write the index."""
+        """Name the files, and write the index if there are several."""
         n = len(self._files)
         if n == 1:
             self._part(0).rename(self.folder / SINGLE)
@@ -106,7 +110,8 @@ class Writer:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
-    """The header, and where each tensor's bytes begin after it: wide dtypes first, aligned."""
+    """The header, and the offset of each tensor's bytes after it. Tensors of wide dtypes come
+    first, so that all are aligned."""
     told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0

@@ -1,5 +1,6 @@
-"""Steps that are not run: their graphs, and what these take on any cluster.
+"""Predicts the time and memory of a training step on any cluster, without running the step.
 
-``trace`` makes the graphs of a step without memory, ``extrapolate_depth`` those of a deep model
-from a shallow one's, ``rank_sizes`` those for other numbers of ranks. ``prediction`` prices them.
+``trace`` makes the graphs of a step without allocating memory. ``extrapolate_depth`` derives the
+graphs of a deep model from those of a shallow one, and ``rank_sizes`` those for other numbers of
+ranks. ``prediction`` says what the graphs cost.
 """

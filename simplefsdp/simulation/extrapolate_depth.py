@@ -1,10 +1,10 @@
-"""A deep model's step from a shallow one's: of layers that are alike, a few are traced.
+"""Derives a deep model's step from a shallow model's: only a few of its equal layers are traced.
 
 Tracing takes seconds per layer, whatever its size. In the graphs of a model with a list of equal
-layers each layer is the same sequence of nodes, and refers to the same places in the layers next
+layers, each layer is the same sequence of nodes, and refers to the same places in the layers next
 to it and outside. So the graphs of any depth are those of a few layers with one of them repeated.
-That the traced layers are alike is not assumed: they are compared node by node, in both graphs.
-That those which are not traced are like them is for the caller to know.
+That the traced layers are alike is checked, node by node, in both graphs. That the layers which are
+not traced are like them is the caller's responsibility.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from simplefsdp.simulation.trace import TracedStep
 log = logging.getLogger("simplefsdp")
 
 SHALLOW = 7
-"""Layers to trace. The one in the middle is repeated; it and those next to it need neighbours of
-their own, and the first and last ones differ, as a graph begins or ends with them."""
+"""Layers to trace. The layer in the middle is repeated. That layer and the two next to it need
+neighbours on both sides; the first and the last layer of the list differ from the others, because a
+graph begins or ends with them."""
 
 
 def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
     """The step of the same model with more layers; call this in the same process group.
 
-    Inputs and outputs of what is repeated come behind the others of the graph.
+    Inputs and outputs of the repeated layers come after the other inputs and outputs of a graph.
 
     Args:
         step: of a model with at least :data:`SHALLOW` layers.
         layers: FQN of the list of layers.
-        depth: how many there are to be, at least as many as there are; all like those that are.
+        depth: number of layers of the result, at least that of ``step``; all are taken to be alike.
 
     Raises:
         ValueError: the layers are not alike in the graphs, or there are too few or too many.
@@ -66,7 +67,7 @@ def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
 
 
 def _check_names(step: TracedStep, forward: Graph, backward: Graph) -> None:
-    """See that backward gets from forward, by name, what it got before, for all layers."""
+    """Check that backward finds its inputs among the nodes of forward, by name, for all layers."""
 
     def unknown(ahead: Graph, behind: Graph) -> int:
         names = {node.name for node in ahead.nodes}
@@ -94,12 +95,13 @@ def _deep_rows(
 def trace_deep(
     traced: Callable[[int], tuple[TracedStep, nn.Module]], layers: str, depth: int
 ) -> tuple[TracedStep, int]:
-    """Trace a step, layers that are alike once: the step, and the bytes of this rank's shards.
+    """Trace a step of a deep model from few layers; gives it, and the bytes of this rank's shards.
 
     Args:
-        traced: traces the model with that many layers; returns the step and the wrapped model.
+        traced: traces the model with as many layers as its argument says; returns the step and the
+            wrapped model.
         layers: FQN of the list of layers.
-        depth: how many there are.
+        depth: number of layers of the model.
     """
     step, model = traced(min(depth, SHALLOW))
     nbytes = local_nbytes(model.parameters())

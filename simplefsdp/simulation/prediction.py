@@ -1,7 +1,7 @@
-"""What a training step takes on a cluster: time and memory of its graphs once the passes are done.
+"""Predicts the time and memory of a training step on a cluster, after our passes.
 
-Nothing is measured and nothing runs: a traced step (:mod:`simplefsdp.simulation.trace`) is bucketed
-and ordered as the compiler would, and simulated on what the cluster is known to do.
+Nothing is measured and nothing runs. A traced step (:mod:`simplefsdp.simulation.trace`) is bucketed
+and ordered as the compiler would do it, and simulated with the cluster's known speeds.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ all but the gradient written."""
 
 @dataclass(frozen=True)
 class GraphPrediction:
-    """What is expected of one graph."""
+    """The prediction of one graph."""
 
     name: str  # "forward" or "backward"
-    before: Program  # as it was traced, what Inductor fuses left out of memory
-    after: Program  # with its collectives in buckets and in order
+    before: Program  # as traced, without the buffers that Inductor fuses away
+    after: Program  # with its collectives in buckets and reordered
     cost: ClusterCost
     timeline: Timeline  # of ``after``
-    memory: Memory  # likewise; resident are the parameter shards that the graph gathers
-    lower_bound_us: float  # that no buckets and no starts of ``before`` can beat
+    memory: Memory  # of ``after``; its resident bytes are the parameter shards that it gathers
+    lower_bound_us: float  # a time that no choice of buckets and launches for ``before`` can beat
     pass_seconds: float  # CPU seconds that reading, planning and ordering took here
     budget_nbytes: int | None = None  # of an automatic plan, in bytes of ``rank_invariant``
 
     @property
     def exposed_us(self) -> float:
-        """Time that the compute lane stands still."""
+        """Time during which the compute lane waits for collectives."""
         return self.timeline.stalled_us
 
     @property
     def beside_shards_nbytes(self) -> int:
-        """Most live bytes without parameter shards."""
+        """Peak of the live bytes, parameter shards not counted."""
         return self.memory.peak_nbytes - self.memory.resident_nbytes
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """What is expected of a training step: its graphs and the optimizer, one after the other."""
+    """The prediction of a training step: its graphs and the optimizer, one after the other."""
 
-    graphs: tuple[GraphPrediction, ...]  # forward and backward, or what else was compiled
+    graphs: tuple[GraphPrediction, ...]  # forward and backward, or whichever graphs were compiled
     optimizer_us: float  # of AdamW, fused, on the shards; 0 if it is left out
     parameters_nbytes: int  # of this rank's shards
     optimizer_nbytes: int  # AdamW's two moments; 0 if it is left out
@@ -72,12 +72,12 @@ class StepPrediction:
 
     @property
     def lower_bound_us(self) -> float:
-        """Time that no plan of any graph can beat."""
+        """A time that no plans for the graphs can beat."""
         return sum(graph.lower_bound_us for graph in self.graphs) + self.optimizer_us
 
     @property
     def peak_graph(self) -> GraphPrediction:
-        """The graph in which most memory is taken."""
+        """The graph with the highest memory peak."""
         return max(self.graphs, key=lambda graph: graph.beside_shards_nbytes)
 
     @property
@@ -92,15 +92,16 @@ class StepPrediction:
         return at_rest | live_by_use(self.peak_graph.after)
 
     def tokens_per_second(self, tokens: float) -> float:
-        """Of a rank that gets ``tokens`` per step."""
+        """Tokens per second of a rank that gets ``tokens`` per step."""
         return tokens / (self.step_us / 1e6)
 
 
 def predict_step(
     step: TracedStep, settings: Settings | None, cluster: Cluster, parameters_nbytes: int
 ) -> StepPrediction:
-    """Predict a traced step, of whose fp32 shards a rank has so many bytes; call this in the
-    process group that it was traced in. ``settings`` are of the passes; None for none.
+    """Predict a traced step; call this in the process group that it was traced in.
+    ``parameters_nbytes`` are the bytes of a rank's fp32 shards; ``settings`` are those of our
+    passes, None for no passes.
 
     Raises:
         ProgramError, ValueError: as for :func:`inductor_passes.passes.rehearse`.
@@ -117,14 +118,15 @@ def predict_step(
 
 
 def optimizer_us(cluster: Cluster, parameters_nbytes: float) -> float:
-    """Time of fused AdamW on shards of so many bytes, fp32."""
+    """Time of fused AdamW on fp32 shards of ``parameters_nbytes`` bytes."""
     return cluster.compute_us(Work(nbytes=parameters_nbytes // 4 * _ADAMW_NBYTES))
 
 
 def shards_of(forward: Graph) -> set[str]:
-    """Inputs that are parameters: gathered, or, where every rank has all of one, only read.
+    """Names of the forward's inputs that are parameters: those that are gathered, and those that
+    are marked as such but only read, because every rank has the whole parameter.
 
-    Backward knows them by the same names.
+    The backward graph has them under the same names.
     """
     chains = (node for node in forward.nodes if gathered_fqn(node) is not None)
     return {n.name for node in chains for n in node.all_input_nodes if n.op == "placeholder"}
@@ -138,8 +140,8 @@ def predict_rehearsed(
     pass_seconds: float,
     shards: Collection[str] = (),
 ) -> GraphPrediction:
-    """Predict a graph that was planned already; ``shards`` are names of inputs that are parameters,
-    though the graph may not gather them."""
+    """Predict a graph that was planned already. ``shards`` are the names of inputs that are
+    parameters, whether or not this graph gathers them."""
     before = fused_program(rehearsal.reading)
     before = replace(before, resident=before.resident | set(before.inputs).intersection(shards))
     cost = cost_of(rehearsal.reading, cluster)
@@ -156,7 +158,7 @@ def predict_program(
     pass_seconds: float,
     budget_nbytes: int | None = None,
 ) -> GraphPrediction:
-    """Predict what any passes made of a program."""
+    """Predict a program ``after`` that any passes have made of ``before``."""
     return GraphPrediction(
         name,
         before,
@@ -164,7 +166,8 @@ def predict_program(
         cost,
         simulate(after, cost),
         memory(after),
-        # Of any layout of buckets: torch's passes, which are compared with ours, have flat ones.
+        # A bound for any layout of buckets, since torch's passes, with which ours are compared,
+        # send flat buckets.
         lower_bound_us(before, cost.with_flat_buckets()),
         pass_seconds,
         budget_nbytes,

@@ -1,8 +1,8 @@
 """Sizes of shards as formulas of the number of ranks.
 
-A graph is traced as one rank of a few. For another number of them its shards have other rows, its
-collectives other sizes, and all else is the same: if the rows of each parameter divide among the
-ranks in both cases, or in neither, where shards are padded.
+A graph is traced for one number of ranks. For another number of ranks, shards have another number
+of rows and collectives another size; all else is the same. This holds if the rows of each parameter
+divide evenly among the ranks in both cases, or in neither, in which case shards are padded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from inductor_passes.ir.sizes import Size
 def with_ranks(
     program: Program, ranks_of: Mapping[str, sympy.Expr], rows_of: Mapping[str, int]
 ) -> tuple[Program, set[sympy.Basic]]:
-    """A graph as it was read, with Sizes for its shards and collectives, and what must hold.
+    """A program with formulas for the sizes of its shards and collectives; and the conditions on
+    the number of ranks under which these formulas hold.
 
     Args:
-        program: it.
-        ranks_of: the number of ranks of each process group that grows as a formula, by its name.
+        program: a graph, as it was read.
+        ranks_of: for each process group of variable size, by name: its number of ranks, a formula.
         rows_of: by FQN, the full parameter's size of the dimension that is sharded.
     """
     spread = _Spread(program, ranks_of, rows_of)
@@ -33,7 +34,7 @@ def with_ranks(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a parameter, here and as formulas of the number of ranks."""
+    """Rows of a parameter's shard, and of all its shards with padding, as formulas."""
 
     fqn: str
     shard: Size
@@ -41,7 +42,7 @@ class _Rows:
 
 
 def _formula(nbytes: int, rows: int) -> int:
-    """Bytes of so many rows, as the formula that these are."""
+    """The size ``nbytes``, of ``rows`` rows, as a formula in the number of rows."""
     return nbytes // int(rows) * rows
 
 
@@ -79,7 +80,7 @@ class _Spread:
         return replace(op, collective=replace(c, nbytes=nbytes, ranks=ranks))
 
     def _rows(self, c: Collective) -> _Rows | None:
-        """Those of the parameter that a collective carries; None if it is not sharded."""
+        """The rows of the parameter that a collective carries; None if it is not sharded."""
         rows = self.rows_of.get(c.fqns[0], 0) if len(c.fqns) == 1 else 0
         if not rows or c.kind not in ("gather", "reduce"):
             return None
@@ -94,7 +95,7 @@ class _Spread:
         return _Rows(c.fqns[0], Size(each, formula), Size(each * c.ranks, formula * ranks))
 
     def _prepared(self, gather: Op, rows: _Rows) -> None:
-        """What a gather sends, and what that was made of."""
+        """Resize the buffers that a gather sends, and the buffers that they were computed from."""
         names = list(gather.reads)
         while names:
             name = names.pop()
@@ -104,7 +105,8 @@ class _Spread:
                 names += self.program.ops[at].reads if at is not None else ()
 
     def _shard(self, names: Iterable[str], rows: _Rows) -> None:
-        """Give those that are whole rows a shard's rows; a scale, say, is the same on any rank."""
+        """Resize those buffers that consist of whole rows of a shard. Others, such as a scale, have
+        the same size on any number of ranks."""
         for name in names:
             buffer = self.program.buffers[name]
             if buffer.nbytes and buffer.nbytes % (int(rows.shard) * buffer.itemsize) == 0:
@@ -112,14 +114,15 @@ class _Spread:
                 self._resize(name, _formula(buffer.nbytes, rows.shard))
 
     def _pad(self, names: Sequence[str], rows: _Rows) -> None:
-        """Full parameters or gradients with their padding; what has another size is a slice."""
+        """Resize full parameters or gradients with their padding, and the aliases of the same size;
+        an alias of another size is a slice without the padding."""
         for buffer in (self.program.buffers[name] for name in names):
             for alias in self.aliases[buffer.storage]:
                 if self.program.buffers[alias].nbytes == buffer.nbytes:
                     self._resize(alias, _formula(buffer.nbytes, rows.padded))
 
     def _follow(self, op: Op) -> None:
-        """What is made of one parameter's shards alone is as long as they are."""
+        """Resize the results of an op that reads shards of one parameter, and nothing else."""
         read = [name for name in op.reads if self.program.buffers[name].nbytes]
         found = {self.shards[name].fqn for name in read if name in self.shards}
         if len(found) == 1 and all(name in self.shards for name in read):

@@ -1,7 +1,7 @@
-"""The graphs of a training step without running it: for planning a cluster that is not at hand.
+"""Traces the graphs of a training step without running it, to plan for a cluster elsewhere.
 
-Inside a ``FakeTensorMode`` and a fake process group no tensor has memory and no collective a peer,
-so that the largest model, as any rank count sees it, is traced on a laptop.
+Inside a ``FakeTensorMode`` and a fake process group, tensors have no memory and collectives no
+peers. So even the largest model, on any number of ranks, can be traced on a laptop.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from simplefsdp.provenance import carried_fqn
 class TracedStep(NamedTuple):
     """The graphs of one step, as the passes get them."""
 
-    forward: GraphModule  # from inputs and shards to the outputs and what backward needs
-    backward: GraphModule  # from those and the outputs' gradients to the shards' gradients
-    # Of each parameter that is gathered, in the order of the forward's first reads, the full
-    # tensor's size of dimension 0, which is sharded; 0 if it is not.
+    forward: GraphModule  # from inputs and shards to outputs and saved tensors
+    backward: GraphModule  # from saved tensors and the outputs' gradients to the shards' gradients
+    # For each gathered parameter, in the order of the forward's first reads: the size of dimension
+    # 0 of the full tensor if that dimension is sharded, else 0.
     rows: Mapping[str, int]
 
     @property
     def fqns(self) -> tuple[str, ...]:
-        """Of the parameters that are gathered, likewise."""
+        """The gathered parameters, in the order of the forward's first reads."""
         return tuple(self.rows)
 
 
 class UntraceableError(ValueError):
-    """A model has no graphs to plan, as it was wrapped."""
+    """A model, as it was wrapped, has no graphs that could be planned."""
 
 
 class _TracedError(Exception):
-    """Ends a call whose graphs are all that is wanted: to run them, even fake, takes as long as to
-    trace them."""
+    """Ends a call of the model once its graphs are traced: running them, even on fake tensors,
+    would take as long as tracing did."""
 
 
 def _stop(*_: object) -> NoReturn:
@@ -61,19 +61,19 @@ def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> Tr
     """Trace forward and backward of a wrapped model.
 
     Args:
-        model: wrapped by :func:`simplefsdp.simple_fsdp`. What its forward returns
-            is differentiated. If its parameters are fake tensors, nothing is computed; call this
+        model: wrapped by :func:`simplefsdp.simple_fsdp`. The outputs of its forward are
+            differentiated. If its parameters are fake tensors, nothing is computed; call this
             inside their mode.
-        inputs: of the model, fake likewise.
-        averages: the planned machine's communication averages by itself, see
-            :class:`inductor_passes.machine.cluster.Cluster`, and gradients are sent so. False: it
-            has CPUs, where the outputs of attention are kept instead of recomputed
+        inputs: of the model; fake if its parameters are.
+        averages: True if reduce collectives of the planned machine can average, see
+            :class:`inductor_passes.machine.cluster.Cluster`; gradients are then sent so. False if
+            it has CPUs, where the outputs of attention are kept instead of recomputed
             (:func:`simplefsdp.compiler.recompute.save_cpu_random_ops`), and sums of gradients are
-            rounded before they are reduced in fp32. None: GPUs, that send gradients as here.
+            rounded before they are reduced in fp32. None for GPUs that send gradients as here.
 
     Raises:
-        UntraceableError: nothing of the model is sharded, or nothing is differentiable, or
-            ``reshard_after_forward`` is left open.
+        UntraceableError: no parameter is sharded, no output needs a gradient, or the model was
+            wrapped with ``reshard_after_forward="auto"``.
     """
     on_cpu = averages is False
     if averages is not None:
@@ -93,7 +93,7 @@ def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> Tr
             reduce_at_once(graph.graph, carried_fqn)
         return _stop
 
-    # Every trace is a compilation of the same code for Dynamo, which gives up after a few.
+    # For Dynamo, every trace compiles the same code again, which it would refuse after a few times.
     unlimited = torch._dynamo.config.patch(
         recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20
     )
@@ -115,6 +115,6 @@ def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> Tr
 
 
 def _tag_on_gpu(graph: Graph) -> None:
-    """As :func:`tag_for_recompute`, of a graph whose CPU stands for a GPU."""
+    """Like :func:`tag_for_recompute`, for a graph that is traced on a CPU for a GPU."""
     save_what_reads_written_inputs(graph)
     tag_gather_chains(graph)

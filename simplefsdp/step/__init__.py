@@ -5,13 +5,13 @@
     step = compile_step(loss_of, optimizer, max_norm=1.0)
     loss, grad_norm = step(tokens, targets)
 
-Compiled apart, a forward and a backward begin and end with communication that nothing hides. As
-one program the first gathers of the backward hide behind the forward; and clipping and update are
-compiled with the rest.
+If forward and backward are compiled separately, each begins and ends with communication that
+nothing hides. In one program the first gathers of the backward hide behind the forward, and
+clipping and update are compiled with the rest.
 
-Read ``compile_step`` first. ``update`` has the optimizer's step as a graph, and finds its tensors
-at each call; ``hyperparameters`` says for which optimizer that graph holds; ``scalars`` computes
-step counts and learning rates outside of it. ``whole_graph`` puts it behind the graph of the loss.
-The compiler does the rest, as for any graph (``compiler``), but that ``_torch/one_graph.py``
-chooses what backward computes again.
+Read ``compile_step`` first. ``update`` captures the optimizer's step as a graph, and finds its
+tensors at each call. ``hyperparameters`` says for which optimizer that graph is valid. ``scalars``
+computes step counts and learning rates outside of the graph. ``whole_graph`` appends the graph of
+the update to the graph of the loss. ``compiler`` compiles the result like any graph, except that
+``_torch/one_graph.py`` chooses what the backward recomputes.
 """

@@ -31,13 +31,13 @@ from simplefsdp.step.update import Owner, Update, capture, params_of, tensor_at
 from simplefsdp.step.whole_graph import WholeStep, note_loss, whole_step
 
 log = logging.getLogger("simplefsdp")
-MOST = 8  # sets of hyperparameters that a step is compiled for
+MOST = 8  # sets of hyperparameters that one step is compiled for
 
 
 class StepResult(NamedTuple):
-    """What a training step gives."""
+    """The results of a training step."""
 
-    loss: Tensor  # that the step began with, 0-d, of this rank, without a gradient
+    loss: Tensor  # before the update, on this rank; 0-d, detached
     # Norm of all gradients over all ranks before clipping, 0-d; None without clipping.
     grad_norm: Tensor | None
 
@@ -67,23 +67,24 @@ def compile_step(
         optimizer.step()
         optimizer.zero_grad()
 
-    Gradients are never seen: ``.grad`` is None before and after. Gradients that micro-batches left
-    (:func:`simplefsdp.microbatch`) are taken along. Learning rates may change from step to step; a
-    new number for any other option of the optimizer compiles anew. What is loaded into model and
-    optimizer counts from the next step on.
+    Gradients are not visible outside of a step: ``.grad`` is None before and after. Gradients that
+    earlier micro-batches left (:func:`simplefsdp.microbatch`) are added in. Learning rates may
+    change from step to step; a new value of any other option of the optimizer recompiles. Values
+    that are loaded into model and optimizer are used from the next step on.
 
     Args:
         loss_of: computes the loss, 0-d, from the arguments of a step, with wrapped models that are
             not compiled by themselves.
-        optimizer: of ``torch.optim``, or one whose ``step`` ``torch.compile`` can follow.
+        optimizer: of ``torch.optim``, or one whose ``step`` ``torch.compile`` can trace.
         max_norm: clip the gradients to this norm; None: they are not clipped.
-        options: those of the backend.
+        options: those of the backend ``simplefsdp``.
 
     Raises:
-        TypeError: ``optimizer`` is none; when it is called, the loss is no tensor.
-        ValueError: when it is called: gradients are there already, hooks wait for them, the
-            optimizer cannot be compiled, or changes its options time and again; the loss reads what
-            wants a gradient and is not trained, or no gradient reaches what is.
+        TypeError: ``optimizer`` is no optimizer; or, when a step is called, the loss no tensor.
+        ValueError: ``max_norm`` is negative or NaN. Or, when a step is called: a parameter has a
+            gradient or hooks; the optimizer cannot be compiled, or changes its options repeatedly;
+            the loss reads a tensor that requires a gradient but is not trained; or no gradient
+            reaches a parameter that is trained.
     """
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(
@@ -96,7 +97,7 @@ def compile_step(
 
 
 class _Step:
-    """Compiled steps, one for each set of hyperparameters that there was."""
+    """The compiled steps, one for each set of hyperparameters that the optimizer has had."""
 
     def __init__(
         self,
@@ -110,7 +111,8 @@ class _Step:
         self.timeout_s = parse_options(options).rank_guard_timeout_s
         self.compiled: list[_Compiled] = []
         self.last: tuple[list[object], _Compiled] | None = None
-        self.unread: set[Owner] = set()  # by the first step, if that was not compiled
+        # Parameters that got no gradient in the first step, if that one ran uncompiled.
+        self.unread: set[Owner] = set()
         self.makes_state = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
@@ -123,11 +125,11 @@ class _Step:
             result = self._of_now().call(*args, **kwargs)
         except updates.MakesState:
             return self._uncompiled(*args, **kwargs)
-        self.makes_state = False  # it may again, of a parameter that it is given later
+        self.makes_state = False  # it may make state again for a parameter that is added later
         return result
 
     def _of_now(self) -> _Compiled:
-        """The step for what the optimizer is now, but for the values of its tensors."""
+        """The compiled step for the optimizer as it is now, whatever values its tensors have."""
         now = fingerprint(self.optimizer)
         if self.last is None or self.last[0] != now:
             found = self._known() or self._compiled()
@@ -158,7 +160,7 @@ class _Step:
         return compiled
 
     def _uncompiled(self, *args: Any, **kwargs: Any) -> StepResult:
-        """A step in which the optimizer makes its state."""
+        """Run one step without compiling it, in which the optimizer makes its state."""
         optimizer, norm, params = self.optimizer, None, params_of(self.optimizer)
         name = type(optimizer).__name__
         if self.makes_state:
@@ -183,7 +185,7 @@ class _Step:
         return StepResult(loss.detach(), norm)
 
     def _check(self) -> None:
-        """Refuse what a step would pass over in silence."""
+        """Refuse hooks and gradients that a compiled step would silently ignore."""
         if torch.is_inference_mode_enabled():
             raise ValueError("a step that trains cannot be made in inference mode; call it outside")
         refuse_replaced(self.optimizer)
@@ -206,7 +208,7 @@ class _Step:
 
 
 class _Compiled:
-    """A step for one set of hyperparameters."""
+    """The compiled step for one set of hyperparameters."""
 
     def __init__(
         self, optimizer: Optimizer, update: Update, scalars: Scalars, max_norm: float | None
@@ -224,7 +226,7 @@ class _Compiled:
 
         loss = _torch.with_own_code(loss, f"loss by {name_of(loss_of)}")
         agreed = [f"a step of {type(self.optimizer).__name__}, max_norm {self.max_norm}"]
-        me = weakref.ref(self)  # Dynamo keeps the backend
+        me = weakref.ref(self)  # Dynamo keeps the backend, which must not keep this step alive
 
         def extend(gm: GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
             return _there(me()).extend(gm, inputs)
@@ -241,7 +243,8 @@ class _Compiled:
         return StepResult(loss, norm)
 
     def extend(self, gm: GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """What the backend compiles instead of the graph of the loss."""
+        """The graph of the whole step, which the backend compiles instead of that of the loss; its
+        inputs, and how its code is called as the graph of the loss would be."""
         fqns = {id(param): fqn for fqn, param in living_shards()}
         whole = whole_step(
             gm,
@@ -263,7 +266,7 @@ class _Compiled:
     def run(
         self, code: Callable[..., Any], whole: WholeStep, numbers: Numbers, args: tuple[Any, ...]
     ) -> Any:
-        """The results of the graph of the loss, of the compiled ``code`` of a whole step."""
+        """Run the compiled ``code`` of a whole step; gives the results of the graph of the loss."""
         params = params_of(self.optimizer)
         others = (param for owner, param in params.items() if owner not in whole.trained)
         refuse_waiting(others, "a compiled step")
@@ -280,7 +283,8 @@ class _Compiled:
 
 
 def _kind_of(value: object) -> str:
-    """What a loss is that is no tensor; of a class, Dynamo of 2.11 does not know the name."""
+    """The type name of a loss that is no tensor. Dynamo traces this, and in 2.11 cannot read the
+    name of a class."""
     if value is None:
         return "NoneType"
     kinds = {"dict": dict, "tuple": tuple, "list": list, "float": float, "int": int}
@@ -288,7 +292,7 @@ def _kind_of(value: object) -> str:
 
 
 def _there(value: _Compiled | None) -> _Compiled:
-    """What is not gone: who calls it holds it."""
+    """The referent of a weak reference, which is alive as long as its caller holds the step."""
     if value is None:
         raise RuntimeError("a compiled step was called that nobody has any more")
     return value

@@ -1,4 +1,4 @@
-"""What an optimizer is, beside the values of its tensors: a graph of its step holds all of that."""
+"""An optimizer's configuration: all that a graph of its step builds in, so no values of tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 RATE = "lr"  # the option that changes from step to step
-_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")  # torch's, of what has happened
+# Attributes in which torch notes what has happened; they are no configuration.
+_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
 _NUMBERS = (bool, int, float, complex, str, type(None))
 
 
 def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
-    """By a name for messages: options that are no tensors, but for the learning rate; attributes;
-    which parameters there are and which are trained; and the layout of their state."""
+    """The configuration of an optimizer, keyed by names for messages: options that are no tensors,
+    except the learning rate; attributes; the parameters, and which of them are trained; and the
+    layout of their state."""
     found: dict[str, Any] = {}
     for g, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -33,7 +35,7 @@ def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def fingerprint(optimizer: Optimizer) -> list[object]:
-    """Differs where :func:`hyperparameters` may; made in less time."""
+    """A cheaper substitute: it changes whenever :func:`hyperparameters` may have changed."""
     found: list[object] = []
     for group in optimizer.param_groups:
         found += [_plain(v) for k, v in group.items() if k not in ("params", RATE)]
@@ -69,12 +71,12 @@ def _plain(value: object) -> object:
 
 @contextmanager
 def unchanged(optimizer: Optimizer) -> Iterator[None]:
-    """Around the step of an optimizer that is only followed: what it has is as before afterwards,
-    and so it is if that fails; but for state that its parameters did not have.
+    """Restore an optimizer after its step was traced inside, even if that failed. State of
+    parameters that had none before is kept if it succeeded.
 
     Raises:
-        ValueError: it has changed a number of Python's, or has such in its state: a graph of the
-            step would have the first value in it for ever.
+        ValueError: the step changed a Python number, or the state holds one: a graph of the step
+            would keep its first value for ever.
     """
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     numbers = [{k: _plain(v) for k, v in group.items()} for group in options]

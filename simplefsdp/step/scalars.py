@@ -1,9 +1,9 @@
-"""What an update computes of numbers alone, such as bias corrections of a step count.
+"""The part of an update that computes with 0-d numbers only, such as Adam's bias corrections.
 
-Each parameter has a step count of its own, and most are equal. As operators of the graph they would
-be a third of it, once per parameter, in single precision. So they are computed before each step,
-once for all counts that are equal, as Python would: in doubles. The results are inputs of the
-graph; the new counts are written when the step is done::
+Each parameter has a step count of its own, and most counts are equal. As operators of the graph,
+these computations would be a third of the graph: once per parameter, and in single precision. So
+they are done before each step, once for all counts that are equal, and in doubles, as Python does.
+The results are inputs of the graph; the new counts are written when the step is done::
 
     lr, step ─ scalars ─┬─▶ results, into the graph
                         └─▶ step + 1, when it has run
@@ -29,18 +29,18 @@ from simplefsdp.step.update import Owner, Site, Update, params_of, tensor_at
 class Scalars(NamedTuple):
     """The numbers of an update."""
 
-    sources: list[list[Site]]  # what ``gm`` is called with: one of each of these, which are equal
-    gm: GraphModule  # computes the results
-    results: list[Node]  # the nodes of the update that they stand for
-    examples: list[Tensor]  # what they are now
+    # One list per input of ``gm``: sites with equal values, any of which can be that input.
+    sources: list[list[Site]]
+    gm: GraphModule  # computes the results, and then the values that are only written to state
+    results: list[Node]  # the node of the update that each result replaces
+    examples: list[Tensor]  # the value of each result now
     nodes: frozenset[Node]  # all nodes of the update that are numbers
-    # The state that changes, with the number of its new value among all that ``gm`` gives: the
-    # results, and then those that are only written.
+    # For each state that changes, the index of its new value among all outputs of ``gm``.
     written: dict[Site, int]
 
 
 class CountsDiffer(Exception):
-    """Counts that were equal when a step was compiled are not any more."""
+    """Counts that were equal when a step was compiled are no longer equal."""
 
 
 def _counts(optimizer: Optimizer) -> dict[Site, Tensor]:
@@ -48,7 +48,7 @@ def _counts(optimizer: Optimizer) -> dict[Site, Tensor]:
         Site("state", *owner, key): value
         for owner, param in params_of(optimizer).items()
         for key, value in optimizer.state.get(param, {}).items()
-        if _is_number(value) and not _is_number(param)  # whose moments are numbers, too
+        if _is_number(value) and not _is_number(param)  # a 0-d parameter has 0-d moments, too
     }
 
 
@@ -57,10 +57,10 @@ def _is_number(value: object) -> bool:
 
 
 def scalars_of(optimizer: Optimizer, update: Update) -> Scalars:
-    """What ``update`` computes of counts and options alone.
+    """The part of ``update`` that computes with counts and options alone.
 
     Raises:
-        ValueError: it writes to numbers in ways that are not followed here.
+        ValueError: the update writes to a number in a way that is not supported here.
     """
     counts = _counts(optimizer)
     builder = _Builder({s: (s.group, s.key, float(tensor)) for s, tensor in counts.items()})
@@ -81,14 +81,14 @@ def scalars_of(optimizer: Optimizer, update: Update) -> Scalars:
 
 
 class _Builder:
-    """Makes a graph without repetitions of the nodes of another."""
+    """Copies the number nodes of an update into a new graph, in which equal ones occur once."""
 
     def __init__(self, value_of: Mapping[Site, object]) -> None:
-        self.value_of = value_of  # of counts: those with one value are taken to be equal
+        self.value_of = value_of  # of counts: its group, key and number; equal ones share an input
         self.graph = Graph()
         self.sources: dict[object, list[Site]] = {}
         self.known: dict[object, Node] = {}
-        self.value: dict[Node, Node] = {}  # of each node that is a number, what it is now
+        self.value: dict[Node, Node] = {}  # for each number node, the new node of its current value
         self.sites: dict[Node, Site] = {}
         self.written: dict[Site, Node] = {}
 
@@ -120,7 +120,7 @@ class _Builder:
             self._write(node, cast(Node, node.args[0]))
 
     def refuse_written(self, node: Node) -> None:
-        """Refuse what writes to a number otherwise than :meth:`compute` knows."""
+        """Refuse a node that writes to a number in a way that :meth:`compute` does not handle."""
         writes = is_in_place(node) or node.target is operator.setitem
         written: Any = node.args[:1] if writes else node.kwargs.get("out")
         left = [written]
@@ -138,7 +138,7 @@ class _Builder:
         )
 
     def _write(self, node: Node, target: Node) -> None:
-        """Note that ``target``, and all that stands for the same tensor, is now what ``node`` is"""
+        """Give ``target``, and all nodes of the same tensor, the value of ``node`` from here on."""
         site = self.sites.get(target)
         if site is None:  # made in this step
             self.value[target] = self.value[node]
@@ -160,7 +160,7 @@ class _Builder:
         gm = GraphModule(nn.Module(), self.graph)
         sources = [*self.sources.values()]
         with torch.no_grad():
-            # Parts of one tensor, which no input of a graph should be known to be.
+            # Results may be views of one tensor; the inputs of a graph should not share storage.
             made = gm(*(tensor_at(optimizer, sites[0]) for sites in sources))
             examples = [example.clone() for example in made]
         return Scalars(sources, gm, wanted, examples[: len(wanted)], frozenset(self.value), written)
@@ -169,7 +169,7 @@ class _Builder:
 class Numbers:
     """The numbers of a step, for the parameters that one graph trains.
 
-    Others keep their counts, and may so have others later.
+    Parameters that it does not train keep their counts, which then differ from the others.
     """
 
     def __init__(self, optimizer: Optimizer, scalars: Scalars, trained: Container[Owner]) -> None:
@@ -181,13 +181,13 @@ class Numbers:
         both = zip(mine, scalars.sources, strict=True)
         self.sources = [(own or every)[0] for own, every in both]
         self.written = {p: i for p, i in scalars.written.items() if p.owner in trained}
-        self.left: list[tuple[Tensor, int]] = []  # counts, as they were checked
+        self.left: list[tuple[Tensor, int]] = []  # counts that were checked, with their versions
 
     def compute(self) -> tuple[Tensor, ...]:
         """All values, for the step that is about to run.
 
         Raises:
-            CountsDiffer: the graph is for counts that are equal where these are not.
+            CountsDiffer: counts differ that the graph takes to be equal.
         """
         if not self._as_left():  # somebody else wrote to a count
             for sites in self.equal:

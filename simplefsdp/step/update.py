@@ -1,4 +1,4 @@
-"""An optimizer's step as a graph, and where the tensors that it reads and writes are found."""
+"""An optimizer's step as a graph, and where to find the tensors that the graph reads and writes."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from torch.optim.optimizer import Optimizer
 from simplefsdp._torch import updates
 from simplefsdp.step.hyperparameters import RATE, hyperparameters, unchanged
 
-Owner = tuple[int, int]  # of a parameter, its group's number and its own in that
+Owner = tuple[int, int]  # a parameter, as the index of its group and its index in that group
 
 
 class Site(NamedTuple):
-    """Where an optimizer has a tensor."""
+    """The place where an optimizer has a tensor."""
 
-    # What it is: a parameter, its gradient, a state of it, or an option of its group.
+    # The tensor is a parameter, its gradient, a state of it, or an option of its group.
     kind: Literal["param", "grad", "state", "option"]
-    group: int  # number of its parameter group
-    number: int = -1  # of the parameter in it; -1 of an option
+    group: int  # index of the parameter group
+    number: int = -1  # index of the parameter in its group; -1 for an option
     key: str = ""  # name of the state or of the option
 
     @property
     def owner(self) -> Owner | None:
-        """The parameter that it belongs to."""
+        """The parameter that the tensor belongs to; None for an option."""
         return None if self.kind == "option" else (self.group, self.number)
 
 
 class Update(NamedTuple):
     """What an optimizer's step computes."""
 
-    graph: Graph  # of Dynamo's; without results
-    sites: dict[Node, Site]  # what its placeholders and attributes stand for
-    hyperparameters: dict[str, Any]  # of the optimizer that it holds for
-    params: list[nn.Parameter]  # of that; they are kept, as they are told apart by their ids
+    graph: Graph  # a Dynamo graph without results
+    sites: dict[Node, Site]  # the tensors that its placeholders and attributes stand for
+    hyperparameters: dict[str, Any]  # of the optimizer for which the graph is valid
+    # Its parameters: kept alive, since ``hyperparameters`` identifies them by ``id``.
+    params: list[nn.Parameter]
 
 
 def tensor_at(optimizer: Optimizer, site: Site) -> Tensor:
-    """The tensor that is there now; of a number, one that holds it, as exactly as Python does."""
+    """The tensor that is at ``site`` now. An option that is a Python number is given as a 0-d
+    float64 tensor on the CPU, which holds it exactly."""
     group = optimizer.param_groups[site.group]
     if site.kind == "option":
         value = group[site.key]
@@ -54,7 +56,7 @@ def tensor_at(optimizer: Optimizer, site: Site) -> Tensor:
 
 
 def params_of(optimizer: Optimizer) -> dict[Owner, nn.Parameter]:
-    """All parameters of an optimizer."""
+    """All parameters of an optimizer, by their indices."""
     return {
         (g, i): param
         for g, group in enumerate(optimizer.param_groups)
@@ -63,19 +65,19 @@ def params_of(optimizer: Optimizer) -> dict[Owner, nn.Parameter]:
 
 
 def capture(optimizer: Optimizer, without_gradient: Container[Owner] = ()) -> Update:
-    """The update of the parameters that are trained, as if each had a gradient.
+    """Trace the update of the parameters that are trained, as if each had a gradient.
 
-    Each parameter is updated by operators of its own, whatever ``foreach`` and ``fused`` say: an
-    update can run as soon as its gradient is there. Learning rates are read from tensors.
+    Each parameter is updated by operators of its own, whatever ``foreach`` and ``fused`` say, so
+    that an update can run as soon as its gradient is ready. Learning rates are read from tensors.
 
     Args:
-        optimizer: it. Parameters without state have their first one afterwards.
-        without_gradient: parameters that are known to have none.
+        optimizer: is left unchanged, except that parameters without state get their initial state.
+        without_gradient: parameters that are known to get no gradient.
 
     Raises:
-        MakesState: the optimizer makes state of its first gradients; step once before.
-        ValueError: the step cannot be followed; or it uses what is no parameter, gradient, state or
-            option, or changes numbers of Python's.
+        MakesState: the optimizer makes its state from the first gradients; run one step before.
+        ValueError: the step cannot be traced; or it uses a tensor that is no parameter, gradient,
+            state or option, or it changes Python numbers.
     """
     name = type(optimizer).__name__
     params = params_of(optimizer)
@@ -110,14 +112,14 @@ def _reason(error: Exception) -> str:
     return ": ".join([*lines[:1], *told[:1]]).removesuffix(".")
 
 
-# Numbers that torch's optimizers keep on the CPU unless their kernels read them on the device; but
-# for ASGD's, which are always there. Other numbers are the moments of parameters that are numbers.
+# Numbers that torch's optimizers keep on the CPU unless their kernels read them on the device;
+# except ASGD's, which are always on the device. Other 0-d states are moments of 0-d parameters.
 _COUNTS = ("step", "mu_product")
 
 
 def _move_counts(optimizer: Optimizer, before: Container[tuple[Tensor, str]]) -> None:
-    """Have the first counts where the optimizer makes them itself: Dynamo followed it without
-    kernels of its own, and as if counts were on the device of the parameters."""
+    """Move newly made counts to the device on which the optimizer itself would make them: the trace
+    changes ``fused`` and ``capturable``, and makes counts on the device of the parameters."""
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         if not (on_device or "capturable" in group) or isinstance(optimizer, torch.optim.ASGD):
@@ -131,7 +133,7 @@ def _move_counts(optimizer: Optimizer, before: Container[tuple[Tensor, str]]) ->
 
 
 def owners_of(update: Update) -> dict[Node, set[Owner]]:
-    """The parameters that each node of an update belongs to: what it is made of is theirs."""
+    """For each node of an update, the parameters whose tensors it is computed from."""
     owners: dict[Node, set[Owner]] = {}
     for node in update.graph.nodes:
         found = set().union(*(owners[n] for n in node.all_input_nodes))
@@ -166,8 +168,9 @@ def _zero_gradients(params: Collection[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _changed_options(optimizer: Optimizer) -> Iterator[None]:
-    """Have the optimizer update each parameter by itself, at rates that are tensors, each group's
-    its own. Before 2.15 Dynamo leaves ``capturable`` set where parameters are on a GPU."""
+    """Inside, the optimizer updates each parameter by itself, and each group's learning rate is a
+    tensor of its own. The options are restored at the end, also ``capturable``: before 2.15 Dynamo
+    sets it where parameters are on a GPU, and leaves it so."""
     keys = ("foreach", "fused", "capturable", RATE)
     before = [{k: group[k] for k in keys if k in group} for group in optimizer.param_groups]
     for g, group in enumerate(optimizer.param_groups):

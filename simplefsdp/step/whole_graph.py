@@ -1,4 +1,4 @@
-"""The graph of a whole training step: a loss, its gradients, their norm, and the update."""
+"""The graph of a whole training step: the loss, its gradients, their norm, and the update."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from simplefsdp.step.update import Owner, Site, Update, owners_of, tensor_at
 
 @torch.compiler.allow_in_graph
 def note_loss(loss: Tensor | None, kind: str) -> Tensor:
-    """``loss``; in a graph, the node that says which value it is, and of what class."""
+    """Gives ``loss``. Its node in a graph marks which value the loss is; ``kind`` names the class
+    of a loss that is no tensor."""
     return loss  # type: ignore[return-value]
 
 
 class WholeStep(NamedTuple):
     """A graph that trains.
 
-    Its first inputs and results are those of the graph of the loss; the results have no gradients.
-    A last result is the norm of the gradients, if they are clipped.
+    Its first inputs and results are those of the graph of the loss; the results are detached. The
+    last result is the norm of the gradients, if they are clipped.
     """
 
     gm: GraphModule
-    inputs: list[Any]  # (fake) ones to compile it with
-    sites: list[Site]  # where the optimizer has its further inputs
-    numbers: list[int]  # which of the optimizer's numbers come behind them
-    seed: Tensor  # its last input: the gradient of the loss, one
+    inputs: list[Any]  # all inputs, to compile it with; those that were added are fake tensors
+    sites: list[Site]  # where the optimizer has the inputs that follow those of the loss
+    numbers: list[int]  # the results of ``scalars`` that are the next inputs, by index
+    seed: Tensor  # its last input: the gradient of the loss, which is one
     trained: frozenset[Owner]  # the parameters that are updated
 
 
@@ -50,22 +51,22 @@ def whole_step(
     max_norm: float | None,
     fqns: Mapping[int, str],
 ) -> WholeStep:
-    """Put gradients, clipping and update behind the graph of a loss.
+    """Append gradients, clipping and update to the graph of a loss.
 
     Args:
-        gm: the graph, in which :func:`note_loss` is called once. It stays as it is.
-        inputs: of it; parameters are the model's own.
-        optimizer: whose parameters are updated, as far as the graph reads them.
-        update: what it does.
-        scalars: what of that is done outside of the graph.
+        gm: the graph, in which :func:`note_loss` is called once. It is not changed.
+        inputs: the graph's inputs; parameters among them are the model's own tensors.
+        optimizer: those of its parameters that the graph reads are updated.
+        update: the optimizer's step.
+        scalars: the part of the update that is computed outside of the graph.
         max_norm: of the gradients, see :func:`simplefsdp.clip_grad_norm_`; None: no clipping.
-        fqns: of parameters, by ``id``, for errors.
+        fqns: names of parameters, by ``id``, for error messages.
 
     Raises:
         TypeError: the loss is no tensor.
-        ValueError: it is not one number, or depends on nothing that is trained; a gradient is to be
-            deferred, or wanted by others; or the optimizer updates a parameter that is read
-            together with one that is not.
+        ValueError: the loss is not one number, or depends on no parameter that is trained; a
+            gradient is to be deferred, or belongs to a tensor that is not trained; or the optimizer
+            updates a parameter that the loss reads together with one that it does not read.
     """
     gm = copied_graph(gm)
     (loss,) = gm.graph.find_nodes(op="call_function", target=note_loss)
@@ -128,7 +129,8 @@ def _check(gm: GraphModule, loss: Node) -> None:
 def _refuse_others(
     gm: GraphModule, inputs: Sequence[Any], trained: Collection[Node], fqns: Mapping[int, str]
 ) -> None:
-    """Refuse what wants a gradient that nobody uses: a backward would leave it in ``.grad``."""
+    """Refuse inputs that require a gradient but are not trained: an eager backward would put that
+    gradient into ``.grad``, and this graph does not."""
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False):
         wants = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
         if wants and node not in trained:
@@ -142,7 +144,7 @@ def _refuse_others(
 def _params_read(
     gm: GraphModule, inputs: Sequence[Any], optimizer: Optimizer, update: Update
 ) -> dict[Site, Node]:
-    """The inputs of a graph that are parameters which the optimizer trains."""
+    """The placeholders of parameters that the optimizer trains, by their sites."""
     given = dict(zip(map(id, inputs), gm.graph.find_nodes(op="placeholder"), strict=False))
     sites = [site for site in dict.fromkeys(update.sites.values()) if site.kind == "param"]
     ids = {site: id(tensor_at(optimizer, site)) for site in sites}
@@ -155,8 +157,8 @@ def _params_read(
 
 
 def _nodes_of(update: Update, scalars: Scalars, trained: frozenset[Owner]) -> list[Node]:
-    """The nodes of an update but for numbers, and those of parameters that are not trained: these
-    have no gradient, and are left alone."""
+    """The nodes of an update that go into the graph: all except numbers, which are inputs, and
+    except those of parameters that the loss does not read, which get no gradient."""
     found = []
     for node, owners in owners_of(update).items():
         if node in scalars.nodes or node.op == "output":
@@ -179,7 +181,7 @@ def _gradients(
     names: Sequence[str],
     max_norm: float | None,
 ) -> tuple[Node | None, list[Node]]:
-    """Append the gradients, and their norm if they are clipped; what follows has no gradients."""
+    """Append the gradients, and their norm if they are clipped; then turn grad mode off."""
     graph = gm.graph
     norm = None
     with graph.inserting_before(graph.output_node()):
@@ -195,15 +197,15 @@ def _gradients(
 def _append(
     gm: GraphModule, nodes: Iterable[Node], values: dict[Node, Node], known: Mapping[Node, Node]
 ) -> None:
-    """Append copies of the ``nodes`` of an update, with ``known`` in the place of its tensors, and
-    ``values`` in that of numbers, to which the copies are added."""
+    """Append copies of the ``nodes`` of an update. ``known`` has the nodes that replace its
+    tensors; ``values`` those that replace its numbers, and each copy is added to it."""
     with gm.graph.inserting_before(gm.graph.output_node()):
         for node in nodes:
             if node in known:
                 values[node] = known[node]
             else:
                 values[node] = gm.graph.node_copy(node, values.__getitem__)
-                values[node].meta.pop("example_value", None)  # fake, of another mode
+                values[node].meta.pop("example_value", None)  # a tensor of another fake mode
 
 
 def _finish(gm: GraphModule, loss: Node, norm: Node | None) -> None:
@@ -224,9 +226,9 @@ def _finish(gm: GraphModule, loss: Node, norm: Node | None) -> None:
 def gradients(
     fqns: Sequence[str], loss: Tensor, seed: Tensor, *params: Tensor
 ) -> tuple[Tensor, ...]:
-    """Of the parameters with these names; AOTAutograd traces through it.
+    """The gradients of ``params``, whose names are ``fqns``; AOTAutograd traces through this call.
 
-    Not a closure: the graph has a name on disk by what it calls and with which arguments.
+    This is no closure, because the key of a graph on disk holds what it calls, with all arguments.
     """
     found = torch.autograd.grad(loss, params, seed, allow_unused=True)
     without = [fqn for fqn, grad in zip(fqns, found, strict=True) if grad is None]

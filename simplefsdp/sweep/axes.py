@@ -1,4 +1,4 @@
-"""The axes of a sweep as they are written: ``batch=1..16 seq=2k..128k ranks=8,64,512``."""
+"""Parses the axes of a sweep, such as ``batch=1..16 seq=2k..128k ranks=8,64,512``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import Sequence
 from simplefsdp.sweep.cells import Cell
 
 NAMES = Cell._fields
-LEAST = {"seq": 2}  # torch takes a size of 1 for one that never changes
+LEAST = {"seq": 2}  # torch takes a size of 1 for a constant
 MOST_CELLS = 100_000
-MOST = 1 << 30  # of any size: the bytes of what has it are still 64-bit numbers
+MOST = 1 << 30  # the largest size, so that the bytes of a tensor still fit into 64 bits
 _NUMBER = re.compile(r"(\d{1,18})(k?)")
 
 
 def parse_axes(written: Sequence[str], default: Cell) -> dict[str, tuple[int, ...]]:
-    """The values of each axis, rising; of one that is not written, that of ``default``.
+    """The values of each axis, ascending; an axis that is not written has the value of ``default``.
 
-    ``a..b`` doubles from a as long as it is at most b, ``a..b:c`` counts by c, and commas list
-    values; ``k`` stands for 1,024.
+    ``a..b`` doubles from a up to at most b, ``a..b:c`` counts by c, and commas separate values;
+    ``k`` stands for 1,024.
 
     Raises:
-        ValueError: an axis that is unknown, given twice, not written so, or too many cells.
+        ValueError: an axis is unknown, given twice or not written like this, or there are too many
+            cells.
     """
     found: dict[str, tuple[int, ...]] = {}
     for text in written:

@@ -1,4 +1,4 @@
-"""What a step takes in each cell, and what binds it."""
+"""The time and memory of a step in each cell, and what limits it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from simplefsdp.sweep.traced import OpenStep
 
 
 class Cell(NamedTuple):
-    """Sizes of a step."""
+    """The sizes of a step."""
 
-    batch: int  # sequences per rank; with tensor parallelism, of the ranks that share them
+    batch: int  # sequences per rank; with tensor parallelism, per group of tensor-parallel ranks
     seq: int  # tokens per sequence
-    ranks: int  # in all
+    ranks: int  # number of all ranks
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class CellStep:
 
     cell: Cell
     step_us: float  # the optimizer's time included
-    exposed_us: float  # of it, in which compute waits for the wire
-    compute_us: float  # of graphs and optimizer, if nothing were in transfer
-    wire_us: float  # of all collectives
-    peak_nbytes: int  # most bytes on a rank, shards and optimizer state included
-    room_nbytes: int  # that a device has
+    exposed_us: float  # part of ``step_us`` in which compute waits for the wire
+    compute_us: float  # time of graphs and optimizer, if nothing were in transfer
+    wire_us: float  # time of all collectives
+    peak_nbytes: int  # peak memory of a rank, shards and optimizer state included
+    room_nbytes: int  # usable memory of a device
 
     @property
     def fits(self) -> bool:
@@ -44,8 +44,8 @@ class CellStep:
 
     @property
     def binds(self) -> Literal["memory", "wire", "compute"]:
-        """What is to be had more of first: memory, if it does not fit; the wire, if it is busy
-        for longer than compute; else compute."""
+        """The resource that limits the step: memory if it does not fit; the wire if it is busy for
+        longer than compute; else compute."""
         if not self.fits:
             return "memory"
         return "wire" if self.wire_us > self.compute_us else "compute"
@@ -58,12 +58,13 @@ def cell_steps(
     cluster: Cluster,
     nodes_of: Callable[[int], Mapping[str, int]],
 ) -> list[CellStep]:
-    """The step in each cell that it holds for, see :meth:`inductor_passes.ir.cells.Symbols.check`.
+    """The step in each of ``cells``, for all of which ``step`` must be valid, see
+    :meth:`inductor_passes.ir.cells.Symbols.check`.
 
     Args:
         step, cells, cluster: the graphs, their sizes, and the machine.
-        candidates: for the plan of each graph, see :func:`simplefsdp.sweep.plans.plans_of`.
-        nodes_of: how many nodes a group of each dimension of the mesh spans among so many ranks.
+        candidates: for each graph its plans, see :func:`simplefsdp.sweep.plans.plans_of`.
+        nodes_of: for a number of ranks, how many nodes a group of each mesh dimension spans.
 
     Raises:
         UnknownLinkError: the cluster cannot price a collective.
@@ -101,9 +102,9 @@ def cell_steps(
 
 
 def _best(found: Taken, room: Tensor) -> Tensor:
-    """Which to choose in each cell, as the automatic planner does: the fastest of those that take
-    no more memory than the first, that by module, or than the device has, if that is less; where
-    none does, the smallest."""
+    """The index of the best candidate in each cell, chosen as the automatic planner does. It is the
+    fastest of those that fit into the memory of the first one, which is by module, or into that of
+    the device if it has less. If no candidate fits, it is the one with the lowest peak."""
     peaks = found.peak_nbytes
     fits = peaks <= torch.minimum(peaks[0], room)
     fastest = found.total_us.where(fits, torch.inf).argmin(0)

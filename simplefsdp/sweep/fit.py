@@ -15,16 +15,16 @@ _AT_ONCE = 32
 def largest(
     steps: Callable[[Sequence[int]], Sequence[CellStep]], most: int, multiple: int = 1
 ) -> tuple[CellStep | None, CellStep | None]:
-    """The step of the largest size up to ``most`` that fits, and of the next one, which does not;
-    either may be None. Of sizes, only multiples of ``multiple`` are looked at.
+    """The step of the largest size up to ``most`` that fits, and that of the next size, which does
+    not fit; either may be None. Only multiples of ``multiple`` are tried.
 
-    ``steps`` gives the steps of some sizes; if one does not fit, no larger one does.
+    ``steps`` gives the steps of several sizes. If one size does not fit, no larger one may fit.
     """
     most //= multiple
     fits, not_ = None, None
-    low, high = 0, most + 1  # which fits, which does not
+    low, high = 0, most + 1  # a size that fits, and one that does not
     while high - low > 1:
-        # Each as much larger than the one before.
+        # A geometric series of sizes between them.
         between = numpy.geomspace(low + 1, high - 1, _AT_ONCE)
         sizes = sorted({round(n) for n in between.tolist()})
         found = steps([size * multiple for size in sizes])

@@ -1,4 +1,4 @@
-"""Models that are swept: how they are built, and what they are called with."""
+"""The models of a sweep: how to build them, and their inputs."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ _MAX_NBYTES = 16 * MIB
 
 @dataclass(frozen=True)
 class SweptModel:
-    """A model of any batch and sequence."""
+    """A model that can be traced for any batch and sequence."""
 
     name: str  # for messages
-    # The wrapped model, on meta, of a number of layers, over a mesh; its output is the loss.
+    # Gives the wrapped model, on meta, for a number of layers and a mesh; its output is the loss.
     build: Callable[[int, DeviceMesh], nn.Module]
-    # On one rank, for a batch and a sequence; either may be a ``torch.SymInt``.
+    # Gives the inputs of one rank for a batch and a sequence, either of which may be a SymInt.
     inputs: Callable[[Any, Any], tuple[Any, ...]]
     layers: str  # FQN of the list of its layers
-    depth: int  # how many there are
-    longest: int | None = None  # sequence that it takes; None if there is no limit
-    flops_per_token: Callable[[int], float] | None = None  # of a step, by the sequence; if known
-    open_sizes: tuple[str, ...] = ("batch", "seq")  # those that its inputs have
-    # Around its tracing: says in its user's words why it cannot be traced.
+    depth: int  # number of its layers
+    longest: int | None = None  # longest sequence that it takes; None if there is no limit
+    # Operations of a step per token, for a sequence length; None if not known.
+    flops_per_token: Callable[[int], float] | None = None
+    open_sizes: tuple[str, ...] = ("batch", "seq")  # the sizes that its inputs have
+    # A context for tracing it, in which errors say in the user's terms why it cannot be traced.
     tracing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def swept_llama(
     options: ModelOptions, parallel: ParallelOptions, layers: int | None = None
 ) -> SweptModel:
-    """One of our models, with all of its layers or so many.
+    """One of our models, with ``layers`` layers; None for all of them.
 
     Raises:
         ValueError: there is no such model.
@@ -61,7 +62,7 @@ def swept_llama(
 
 
 def tokens_and_targets(batch: Any, seq: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[batch, seq]``, int64, twice."""
+    """Tokens and targets, both int64 ``[batch, seq]``."""
     tokens = torch.zeros(batch, seq, dtype=torch.long)
     return tokens, tokens
 
@@ -73,15 +74,16 @@ def swept_target(
 ) -> SweptModel:
     """A user's model.
 
-    The first of its inputs that is tokens, integers ``[batch, seq]``, tells both; if there is none,
-    dimension 0 of the first tensor is the batch, and there is no sequence. Of every input,
-    dimension 0 is the batch if it is as long as that, and any other dimension is the sequence if it
-    is as long as that; all else stays. So position ids ``[seq]`` and masks ``[batch, 1, seq, seq]``
-    grow along, class weights ``[classes]`` do not. What is as long by chance is taken for it: the
-    example should be of a batch and a sequence that are unlike other sizes.
+    The first input with integers ``[batch, seq]``, the tokens, tells the batch and the sequence of
+    the example. If there is none, dimension 0 of the first tensor is the batch, and there is no
+    sequence. In every input, dimension 0 is open if it is as long as the batch, and any dimension
+    is open if it is as long as the sequence; other dimensions are constant. So position ids
+    ``[seq]`` and masks ``[batch, 1, seq, seq]`` grow with the sizes, but class weights
+    ``[classes]`` do not. A dimension that has the same length by chance is mistaken for one of
+    these, so the example's batch and sequence should differ from all other sizes.
 
     Raises:
-        ValueError: the example has no batch, or a sequence as long as it.
+        ValueError: the example has no batch, or its sequence is as long as its batch, or 1.
     """
     made = example()
     tensors = [x for x in made if isinstance(x, torch.Tensor) and x.ndim > 0]
@@ -119,12 +121,12 @@ def swept_target(
 def swept_transformers(
     path: Path, options: ModelOptions, parallel: ParallelOptions, layers: int | None = None
 ) -> SweptModel:
-    """A causal language model of transformers, from its configuration alone: a ``config.json``, or
-    the folder that it is in. With all of its layers or so many.
+    """A causal language model of transformers, made from its configuration alone: ``path`` is a
+    ``config.json`` or the folder that has it. ``layers`` is the number of layers, None for all.
 
     Raises:
-        ValueError: there is no such file, it is of no causal language model that transformers has,
-            or what is asked for cannot be had.
+        ValueError: there is no such file; it is not the configuration of a causal language model of
+            transformers; or the options are not supported for such a model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -155,7 +157,7 @@ def swept_transformers(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(its, trust_remote_code=False)
         if options.activation_checkpointing == "full":
-            # By transformers' own method: its name changed in 5.x.
+            # transformers' own method, whose name changed in 5.x.
             enable = getattr(model, "activation_checkpointing_enable", None)
             (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return WithLoss(wrap(_Logits(model), parallel, mesh))
@@ -172,7 +174,7 @@ def swept_transformers(
 
 
 def _configured(path: Path) -> tuple[Any, nn.Module]:
-    """The configuration in a file or folder, and its model on meta."""
+    """The configuration in a file or folder, and the model that it describes, on meta."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -183,7 +185,7 @@ def _configured(path: Path) -> tuple[Any, nn.Module]:
             _check_count(config, "max_position_embeddings", 2)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # of a bad configuration transformers raises what comes up
+    except Exception as error:  # transformers may raise anything for a bad configuration
         text = " ".join(str(error).split())
         raise ValueError(
             f"--hf {path}: no configuration of a language model that transformers has by itself: "
@@ -200,7 +202,7 @@ def _check_count(config: Any, name: str, least: int) -> None:
 
 
 def _are_alike(model: nn.Module, types: Sequence[str] | None, depth: int) -> bool:
-    """Whether the layers that need not be traced are like that which stands for them."""
+    """Whether the layers that are not to be traced are like the one that stands for them."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None or len(layers) < depth:
         return False
@@ -213,7 +215,7 @@ def _are_alike(model: nn.Module, types: Sequence[str] | None, depth: int) -> boo
 
 
 class _Logits(nn.Module):
-    """What a model of transformers makes of tokens."""
+    """Gives the logits of a model of transformers for tokens."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The plans that a sweep looks at: made once, for all cells, and then the best of each cell.
+"""The candidate plans of a sweep, made once for all cells; each cell gets the best of them.
 
-They are regular ones (:mod:`inductor_passes.planner.regular`), at which the automatic planner's
-search begins; what it finds beyond them takes seconds per cell.
+Candidates are regular plans (:mod:`inductor_passes.planner.regular`), from which the automatic
+planner's search starts. The search itself is left out, as it would take seconds per cell.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SWEEP_PLANS: tuple[Bucketing, ...] = ("auto", "manual", "none")
 
 
 def plans_of(step: OpenStep, graph: OpenGraph, bucketing: Bucketing) -> list[OpenProgram]:
-    """The candidates of a graph. That with which the others are compared is first: that by module;
-    or, where a module's collectives depend on each other, so that it cannot be had, all of them
-    one by one. Only ``"auto"`` has others.
+    """The candidate plans of a graph. The first is the reference for the others: it has one bucket
+    per module; or each collective by itself, if collectives of a module depend on each other so
+    that they cannot share a bucket. Only ``"auto"`` has further candidates.
     """
     program = graph.program
     if bucketing == "none":

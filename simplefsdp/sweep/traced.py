@@ -1,4 +1,4 @@
-"""A training step traced with batch, sequence and number of ranks left open."""
+"""Reads a training step that was traced with batch, sequence and number of ranks left open."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _GROWING = ("dp", "replicate")
 
 @dataclass(frozen=True)
 class OpenGraph:
-    """A forward or backward graph whose numbers are Sizes."""
+    """A forward or backward graph whose sizes are formulas (``Size``)."""
 
     name: str  # "forward" or "backward"
-    read: Program  # as it was read: all buffers that an eager run would have
-    program: Program  # as it lies in memory once Inductor has fused it
-    work: Mapping[str, Work]  # of its compute ops
+    read: Program  # as it was read, with all buffers that an eager run would have
+    program: Program  # with only the buffers that are left when Inductor has fused ops
+    work: Mapping[str, Work]  # the work of its compute ops
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class OpenStep:
     """A step whose sizes were left open."""
 
     graphs: tuple[OpenGraph, ...]  # forward and backward
-    symbols: Symbols  # ``batch``, ``seq`` and ``ranks``, and what must hold of them
-    fqns: tuple[str, ...]  # of the parameters, in the order in which they are gathered
-    parameters_nbytes: int  # of a rank's shards, fp32
-    dim_of: Mapping[str, str]  # the dimension of the mesh that each process group is of
+    symbols: Symbols  # ``batch``, ``seq`` and ``ranks``, and the conditions on them
+    fqns: tuple[str, ...]  # names of the parameters, in the order in which they are gathered
+    parameters_nbytes: int  # bytes of a rank's fp32 shards, a formula
+    dim_of: Mapping[str, str]  # for each process group, its dimension of the mesh
 
 
 def open_step(
@@ -52,10 +52,11 @@ def open_step(
     """Read a step that was traced inside :func:`simplefsdp._torch.symbolic.open_sizes`.
 
     Args:
-        step: its graphs; call this in the process group that they were traced in.
-        hints: of the open sizes.
-        dim_of: the dimension of the mesh that each of its process groups is of, by name.
-        fixed: ranks of the dimensions that do not grow: those of data parallelism have the others.
+        step: its graphs; call this in the process group in which they were traced.
+        hints: the numbers that stood for the open sizes in the trace.
+        dim_of: for each of its process groups, by name, its dimension of the mesh.
+        fixed: number of ranks in the dimensions that do not grow, such as tensor parallelism. A
+            growing dimension has ``ranks / fixed`` ranks.
 
     Raises:
         CellError: a size became a number while it was traced.
@@ -65,7 +66,7 @@ def open_step(
     ranks_of = {group: ranks / fixed for group, dim in dim_of.items() if dim in _GROWING}
     shards = shards_of(step.forward.graph)
     graphs, conditions, apart = [], set(holds), set[sympy.Basic]()
-    if ranks_of:  # alone it communicates nothing
+    if ranks_of:  # a data-parallel dimension of one rank communicates nothing: another graph
         alone = dist.get_world_size() == fixed
         conditions.add(sympy.Eq(ranks, fixed) if alone else ranks > fixed)
     for name, gm in (("forward", step.forward), ("backward", step.backward)):
@@ -78,7 +79,8 @@ def open_step(
     forward = graphs[0].program
     nbytes = sum(forward.buffers[n].nbytes for n in forward.inputs if n in forward.resident)
     if any(c.group not in dim_of for graph in graphs for c in graph.read.sent.values()):
-        conditions.add(sympy.Eq(ranks, dist.get_world_size()))  # nobody knows how those grow
+        # It is not known how other groups grow, so this holds for the traced number of ranks only.
+        conditions.add(sympy.Eq(ranks, dist.get_world_size()))
     names = {"batch": (), "seq": ()} | by_name | {"ranks": (ranks,)}
     symbols = Symbols(names, frozenset(conditions), frozenset(apart))
     return OpenStep(tuple(graphs), symbols, step.fqns, nbytes, dim_of)
@@ -99,7 +101,8 @@ def _open_graph(
 
 
 def _constants(program: Program) -> set[sympy.Basic]:
-    """That what is made of nothing differs in size, where it does: torch makes equal ones once."""
+    """Conditions that constants, which are computed from no input, stay different in size if they
+    are so in the trace: torch would make constants of equal size only once."""
     made = {
         formula_of(program.buffers[name].nbytes)
         for op in program.ops

@@ -1,4 +1,4 @@
-"""Traces of a model, as few as a sweep needs: each answers for all cells where its graph holds."""
+"""Traces a model as few times as a sweep needs: each trace serves all cells for which it holds."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from simplefsdp.sweep.models import SweptModel
 from simplefsdp.sweep.plans import plans_of
 from simplefsdp.sweep.traced import OpenStep, open_step
 
-_BATCHES = (3, 5)  # no powers of two: products with them are like no sizes of a model
-_AT_ONCE = 2000  # cells: what is alive during 1,024 ops in each takes 16 MB
+_BATCHES = (3, 5)  # batches to trace: no powers of two, so products with them equal no other size
+_AT_ONCE = 2000  # cells computed at once: the live bytes during 1,024 ops in each take 16 MB
 
 
 @dataclass(eq=False)
 class CellSweep:
-    """What a model takes in any cell, spread over its ranks by ``parallel``, under the best of the
-    plans that ``bucketing`` has."""
+    """Predicts a model in any cell: spread over the cell's ranks as ``parallel`` says, and under
+    the best of the candidate plans of ``bucketing``."""
 
     model: SweptModel
     parallel: ParallelOptions
     cluster: Cluster
     bucketing: Bucketing = "auto"
-    # With the candidates for the plan of each of its graphs.
+    # Each trace so far, with the candidate plans of each of its graphs.
     traced: list[tuple[OpenStep, list[list[OpenProgram]]]] = field(default_factory=list, init=False)
 
     def steps(self, cells: Sequence[Cell]) -> list[CellStep]:
-        """The step in each cell; the model is traced anew where no trace holds yet.
+        """The step in each cell. The model is traced again for a cell for which no trace holds.
 
         Raises:
-            CellError: no trace holds for a cell.
+            CellError: no trace holds for a cell, not even a new one.
             UntraceableError: the model cannot be traced.
-            UnknownLinkError: the cluster cannot price a collective.
-            ValueError: the ranks cannot be laid out so, or the model cannot be built over them.
+            UnknownLinkError: the cluster has no link for a collective.
+            ValueError: there is no layout for the ranks, or the model cannot be built over them.
         """
         of: dict[int, list[Cell]] = {}
         found: dict[Cell, CellStep] = {}
@@ -66,11 +66,11 @@ class CellSweep:
                 return at
         why = ""
         for batch in dict.fromkeys((*_BATCHES, max(2, cell.batch))):
-            if batch == cell.seq:  # they could not be told apart in the graph
+            if batch == cell.seq:  # open sizes with equal hints cannot be told apart in the graph
                 continue
             try:
                 step = self._trace(cell._replace(batch=batch))
-            except CellError as error:  # another batch may not become a number
+            except CellError as error:  # a size became a number; it may stay open for another batch
                 why = f" ({error})"
                 continue
             if _holds(step, cell):
@@ -100,16 +100,16 @@ class CellSweep:
             step, _ = trace_deep(traced, self.model.layers, self.model.depth)
             names = mesh.mesh_dim_names or ()
             dim_of: dict[str, str] = {mesh.get_group(dim).group_name: dim for dim in names}
-            # Tensor parallelism does not grow, and neither do groups of shards that have copies.
+            # Tensor-parallel groups do not grow, and neither do the shard groups of hybrid_shard.
             hybrid = self.parallel.mode == "hybrid_shard"
             return open_step(step, hints, dim_of, layout.tp * (layout.shard if hybrid else 1))
 
     def layout(self, ranks: int) -> RankLayout:
-        """How so many ranks are laid out."""
+        """The layout of ``ranks`` ranks."""
         return plan_layout(self.parallel, ranks, self.cluster.ranks_per_node)
 
     def _nodes_of(self, ranks: int) -> Mapping[str, int]:
-        """How many nodes a group of each dimension of the mesh spans."""
+        """How many nodes a group of each mesh dimension spans, among ``ranks`` ranks."""
         layout = self.layout(ranks)
         sizes_and_strides = {
             "tp": (layout.tp, 1),
