@@ -37,7 +37,7 @@ MOST = 8  # sets of hyperparameters that one step is compiled for
 class StepResult(NamedTuple):
     """The results of a training step."""
 
-    loss: Tensor  # before the update, on this rank; 0-d, detached
+    loss: Tensor  # before the update, on this rank; one number, detached
     # Norm of all gradients over all ranks before clipping, 0-d; None without clipping.
     grad_norm: Tensor | None
 
@@ -73,7 +73,7 @@ def compile_step(
     that are loaded into model and optimizer are used from the next step on.
 
     Args:
-        loss_of: computes the loss, 0-d, from the arguments of a step, with wrapped models that are
+        loss_of: computes the loss, one number, from the arguments of a step, with wrapped models that are
             not compiled by themselves.
         optimizer: of ``torch.optim``, or one whose ``step`` ``torch.compile`` can trace.
         max_norm: clip the gradients to this norm; None: they are not clipped.
