@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -102,20 +102,57 @@ def _globals_of(held: Mapping[int, object]) -> set[int]:
 
 class State(NamedTuple):
     """What a layer's trace depends on that its own guards do not cover: the changes by the code
-    before it; the objects that the layer and its arguments hold; and the objects that the globals
-    hold which were read up to the end of the layer. Objects are keyed by id."""
+    before it; the layer and its arguments; all objects that these hold; and the objects that the
+    globals hold which were read up to the end of the layer. Objects are keyed by id."""
 
     changed: tuple[Change, ...]
+    given: list[object]
     held: dict[int, object]
     read: dict[int, object]
 
 
-def hold_alike(state: State, held: Mapping[int, object]) -> bool:
+def hold_alike(state: State, given: Sequence[object], held: Mapping[int, object]) -> bool:
     """Whether two layers are alike in what they hold: the functions that they hold have the same
-    globals, and no object that only one layer holds is reachable from a global that was read, where
-    a layer may find itself."""
+    globals, no object that only one layer holds is reachable from a global that was read, where a
+    layer may find itself, and the objects correspond.
+
+    Args:
+        state: of the layer that was traced.
+        given: the other layer and its arguments.
+        held: all objects that these hold, by id.
+    """
     differs = (state.held.keys() ^ held.keys()) & state.read.keys()
-    return not differs and _globals_of(state.held) == _globals_of(held)
+    same_globals = _globals_of(state.held) == _globals_of(held)
+    return not differs and same_globals and _correspond(state, given, held)
+
+
+def _correspond(state: State, given: Sequence[object], held: Mapping[int, object]) -> bool:
+    """Whether the objects that two layers hold correspond one to one, place by place, and no object
+    that differs between them can be reached from both. Otherwise code may find out which layer it
+    is in, as by ``self is self.config.layers[-1]``: Dynamo guards types, not identity."""
+    if len(state.given) != len(given):
+        return False
+    counterpart: dict[int, object] = {}
+    came_from: dict[int, object] = {}
+    left = [*zip(state.given, given, strict=True)]
+    while left:
+        one, other = left.pop()
+        if one is other or _is_end(one) or _is_end(other):
+            continue
+        if id(one) in counterpart or id(other) in came_from:
+            if counterpart.get(id(one)) is not other or came_from.get(id(other)) is not one:
+                return False
+            continue
+        if id(one) in held or id(other) in state.held:
+            return False
+        counterpart[id(one)], came_from[id(other)] = other, one
+        # One may hold more: Dynamo leaves marks on tensors. What a trace reads of it is guarded.
+        left += zip(_of(one), _of(other), strict=False)
+    return True
+
+
+def _is_end(one: object) -> bool:
+    return one is None or issubclass(type(one), _ENDS)
 
 
 def bases(source: Any) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from torch._dynamo.guards import GUARD_VALUE_DISPATCH, GuardBuilder, install_gua
 from torch._dynamo.source import ConstDictKeySource, is_from_local_source
 from torch._dynamo.variables import invoke_subgraph
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 from torch._guards import Source
 from torch.fx import GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
@@ -65,15 +66,15 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         changed = changes(tx)
         if len(known) < _MOST_KINDS:
             found = invoke_subgraph.build_input_fingerprint(tx, arguments, kwargs)
-            tensors = [vt for tag, vt in found.flat_vts if tag is _TAGS.TENSOR]
-            _refuse_subclasses(vt.as_proxy().node.meta.get("example_value") for vt in tensors)
-            sources = _sources_of(found, *_TAGS)
-            held = held_by(map(tx.output.resolve_source_value, sources))
+            _refuse_tensors(tx, [vt for tag, vt in found.flat_vts if tag is _TAGS.TENSOR])
+            given = [*map(tx.output.resolve_source_value, _sources_of(found, *_TAGS))]
+            held = held_by(given)
             # Guards are checked on the real objects, which do not have the changes of traced code.
             if any(id(change.owner) in held for change in changed):
                 raise LookupError("the layer, or an argument, holds what is changed before it")
             for traced in known:
-                state_is_alike = changed == traced.state.changed and hold_alike(traced.state, held)
+                state = traced.state
+                state_is_alike = changed == state.changed and hold_alike(state, given, held)
                 if state_is_alike and _is_like(tx, traced, found, layer.value):
                     result = invoke_subgraph.stamp_out_subgraph(tx, found, traced.entry)
                     _guard_as(tx, traced, found.arg_sources)
@@ -83,7 +84,7 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
             result = _call_traced(tx, function, arguments, kwargs)
             if changes(tx) != changed:
                 raise LookupError("a layer changes what was there before")
-            state = State(changed, held, _global_values(tx, found, held))
+            state = State(changed, given, held, _global_values(tx, found, held))
             known.append(_last_traced(tx, function, found, layer.value, state))
             known[-1].entry.body_gmod.meta.setdefault(LAYER, _note_layer(tx, layer))
             return result
@@ -97,17 +98,28 @@ def called(layer: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     raise UnspecializeRestartAnalysis(restart_reason="layers that are not alike")
 
 
+def _refuse_tensors(tx: Any, tensors: Sequence[Any]) -> None:
+    """Refuse tensors that may tell layers apart by more than their layout."""
+    _refuse_subclasses(vt.as_proxy().node.meta.get("example_value") for vt in tensors)
+    if any(isinstance(vt, NumpyNdarrayVariable) for vt in tensors):
+        raise LookupError("numpy's arrays or numbers go from layer to layer")
+    if any(vt in tx.output.side_effects.store_attr_mutations for vt in tensors):
+        raise LookupError("an attribute was set on a tensor that goes from layer to layer")
+
+
 def _refuse_subclasses(values: Iterable[Any]) -> None:
     if any(map(is_traceable_wrapper_subclass, values)):
         raise LookupError("tensors that hold others go from layer to layer")
 
 
-def _sharing(found: Any) -> tuple[int, ...]:
-    """For each tensor or symbolic argument of a call, the index of the first one that is the same:
-    torch makes one input of arguments that are the same."""
+def _sharing(found: Any) -> list[tuple[int, bool]]:
+    """For each tensor or symbolic argument of a call, the index of the first one that is the same,
+    because torch makes one input of arguments that are the same; and whether it is a view."""
     given = (_TAGS.TENSOR, _TAGS.SYMNODE)
-    values = [v.as_proxy().node for tag, v in found.flat_vts if tag in given]
-    return tuple(map(values.index, values))
+    nodes = [v.as_proxy().node for tag, v in found.flat_vts if tag in given]
+    values = [node.meta.get("example_value") for node in nodes]
+    views = (isinstance(value, torch.Tensor) and value._is_view() for value in values)
+    return list(zip(map(nodes.index, nodes), views, strict=True))
 
 
 def _described(layer: nn.Module) -> list[object]:
@@ -144,7 +156,7 @@ class _Traced(NamedTuple):
 
     condition: Any  # torch's condition for reusing the trace, without its guards
     entry: Any  # torch's cache entry, which holds the graph
-    sharing: tuple[int, ...]  # see :func:`_sharing`
+    sharing: list[tuple[int, bool]]  # see :func:`_sharing`
     described: list[object]  # see :func:`_described`
     guards: tuple[_Asked, ...]  # the guards on the layer's own sources
     # Pairs of sources that are one object; torch does not check that for another call.

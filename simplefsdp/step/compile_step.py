@@ -73,8 +73,8 @@ def compile_step(
     that are loaded into model and optimizer are used from the next step on.
 
     Args:
-        loss_of: computes the loss, one number, from the arguments of a step, with wrapped models that are
-            not compiled by themselves.
+        loss_of: computes the loss, one number, from the arguments of a step, with wrapped models
+            that are not compiled by themselves.
         optimizer: of ``torch.optim``, or one whose ``step`` ``torch.compile`` can trace.
         max_norm: clip the gradients to this norm; None: they are not clipped.
         options: those of the backend ``simplefsdp``.

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_few_layers import (
@@ -172,6 +173,119 @@ def one_scaled(model: Model) -> Model:
     return model
 
 
+class Knows(Layer):
+    """It looks for itself among all."""
+
+    def forward(self, x, mask):
+        x = super().forward(x, mask)
+        return 3 * x if self is self.all[5] else x
+
+
+def knowing(model: Model) -> Model:
+    for layer in model.layers:
+        layer.all = list(model.layers)
+    return model
+
+
+class Finds(Layer):
+    """It looks for an object of its own among those of all."""
+
+    def forward(self, x, mask):
+        x = super().forward(x, mask)
+        return 3 * x if self.own is self.all[5] else x
+
+
+def finding(model: Model) -> Model:
+    found = [Own() for _ in model.layers]
+    for layer, layer.own in zip(model.layers, found, strict=True):
+        layer.all = found
+    return model
+
+
+class Own:
+    pass
+
+
+class Takes(Layer):
+    """It has one more argument."""
+
+    def forward(self, x, mask, more):
+        return self.with_more(super().forward(x, mask), more)
+
+
+class AddsBefore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+
+    def forward(self, x, mask, more):
+        x = x + self.up(x).tanh() * mask
+        return x if more is None else x + more.up(x).tanh()
+
+
+class GivesBefore(Model):
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, mask, self.more(i))
+        return self.head(x)
+
+    def more(self, i):
+        return self.layers[i - 1] if i else None
+
+
+class Projects(Takes):
+    def with_more(self, x, more):
+        return x + more(self.up(x))
+
+
+class GivesOwn(GivesBefore):
+    """Layers share a projection with the one before them, every other of them."""
+
+    def more(self, i):
+        return self.layers[i // 2 * 2].down
+
+
+class Multiplies(Takes):
+    def with_more(self, x, more):
+        return x * float(more)
+
+
+class GivesNumpy(GivesBefore):
+    def more(self, i):
+        return np.float64(1 / (i + 1))
+
+
+class IsTold(Layer):
+    def forward(self, x, mask):
+        return x if getattr(x, "skip", False) else super().forward(x, mask)
+
+
+class Tells(Model):
+    """By an attribute of what goes from layer to layer."""
+
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for i, layer in enumerate(self.layers):
+            x = x * 1
+            x.skip = i % 2 == 1
+            x = layer(x, mask)
+        return self.head(x)
+
+
+class IsView(Layer):
+    def forward(self, x, mask):
+        return super().forward(x, mask) * (1 if x._base is None else 2)
+
+
+class GivesViews(Model):
+    def forward(self, x):
+        x, mask = self.embed(x), x.gt(0.5)
+        for i, layer in enumerate(self.layers):
+            x = layer(x[:] if i == 4 else x * 1, mask)
+        return self.head(x)
+
+
 ALL = DEPTH - 1  # but the first are not followed
 # Beside those of test_few_layers: what a model is, and how many layers Dynamo does not follow.
 MORE = {
@@ -180,13 +294,18 @@ MORE = {
     "in precisions": (InPrecisions, DEPTH - 2),
     "in regions": (InRegions, ALL),
     "first tied": (lambda: some_tied(Model(layer=Tied), [0]), DEPTH - 2),
-    "later tied": (lambda: some_tied(Model(layer=Tied), [4]), ALL),
+    "later tied": (lambda: some_tied(Model(layer=Tied), [4]), DEPTH - 2),
     "most tied": (lambda: some_tied(Model(layer=Tied), list(range(8))), ALL),
     "side effect": (lambda: Model(layer=Counts), 0),
     "dicts": (lambda: TakesDicts(layer=GivesDict), 0),
     "all differ": (lambda: different(Model(layer=Scaled)), 0),
     "only names differ": (lambda: named(Model(layer=Named)), ALL),
     "one differs": (lambda: one_scaled(Model(layer=Scaled)), DEPTH - 2),
+    "itself among all": (lambda: knowing(Model(layer=Knows)), 0),
+    "its own among all": (lambda: finding(Model(layer=Finds)), 0),
+    "the one before": (lambda: GivesBefore(layer=AddsBefore), DEPTH - 2),
+    "told by a tensor": (lambda: Tells(layer=IsTold), 0),
+    "told by views": (lambda: GivesViews(layer=IsView), DEPTH - 2),
 }
 OF_OTHERS = {
     "checkpointed": ALL,
@@ -488,6 +607,18 @@ def test_layers_whose_gradients_are_deferred(solo_mesh, caplog):
             model(x).sum().backward()
         assert not_followed(caplog.text) == ALL
         plain(x).sum().backward()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+
+
+@pytest.mark.parametrize("make", [GivesOwn, GivesNumpy, GivesBefore])
+def test_what_layers_are_given_tells_them_apart(solo_mesh, make):
+    layer = {GivesOwn: Projects, GivesNumpy: Multiplies, GivesBefore: AddsBefore}[make]
+    plain, x = make(layer=layer), torch.rand(4, DIM)
+    model = compiled(simple_fsdp(copy.deepcopy(plain), solo_mesh))
+    for some in (plain, model):
+        some(x).square().sum().backward()
+    torch.testing.assert_close(model(x), plain(x))
     for name, param in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
 
