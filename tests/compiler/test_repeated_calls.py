@@ -303,7 +303,6 @@ MORE = {
     "one differs": (lambda: one_scaled(Model(layer=Scaled)), DEPTH - 2),
     "itself among all": (lambda: knowing(Model(layer=Knows)), 0),
     "its own among all": (lambda: finding(Model(layer=Finds)), 0),
-    "the one before": (lambda: GivesBefore(layer=AddsBefore), DEPTH - 2),
     "told by a tensor": (lambda: Tells(layer=IsTold), 0),
     "told by views": (lambda: GivesViews(layer=IsView), DEPTH - 2),
 }
