@@ -12,7 +12,7 @@ import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,7 @@ class Change:
 
 
 _MOST = 100_000  # objects that held_by() looks at
-_NO_HOLDERS = torch.dtype, torch.device, str, int, float
-_ENDS = (type, ModuleType, CodeType, BuiltinFunctionType, *_NO_HOLDERS)
+_ENDS = (type, ModuleType, CodeType, BuiltinFunctionType, torch.dtype, torch.device)
 
 
 def changes(tx: Any) -> tuple[Change, ...]:
@@ -75,11 +74,10 @@ def held_by(roots: Iterable[object]) -> dict[int, object]:
         if not left:
             return found
         one = left.pop()
-        kind = type(one)
-        if id(one) in found or issubclass(kind, _ENDS):
+        if id(one) in found or _is_end(one):
             continue
-        if kind in weakref.ProxyTypes:
-            raise LookupError(f"what a {kind.__name__} holds is not known")
+        if type(one) in weakref.ProxyTypes:
+            raise LookupError(f"what a {type(one).__name__} holds is not known")
         found[id(one)] = one
         left += _of(one)
     raise LookupError("a layer or what it reads holds too many objects")
@@ -122,37 +120,60 @@ def hold_alike(state: State, given: Sequence[object], held: Mapping[int, object]
         held: all objects that these hold, by id.
     """
     differs = (state.held.keys() ^ held.keys()) & state.read.keys()
-    same_globals = _globals_of(state.held) == _globals_of(held)
-    return not differs and same_globals and _correspond(state, given, held)
+    same = _globals_of(state.held) == _globals_of(held) and len(state.given) == len(given)
+    return not differs and same and _correspond(state, given, held)
 
 
 def _correspond(state: State, given: Sequence[object], held: Mapping[int, object]) -> bool:
     """Whether the objects that two layers hold correspond one to one, place by place, and no object
     that differs between them can be reached from both. Otherwise code may find out which layer it
     is in, as by ``self is self.config.layers[-1]``: Dynamo guards types, not identity."""
-    if len(state.given) != len(given):
-        return False
+    shared = state.held.keys() & held.keys()
     counterpart: dict[int, object] = {}
     came_from: dict[int, object] = {}
     left = [*zip(state.given, given, strict=True)]
     while left:
         one, other = left.pop()
-        if one is other or _is_end(one) or _is_end(other):
+        if one is other:
             continue
-        if id(one) in counterpart or id(other) in came_from:
-            if counterpart.get(id(one)) is not other or came_from.get(id(other)) is not one:
-                return False
-            continue
-        if id(one) in held or id(other) in state.held:
+        if id(one) in shared or id(other) in shared:
             return False
-        counterpart[id(one)], came_from[id(other)] = other, one
-        # One may hold more: Dynamo leaves marks on tensors. What a trace reads of it is guarded.
-        left += zip(_of(one), _of(other), strict=False)
+        if _is_end(one) or _is_end(other):
+            continue
+        is_new = id(one) not in counterpart
+        ours, theirs = counterpart.setdefault(id(one), other), came_from.setdefault(id(other), one)
+        if ours is not other or theirs is not one:
+            return False
+        left += _paired(one, other) if is_new else ()
     return True
 
 
+def _paired(one: object, other: object) -> list[tuple[object, object]]:
+    """What two objects hold in the same places. What only one of them holds is guarded where it is
+    read, as by a guard of its length."""
+    parts, others = _parts(one), _parts(other)
+    return [(parts[key], others[key]) for key in parts.keys() & others.keys()]
+
+
+def _parts(one: object) -> dict[object, object]:
+    """What ``one`` holds, by a key that is the same for its counterpart: the name of an attribute,
+    a key of a dictionary, or a place. The elements of a set, which have neither, are left out."""
+    if isinstance(one, (set, frozenset)) or _is_end(one):
+        return {}
+    named = one if isinstance(one, dict) else getattr(one, "__dict__", None)
+    if isinstance(one, torch.Tensor | FunctionType | weakref.ref) or not isinstance(named, dict):
+        return dict(enumerate(_of(one)))
+    known = {id(named), *map(id, named.values()), *map(id, named)}
+    rest = (part for part in _of(one) if id(part) not in known and not _is_end(part))
+    found: dict[object, object] = dict(enumerate(rest))
+    for i, (key, value) in enumerate(named.items()):
+        found["key", key if _is_end(key) else i] = value
+    return found
+
+
 def _is_end(one: object) -> bool:
-    return one is None or issubclass(type(one), _ENDS)
+    """Whether an object holds no others that count; classes and modules are read as globals are."""
+    return type(one) in (NoneType, bool, int, float, str) or issubclass(type(one), _ENDS)
 
 
 def bases(source: Any) -> Iterator[Any]:

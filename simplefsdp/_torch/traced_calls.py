@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -112,14 +113,20 @@ def _refuse_subclasses(values: Iterable[Any]) -> None:
         raise LookupError("tensors that hold others go from layer to layer")
 
 
-def _sharing(found: Any) -> list[tuple[int, bool]]:
+def _sharing(found: Any) -> list[tuple[int, int | None]]:
     """For each tensor or symbolic argument of a call, the index of the first one that is the same,
-    because torch makes one input of arguments that are the same; and whether it is a view."""
+    because torch makes one input of arguments that are the same. And if it is a view, the index of
+    the argument that it is a view of, or -1."""
     given = (_TAGS.TENSOR, _TAGS.SYMNODE)
     nodes = [v.as_proxy().node for tag, v in found.flat_vts if tag in given]
     values = [node.meta.get("example_value") for node in nodes]
-    views = (isinstance(value, torch.Tensor) and value._is_view() for value in values)
-    return list(zip(map(nodes.index, nodes), views, strict=True))
+
+    def base(value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor) or not value._is_view():
+            return None
+        return next((i for i, other in enumerate(values) if other is value._base), -1)
+
+    return list(zip(map(nodes.index, nodes), map(base, values), strict=True))
 
 
 def _described(layer: nn.Module) -> list[object]:
@@ -156,7 +163,7 @@ class _Traced(NamedTuple):
 
     condition: Any  # torch's condition for reusing the trace, without its guards
     entry: Any  # torch's cache entry, which holds the graph
-    sharing: list[tuple[int, bool]]  # see :func:`_sharing`
+    sharing: list[tuple[int, int | None]]  # see :func:`_sharing`
     described: list[object]  # see :func:`_described`
     guards: tuple[_Asked, ...]  # the guards on the layer's own sources
     # Pairs of sources that are one object; torch does not check that for another call.
@@ -248,8 +255,10 @@ def _global_values(tx: Any, found: Any, held: Mapping[int, object]) -> dict[int,
         keys = (getattr(base, "index", None) for base in bases(source))
         if any(isinstance(k, ConstDictKeySource) and id(value_of(k)) in held for k in keys):
             raise LookupError("what is read by a key that a layer holds may differ for others")
-        known = source in above or own.concerns(source)
-        if source.name and not known and not is_from_local_source(source):
+        known = source in above or own.concerns(source) or is_from_local_source(source)
+        # A class or a module that a layer holds is one for all layers, as a global is.
+        shared = any(isinstance(value_of(b), (type, ModuleType)) for b in bases(source) if b.name)
+        if source.name and (shared or not known):
             values.append(value_of(source))
     return held_by(values)
 

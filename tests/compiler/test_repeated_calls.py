@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -203,7 +203,56 @@ def finding(model: Model) -> Model:
 
 
 class Own:
-    pass
+    """Something of a layer, in which the order of attributes may differ."""
+
+    def __init__(self, tag: object = None, *, first: str = "tag") -> None:
+        for name in sorted(("tag", "number"), key=first.__ne__):
+            setattr(self, name, tag if name == "tag" else 0)
+
+
+class FindsInside(Layer):
+    """It looks for an object that an object of its own holds."""
+
+    def forward(self, x, mask):
+        x = super().forward(x, mask)
+        return 3 * x if self.own.tag is self.all[5] else x
+
+
+def finding_inside(model: Model) -> Model:
+    tags = [Own() for _ in model.layers]
+    for i, layer in enumerate(model.layers):
+        layer.own, layer.all = Own(tags[i], first="tag" if i else "number"), tags
+    return model
+
+
+class Registered(Layer):
+    """Its class knows all of its kind."""
+
+    all: ClassVar[list[nn.Module]] = []
+
+    def forward(self, x, mask):
+        x = super().forward(x, mask)
+        return 3 * x if self is self.all[5] else x
+
+
+def registered() -> Model:
+    model = Model(layer=Registered)
+    Registered.all = list(model.layers)
+    return model
+
+
+class Sized(Layer):
+    """It has options of its own, whose first is one for all, and a set."""
+
+    def forward(self, x, mask):
+        return super().forward(x, mask) * self.own.number + len(self.some)
+
+
+def sized(model: Model) -> Model:
+    shape = (DIM, DIM, [])
+    for layer in model.layers:
+        layer.own, layer.some = Own(shape), {Own(), Own(), Own()}
+    return model
 
 
 class Takes(Layer):
@@ -303,6 +352,9 @@ MORE = {
     "one differs": (lambda: one_scaled(Model(layer=Scaled)), DEPTH - 2),
     "itself among all": (lambda: knowing(Model(layer=Knows)), 0),
     "its own among all": (lambda: finding(Model(layer=Finds)), 0),
+    "its own's own among all": (lambda: finding_inside(Model(layer=FindsInside)), 0),
+    "itself in its class": (registered, 0),
+    "options and sets of its own": (lambda: sized(Model(layer=Sized)), ALL),
     "told by a tensor": (lambda: Tells(layer=IsTold), 0),
     "told by views": (lambda: GivesViews(layer=IsView), DEPTH - 2),
 }
