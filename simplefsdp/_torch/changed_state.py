@@ -158,7 +158,7 @@ def _paired(one: object, other: object) -> list[tuple[object, object]]:
 def _parts(one: object) -> dict[object, object]:
     """What ``one`` holds, by a key that is the same for its counterpart: the name of an attribute,
     a key of a dictionary, or a place. The elements of a set, which have neither, are left out."""
-    if isinstance(one, (set, frozenset)) or _is_end(one):
+    if isinstance(one, (set, frozenset)):
         return {}
     named = one if isinstance(one, dict) else getattr(one, "__dict__", None)
     if isinstance(one, torch.Tensor | FunctionType | weakref.ref) or not isinstance(named, dict):

@@ -250,15 +250,22 @@ def _global_values(tx: Any, found: Any, held: Mapping[int, object]) -> dict[int,
     own = _Moved(dict.fromkeys(_sources_of(found, *_OWN)))
     above = {base for source in own.known for base in bases(source)}
     value_of, values = tx.output.resolve_source_value, []
+
+    @functools.cache
+    def is_shared(source: Any) -> bool:
+        """Whether it is, or is read through, a class or a module, which all layers have."""
+        base = getattr(source, "base", None)
+        if base is not None and is_shared(base):
+            return True
+        return bool(source.name) and isinstance(value_of(source), (type, ModuleType))
+
     for guard in tx.output.guards:
         source = guard.originating_source
         keys = (getattr(base, "index", None) for base in bases(source))
         if any(isinstance(k, ConstDictKeySource) and id(value_of(k)) in held for k in keys):
             raise LookupError("what is read by a key that a layer holds may differ for others")
         known = source in above or own.concerns(source) or is_from_local_source(source)
-        # A class or a module that a layer holds is one for all layers, as a global is.
-        shared = any(isinstance(value_of(b), (type, ModuleType)) for b in bases(source) if b.name)
-        if source.name and (shared or not known):
+        if source.name and (not known or is_shared(source)):
             values.append(value_of(source))
     return held_by(values)
 

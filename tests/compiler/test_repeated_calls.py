@@ -662,9 +662,11 @@ def test_layers_whose_gradients_are_deferred(solo_mesh, caplog):
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
 
 
-@pytest.mark.parametrize("make", [GivesOwn, GivesNumpy, GivesBefore])
-def test_what_layers_are_given_tells_them_apart(solo_mesh, make):
-    layer = {GivesOwn: Projects, GivesNumpy: Multiplies, GivesBefore: AddsBefore}[make]
+@pytest.mark.parametrize(
+    ("make", "layer"),
+    [(GivesOwn, Projects), (GivesNumpy, Multiplies), (GivesBefore, AddsBefore)],
+)
+def test_what_layers_are_given_tells_them_apart(solo_mesh, make, layer):
     plain, x = make(layer=layer), torch.rand(4, DIM)
     model = compiled(simple_fsdp(copy.deepcopy(plain), solo_mesh))
     for some in (plain, model):
