@@ -98,16 +98,19 @@ def send_a_copy(tensor, groups) -> None:
     tensor.copy_(sent)
 
 
+def scatter_a_copy(full, mesh, placements):
+    return placement.distribute(full.clone(), mesh, placements)
+
+
 @contextlib.contextmanager
 def transfers_by(gather=gather_a_copy, send=send_a_copy):
     """Inside, an initialiser's gathers and broadcasts are these. By default nobody refers to the
-    tensors, as gloo's threads do for a moment longer."""
-    before = init_flow.full_of, full_parameters.from_first_rank
-    init_flow.full_of, full_parameters.from_first_rank = gather, send
-    try:
+    tensors, as gloo's threads do for a moment longer; nor to the full ones that are scattered."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(init_flow, "full_of", gather)
+        patch.setattr(full_parameters, "from_first_rank", send)
+        patch.setattr(full_parameters, "distribute", scatter_a_copy)
         yield
-    finally:
-        init_flow.full_of, full_parameters.from_first_rank = before
 
 
 def plain_values(flow) -> dict[str, torch.Tensor]:
