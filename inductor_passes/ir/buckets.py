@@ -102,8 +102,9 @@ def _matching(glob: str, paths: Sequence[str]) -> list[str]:
         close = difflib.get_close_matches(glob, paths, n=3, cutoff=0.5)
         hint = f"the closest are {', '.join(map(repr, close))}; " if close else ""
         raise ValueError(
-            f"buckets: {glob!r} matches no module that has parameters; {hint}"
-            "see model.named_modules(), and mind that * stays within one component"
+            f"buckets: {glob!r} matches no module that has parameters; {hint}see "
+            "model.named_modules(); * stays within one component, and a weight that modules share "
+            "(tied) counts for the first of them alone"
         )
     return found
 
