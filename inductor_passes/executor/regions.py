@@ -48,12 +48,13 @@ def _runs(graph: Graph, updates: Set[Node]) -> list[Node | list[Node]]:
     """Each launch, wait and op that writes in place by itself; between these, runs of the computes
     of one stretch, or of updates, with copies to inputs."""
     items = list(_items_behind_their_sources(graph))
-    stretches = _stretches(items, updates)
+    alone = {node for node in items if _is_alone(node)}
+    stretches = _stretches(items, updates, alone)
     runs: list[Node | list[Node]] = []
     open_run: list[Node] | None = None
     stretch: object = None
     for node in items:
-        if _is_alone(node):
+        if node in alone:
             runs.append(node)
             open_run = None
             continue
@@ -75,13 +76,15 @@ def _stretch_of(node: Node, stretches: Mapping[Piece | None, object], updates: S
     return None if is_write_to_input(node) else stretches.get(piece_of(node), "none")
 
 
-def _stretches(items: Sequence[Node], updates: Set[Node]) -> dict[Piece | None, tuple[int, int]]:
+def _stretches(
+    items: Sequence[Node], updates: Set[Node], alone: Set[Node]
+) -> dict[Piece | None, tuple[int, int]]:
     """For each piece of a layer, the stretch of its half that it runs in.
 
     A half is cut before a piece if a launch, wait or write in place stands there in any half with
     the same pieces. So halves that are alike are cut alike, wherever launches and waits are.
     """
-    others = [_is_free(n) or _is_alone(n) or n in updates or is_write_to_input(n) for n in items]
+    others = [n in alone or n in updates or _is_free(n) or is_write_to_input(n) for n in items]
     pieces = [None if other else piece_of(n) for n, other in zip(items, others, strict=True)]
     of_half: dict[int, list[int]] = {}
     for piece in dict.fromkeys(pieces):
@@ -90,7 +93,7 @@ def _stretches(items: Sequence[Node], updates: Set[Node]) -> dict[Piece | None, 
     cuts: set[tuple[tuple[int, ...], int]] = set()
     last, interrupted = None, False
     for node, piece in zip(items, pieces, strict=True):
-        interrupted = interrupted or _is_alone(node)
+        interrupted = interrupted or node in alone
         if piece is None:
             continue
         if interrupted and last is not None and last.half == piece.half:
