@@ -1,14 +1,12 @@
 """Operators on sharded parameters outside of forward and of initialisers.
 
-Most operators on a DTensor do what they do to the plain tensor. Three kinds do something else,
-which nobody would notice, and one is missing. torch lets a DTensor's operator have a handler; these
-do:
+Most operators on a DTensor do what they do to the plain tensor. Some do something else, which
+nobody would notice, and one is missing. torch lets a DTensor's operator have a handler; slices do
+(``slices.py``), and these:
 
 - *random fills* (``nn.init.normal_(module.weight)`` in a loop): on CPU every rank would draw
   the same numbers for its own shard. Here they are those of one global tensor, as on CUDA, and
   from rank 0's generator; so a fill is collective;
-- *slices along a sharded dimension* (``module.weight.data[0].zero_()``): they are copies, gathered
-  from all ranks, so that a write is lost. Here they raise, where a write is possible;
 - *the number of a sum over ranks* (``param.grad.norm().item()``): torch gives this rank's part.
   Here it raises: to add up the parts, this rank would wait for ranks that do not ask. But a truth
   value (``(param > 0).any()``) is that of all ranks, as with torch since 2.15; all must ask for it;
@@ -30,17 +28,9 @@ from simplefsdp import _torch
 from simplefsdp.frontend.initialize import RANDOM_FILLS, fill_global
 from simplefsdp.frontend.living import living_shards
 from simplefsdp.frontend.placement import highest_of_ranks, rank_0s
-from simplefsdp.frontend.reading import in_forward
+from simplefsdp.frontend.slices import handle_slices
 
 _aten = torch.ops.aten
-# Operators whose result is a view of a plain tensor: the place of the argument ``dim``.
-_SLICES: dict[Any, int] = {
-    _aten.select.int: 1,
-    _aten.slice.Tensor: 1,
-    _aten.unbind.int: 1,
-    _aten.split.Tensor: 2,
-    _aten.split_with_sizes.default: 2,
-}
 # By the reduction that torch would use for a truth value: whether it must be true on all ranks.
 _TRUTHS = {"sum": False, "max": False, "product": True, "min": True}
 
@@ -50,8 +40,7 @@ def handle_operators() -> None:
     """Have these operators handled, from the first wrap of a process on."""
     for op in RANDOM_FILLS:
         _torch.handle_dtensor_op(op, _fill)
-    for op in _SLICES:
-        _torch.handle_dtensor_op(op, _slice)
+    handle_slices()
     _torch.handle_dtensor_op(_aten._local_scalar_dense.default, _number)
     _torch.handle_dtensor_op(_aten._is_any_true.default, _is_any_true)
 
@@ -106,19 +95,6 @@ def _begin(param: DTensor, generator: torch.Generator | None) -> None:
     _Last.number, _Last.fills = rank_0s(int(number), param.device_mesh), 0
 
 
-def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    writable = not (torch.is_grad_enabled() and target.requires_grad)  # else autograd refuses
-    is_copy = writable and _takes_a_part(op, target, args, kwargs)
-    if is_copy and (fqn := _fqn_of(target)) is not None and not in_forward():
-        raise ValueError(
-            f"{fqn}: a slice along a dimension that is sharded is a copy, so that what is written "
-            "to it would be lost; write inside `with simplefsdp.unsharded(model):` (or in the "
-            "model's reset_parameters() or init_weights()); to read it, slice param.full_tensor()"
-        )
-    return _torch.default_dtensor_op(op, args, kwargs)
-
-
 def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     sizes = zip(target.placements, target.device_mesh.shape, strict=True)
@@ -147,22 +123,3 @@ def _is_any_true(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     here = bool(op(_torch.local_tensor(flags)))
     (anywhere,) = highest_of_ranks([here], flags.device_mesh)
     return torch.tensor(anywhere, device=flags.device)
-
-
-def _takes_a_part(
-    op: Callable[..., Any], target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    place = _SLICES[op]
-    dim = args[place] if len(args) > place else kwargs.get("dim", 0)
-    mesh = target.device_mesh
-    split = {
-        getattr(p, "dim", None)
-        for i, p in enumerate(target.placements)
-        if _torch.is_split(p) and mesh.size(i) > 1
-    }
-    if dim % max(1, target.dim()) not in split:
-        return False
-    if op is _aten.slice.Tensor:
-        start, end = (*args[2:4], None, None)[:2]
-        return bool(start) or (end is not None and end < target.shape[dim])
-    return True

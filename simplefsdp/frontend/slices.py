@@ -1,0 +1,134 @@
+"""Slices of sharded tensors outside of forward: reads are right, and writes raise.
+
+Of a plain tensor a slice is a view, so that ``module.weight.data[0].zero_()`` writes to the weight.
+A DTensor's slice along a sharded dimension is a copy, gathered from all ranks: what is written to
+it would be lost, and nobody would notice. That goes for parameters and their views, and for what
+is sharded as they are: their gradients, and the state of optimizers. A slice along a dimension that
+is whole on every rank is a view, as of a plain tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from inductor_passes.adapters._torch_calls import makes_view, written_by
+from simplefsdp import _torch
+from simplefsdp.frontend.living import living_shards
+from simplefsdp.frontend.placement import dtensor_like
+from simplefsdp.frontend.reading import in_forward
+
+_aten = torch.ops.aten
+# Operators whose results are views of parts of a plain tensor: their arguments that are dimensions,
+# with the defaults.
+_DIM = (("dim", 0),)
+_SLICES: dict[Any, tuple[tuple[str, int], ...]] = {
+    _aten.select.int: _DIM,
+    _aten.slice.Tensor: _DIM,
+    _aten.unbind.int: _DIM,
+    _aten.split.Tensor: _DIM,
+    _aten.split_with_sizes.default: _DIM,
+    _aten.diagonal.default: (("dim1", 0), ("dim2", 1)),
+}
+
+
+@functools.cache
+def handle_slices() -> None:
+    """Have slices handled, from the first wrap of a process on."""
+    for op in _SLICES:
+        _torch.handle_dtensor_op(op, _slice)
+
+
+class CopiedSlice(DTensor):
+    """A slice that is a copy, or a view of one. It raises where it is written to."""
+
+    slice_of: str  # what it is called
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for place, name in written_by(op):
+            written = args[place] if place < len(args) else kwargs.get(name)
+            for tensor in written if isinstance(written, (list, tuple)) else (written,):
+                if isinstance(tensor, CopiedSlice):
+                    raise ValueError(
+                        f"{tensor.slice_of}: a slice along a dimension that is sharded is a copy, "
+                        f"so that what {op} writes to it would be lost; write to all of it, as by "
+                        "tensor.mul_(distribute_tensor(mask, tensor.device_mesh, "
+                        "tensor.placements)), or, to a parameter, inside `with "
+                        "simplefsdp.unsharded(model):` (or in the model's reset_parameters())"
+                    )
+        plain_args, plain_kwargs = tree_map_only(CopiedSlice, _plain, (args, kwargs))
+        result = op(*plain_args, **plain_kwargs)
+        if makes_view(op) and isinstance(args[0], CopiedSlice):
+            _mark(result, args[0].slice_of)
+        return result
+
+
+def _plain(tensor: CopiedSlice) -> DTensor:
+    return dtensor_like(tensor, _torch.local_tensor(tensor))
+
+
+def _mark(result: Any, of: str) -> None:
+    for tensor in result if isinstance(result, (list, tuple)) else (result,):
+        tensor.__class__ = CopiedSlice
+        tensor.slice_of = of
+
+
+def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = _torch.default_dtensor_op(op, args, kwargs)
+    target = args[0]
+    writable = not (torch.is_grad_enabled() and target.requires_grad)  # else autograd refuses
+    if writable and _takes_a_part(op, target, args, kwargs) and not in_forward():
+        of = _name_of(target)
+        if of is not None:
+            _mark(result, of)
+    return result
+
+
+def _name_of(tensor: DTensor) -> str | None:
+    """What a parameter, a view of it, or a tensor that is sharded as it is called; else None."""
+    memory = _torch.memory_of(tensor)
+    if memory is None or memory.device.type == "meta":  # a compiler traces
+        return None
+    alike = None
+    for fqn, param in living_shards():
+        own = _torch.memory_of(param)
+        if own is not None and own._cdata == memory._cdata:
+            return fqn
+        if alike is None and (param.shape, param.device_mesh, param.placements) == (
+            tensor.shape,
+            tensor.device_mesh,
+            tensor.placements,
+        ):
+            alike = f"a tensor that is sharded as {fqn} is, such as its gradient"
+    return alike
+
+
+def _takes_a_part(
+    op: Callable[..., Any], target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether ``op`` takes a part of a dimension that is sharded."""
+    names = [argument.name for argument in op._schema.arguments]  # type: ignore[attr-defined]
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    dims = [arguments.get(name, default) % max(1, target.dim()) for name, default in _SLICES[op]]
+    mesh = target.device_mesh
+    split = {
+        getattr(p, "dim", None)
+        for i, p in enumerate(target.placements)
+        if _torch.is_split(p) and mesh.size(i) > 1
+    }
+    if split.isdisjoint(dims):
+        return False
+    if op is not _aten.slice.Tensor:
+        return True
+    size = target.shape[dims[0]]
+    part = slice(arguments.get("start"), arguments.get("end"), arguments.get("step"))
+    return len(range(*part.indices(size))) < size

@@ -1,0 +1,121 @@
+"""Slices of sharded tensors outside of forward: what is read is right, what is written raises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from simplefsdp import simple_fsdp, unsharded
+
+LOST = "a slice along a dimension that is sharded is a copy"
+# Parts of a tensor of 8 x 6, sharded by rows: slices, and views of views.
+PARTS = {
+    "item": lambda w: w[0],
+    "rows": lambda w: w[1:3],
+    "every other row": lambda w: w[::2],
+    "split": lambda w: w.split(2)[1],
+    "chunk": lambda w: w.chunk(2)[0],
+    "narrow": lambda w: w.narrow(0, 0, 2),
+    "diagonal": lambda w: w.diagonal(),
+    "transposed": lambda w: w.t()[:, 0],
+    "permuted": lambda w: w.permute(1, 0)[:, 3],
+    "flat": lambda w: w.flatten()[:6],
+    "unflattened": lambda w: w.view(4, 2, 6)[0],
+    "of columns": lambda w: w[:, :3][0],
+    "of a chunk": lambda w: w.chunk(2, 1)[0][2],
+    "further": lambda w: w[None][:, 1:3],
+    "view of a slice": lambda w: w[0].view(2, 3)[:, 1],
+    "detached slice": lambda w: w[2:4].detach(),
+}
+WRITES = {
+    "zero_": lambda part: part.zero_(),
+    "copy_": lambda part: part.copy_(torch.ones_like(part)),
+    "out": lambda part: torch.add(part, 1.0, out=part),
+    "foreach": lambda part: torch._foreach_mul_([part], 2.0),
+    "index": lambda part: part.__setitem__(..., 1.0),
+}
+
+
+@pytest.mark.parametrize("take", PARTS.values(), ids=PARTS)
+def test_a_write_to_a_part_raises(fake_mesh, take):
+    layer = simple_fsdp(nn.Linear(6, 8), fake_mesh(2))
+    with torch.no_grad(), pytest.raises(ValueError, match=f"^weight: {LOST}.*aten.zero_"):
+        take(layer.weight).zero_()
+    with pytest.raises(ValueError, match=LOST):
+        take(layer.weight.data).zero_()
+    with pytest.raises(ValueError, match=LOST):
+        take(layer.requires_grad_(False).weight).zero_()
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_any_write_raises(fake_mesh, write):
+    layer = simple_fsdp(nn.Linear(6, 8), fake_mesh(2))
+    with torch.no_grad(), pytest.raises(ValueError, match=LOST):
+        write(layer.weight[0])
+
+
+def zero_in_hook(grad):
+    grad = grad.clone()
+    grad[:3] = 0
+    return grad
+
+
+@pytest.mark.parametrize("in_hook", [True, False])
+def test_so_does_one_to_a_gradient(fake_mesh, in_hook):
+    """That is how rows of an embedding are frozen; with a mask it works."""
+    layer = simple_fsdp(nn.Embedding(8, 6), fake_mesh(2))
+    if in_hook:
+        layer.weight.register_hook(zero_in_hook)
+
+    def step() -> None:
+        layer(torch.arange(8)).sum().backward()
+        zero_in_hook(layer.weight.grad)
+
+    with pytest.raises(ValueError, match=f"as weight is, such as its gradient: {LOST}"):
+        step()
+
+
+def test_and_one_to_an_optimizers_state(fake_mesh):
+    layer = simple_fsdp(nn.Embedding(8, 6), fake_mesh(2))
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.arange(8)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=LOST):
+        optimizer.state[layer.weight]["exp_avg"][:3] = 0
+
+
+def rows_are_frozen_and_read() -> None:
+    layer = simple_fsdp(nn.Embedding(8, 6))
+    weight, mask = layer.weight, torch.arange(8)[:, None].ge(3).float()
+    before = weight.detach().full_tensor()
+    layer(torch.arange(8)).square().sum().backward()
+    weight.grad.mul_(distribute_tensor(mask, weight.grad.device_mesh, weight.grad.placements))
+    torch.optim.SGD(layer.parameters(), 0.1).step()
+    after = weight.detach().full_tensor()
+    assert torch.equal(after[:3], before[:3]) and after[3:].ne(before[3:]).all()
+    with torch.no_grad():
+        for take in PARTS.values():
+            assert torch.equal(take(weight).full_tensor(), take(after))
+        assert weight[5, 1].item() == after[5, 1].item()
+        assert torch.equal(torch.cat([weight[3:], weight[:3]]).full_tensor(), after.roll(-3, 0))
+        assert torch.equal((weight[0] * 2).add_(1).full_tensor(), after[0] * 2 + 1)
+
+
+def test_a_mask_freezes_rows_and_reads_are_right(pools):
+    pools(2).run(rows_are_frozen_and_read)
+
+
+def test_other_slices_may_be_written_to(fake_mesh):
+    layer = simple_fsdp(nn.Linear(4, 4), fake_mesh(2))
+    layer.weight.data.fill_(1.0)
+    assert layer.weight[0].shape == (4,)  # autograd refuses a write to it
+    layer.weight.data[:, 1].zero_()
+    layer.weight.data[:] = layer.weight.data * 1
+    local = layer.weight.to_local()
+    assert local[:, 1].eq(0).all() and not local[:, 0].eq(0).any()
+    other = distribute_tensor(torch.ones(6, 4), layer.weight.device_mesh, [Shard(0)])
+    other[0].zero_()  # nothing of a parameter's
+    with unsharded(layer):
+        layer.weight.data[0].zero_()
