@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from simplefsdp._torch import dispatch_mode, is_skipped_by_dynamo, run_as_it_is
+from simplefsdp.frontend.assigned import refuse_assigned_since
 from simplefsdp.frontend.wrapped import ignored_params
 
 log = logging.getLogger("simplefsdp")
@@ -90,15 +91,17 @@ def is_original(param: Tensor) -> bool:
 
 @functools.cache
 def refuse_steps() -> None:
-    """From the first wrap of a process on, refuse steps of tensors that are not in the model."""
-    register_optimizer_step_pre_hook(_refuse_originals)
+    """From the first wrap of a process on, refuse steps of tensors that are not in the model, or
+    whose values are not what was assigned to them."""
+    register_optimizer_step_pre_hook(_check_step)
 
 
-def _refuse_originals(optimizer: Optimizer, *_: Any) -> None:
+def _check_step(optimizer: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     refuse_replaced(optimizer)
     for group in optimizer.param_groups:
+        refuse_assigned_since(group["params"])
         for param in group["params"]:
             for mark, then, what, instead in _NOT_IN_MODEL:
                 if hasattr(param, mark):

@@ -18,6 +18,7 @@ from simplefsdp import rank_guard
 from simplefsdp._torch import has_no_data
 from simplefsdp.frontend import uninitialised
 from simplefsdp.frontend.after_wrap import mark_full
+from simplefsdp.frontend.assigned import refuse_assigned_since
 from simplefsdp.frontend.buffers import buffers_of, send_written
 from simplefsdp.frontend.placement import (
     distribute,
@@ -116,6 +117,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 def _fulls_of(slots: list[Slot]) -> dict[int, nn.Parameter]:
     """The full parameter for each shard, by its ``id``; collective."""
     fulls: dict[int, nn.Parameter] = {}
+    refuse_assigned_since(slot.param for slot in slots)
     for slot in slots:
         if id(slot.param) not in fulls:
             made = uninitialised.full_like(slot.param, full_of(slot.param))

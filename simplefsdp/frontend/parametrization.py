@@ -37,7 +37,7 @@ from simplefsdp.frontend.accumulation import (
     sums_stay,
 )
 from simplefsdp.frontend.after_wrap import note_replaced
-from simplefsdp.frontend.assigned import refuse_assigned
+from simplefsdp.frontend.assigned import refuse_assigned, refuse_assigned_since
 from simplefsdp.frontend.eager_guard import note_gather
 from simplefsdp.frontend.equal_classes import equal_to_plain
 from simplefsdp.frontend.gather import ON_META, gather
@@ -121,6 +121,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
             cls._load_from_state_dict(self, state_dict, prefix, *args)
 
     def _save_to_state_dict(self: nn.Module, *args: Any) -> None:
+        refuse_assigned_since(param for param in self._parameters.values() if param is not None)
         # A checkpoint may be loaded into the tensors that this gives.
         kept.expect_writes(self._parameters.values())
         cls._save_to_state_dict(self, *args)

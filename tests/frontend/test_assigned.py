@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.utils import vector_to_parameters
 
 import simplefsdp
 from simplefsdp import simple_fsdp
@@ -48,6 +50,30 @@ def test_what_is_assigned_before_the_first_forward(solo_mesh, how):
     model[1].bias.data = torch.zeros_like(model[1].bias)
     with pytest.raises(ValueError, match=r"1\.bias: something was assigned"):
         step(model)
+
+
+def unshard(model: nn.Module) -> None:
+    with simplefsdp.unsharded(model):
+        pass
+
+
+READERS = {
+    "state_dict": nn.Module.state_dict,
+    "get_model_state_dict": get_model_state_dict,
+    "full_state_dict": simplefsdp.full_state_dict,
+    "unsharded": unshard,
+    "step": lambda model: torch.optim.SGD(model.parameters()).step(),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_it_is_told_before_the_values_are_used(solo_mesh, read):
+    """As where averaged weights are put into the model, and saved."""
+    model = wrapped(solo_mesh, "eager")
+    read(model)
+    vector_to_parameters(torch.zeros(30), model.parameters())
+    with pytest.raises(ValueError, match=r"0\.weight: something was assigned"):
+        read(model)
 
 
 @pytest.mark.parametrize("how", RUNS)
