@@ -58,6 +58,16 @@ def living_shards() -> Iterator[tuple[str, DTensor]]:
             yield fqn_of(module, name), param
 
 
+def is_sharded_alike(tensor: DTensor, param: DTensor) -> bool:
+    """Whether ``tensor`` may be the gradient of ``param``, its moments, or noise for it: it has the
+    shape, the mesh and the placements of ``param``."""
+    return (tensor.shape, tensor.device_mesh, tensor.placements) == (
+        param.shape,
+        param.device_mesh,
+        param.placements,
+    )
+
+
 def fqns_of(named: Sequence[tuple[Tensor, str]]) -> list[str]:
     """The FQNs of parameters. Each parameter is given with a name for when it is of no living
     module, as in ``torch.func.functional_call``."""

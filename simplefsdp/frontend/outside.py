@@ -4,9 +4,11 @@ Most operators on a DTensor do what they do to the plain tensor. Some do somethi
 nobody would notice, and one is missing. torch lets a DTensor's operator have a handler; slices do
 (``slices.py``), and these:
 
-- *random fills* (``nn.init.normal_(module.weight)`` in a loop): on CPU every rank would draw
-  the same numbers for its own shard. Here they are those of one global tensor, as on CUDA, and
-  from rank 0's generator; so a fill is collective;
+- *random fills* of parameters (``nn.init.normal_(module.weight)`` in a loop), and of what is
+  sharded as they are (noise for gradients, ``torch.randn_like(param.grad)``): on CPU every rank
+  would draw for its own shard, so that shards get the same numbers, or copies different ones. Here
+  they are those of one global tensor, as on CUDA, and from rank 0's generator; so a fill is
+  collective;
 - *the number of a sum over ranks* (``param.grad.norm().item()``): torch gives this rank's part.
   Here it raises: to add up the parts, this rank would wait for ranks that do not ask. But a truth
   value (``(param > 0).any()``) is that of all ranks, as with torch since 2.15; all must ask for it;
@@ -26,11 +28,16 @@ from torch.distributed.tensor import DTensor, Partial
 
 from simplefsdp import _torch
 from simplefsdp.frontend.initialize import RANDOM_FILLS, fill_global
-from simplefsdp.frontend.living import living_shards
+from simplefsdp.frontend.living import is_sharded_alike, living_shards
 from simplefsdp.frontend.placement import highest_of_ranks, rank_0s
 from simplefsdp.frontend.slices import handle_slices
 
 _aten = torch.ops.aten
+# By the operator that makes a random tensor: what fills one.
+_DRAWS: dict[Any, Callable[..., Any]] = {
+    _aten.randn_like.default: Tensor.normal_,
+    _aten.rand_like.default: Tensor.uniform_,
+}
 # By the reduction that torch would use for a truth value: whether it must be true on all ranks.
 _TRUTHS = {"sum": False, "max": False, "product": True, "min": True}
 
@@ -40,34 +47,35 @@ def handle_operators() -> None:
     """Have these operators handled, from the first wrap of a process on."""
     for op in RANDOM_FILLS:
         _torch.handle_dtensor_op(op, _fill)
+    for op in _DRAWS:
+        _torch.handle_dtensor_op(op, _draw_like)
     handle_slices()
     _torch.handle_dtensor_op(_aten._local_scalar_dense.default, _number)
     _torch.handle_dtensor_op(_aten._is_any_true.default, _is_any_true)
 
 
-def _fqn_of(tensor: DTensor) -> str | None:
-    """The name of the wrapped parameter whose shard ``tensor`` is, or shares the memory of."""
-    pointer = _pointer(tensor)
-    for fqn, param in living_shards() if pointer is not None else ():
-        if param.shape == tensor.shape and _pointer(param) == pointer:
-            return fqn
-    return None
-
-
-def _pointer(tensor: Tensor) -> int | None:
-    """Where the shard is; None if there is none, as while a compiler traces."""
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a shard has values; it has none while a compiler traces."""
     memory = _torch.memory_of(tensor)
-    return None if memory is None or memory.device.type == "meta" else memory.data_ptr()
+    return memory is not None and memory.device.type != "meta"
+
+
+def _draws_by_rank(tensor: DTensor) -> bool:
+    """Whether torch would let each rank draw for itself what ``tensor``, a wrapped parameter, or
+    sharded as one is, is to be filled with."""
+    if not _has_memory(tensor) or _torch.draws_globally(tensor.device_mesh):
+        return False
+    return any(is_sharded_alike(tensor, param) for _, param in living_shards())
 
 
 def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
-    if _pointer(target) is None or _torch.draws_globally(target.device_mesh):
+    if not _draws_by_rank(target):
         return _torch.default_dtensor_op(op, args, kwargs)
-    if _fqn_of(target) is not None:
+    filled = _torch.filled_by_trunc_normal()
+    if filled is None or filled is target:
         _begin(target, kwargs.get("generator"))
-    elif not _is_drawn_again(target):
-        return _torch.default_dtensor_op(op, args, kwargs)
+    # Else what was rejected is drawn again, into another tensor: on some ranks more often.
     given = {name: value for name, value in kwargs.items() if name != "generator"}
     _Last.fills += 1
     key = (_Last.number, tuple(target.shape), _Last.fills)
@@ -75,15 +83,15 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return target
 
 
-def _is_drawn_again(target: DTensor) -> bool:
-    """Whether torch's ``trunc_normal_`` redraws into ``target`` what it rejects of a parameter."""
-    filled = _torch.filled_by_trunc_normal()
-    return isinstance(filled, DTensor) and filled is not target and _fqn_of(filled) is not None
+def _draw_like(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _draws_by_rank(args[0]):
+        return _DRAWS[op](torch.empty_like(args[0], **kwargs))
+    return _torch.default_dtensor_op(op, args, kwargs)
 
 
 class _Last:
-    """The last fill of a parameter. Some ranks may reject its values more often than others; so
-    what is drawn again is seeded from here, not taken from the generator that fills share."""
+    """The last fill. Some ranks may reject its values more often than others; so what is drawn
+    again is seeded from here, not taken from the generator that fills share."""
 
     number = 0  # that the generator gave
     fills = 0
@@ -99,7 +107,7 @@ def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     target = args[0]
     sizes = zip(target.placements, target.device_mesh.shape, strict=True)
     left = [p for p, ranks in sizes if isinstance(p, Partial) and ranks > 1]
-    if left and _pointer(target) is not None:
+    if left and _has_memory(target):
         if target.dtype == torch.bool and left[0].reduce_op in _TRUTHS:
             return _of_all_ranks(target, all_true=_TRUTHS[left[0].reduce_op])
         raise ValueError(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from inductor_passes.adapters._torch_calls import makes_view, written_by
 from simplefsdp import _torch
-from simplefsdp.frontend.living import living_shards
+from simplefsdp.frontend.living import is_sharded_alike, living_shards
 from simplefsdp.frontend.placement import dtensor_like
 from simplefsdp.frontend.reading import in_forward
 
@@ -103,11 +103,7 @@ def _name_of(tensor: DTensor) -> str | None:
         own = _torch.memory_of(param)
         if own is not None and own._cdata == memory._cdata:
             return fqn
-        if alike is None and (param.shape, param.device_mesh, param.placements) == (
-            tensor.shape,
-            tensor.device_mesh,
-            tensor.placements,
-        ):
+        if alike is None and is_sharded_alike(tensor, param):
             alike = f"a tensor that is sharded as {fqn} is, such as its gradient"
     return alike
 

@@ -152,12 +152,50 @@ def test_copies_of_models_and_of_their_parts_are_handled_alike(pools):
     pools(2).run(copies_are_watched)
 
 
+class Scaled(nn.Linear):
+    def __init__(self, out_features: int) -> None:
+        super().__init__(3, out_features)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+NOISE = (torch.randn_like, torch.rand_like, lambda grad: torch.empty_like(grad).normal_())
+
+
+def noise_is_one_global_tensor() -> None:
+    """Also for copies, whose ranks are seeded apart, and for a scalar among uneven shards."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for mode in ("fully_shard", "replicate"):
+        model = simple_fsdp(Scaled(2 * ranks - 1), mode=mode)
+        torch.manual_seed(rank)
+        model(torch.ones(2, 3)).mul(model.scale.to_local()).sum().backward()
+        for draw in (
+            torch.randn_like,
+            torch.rand_like,
+            lambda grad: torch.empty_like(grad).normal_(),
+        ):
+            for param in model.parameters():
+                noise = draw(param.grad)
+                own = noise.full_tensor()
+                theirs = [torch.empty_like(own) for _ in range(ranks)]
+                torch.distributed.all_gather(theirs, own.contiguous())
+                assert all(torch.equal(own, one) for one in theirs)
+                assert own.unique().numel() == own.numel()  # no shard has another's numbers
+                torch.nn.init.trunc_normal_(noise)  # draws again on one rank more often
+
+
+def test_noise_for_gradients_is_the_same_on_all_copies(pools):
+    pools(2).run(noise_is_one_global_tensor)
+
+
 def test_a_model_that_is_gone_is_forgotten(fake_mesh):
     mesh = fake_mesh(2)
     layer = simple_fsdp(nn.Linear(4, 4), mesh)
-    value = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
-    assert outside._fqn_of(layer.weight) == "weight"
-    assert outside._fqn_of(value) is None
+    value = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])
+    assert outside._draws_by_rank(layer.weight)
+    assert not outside._draws_by_rank(value)
     alive = weakref.ref(layer)
     del layer
     gc.collect()
