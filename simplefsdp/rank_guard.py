@@ -259,8 +259,9 @@ def _verdict(
 
 
 LATE = (
-    "They failed, are slower than that, or took another branch of the program; see their logs, or "
-    f"raise options['rank_guard_timeout_s'], or of what is not compiled {_VARIABLE}, on all of them"
+    "They failed, are slower than that, or took another branch of the program, as for an empty "
+    "batch; see their logs, or raise options['rank_guard_timeout_s'], or of what is not compiled "
+    f"{_VARIABLE}, on all of them"
 )
 
 
@@ -279,8 +280,8 @@ def _told_apart(
     return (
         f"{what} is not the same on all ranks, and would hang. The first difference: rank "
         f"{pair[0]} has {one!r}, rank {pair[1]} has {other!r}. Build the same "
-        "model with the same options on every rank, and let no branch depend on the rank or on "
-        "local data"
+        "model with the same options on every rank, let no branch depend on the rank or on local "
+        "data, and give no rank an empty batch"
     )
 
 

@@ -9,8 +9,9 @@ global that transformers sets before the first layer.
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
@@ -125,9 +126,10 @@ def hold_alike(state: State, given: Sequence[object], held: Mapping[int, object]
 
 
 def _correspond(state: State, given: Sequence[object], held: Mapping[int, object]) -> bool:
-    """Whether the objects that two layers hold correspond one to one, place by place, and no object
-    that differs between them can be reached from both. Otherwise code may find out which layer it
-    is in, as by ``self is self.config.layers[-1]``: Dynamo guards types, not identity."""
+    """Whether the objects that two layers hold correspond one to one, place by place, in one order,
+    and no object that differs between them can be reached from both. Otherwise code may find out
+    which layer it is in, as by ``self is self.config.layers[-1]``: Dynamo guards types, not
+    identity, and of attributes and hooks not the order."""
     shared = state.held.keys() & held.keys()
     counterpart: dict[int, object] = {}
     came_from: dict[int, object] = {}
@@ -144,30 +146,57 @@ def _correspond(state: State, given: Sequence[object], held: Mapping[int, object
         ours, theirs = counterpart.setdefault(id(one), other), came_from.setdefault(id(other), one)
         if ours is not other or theirs is not one:
             return False
-        left += _paired(one, other) if is_new else ()
+        pairs = _paired(one, other) if is_new else ()
+        if pairs is None:
+            return False
+        left += pairs
     return True
 
 
-def _paired(one: object, other: object) -> list[tuple[object, object]]:
-    """What two objects hold in the same places. What only one of them holds is guarded where it is
-    read, as by a guard of its length."""
-    parts, others = _parts(one), _parts(other)
-    return [(parts[key], others[key]) for key in parts.keys() & others.keys()]
-
-
-def _parts(one: object) -> dict[object, object]:
-    """What ``one`` holds, by a key that is the same for its counterpart: the name of an attribute,
-    a key of a dictionary, or a place. The elements of a set, which have neither, are left out."""
+def _paired(one: object, other: object) -> list[tuple[object, object]] | None:
+    """What two objects hold in the same places; None if they hold it in another order, or if sets
+    hold objects, which have no place. What only one of them holds is guarded where it is read, as
+    by a guard of its length."""
     if isinstance(one, (set, frozenset)):
-        return {}
+        return [] if isinstance(other, (set, frozenset)) and _in_one_order(one, other) else None
+    ours, theirs = _named(one), _named(other)
+    parts, others = _parts(one, ours, theirs), _parts(other, theirs, ours)
+    order = [key for key in parts if key in others]
+    if order != [key for key in others if key in parts]:
+        return None
+    return [(parts[key], others[key]) for key in order]
+
+
+def _in_one_order(one: Set[object], other: Set[object]) -> bool:
+    """Whether going through two sets gives the same, one after the other; or they hold different
+    constants, which guards compare."""
+    if all(map(_is_end, one)) and all(map(_is_end, other)):
+        return one != other or list(one) == list(other)
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _named(one: object) -> dict[Any, object] | None:
+    """The attributes of an object, or a dictionary itself; None if it is held otherwise."""
+    if isinstance(one, torch.Tensor | FunctionType | weakref.ref):
+        return None
     named = one if isinstance(one, dict) else getattr(one, "__dict__", None)
-    if isinstance(one, torch.Tensor | FunctionType | weakref.ref) or not isinstance(named, dict):
+    return named if isinstance(named, dict) else None
+
+
+def _parts(
+    one: object, named: dict[Any, object] | None, elsewhere: dict[Any, object] | None
+) -> dict[object, object]:
+    """What ``one`` holds, in order, by a key that is the same for its counterpart: the name of an
+    attribute or a key of a dictionary, if the counterpart has it, too; else a place. Each hook, for
+    example, has a key of its own."""
+    if named is None:
         return dict(enumerate(_of(one)))
     known = {id(named), *map(id, named.values()), *map(id, named)}
     rest = (part for part in _of(one) if id(part) not in known and not _is_end(part))
     found: dict[object, object] = dict(enumerate(rest))
     for i, (key, value) in enumerate(named.items()):
-        found["key", key if _is_end(key) else i] = value
+        is_in_both = _is_end(key) and key in (elsewhere or ())
+        found["key" if is_in_both else "place", key if is_in_both else i] = value
     return found
 
 

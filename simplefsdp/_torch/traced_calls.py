@@ -130,12 +130,12 @@ def _sharing(found: Any) -> list[tuple[int, int | None]]:
 
 
 def _described(layer: nn.Module) -> list[object]:
-    """The layouts of a layer's parameters and buffers, and the attribute names of its modules. Not
-    all of this is guarded, so layers are compared by it, too."""
+    """The layouts of a layer's parameters and buffers, and the attribute names of its modules, in
+    order. Not all of this is guarded, so layers are compared by it, too."""
     some = (layer.named_parameters, layer.named_buffers)
     named = itertools.chain.from_iterable(of(remove_duplicate=False) for of in some)
     tensors = [(name, t.is_leaf, layout_of(t)) for name, t in named]
-    return [*tensors, *((name, sorted(vars(m))) for name, m in layer.named_modules())]
+    return [*tensors, *((name, list(vars(m))) for name, m in layer.named_modules())]
 
 
 class _Asked(NamedTuple):

@@ -7,6 +7,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -242,7 +243,7 @@ def registered() -> Model:
 
 
 class Sized(Layer):
-    """It has options of its own, whose first is one for all, and a set."""
+    """It has options of its own, whose first is one for all, and a set of constants."""
 
     def forward(self, x, mask):
         return super().forward(x, mask) * self.own.number + len(self.some)
@@ -251,7 +252,7 @@ class Sized(Layer):
 def sized(model: Model) -> Model:
     shape = (DIM, DIM, [])
     for layer in model.layers:
-        layer.own, layer.some = Own(shape), {Own(), Own(), Own()}
+        layer.own, layer.some = Own(shape), {1, 2, 3}
     return model
 
 
@@ -592,7 +593,89 @@ def holding(factor: float) -> Any:
     return lambda _, args: (args[0] * factor, *args[1:])
 
 
+class GoesThrough(Layer):
+    """A layer that goes through its own attributes, or through those of an object, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = SimpleNamespace()
+
+    def set_in_order(self, of: object, names: str) -> None:
+        for name in names:
+            vars(of)[f"own_{name}"] = 2.0
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for of in (self, self.options):
+            for name, value in vars(of).items():
+                if name.startswith("own_"):
+                    x = x * value if name.endswith("a") else x + value
+        return super().forward(x, mask)
+
+
+def of_one_order(own: bool) -> Model:
+    model = Model(layer=GoesThrough)
+    for i, layer in enumerate(model.layers):
+        layer.set_in_order(layer if own else layer.options, "ba" if i == 5 else "ab")
+    return model
+
+
+def prepended(register: str, inner: bool) -> Model:
+    """Each layer has the same two hooks; one layer in the other order."""
+    model, is_pre = Model(), "pre" in register
+    for i, layer in enumerate(model.layers):
+        for hook, is_first in ((functools.partial(times, 2.0), False), (plus_one, i == 5)):
+            given = before(hook) if is_pre else hook
+            getattr(layer.up if inner else layer, register)(given, prepend=is_first)
+    return model
+
+
+def plus_one(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return out + 1
+
+
+def before(hook: Any) -> Any:
+    return lambda module, args: (hook(module, args, args[0]), *args[1:])
+
+
+class GoesThroughSet(Layer):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for number in self.numbers:
+            x = x * 2 if number == 1 else x + 1
+        return super().forward(x, mask)
+
+
+class IsIn(Layer):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 2 if self.part in self.some else x, mask)
+
+
+class AreEqual(Layer):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 2 if self.some == self.others else x, mask)
+
+
+def with_sets(layer: type[nn.Module], *, kind: type = set) -> Model:
+    """One layer's sets hold the same as the others', in another order, or itself or the same."""
+    model = Model(layer=layer)
+    for i, one in enumerate(model.layers):
+        # Equal sets: 1 and 9 have the same place in a small one.
+        one.numbers = kind([9, 1] if i == 5 else [1, 9])
+        one.part = nn.Identity()
+        one.some = kind([one.part if i == 5 else nn.Identity()])
+        one.others = kind(one.some if i == 5 else [nn.Identity()])
+    return model
+
+
 TRAPS = {
+    "order of attributes": lambda: of_one_order(own=True),
+    "order of an object's attributes": lambda: of_one_order(own=False),
+    "hook put first": lambda: prepended("register_forward_hook", inner=False),
+    "inner hook put first": lambda: prepended("register_forward_hook", inner=True),
+    "pre-hook put first": lambda: prepended("register_forward_pre_hook", inner=False),
+    "order of a set": lambda: with_sets(GoesThroughSet),
+    "order of a frozenset": lambda: with_sets(GoesThroughSet, kind=frozenset),
+    "in a set": lambda: with_sets(IsIn),
+    "equal sets": lambda: with_sets(AreEqual),
     "one and true": lambda: of_fifth(lambda layer: setattr(layer, "setting", True), Asks),
     "hooks that hold": lambda: hooked(inner=False),
     "inner hooks that hold": lambda: hooked(inner=True),
