@@ -76,6 +76,15 @@ class Deep:
         deep = self.numbers.index(number)
         return self.at[Place(deep + layer - self.layout.template, member)]
 
+    def at_begin(self, node: Node) -> Node:
+        """The node that ``node`` became, if it was made for what is ahead of the copies."""
+        return self.made[node]
+
+    def at_end(self, node: Node) -> Node:
+        """What ``node`` is to what is behind the layers: of a node of the template, for example,
+        the counterpart in the last copy, if copies stand behind the template."""
+        return self._referring(len(self.sources), len(self.layout.layers))(node)
+
     def _make(self, before: int, after: int) -> None:
         layout = self.layout
         high = layout.numbers[layout.template]
@@ -85,9 +94,8 @@ class Deep:
         for deep, source in enumerate(self.sources):
             for node in layout.layers[source]:
                 self._member(node, deep)
-        behind = self._referring(len(self.sources), len(layout.layers))
         for node in layout.after:
-            self.made[node] = self._made(node, node.name, behind, after, high)
+            self.made[node] = self._made(node, node.name, self.at_end, after, high)
         self._output()
         self.graph.lint()
 

@@ -9,9 +9,10 @@ expects it, since AOTAutograd does not know that anything was left out.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -220,7 +221,7 @@ def lengthen(
     _refuse_outputs_of_layers(layouts[0], outputs)
     ahead = Deep(layouts[0], short.numbering, short.more, own=own)
     behind = Deep(layouts[1], short.numbering, short.more, ahead.renamed)
-    _return_gradients(backward.graph, behind, left_out)
+    _return_gradients(backward.graph, behind, left_out, _used_before_template(layouts[0]))
     saved = _saved_first(ahead.graph, behind.graph)
     output: Any = ahead.graph.output_node()
     output.args = ((*output.args[0][:outputs], *saved),)
@@ -237,14 +238,26 @@ def _refuse_outputs_of_layers(layout: LayeredGraph, outputs: int) -> None:
             raise ValueError(f"forward returns {value}, of a layer in the middle")
 
 
-def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut) -> None:
-    """Have backward return a gradient, or None, for each input that the joint graph had."""
+def _used_before_template(forward: LayeredGraph) -> set[str]:
+    """Names of the inputs that something ahead of the template uses first."""
+    ahead = [*forward.before, *itertools.chain(*forward.layers[: forward.template])]
+    used = {node for one in ahead for node in one.all_input_nodes}
+    return {node.name for node in used if node.op == "placeholder"}
+
+
+def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut, early: Set[str]) -> None:
+    """Have backward return a gradient, or None, for each input that the joint graph had. ``early``
+    are the names of inputs of what is ahead of the template in forward, so behind it in backward,
+    though their gradients may stand among the template's nodes, or among a copy's."""
     before: Any = short.output_node()
     values = before.args[0]
     names = [left_out.inputs[i].name for i in left_out.kept]
     returned = dict(zip(names, values, strict=True))
     by_name = {node.name: node for node in behind.graph.nodes}
-    found: dict[str, Any] = {name: behind.made.get(v, v) for name, v in returned.items()}
+    found: dict[str, Any] = {
+        name: (behind.at_end if name in early else behind.at_begin)(v) if isinstance(v, Node) else v
+        for name, v in returned.items()
+    }
     found |= {name: by_name[v] if v else None for name, v in left_out.unread.items()}
     for number, layer in left_out.inputs_of.items():
         for name, example in zip(layer, left_out.example, strict=True):

@@ -106,6 +106,17 @@ class Drops(Layer):
         return F.dropout(super().forward(x, mask), 0.5)
 
 
+class EndsInBias(Layer):
+    """Its last gradient on one rank stands among the nodes of the layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.rand(DIM))
+
+    def forward(self, x, mask):
+        return super().forward(x, mask) * self.scale + self.bias
+
+
 class Signed(Layer):
     """A number tells layers apart that is equal to that of the others."""
 
@@ -306,6 +317,7 @@ CASES = {
     "written buffers": (lambda: Model(layer=Normed), 0),
     "buffers without count": (lambda: Model(layer=NoCount), 0),
     "dropout": (lambda: Model(layer=Drops), ALONE),
+    "a bias last": (lambda: Model(layer=EndsInBias), ALONE),
     "graphs": (lambda: Model(layer=Chooses), ALONE),
     "each is returned": (ReturnsAll, 0),
     "one is another": (lambda: another(Model(depth=10)), 0),
