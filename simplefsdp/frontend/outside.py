@@ -2,7 +2,7 @@
 
 Most operators on a DTensor do what they do to the plain tensor. Some do something else, which
 nobody would notice, and one is missing. torch lets a DTensor's operator have a handler; slices do
-(``slices.py``), and these:
+(``slices.py``), sums with a plain loss (``penalties.py``), and these:
 
 - *random fills* of parameters (``nn.init.normal_(module.weight)`` in a loop), and of what is
   sharded as they are (noise for gradients, ``torch.randn_like(param.grad)``): on CPU every rank
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial
 from simplefsdp import _torch
 from simplefsdp.frontend.initialize import RANDOM_FILLS, fill_global
 from simplefsdp.frontend.living import is_sharded_alike, living_shards
+from simplefsdp.frontend.penalties import handle_penalties
 from simplefsdp.frontend.placement import highest_of_ranks, rank_0s
 from simplefsdp.frontend.slices import handle_slices
 
@@ -49,6 +50,7 @@ def handle_operators() -> None:
         _torch.handle_dtensor_op(op, _fill)
     for op in _DRAWS:
         _torch.handle_dtensor_op(op, _draw_like)
+    handle_penalties()
     handle_slices()
     _torch.handle_dtensor_op(_aten._local_scalar_dense.default, _number)
     _torch.handle_dtensor_op(_aten._is_any_true.default, _is_any_true)
