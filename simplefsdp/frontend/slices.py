@@ -5,6 +5,10 @@ A DTensor's slice along a sharded dimension is a copy, gathered from all ranks: 
 it would be lost, and nobody would notice. That goes for parameters and their views, and for what
 is sharded as they are: their gradients, and the state of optimizers. A slice along a dimension that
 is whole on every rank is a view, as of a plain tensor.
+
+Older versions of torch (2.11, for one) do not tell subclasses of DTensor that they are written to.
+There a parameter's slice raises when it is made, unless autograd would refuse the write; and writes
+to slices of other tensors are lost.
 """
 
 from __future__ import annotations
@@ -48,23 +52,19 @@ class CopiedSlice(DTensor):
     """A slice that is a copy, or a view of one. It raises where it is written to."""
 
     slice_of: str  # what it is called
+    is_watched = False  # whether torch calls what follows; set when it first does
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        CopiedSlice.is_watched = True
         kwargs = kwargs or {}
         for place, name in written_by(op):
             written = args[place] if place < len(args) else kwargs.get(name)
             for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 if isinstance(tensor, CopiedSlice):
-                    raise ValueError(
-                        f"{tensor.slice_of}: a slice along a dimension that is sharded is a copy, "
-                        f"so that what {op} writes to it would be lost; write to all of it, as by "
-                        "tensor.mul_(distribute_tensor(mask, tensor.device_mesh, "
-                        "tensor.placements)), or, to a parameter, inside `with "
-                        "simplefsdp.unsharded(model):` (or in the model's reset_parameters())"
-                    )
+                    raise ValueError(_lost(tensor.slice_of, f"what {op} writes to it"))
         plain_args, plain_kwargs = tree_map_only(CopiedSlice, _plain, (args, kwargs))
         result = op(*plain_args, **plain_kwargs)
         if makes_view(op) and isinstance(args[0], CopiedSlice):
@@ -72,14 +72,23 @@ class CopiedSlice(DTensor):
         return result
 
 
+def _lost(slice_of: str, what: str) -> str:
+    return (
+        f"{slice_of}: a slice along a dimension that is sharded is a copy, so that {what} would be "
+        "lost; write to all of it, as by tensor.mul_(distribute_tensor(mask, tensor.device_mesh, "
+        "tensor.placements)), or, to a parameter, inside `with simplefsdp.unsharded(model):` (or "
+        "in the model's reset_parameters())"
+    )
+
+
 def _plain(tensor: CopiedSlice) -> DTensor:
     return dtensor_like(tensor, _torch.local_tensor(tensor))
 
 
-def _mark(result: Any, of: str) -> None:
+def _mark(result: Any, slice_of: str) -> None:
     for tensor in result if isinstance(result, (list, tuple)) else (result,):
         tensor.__class__ = CopiedSlice
-        tensor.slice_of = of
+        tensor.slice_of = slice_of
 
 
 def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,25 +96,34 @@ def _slice(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     target = args[0]
     writable = not (torch.is_grad_enabled() and target.requires_grad)  # else autograd refuses
     if writable and _takes_a_part(op, target, args, kwargs) and not in_forward():
-        of = _name_of(target)
-        if of is not None:
-            _mark(result, of)
+        fqn, is_own = _parameter_like(target)
+        if fqn:
+            _mark(result, fqn if is_own else f"a tensor sharded as {fqn} is, such as its gradient")
+            if is_own and not _is_watched(result):
+                raise ValueError(_lost(fqn, "what is written to it"))
     return result
 
 
-def _name_of(tensor: DTensor) -> str | None:
-    """What a parameter, a view of it, or a tensor that is sharded as it is called; else None."""
+def _is_watched(result: Any) -> bool:
+    if not CopiedSlice.is_watched:
+        _aten.detach.default(result[0] if isinstance(result, (list, tuple)) else result)
+    return CopiedSlice.is_watched
+
+
+def _parameter_like(tensor: DTensor) -> tuple[str, bool]:
+    """The FQN of the parameter that ``tensor`` is, or is a view of, and True; or that of one that
+    is sharded as it is, and False; "" if there is none."""
     memory = _torch.memory_of(tensor)
     if memory is None or memory.device.type == "meta":  # a compiler traces
-        return None
-    alike = None
+        return "", False
+    alike = ""
     for fqn, param in living_shards():
         own = _torch.memory_of(param)
         if own is not None and own._cdata == memory._cdata:
-            return fqn
-        if alike is None and is_sharded_alike(tensor, param):
-            alike = f"a tensor that is sharded as {fqn} is, such as its gradient"
-    return alike
+            return fqn, True
+        if not alike and is_sharded_alike(tensor, param):
+            alike = fqn
+    return alike, False
 
 
 def _takes_a_part(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from simplefsdp import simple_fsdp, unsharded
+from simplefsdp.frontend.slices import CopiedSlice
 
 LOST = "a slice along a dimension that is sharded is a copy"
 # Parts of a tensor of 8 x 6, sharded by rows: slices, and views of views.
@@ -41,12 +44,24 @@ WRITES = {
 @pytest.mark.parametrize("take", PARTS.values(), ids=PARTS)
 def test_a_write_to_a_part_raises(fake_mesh, take):
     layer = simple_fsdp(nn.Linear(6, 8), fake_mesh(2))
-    with torch.no_grad(), pytest.raises(ValueError, match=f"^weight: {LOST}.*aten.zero_"):
+    with torch.no_grad(), pytest.raises(ValueError, match=f"^weight: {LOST}"):
         take(layer.weight).zero_()
     with pytest.raises(ValueError, match=LOST):
         take(layer.weight.data).zero_()
     with pytest.raises(ValueError, match=LOST):
         take(layer.requires_grad_(False).weight).zero_()
+
+
+@pytest.fixture
+def watched_mesh(fake_mesh):
+    """For what torch does not tell of in older versions."""
+    mesh = fake_mesh(2)
+    layer = simple_fsdp(nn.Linear(6, 8), mesh)
+    with torch.no_grad(), contextlib.suppress(ValueError):
+        layer.weight[0].zero_()
+    if not CopiedSlice.is_watched:
+        pytest.skip("this torch does not tell subclasses of DTensor that they are written to")
+    return mesh
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
@@ -63,9 +78,9 @@ def zero_in_hook(grad):
 
 
 @pytest.mark.parametrize("in_hook", [True, False])
-def test_so_does_one_to_a_gradient(fake_mesh, in_hook):
+def test_so_does_one_to_a_gradient(watched_mesh, in_hook):
     """That is how rows of an embedding are frozen; with a mask it works."""
-    layer = simple_fsdp(nn.Embedding(8, 6), fake_mesh(2))
+    layer = simple_fsdp(nn.Embedding(8, 6), watched_mesh)
     if in_hook:
         layer.weight.register_hook(zero_in_hook)
 
@@ -73,12 +88,12 @@ def test_so_does_one_to_a_gradient(fake_mesh, in_hook):
         layer(torch.arange(8)).sum().backward()
         zero_in_hook(layer.weight.grad)
 
-    with pytest.raises(ValueError, match=f"as weight is, such as its gradient: {LOST}"):
+    with pytest.raises(ValueError, match=f"as weight is, such as its gradient: {LOST}.*aten.fill_"):
         step()
 
 
-def test_and_one_to_an_optimizers_state(fake_mesh):
-    layer = simple_fsdp(nn.Embedding(8, 6), fake_mesh(2))
+def test_and_one_to_an_optimizers_state(watched_mesh):
+    layer = simple_fsdp(nn.Embedding(8, 6), watched_mesh)
     optimizer = torch.optim.Adam(layer.parameters())
     layer(torch.arange(8)).sum().backward()
     optimizer.step()
@@ -86,7 +101,7 @@ def test_and_one_to_an_optimizers_state(fake_mesh):
         optimizer.state[layer.weight]["exp_avg"][:3] = 0
 
 
-def rows_are_frozen_and_read() -> None:
+def rows_are_frozen() -> None:
     layer = simple_fsdp(nn.Embedding(8, 6))
     weight, mask = layer.weight, torch.arange(8)[:, None].ge(3).float()
     before = weight.detach().full_tensor()
@@ -95,6 +110,11 @@ def rows_are_frozen_and_read() -> None:
     torch.optim.SGD(layer.parameters(), 0.1).step()
     after = weight.detach().full_tensor()
     assert torch.equal(after[:3], before[:3]) and after[3:].ne(before[3:]).all()
+
+
+def rows_are_read() -> None:
+    weight = simple_fsdp(nn.Linear(6, 8)).weight
+    after = weight.detach().full_tensor()
     with torch.no_grad():
         for take in PARTS.values():
             assert torch.equal(take(weight).full_tensor(), take(after))
@@ -103,8 +123,12 @@ def rows_are_frozen_and_read() -> None:
         assert torch.equal((weight[0] * 2).add_(1).full_tensor(), after[0] * 2 + 1)
 
 
-def test_a_mask_freezes_rows_and_reads_are_right(pools):
-    pools(2).run(rows_are_frozen_and_read)
+def test_a_mask_freezes_rows(pools):
+    pools(2).run(rows_are_frozen)
+
+
+def test_what_is_read_is_right(pools, watched_mesh):
+    pools(2).run(rows_are_read)
 
 
 def test_other_slices_may_be_written_to(fake_mesh):
