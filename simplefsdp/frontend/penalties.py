@@ -2,18 +2,21 @@
 
 In ``loss + sum(p.square().sum() for p in model.parameters())`` the penalty is a DTensor, and so is
 the sum, and so is the gradient that torch gives the plain loss, whose backward cannot take it. Here
-the loss gets a plain gradient. The penalty's own goes to the shards, and is right as it is: all
-ranks compute the same penalty. That holds if it is computed from DTensors and numbers only. With a
-tensor of this rank's in it, its gradient would be this rank's alone, so that raises.
+the loss gets a plain gradient. The penalty's own goes to the shards, and is right as it is if all
+ranks compute the same penalty: from DTensors, and from numbers that are the same on all ranks,
+which the ranks compare. With a tensor or a number of this rank's in it, its gradient would be this
+rank's alone, so that raises.
 """
 
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +24,12 @@ from simplefsdp import _torch
 from simplefsdp.frontend.reading import in_forward
 
 _aten = torch.ops.aten
+_IS_LOSS = "simple_fsdp_loss"  # on the autograd node of a plain loss that a penalty was added to
+_MIXED = (
+    "a loss plus what a parameter and a tensor, or a number, of this rank gave outside of forward: "
+    "the parameter's gradient would be this rank's alone; compute it in the forward of a module "
+    "that simple_fsdp wraps, or with a number that is the same on all ranks"
+)
 
 
 @functools.cache
@@ -33,16 +42,16 @@ def handle_penalties() -> None:
 def _add(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     terms = [term for term in args if isinstance(term, Tensor)]
     losses = [term for term in terms if not isinstance(term, DTensor) and term.requires_grad]
-    if losses and torch.is_grad_enabled() and not in_forward():
-        kinds = [_kind_of(term) for term in terms if isinstance(term, DTensor)]
-        if "mixed" in kinds:
-            raise ValueError(
-                "a loss plus what a parameter and a tensor of this rank gave outside of forward: "
-                "the parameter's gradient would be this rank's alone; compute it in the forward of "
-                "a module that simple_fsdp wraps, or with a number in the place of the tensor"
-            )
-        for loss in losses if kinds == ["penalty"] else ():
-            loss.register_hook(_plain)
+    penalties = [term for term in terms if isinstance(term, DTensor) and term.requires_grad]
+    if losses and penalties and torch.is_grad_enabled() and not in_forward():
+        (penalty,) = penalties
+        numbers = _numbers_in(penalty)
+        if numbers is not None:
+            _compare(numbers, penalty)
+            for loss in losses:
+                loss.register_hook(_plain)
+                if loss.grad_fn is not None:
+                    loss.grad_fn.metadata[_IS_LOSS] = True  # type: ignore[index]
     return _torch.default_dtensor_op(op, args, kwargs)
 
 
@@ -50,21 +59,40 @@ def _plain(grad: Tensor) -> Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-def _kind_of(term: DTensor) -> str:
-    """What ``term`` is computed from: ``"penalty"`` of DTensors only, ``"mixed"`` of plain tensors,
-    too, ``"other"`` if its autograd graph does not tell, as of tensors that were made DTensors."""
-    left, seen = [term.grad_fn], set()
+def _numbers_in(penalty: DTensor) -> list[str] | None:
+    """What ``penalty`` is computed from beside DTensors, as text, without losses that it was added
+    to before; None if its autograd graph does not tell, as of tensors that were made DTensors.
+
+    Raises:
+        ValueError: plain tensors are among it.
+    """
+    left, seen = [penalty.grad_fn], set()
+    found: list[str] = []
     while left:
         node = left.pop()
-        if node is None or node in seen:
+        if node is None or node in seen or _IS_LOSS in node.metadata:  # type: ignore[operator]
             continue
         seen.add(node)
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return "other"
-        if any(_is_of_this_rank(getattr(node, name)) for name in _saved_by(type(node))):
-            return "mixed"
+            return None
+        for name in _saved_by(type(node)):
+            saved = getattr(node, name)
+            if _is_of_this_rank(saved):
+                raise ValueError(_MIXED)
+            found += [] if isinstance(saved, DTensor) else [f"{name} {saved}"]
         left += [function for function, _ in node.next_functions]
-    return "penalty"
+    return found
+
+
+def _compare(numbers: list[str], penalty: DTensor) -> None:
+    """Raise on all ranks if they have computed ``penalty`` with different numbers; collective."""
+    own = zlib.crc32("\n".join(numbers).encode())
+    highest = torch.tensor([own, -own], device=penalty.device_mesh.device_type)
+    for group in penalty.device_mesh.get_all_groups():
+        if group.size() > 1:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    if highest[0] != -highest[1]:
+        raise ValueError(_MIXED)
 
 
 def _is_of_this_rank(saved: Any) -> bool:
