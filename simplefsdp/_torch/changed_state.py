@@ -21,6 +21,8 @@ from torch._dynamo.source import is_from_local_source
 from torch._dynamo.variables import UserDefinedObjectVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
+from simplefsdp._torch.exact import exactly
+
 
 @dataclass(frozen=True)
 class Change:
@@ -154,15 +156,17 @@ def _correspond(state: State, given: Sequence[object], held: Mapping[int, object
 
 
 def _paired(one: object, other: object) -> list[tuple[object, object]] | None:
-    """What two objects hold in the same places; None if they hold it in another order, or if sets
-    hold objects, which have no place. What only one of them holds is guarded where it is read, as
-    by a guard of its length."""
+    """What two objects hold in the same places; None if they hold it in another order, if one has
+    an attribute that the other lacks, or if sets hold objects, which have no place. What only one
+    dictionary or list holds is guarded where it is read, as by a guard of its length."""
     if isinstance(one, (set, frozenset)):
         return [] if isinstance(other, (set, frozenset)) and _in_one_order(one, other) else None
     ours, theirs = _named(one), _named(other)
+    if ours is not one and theirs is not other and list(ours or ()) != list(theirs or ()):
+        return None
     parts, others = _parts(one, ours, theirs), _parts(other, theirs, ours)
     order = [key for key in parts if key in others]
-    if order != [key for key in others if key in parts]:
+    if exactly(order) != exactly([key for key in others if key in parts]):
         return None
     return [(parts[key], others[key]) for key in order]
 
@@ -171,7 +175,7 @@ def _in_one_order(one: Set[object], other: Set[object]) -> bool:
     """Whether going through two sets gives the same, one after the other; or they hold different
     constants, which guards compare."""
     if all(map(_is_end, one)) and all(map(_is_end, other)):
-        return one != other or list(one) == list(other)
+        return one != other or exactly(list(one)) == exactly(list(other))
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 

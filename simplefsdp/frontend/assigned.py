@@ -8,22 +8,14 @@ before a forward, an optimizer's step and a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch import Tensor
 
 from simplefsdp._torch import storage_number
 
-
-class _Seen(NamedTuple):
-    """A parameter as it was when it was seen first."""
-
-    param: int  # its own id, since a copy has its attributes
-    storage: int
-    fqn: str
-
-
-_SEEN = "_simple_fsdp_storage"  # on a parameter: its ``_Seen``
+# On a parameter as it was when it was seen first: its own id, since a copy has its attributes; the
+# number of its storage; and its FQN. This is pickled with a parameter, so it is a plain tuple.
+_SEEN = "_simple_fsdp_storage"
 
 
 def refuse_assigned(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -31,19 +23,19 @@ def refuse_assigned(named: Iterable[tuple[str, Tensor]]) -> None:
     their FQNs, since this function saw it first."""
     for fqn, param in named:
         now = id(param), storage_number(param)
-        before: _Seen | None = param.__dict__.get(_SEEN)
+        before: tuple[int, int, str] | None = param.__dict__.get(_SEEN)
         if before is not None and now == before[:2]:
             continue
-        if before is not None and before.param == id(param):
+        if before is not None and before[0] == id(param):
             raise ValueError(
                 f"{fqn}: something was assigned to its .data, which a DTensor loses: it has the "
                 "values of before. Write `with torch.no_grad(): param.copy_(values)`, also in an "
                 "optimizer that puts weights back, such as SAM"
             )
-        setattr(param, _SEEN, _Seen(*now, fqn))
+        setattr(param, _SEEN, (*now, fqn))
 
 
 def refuse_assigned_since(params: Iterable[Tensor]) -> None:
     """:func:`refuse_assigned` for those of ``params`` that it has seen before."""
     seen = ((param.__dict__.get(_SEEN), param) for param in params)
-    refuse_assigned((before.fqn, param) for before, param in seen if before is not None)
+    refuse_assigned((before[2], param) for before, param in seen if before is not None)

@@ -2,13 +2,14 @@
 
 Most operators on a DTensor do what they do to the plain tensor. Some do something else, which
 nobody would notice, and one is missing. torch lets a DTensor's operator have a handler; slices do
-(``slices.py``), sums with a plain loss (``penalties.py``), and these:
+(``slices.py``), and these:
 
 - *random fills* of parameters (``nn.init.normal_(module.weight)`` in a loop), and of what is
   sharded as they are (noise for gradients, ``torch.randn_like(param.grad)``): on CPU every rank
   would draw for its own shard, so that shards get the same numbers, or copies different ones. Here
   they are those of one global tensor, as on CUDA, and from rank 0's generator; so a fill is
-  collective;
+  collective. What is drawn like a view of these, and draws that make a new tensor by another
+  operator (``randint_like``, ``bernoulli``), are torch's;
 - *the number of a sum over ranks* (``param.grad.norm().item()``): torch gives this rank's part.
   Here it raises: to add up the parts, this rank would wait for ranks that do not ask. But a truth
   value (``(param > 0).any()``) is that of all ranks, as with torch since 2.15; all must ask for it;
@@ -29,7 +30,6 @@ from torch.distributed.tensor import DTensor, Partial
 from simplefsdp import _torch
 from simplefsdp.frontend.initialize import RANDOM_FILLS, fill_global
 from simplefsdp.frontend.living import is_sharded_alike, living_shards
-from simplefsdp.frontend.penalties import handle_penalties
 from simplefsdp.frontend.placement import highest_of_ranks, rank_0s
 from simplefsdp.frontend.slices import handle_slices
 
@@ -50,7 +50,6 @@ def handle_operators() -> None:
         _torch.handle_dtensor_op(op, _fill)
     for op in _DRAWS:
         _torch.handle_dtensor_op(op, _draw_like)
-    handle_penalties()
     handle_slices()
     _torch.handle_dtensor_op(_aten._local_scalar_dense.default, _number)
     _torch.handle_dtensor_op(_aten._is_any_true.default, _is_any_true)

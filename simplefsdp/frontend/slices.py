@@ -2,9 +2,9 @@
 
 Of a plain tensor a slice is a view, so that ``module.weight.data[0].zero_()`` writes to the weight.
 A DTensor's slice along a sharded dimension is a copy, gathered from all ranks: what is written to
-it would be lost, and nobody would notice. That goes for parameters and their views, and for what
-is sharded as they are: their gradients, and the state of optimizers. A slice along a dimension that
-is whole on every rank is a view, as of a plain tensor.
+it would be lost, and nobody would notice. That goes for parameters, their gradients, the views of
+both, and for what is sharded as they are, such as the state of optimizers. A slice along a
+dimension that is whole on every rank is a view, as of a plain tensor.
 
 Older versions of torch (2.11, for one) do not tell subclasses of DTensor that they are written to.
 There a parameter's slice raises when it is made, unless autograd would refuse the write; and writes
@@ -112,18 +112,22 @@ def _is_watched(result: Any) -> bool:
 
 def _parameter_like(tensor: DTensor) -> tuple[str, bool]:
     """The FQN of the parameter that ``tensor`` is, or is a view of, and True; or that of one that
-    is sharded as it is, and False; "" if there is none."""
+    is sharded as it is, or whose gradient it is a view of, and False; "" if there is none."""
     memory = _torch.memory_of(tensor)
     if memory is None or memory.device.type == "meta":  # a compiler traces
         return "", False
     alike = ""
     for fqn, param in living_shards():
-        own = _torch.memory_of(param)
-        if own is not None and own._cdata == memory._cdata:
+        if _has(param, memory):
             return fqn, True
-        if not alike and is_sharded_alike(tensor, param):
-            alike = fqn
+        if is_sharded_alike(tensor, param) or _has(param.grad, memory):
+            alike = alike or fqn
     return alike, False
+
+
+def _has(tensor: Any, memory: torch.UntypedStorage) -> bool:
+    own = _torch.memory_of(tensor) if isinstance(tensor, DTensor) else None
+    return own is not None and own._cdata == memory._cdata
 
 
 def _takes_a_part(

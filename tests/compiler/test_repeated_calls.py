@@ -666,7 +666,38 @@ def with_sets(layer: type[nn.Module], *, kind: type = set) -> Model:
     return model
 
 
+class CountsAttributes(Layer):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * len(vars(self.options)), mask)
+
+
+class GoesThroughKeys(Layer):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for key in self.keys:
+            x = x * (2 if isinstance(key, bool) else 3)
+        return super().forward(x, mask)
+
+
+def with_attributes() -> Model:
+    """The objects of the first layers have an attribute more."""
+    model = Model(layer=CountsAttributes)
+    for i, layer in enumerate(model.layers):
+        layer.options = SimpleNamespace(a=1) if i == 5 else SimpleNamespace(a=1, b=2)
+    return model
+
+
+def with_keys(kind: Any) -> Model:
+    """The keys of one layer are equal to the others', but are something else."""
+    model = Model(layer=GoesThroughKeys)
+    for i, layer in enumerate(model.layers):
+        layer.keys = kind([True if i == 5 else 1])
+    return model
+
+
 TRAPS = {
+    "number of attributes": with_attributes,
+    "kind of keys": lambda: with_keys(dict.fromkeys),
+    "kind of what is in a set": lambda: with_keys(set),
     "order of attributes": lambda: of_one_order(own=True),
     "order of an object's attributes": lambda: of_one_order(own=False),
     "hook put first": lambda: prepended("register_forward_hook", inner=False),

@@ -76,6 +76,13 @@ def test_it_is_told_before_the_values_are_used(solo_mesh, read):
         read(model)
 
 
+def test_parameters_can_be_loaded_where_only_weights_may_be(solo_mesh, tmp_path):
+    model = wrapped(solo_mesh, "eager")
+    step(model)
+    torch.save(list(model.parameters()), tmp_path / "parameters.pt")
+    assert len(torch.load(tmp_path / "parameters.pt", weights_only=True)) == 4
+
+
 @pytest.mark.parametrize("how", RUNS)
 def test_other_ways_to_change_parameters(solo_mesh, how):
     model = wrapped(solo_mesh, how)

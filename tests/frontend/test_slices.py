@@ -92,6 +92,14 @@ def test_so_does_one_to_a_gradient(watched_mesh, in_hook):
         step()
 
 
+def test_and_one_to_a_view_of_a_gradient(watched_mesh):
+    layer = simple_fsdp(nn.Linear(6, 8), watched_mesh)
+    layer(torch.ones(2, 6)).sum().backward()
+    for take in PARTS.values():
+        with pytest.raises(ValueError, match=LOST):
+            take(layer.weight.grad).zero_()
+
+
 def test_and_one_to_an_optimizers_state(watched_mesh):
     layer = simple_fsdp(nn.Embedding(8, 6), watched_mesh)
     optimizer = torch.optim.Adam(layer.parameters())
