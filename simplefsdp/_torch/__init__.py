@@ -87,6 +87,7 @@ from simplefsdp._torch.tensors import (
     grad_like,
     handle_dtensor_op,
     has_hooks,
+    has_memory,
     has_no_data,
     hooks_of,
     is_plain_tensor,

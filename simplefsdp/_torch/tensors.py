@@ -244,6 +244,12 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return local.untyped_storage() if type(local) is torch.Tensor else None
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or a DTensor's shard, has values; it has none while a compiler traces."""
+    memory = memory_of(tensor)
+    return memory is not None and memory.device.type != "meta"
+
+
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """The local tensor of a DTensor, like ``to_local()``, but without dispatch or autograd."""
     return tensor._local_tensor

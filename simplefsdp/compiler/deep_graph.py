@@ -76,10 +76,6 @@ class Deep:
         deep = self.numbers.index(number)
         return self.at[Place(deep + layer - self.layout.template, member)]
 
-    def at_begin(self, node: Node) -> Node:
-        """The node that ``node`` became, if it was made for what is ahead of the copies."""
-        return self.made[node]
-
     def at_end(self, node: Node) -> Node:
         """What ``node`` is to what is behind the layers: of a node of the template, for example,
         the counterpart in the last copy, if copies stand behind the template."""

@@ -254,10 +254,9 @@ def _return_gradients(short: Graph, behind: Deep, left_out: LeftOut, early: Set[
     names = [left_out.inputs[i].name for i in left_out.kept]
     returned = dict(zip(names, values, strict=True))
     by_name = {node.name: node for node in behind.graph.nodes}
-    found: dict[str, Any] = {
-        name: (behind.at_end if name in early else behind.at_begin)(v) if isinstance(v, Node) else v
-        for name, v in returned.items()
-    }
+    found: dict[str, Any] = {name: behind.made.get(v, v) for name, v in returned.items()}
+    at_end = {name: v for name, v in returned.items() if name in early and isinstance(v, Node)}
+    found |= {name: behind.at_end(v) for name, v in at_end.items()}
     found |= {name: by_name[v] if v else None for name, v in left_out.unread.items()}
     for number, layer in left_out.inputs_of.items():
         for name, example in zip(layer, left_out.example, strict=True):

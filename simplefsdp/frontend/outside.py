@@ -36,8 +36,8 @@ from simplefsdp.frontend.slices import handle_slices
 _aten = torch.ops.aten
 # By the operator that makes a random tensor: what fills one.
 _DRAWS: dict[Any, Callable[..., Any]] = {
-    _aten.randn_like.default: Tensor.normal_,
-    _aten.rand_like.default: Tensor.uniform_,
+    _aten.randn_like.default: _aten.normal_.default,
+    _aten.rand_like.default: _aten.uniform_.default,
 }
 # By the reduction that torch would use for a truth value: whether it must be true on all ranks.
 _TRUTHS = {"sum": False, "max": False, "product": True, "min": True}
@@ -55,24 +55,28 @@ def handle_operators() -> None:
     _torch.handle_dtensor_op(_aten._is_any_true.default, _is_any_true)
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether a shard has values; it has none while a compiler traces."""
-    memory = _torch.memory_of(tensor)
-    return memory is not None and memory.device.type != "meta"
-
-
 def _draws_by_rank(tensor: DTensor) -> bool:
     """Whether torch would let each rank draw for itself what ``tensor``, a wrapped parameter, or
     sharded as one is, is to be filled with."""
-    if not _has_memory(tensor) or _torch.draws_globally(tensor.device_mesh):
+    if not _torch.has_memory(tensor) or _torch.draws_globally(tensor.device_mesh):
         return False
     return any(is_sharded_alike(tensor, param) for _, param in living_shards())
 
 
 def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _draws_by_rank(args[0]):
+        return _fill_globally(op, args, kwargs)
+    return _torch.default_dtensor_op(op, args, kwargs)
+
+
+def _draw_like(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _draws_by_rank(args[0]):
+        return _fill_globally(_DRAWS[op], (torch.empty_like(args[0], **kwargs),), {})
+    return _torch.default_dtensor_op(op, args, kwargs)
+
+
+def _fill_globally(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
-    if not _draws_by_rank(target):
-        return _torch.default_dtensor_op(op, args, kwargs)
     filled = _torch.filled_by_trunc_normal()
     if filled is None or filled is target:
         _begin(target, kwargs.get("generator"))
@@ -82,12 +86,6 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     key = (_Last.number, tuple(target.shape), _Last.fills)
     fill_global(target, key, lambda part, own: op(part, *args[1:], **given, generator=own))
     return target
-
-
-def _draw_like(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if _draws_by_rank(args[0]):
-        return _DRAWS[op](torch.empty_like(args[0], **kwargs))
-    return _torch.default_dtensor_op(op, args, kwargs)
 
 
 class _Last:
@@ -108,7 +106,7 @@ def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     target = args[0]
     sizes = zip(target.placements, target.device_mesh.shape, strict=True)
     left = [p for p, ranks in sizes if isinstance(p, Partial) and ranks > 1]
-    if left and _has_memory(target):
+    if left and _torch.has_memory(target):
         if target.dtype == torch.bool and left[0].reduce_op in _TRUTHS:
             return _of_all_ranks(target, all_true=_TRUTHS[left[0].reduce_op])
         raise ValueError(

@@ -114,7 +114,7 @@ def _parameter_like(tensor: DTensor) -> tuple[str, bool]:
     """The FQN of the parameter that ``tensor`` is, or is a view of, and True; or that of one that
     is sharded as it is, or whose gradient it is a view of, and False; "" if there is none."""
     memory = _torch.memory_of(tensor)
-    if memory is None or memory.device.type == "meta":  # a compiler traces
+    if memory is None or not _torch.has_memory(tensor):
         return "", False
     alike = ""
     for fqn, param in living_shards():

@@ -145,7 +145,7 @@ def copies_are_watched() -> None:
         rows = weight.full_tensor()
         assert not torch.equal(rows[:5], rows[5:])
         with torch.no_grad(), pytest.raises(ValueError, match="weight: a slice"):
-            weight[0].zero_()  # slices.py
+            weight[0].zero_()
 
 
 def test_copies_of_models_and_of_their_parts_are_handled_alike(pools):
