@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, get_args
 
@@ -19,6 +21,7 @@ from simplefsdp.inspection.options import InspectOptions, parallel_options, reco
 from simplefsdp.inspection.subject import Target
 from simplefsdp.inspection.sweep_document import cell_row, sweep_document
 from simplefsdp.inspection.terminal import console, save, save_json, table_of, working
+from simplefsdp.launcher.apart import shared_out
 from simplefsdp.launcher.errors import UserError, user_errors
 from simplefsdp.models.options import ActivationCheckpointing, ModelOptions
 from simplefsdp.simulation.trace import UntraceableError
@@ -30,6 +33,7 @@ from simplefsdp.sweep.plans import SWEEP_PLANS
 from simplefsdp.sweep.traces import CellSweep
 from simplefsdp.words import plural
 
+_AT_ONCE = 4  # processes, each of which takes 1 GB
 _COLUMNS = ("tokens/s/rank", "MFU", "step", "exposed", "peak", "binds")
 
 
@@ -176,22 +180,19 @@ def _columns(row: dict[str, Any]) -> list[str]:
 def _fit(options: InspectOptions, cluster: Cluster) -> None:
     """Print the largest batch, or the longest sequence, for each choice of activation checkpointing
     and of keeping parameters."""
-    rows = []
-    for recomputes, reshard in _variants(options):
-        its = replace(options, activation_checkpointing=recomputes, reshard_after_forward=reshard)
-        with user_errors():
-            sweep = _sweep_of(its, cluster)
-            cell = _cell(its, sweep)
-            _check_longest(sweep, [cell.seq])
-            sweep.layout(cell.ranks)
-        variant = f"recomputing {recomputes}, parameters kept: {'no' if reshard else 'yes'}"
-        with working(variant if options.target is None else sweep.model.name):
-            fits, more = _largest(its, sweep, cell)
-        told = _told_options(its)
-        row = {name: told[name] for name in ("activation_checkpointing", "reshard_after_forward")}
-        row["largest"] = None if fits is None else cell_row(sweep, fits)
-        row["next"] = None if more is None else cell_row(sweep, more)
-        rows.append(row)
+    chosen = [
+        replace(options, activation_checkpointing=recomputes, reshard_after_forward=reshard)
+        for recomputes, reshard in _variants(options)
+    ]
+    with user_errors():
+        sweep = _sweep_of(chosen[0], cluster)
+        cell = _cell(options, sweep)
+        _check_longest(sweep, [cell.seq])
+        sweep.layout(cell.ranks)
+    at_once = min(os.cpu_count() or 1, _AT_ONCE)
+    with working(f"{sweep.model.name}, {plural(len(chosen), 'way')} to train it") as say:
+        row_of = partial(_fit_row, cluster=cluster)
+        rows = shared_out(row_of, chosen, at_once, lambda its: say(f"done: {_variant(its)}"))
     given = f"batch {cell.batch}" if options.fit == "seq" else f"{cell.seq:,} tokens"
     title = f"{sweep.model.name} on {options.ranks} ranks of {cluster.name}, {given}"
     if options.target is None:
@@ -205,6 +206,26 @@ def _fit(options: InspectOptions, cluster: Cluster) -> None:
         f"was measured{looked_at if options.fit == 'seq' else ''}"
     )
     save_json(out, options.json, {"version": 1, "fit": rows})
+
+
+def _fit_row(options: InspectOptions, cluster: Cluster) -> dict[str, Any]:
+    """The largest that fits, and the next, which does not."""
+    with user_errors():
+        sweep = _sweep_of(options, cluster)
+        cell = _cell(options, sweep)
+    told = _told_options(options)
+    row = {name: told[name] for name in ("activation_checkpointing", "reshard_after_forward")}
+    fits, more = _largest(options, sweep, cell)
+    row["largest"] = None if fits is None else cell_row(sweep, fits)
+    row["next"] = None if more is None else cell_row(sweep, more)
+    return row
+
+
+def _variant(options: InspectOptions) -> str:
+    if options.target is not None:
+        return options.target
+    kept = "no" if options.reshard_after_forward else "yes"
+    return f"recomputing {options.activation_checkpointing}, parameters kept: {kept}"
 
 
 def _variants(options: InspectOptions) -> Iterator[tuple[ActivationCheckpointing, bool]]:

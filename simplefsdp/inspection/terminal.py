@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -51,12 +52,13 @@ def save_json(out: Console, path: Path | None, document: object) -> None:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Say what is being done: with a running clock on a terminal, and by a line when it is done."""
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Say what is being done: with a running clock on a terminal, and by a line when it is done.
+    Gives a function that prints a line meanwhile."""
     out = Console(stderr=True, highlight=False)
     begin = time.perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
         progress.add_task(what)
-        yield
+        yield partial(progress.console.print, soft_wrap=True, markup=False)
     print(f"{what}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)

@@ -1,18 +1,15 @@
 """``--microbatch-size auto``: as many sequences at once as a rank has memory for, by prediction."""
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing import get_context
 
 import torch
 
 from inductor_passes.adapters.devices import cluster_of
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.cluster_file import as_cluster
-from simplefsdp.launcher.follow import follow
+from simplefsdp.launcher.apart import processes
 from simplefsdp.models.layout import RankLayout
 from simplefsdp.sweep.cells import Cell, CellStep
 from simplefsdp.sweep.fit import largest
@@ -39,7 +36,7 @@ def fitted(config: TrainConfig, layout: RankLayout, device: str) -> TrainConfig:
     parallel = replace(config.parallel, mixed_precision=precision, shard_size=shard)
     print("--microbatch-size auto: predicting what fits ...", flush=True)
     try:
-        with ProcessPoolExecutor(1, get_context("spawn"), follow, (os.getpid(),)) as apart:
+        with processes(1) as apart:
             asked = replace(config, parallel=parallel)
             size = apart.submit(_predicted, asked, layout, device).result()
     except BrokenProcessPool as error:

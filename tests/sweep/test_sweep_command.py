@@ -289,6 +289,22 @@ def test_a_model_of_the_users(capsys, tmp_path: Path):
     assert not re.search("selective|fully_shard|bf16|yes|no |none", out.replace("nothing", ""))
 
 
+@pytest.mark.slow
+def test_all_ways_are_fitted_by_two_processes(monkeypatch, capsys, tmp_path: Path):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    path = tmp_path / "fit.json"
+    run("inspect", "--fit", *SMALL, "--ranks", "4", "--json", str(path))
+    rows = json.loads(path.read_text())["fit"]
+    ways = [(row["activation_checkpointing"], row["reshard_after_forward"]) for row in rows]
+    assert ways == [
+        (way, again) for way in ("none", "selective", "full") for again in (True, False)
+    ]
+    assert all(row["largest"]["batch"] > 1 for row in rows)
+    told = capsys.readouterr()
+    assert told.err.count("done: recomputing") == 6 and "debug, 6 ways to train it" in told.err
+    assert "selective" in told.out
+
+
 def test_a_sweep_of_the_users_model_claims_none_of_our_options():
     assert not any(_told_options(InspectOptions(target="a:b", input="a:c")).values())
     assert _told_options(InspectOptions(model="debug"))["mode"] == "fully_shard"

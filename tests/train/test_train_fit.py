@@ -90,7 +90,7 @@ def test_each_start_takes_what_fits_its_ranks(run: TrainConfig, monkeypatch, cap
     """And never more than the first."""
     fits, at_once = {2: 5, 1: 3, 4: 7}, {2: 4, 1: 2, 4: 4}  # five do not divide sixteen
     for ranks in (2, 1, 4, 2):
-        monkeypatch.setattr(fit, "ProcessPoolExecutor", lambda *args, n=fits[ranks]: _Done(n))
+        monkeypatch.setattr(fit, "processes", lambda *args, n=fits[ranks]: _Done(n))
         plan = plan_run(run, ranks, ranks)
         assert plan.batch.notice is None and plan.batch.sequences == RANKS * PART
         assert plan.batch.at_once == at_once[ranks]
@@ -103,7 +103,7 @@ def test_each_start_takes_what_fits_its_ranks(run: TrainConfig, monkeypatch, cap
 
 
 def test_a_launcher_leaves_it_to_rank_zero(run: TrainConfig, monkeypatch) -> None:
-    monkeypatch.setattr(fit, "ProcessPoolExecutor", None)
+    monkeypatch.setattr(fit, "processes", None)
     assert plan_run(run, RANKS, RANKS, fits=False).saved.optim.microbatch_size == "auto"
 
 
@@ -130,7 +130,7 @@ class _Done:
 
 
 def test_a_prediction_that_ends_without_an_answer(monkeypatch) -> None:
-    monkeypatch.setattr(fit, "ProcessPoolExecutor", lambda *args: _Done(BrokenProcessPool()))
+    monkeypatch.setattr(fit, "processes", lambda *args: _Done(BrokenProcessPool()))
     with pytest.raises(UserError, match=r"ended without an answer.*give a number"):
         plan_run(config_of(), RANKS, RANKS)
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_predicted_is_refused(changes: dict[str, object], words: 
 def test_what_is_predicted_is_what_runs(monkeypatch) -> None:
     """In the precision of the device, and laid out over nodes of as many ranks."""
     pool = _Done(5)
-    monkeypatch.setattr(fit, "ProcessPoolExecutor", lambda *args: pool)
+    monkeypatch.setattr(fit, "processes", lambda *args: pool)
     spread = ParallelOptions(mode="hybrid_shard", mixed_precision="auto")
     config = replace(config_of(), parallel=spread)
     layout = plan_layout(spread, 16, 4)
