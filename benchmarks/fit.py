@@ -153,7 +153,7 @@ def peak_nbytes(options: Options, trial: Trial, batch: int, cluster: str) -> int
     loss = loss_of(model, CompileOptions(cluster=cluster, executor="inductor"))
 
     def step() -> None:
-        loss(*tokens_and_targets(batch, options.seq_len)).backward()
+        loss(*tokens_and_targets(batch, options.seq_len)[0]).backward()
 
     step()
     optimizer.step()

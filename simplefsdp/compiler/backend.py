@@ -198,7 +198,9 @@ def _communicated(
     # Not compared, as they differ between ranks: group names, rows of tensor-parallel parameters.
     for spec in specs:
         copies = tuple(("", ranks) for _, ranks in spec.copy_groups)
-        lines += [str(spec._replace(rows=0, shard_group="", reduce_group="", copy_groups=copies))]
+        told = spec._replace(rows=0, shard_group="", reduce_group="", copy_groups=copies)
+        lines.append(f"reads {spec.fqn}: {told}")
+    lines.append("reads no other parameter")
     lines += [
         f"{node.args[1]}: {sorted(node.kwargs)} gradient until {node.kwargs.get('until', 'all')}"
         for node in gathers_of(gm)

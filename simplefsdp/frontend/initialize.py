@@ -209,8 +209,8 @@ class _ShardedInit(TorchDispatchMode):
         missing = [fqn for address, fqn in self.unwritten.items() if address in present]
         if missing:
             raise ValueError(
-                f"init: nothing initialised {few(missing)}; give the module that owns it a "
-                "reset_parameters() that writes it in place, or pass init_fn"
+                f"init: nothing initialised {few(missing)}; give the module that owns this "
+                "parameter or buffer a reset_parameters() that writes it in place, or pass init_fn"
             )
 
 

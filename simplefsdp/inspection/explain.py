@@ -167,7 +167,8 @@ class _Run:
         default = policy.max_inflight_gathers if gathers else policy.max_pending_reduces
         window = c.window or default
         if window < 0:
-            return f"window {window}: waited for before use {-window} of a gather behind it"
+            behind = "the next" if window == -1 else f"number {-window} of the next"
+            return f"window {window}: waited for just before {behind} gathered bucket is used"
         return f"window {window}: at most {plural(window, 'bucket')} " + (
             "in flight" if gathers else "of gradients pending"
         )

@@ -17,7 +17,8 @@ hides it, what is exposed, and why; and memory over time. No GPU and no cluster 
 traced with tensors that have no memory, and simulated on what --cluster is known to do.
 
 --target is a function that returns a model wrapped by simple_fsdp (it gets a mesh of all ranks if it
-takes an argument), and --input one that returns its inputs on a rank. --trace shows what a run
+takes an argument), and --input one that returns its inputs on a rank: a tensor, a tuple, or a dict
+of keyword arguments. --trace shows what a run
 really exposed: torch profiler's JSON, or what --perfetto wrote.
 
 torch-manual and torch-auto (of torch 2.13) are PyTorch's own passes on the same graph.
@@ -76,8 +77,9 @@ class InspectOptions:
     """Plans to set beside it."""
     memory_budget_gb: float | None = None
     """Of auto and greedy: 1e9 bytes for activations, full parameters and gradients. Default: at
-    most what manual takes, or, if that is less, nine tenths of the device beside parameter shards
-    and AdamW's state; and less where that costs at most 1 % of the time."""
+    most what manual takes with a second bucket of gradients in flight, or, if that is less, nine
+    tenths of the device beside parameter shards and AdamW's state; and less where that costs at
+    most 1 % of the time."""
     fit: Literal["batch", "seq"] | None = None
     """Instead of a report, the largest batch that fits a device (`--fit`, or `--fit
     batch`), or the longest sequence (`--fit seq`), by what is recomputed and what is kept."""

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +84,8 @@ class Target:
     """A model of the user's, and its inputs: two functions, each given as ``module:function``.
 
     ``build`` returns the wrapped model; it is called with a mesh of all ranks if it takes an
-    argument. ``inputs`` returns the inputs of one rank: a tensor, or a tuple. If either cannot be
-    imported or fails, a UserError names the option.
+    argument. ``inputs`` returns the inputs of one rank: a tensor, a tuple, or a mapping of keyword
+    arguments. If either cannot be imported or fails, a UserError names the option.
     """
 
     def __init__(self, build: str, inputs: str) -> None:
@@ -106,10 +106,12 @@ class Target:
             )
         return model
 
-    def inputs(self) -> tuple[Any, ...]:
-        """The arguments with which the model is called."""
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the keyword arguments with which the model is called."""
         made = _called("--input", self._example, self._inputs)
-        return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        if isinstance(made, Mapping):
+            return (), dict(made)
+        return tuple(made) if isinstance(made, (tuple, list)) else (made,), {}
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -142,10 +144,10 @@ def trace_target(target: Target, ranks: int, *, averages: bool) -> Subject:
     with FakeTensorMode(allow_non_fake_inputs=True):
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device="cpu")
-        inputs = target.inputs()
+        inputs, keywords = target.inputs()
         with target.tracing():
-            step = trace(model, *inputs, averages=averages)
-    first = next((x for x in inputs if isinstance(x, Tensor)), None)
+            step = trace(model, *inputs, keywords=keywords, averages=averages)
+    first = next((x for x in (*inputs, *keywords.values()) if isinstance(x, Tensor)), None)
     is_tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
     tokens = first.numel() if first is not None and is_tokens else None
     return Subject(target.name, step, local_nbytes(model.parameters()), tokens, None)

@@ -18,6 +18,7 @@ from simplefsdp.frontend.wrapped import layouts_of
 from simplefsdp.integrations import checkpoint
 from simplefsdp.integrations.registered import Loaded, Saved
 from simplefsdp.pretrained.save import full_state_dict
+from simplefsdp.rank_guard import ranks_of_params
 
 
 class Accelerator(accelerate.Accelerator):
@@ -48,6 +49,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _check(self, model: nn.Module) -> None:
+        self.check_processes(model)
         if self.num_processes > 1 and not self.even_batches:
             raise ValueError(
                 "even_batches=False: ranks would run out of batches at different times, and those "
@@ -59,6 +61,17 @@ class Accelerator(accelerate.Accelerator):
                 "model: its tensor-parallel ranks need equal batches, but accelerate gives every "
                 "rank batches of its own; wrap a model without tensor parallelism, or write the "
                 "loop yourself"
+            )
+
+    def check_processes(self, model: nn.Module) -> None:
+        """Raise a ValueError if accelerate counts fewer processes than ``model`` is sharded over:
+        each rank would get all batches, and take itself for the main process."""
+        ranks = len(ranks_of_params(model.parameters()))
+        if self.num_processes < ranks:
+            raise ValueError(
+                f"accelerate knows of {self.num_processes} of the {ranks} ranks that the model is "
+                "sharded over, so each rank would train on all batches; on a machine without GPUs "
+                "pass Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
             )
 
     def clip_grad_norm_(

@@ -81,6 +81,7 @@ class Trainer(transformers.Trainer):
                 _wrap_each(wrap, self.model, getattr(self, "ref_model", None))
                 self._waits_for_wrap = False
             _check_model(self.model)
+            self.accelerator.check_processes(self.model)
             _check_optimizer(self.optimizer, self.args)
             refuse_unsharded(self.model)
         if wrap is not None and self.place_model_on_device:

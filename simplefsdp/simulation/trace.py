@@ -57,7 +57,12 @@ def _stop(*_: object) -> NoReturn:
     raise _TracedError
 
 
-def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> TracedStep:
+def trace(
+    model: nn.Module,
+    *inputs: object,
+    keywords: Mapping[str, object] | None = None,
+    averages: bool | None = None,
+) -> TracedStep:
     """Trace forward and backward of a wrapped model.
 
     Args:
@@ -65,6 +70,7 @@ def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> Tr
             differentiated. If its parameters are fake tensors, nothing is computed; call this
             inside their mode.
         inputs: of the model; fake if its parameters are.
+        keywords: its keyword arguments, in the same way.
         averages: True if reduce collectives of the planned machine can average, see
             :class:`inductor_passes.machine.cluster.Cluster`; gradients are then sent so. False if
             it has CPUs, where the outputs of attention are kept instead of recomputed
@@ -98,7 +104,9 @@ def trace(model: nn.Module, *inputs: object, averages: bool | None = None) -> Tr
         recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20
     )
     with no_garbage_collection(), unlimited, contextlib.suppress(_TracedError):
-        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs)
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(
+            *inputs, **(keywords or {})
+        )
     if not rows:
         raise UntraceableError(
             f"model: no parameter of this {type(model).__name__} is sharded; wrap it by "

@@ -22,6 +22,9 @@ from simplefsdp.simulation.extrapolate_depth import SHALLOW
 _MAX_NBYTES = 16 * MIB
 
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class SweptModel:
     """A model that can be traced for any batch and sequence."""
@@ -29,8 +32,9 @@ class SweptModel:
     name: str  # for messages
     # Gives the wrapped model, on meta, for a number of layers and a mesh; its output is the loss.
     build: Callable[[int, DeviceMesh], nn.Module]
-    # Gives the inputs of one rank for a batch and a sequence, either of which may be a SymInt.
-    inputs: Callable[[Any, Any], tuple[Any, ...]]
+    # Gives the inputs of one rank, positional and by name, for a batch and a sequence, either of
+    # which may be a SymInt.
+    inputs: Callable[[Any, Any], Inputs]
     layers: str  # FQN of the list of its layers
     depth: int  # number of its layers
     longest: int | None = None  # longest sequence that it takes; None if there is no limit
@@ -61,16 +65,16 @@ def swept_llama(
     )
 
 
-def tokens_and_targets(batch: Any, seq: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens_and_targets(batch: Any, seq: Any) -> Inputs:
     """Tokens and targets, both int64 ``[batch, seq]``."""
     tokens = torch.zeros(batch, seq, dtype=torch.long)
-    return tokens, tokens
+    return (tokens, tokens), {}
 
 
 def swept_target(
     name: str,
     build: Callable[[DeviceMesh], nn.Module],
-    example: Callable[[], tuple[Any, ...]],
+    example: Callable[[], Inputs],
 ) -> SweptModel:
     """A user's model.
 
@@ -85,8 +89,8 @@ def swept_target(
     Raises:
         ValueError: the example has no batch, or its sequence is as long as its batch, or 1.
     """
-    made = example()
-    tensors = [x for x in made if isinstance(x, torch.Tensor) and x.ndim > 0]
+    made, by_name = example()
+    tensors = [x for x in (*made, *by_name.values()) if isinstance(x, torch.Tensor) and x.ndim > 0]
     integers = (torch.int32, torch.int64)
     tokens = next((x for x in tensors if x.ndim == 2 and x.dtype in integers), None)
     batched = tokens if tokens is not None else next(iter(tensors), None)
@@ -100,6 +104,10 @@ def swept_target(
             "dimensions are the sequence; return longer ones, and a batch that is not as long"
         )
 
+    def inputs(batch: Any, seq: Any) -> Inputs:
+        named = {name: opened(x, batch, seq) for name, x in by_name.items()}
+        return tuple(opened(x, batch, seq) for x in made), named
+
     def opened(x: Any, batch: Any, seq: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
@@ -111,7 +119,7 @@ def swept_target(
     return SweptModel(
         name,
         lambda _, mesh: build(mesh),
-        lambda batch, seq: tuple(opened(x, batch, seq) for x in made),
+        inputs,
         layers="",
         depth=1,
         open_sizes=("batch",) if tokens is None else ("batch", "seq"),

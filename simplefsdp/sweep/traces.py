@@ -94,8 +94,9 @@ class CellSweep:
                 model = self.model.build(depth, mesh)
                 with open_sizes(hints) as size:
                     model.to_empty(device="cpu")
-                    inputs = self.model.inputs(size["batch"], size.get("seq"))
-                    return trace(model, *inputs, averages=self.cluster.averages), model
+                    inputs, by_name = self.model.inputs(size["batch"], size.get("seq"))
+                    averages = self.cluster.averages
+                    return trace(model, *inputs, keywords=by_name, averages=averages), model
 
             step, _ = trace_deep(traced, self.model.layers, self.model.depth)
             names = mesh.mesh_dim_names or ()

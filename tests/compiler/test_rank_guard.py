@@ -139,8 +139,8 @@ def same_but_another_batch(executor, bucketing):
             another_shape,
             "weight: (4, 4) torch.float32 requires_grad=True', rank 1 has 'weight: (5,",
         ),
-        (another_branch, "rank 0 has \"GatherSpec(fqn='layers.1.weight'"),
-        (a_layer_less, "rank 0 has \"GatherSpec(fqn='7.0.weight'"),
+        (another_branch, 'rank 0 has "reads layers.1.weight: GatherSpec('),
+        (a_layer_less, 'rank 0 has "reads 7.0.weight: GatherSpec('),
         (
             another_option,
             "rank 0 has \"options['memory_budget_gb']: 1\", rank 1 has "

@@ -64,6 +64,10 @@ def batch():
     return torch.randn(2, 4)
 
 
+def by_name():
+    return {"x": torch.randn(2, 4)}
+
+
 def wrong_batch():
     return torch.randn(2, 5)
 """
@@ -206,7 +210,7 @@ def test_a_model_of_ours(capsys):
         (f"{EXAMPLE} --layers 2", "--layers belongs to --model"),
         ("--target nowhere:f --input nowhere:g", "cannot import nowhere"),
         ("--target mine_to_inspect --input a:b", "expected module:function"),
-        ("--target mine_to_inspect:built --input a:b", "its functions are batch, breaks, fails"),
+        ("--target mine_to_inspect:built --input a:b", "its functions are batch, breaks, by_name"),
     ],
 )
 def test_bad_options(capsys, arguments, said):
@@ -228,6 +232,12 @@ def test_bad_options(capsys, arguments, said):
 def test_bad_targets(capsys, build, batch, said):
     assert run(f"--target mine_to_inspect:{build} --input mine_to_inspect:{batch}") == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_inputs_by_name(capsys):
+    assert run("--target mine_to_inspect:pair --input mine_to_inspect:by_name") == 0
+    assert "mine_to_inspect:pair on 8 ranks" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -300,6 +300,23 @@ def test_ranks_that_would_run_out_of_batches_are_refused(pools):
     pools(RANKS).run(_refused)
 
 
+def _alone():
+    """On a machine without GPUs accelerate counts one process, whatever started the others."""
+    from simplefsdp.integrations.accelerate import Accelerator
+
+    fresh_state()
+    told = r"knows of 1 of the 2 ranks .* Accelerator\(cpu=True\), or TrainingArguments\(use_cpu"
+    with pytest.raises(ValueError, match=told):
+        Accelerator().prepare(wrapped(mlp(), options=None))
+    Accelerator().prepare(nn.Linear(2, 2))
+    fresh_state()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
+def test_ranks_that_accelerate_does_not_know_of_are_refused(pools):
+    pools(RANKS).run(_alone)
+
+
 def test_tensor_parallelism_is_refused(fake_mesh):
     from simplefsdp import simple_fsdp
     from simplefsdp.integrations.accelerate import Accelerator

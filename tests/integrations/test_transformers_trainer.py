@@ -57,6 +57,18 @@ def sharded(model, args, **more):
     return Trainer(model, args, train_dataset=sentences(16), eval_dataset=sentences(6), **more)
 
 
+def _alone(folder):
+    fresh_state()
+    with pytest.raises(ValueError, match="knows of 1 of the 2 ranks that the model is"):
+        sharded(wrapped(llama(), options=None), arguments(folder, use_cpu=False))
+    fresh_state()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
+def test_ranks_that_accelerate_does_not_know_of_are_refused(pools, tmp_path):
+    pools(RANKS).run(functools.partial(_alone, tmp_path))
+
+
 def _train(folder):
     fresh_state()
     args = arguments(folder, per_device_train_batch_size=2, per_device_eval_batch_size=1)

@@ -49,8 +49,9 @@ def fresh(sweep: CellSweep, cell: Cell) -> OpenStep:
             model = sweep.model.build(depth, mesh)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 model.to_empty(device="cpu")
-                inputs = sweep.model.inputs(cell.batch, cell.seq)
-                return trace(model, *inputs, averages=H100.averages), model
+                inputs, by_name = sweep.model.inputs(cell.batch, cell.seq)
+                step = trace(model, *inputs, keywords=by_name, averages=H100.averages)
+                return step, model
 
         step, _ = trace_deep(traced, sweep.model.layers, sweep.model.depth)
         return open_step(step, {}, {}, 1)
@@ -154,7 +155,8 @@ def swept(build, inputs) -> CellSweep:
             model = build()
         return simple_fsdp(model, mesh)
 
-    return CellSweep(SweptModel("model", wrapped, inputs, "layers", 1), ParallelOptions(), H100)
+    positional = SweptModel("model", wrapped, lambda *sizes: (inputs(*sizes), {}), "layers", 1)
+    return CellSweep(positional, ParallelOptions(), H100)
 
 
 @pytest.mark.slow
@@ -313,7 +315,9 @@ def linear() -> CellSweep:
         return _Mean(simple_fsdp(model, mesh))
 
     spread = ParallelOptions(mixed_precision="none")
-    return CellSweep(swept_target("linear", build, lambda: (torch.ones(2, 64),)), spread, H100)
+    return CellSweep(
+        swept_target("linear", build, lambda: ((torch.ones(2, 64),), {})), spread, H100
+    )
 
 
 class _Mean(nn.Module):

@@ -14,7 +14,7 @@ from simplefsdp.sweep.models import SweptModel, swept_target, swept_transformers
 
 
 def swept(*example: Any) -> SweptModel:
-    return swept_target("model", lambda mesh: torch.nn.Linear(1, 1), lambda: example)
+    return swept_target("model", lambda mesh: torch.nn.Linear(1, 1), lambda: (example, {}))
 
 
 def tokens(*shape: int) -> torch.Tensor:
@@ -33,17 +33,28 @@ def test_only_what_is_as_long_as_batch_and_sequence_grows():
         torch.ones(()),
         "as it is",
     )
-    *grown, word = model.inputs(3, 64)
+    (*grown, word), by_name = model.inputs(3, 64)
     shapes = [(100,), (3, 64), (64,), (64, 8), (1, 64), (3,), (3, 1, 64, 64), ()]
     assert [tuple(x.shape) for x in grown] == shapes
-    assert word == "as it is"
+    assert word == "as it is" and by_name == {}
     assert model.open_sizes == ("batch", "seq")
 
 
 def test_without_tokens_the_first_tensor_has_the_batch():
     model = swept(torch.ones(()), torch.ones(2, 64), torch.ones(5))
-    assert [tuple(x.shape) for x in model.inputs(3, None)] == [(), (3, 64), (5,)]
+    assert [tuple(x.shape) for x in model.inputs(3, None)[0]] == [(), (3, 64), (5,)]
     assert model.open_sizes == ("batch",)
+
+
+def test_keyword_arguments_grow_as_others_do():
+    by_name = {"mask": torch.ones(2, 16), "input_ids": tokens(2, 16), "scale": 2.0}
+    model = swept_target("model", lambda mesh: torch.nn.Linear(1, 1), lambda: ((), by_name))
+    positional, grown = model.inputs(3, 64)
+    assert positional == () and grown.pop("scale") == 2.0
+    assert {name: tuple(x.shape) for name, x in grown.items()} == {
+        "mask": (3, 64),
+        "input_ids": (3, 64),
+    }
 
 
 @pytest.mark.parametrize(
