@@ -28,6 +28,7 @@ from simplefsdp.compiler.names import named_as_before
 from simplefsdp.compiler.options import Options, parse_options
 from simplefsdp.compiler.reshard import decide_resharding
 from simplefsdp.compiler.sent import noting_gathers
+from simplefsdp.compiler.written import refusing_writes
 from simplefsdp.errors import told_plainly
 from simplefsdp.frontend import assigned, living, uninitialised
 from simplefsdp.frontend.accumulation import noting_backwards
@@ -78,7 +79,7 @@ def simplefsdp(
     _refuse_checkpoint_by_hooks([example_inputs[place] for place in gathered])
     missing = _without_values(gathered, example_inputs)
     specs, gathered = named_as_before(gm, choice), _gathered_inputs(gm)
-    params = [value for value in example_inputs if isinstance(value, DTensor)]
+    params, again = [v for v in example_inputs if isinstance(v, DTensor)], set[str]()
     device, shapes = _device_of(params), _shapes(gathered, example_inputs)
     chosen = replace(choice, executor=executor_of(choice, shapes, device))
     settings = pass_settings(chosen, [spec.fqn for spec in specs], device)
@@ -105,13 +106,18 @@ def simplefsdp(
         reduce_in_second_group(gm)
 
     compile_graph = functools.partial(
-        compile_with_passes, options=chosen, settings=settings, ranks=ranks, together=together
+        compile_with_passes,
+        options=chosen,
+        settings=settings,
+        ranks=ranks,
+        together=together,
+        again=again,
     )
     until, sums, kept_places = _told_of_now(gm)
     noting = noting_gathers(gm)
     if extension is None:
         compiled = compile_with_local_inputs(gm, example_inputs, compile_graph)
-        compiled = noting_backwards(compiled, until, sums)
+        compiled = refusing_writes(noting_backwards(compiled, until, sums), gathered, again)
     else:
         whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))

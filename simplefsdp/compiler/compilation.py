@@ -69,14 +69,15 @@ def compile_with_passes(
     ranks: Sequence[int],
     *,
     together: bool,
+    again: set[str],
     whole_step: bool = False,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph for its (fake) inputs; the graph is changed. ``together`` says
-    whether all ranks compile it now."""
+    whether all ranks compile it now. The FQNs of what backward gathers are added to ``again``."""
     number, grad = next(_numbers), torch.is_grad_enabled()
     limits = SizeLimits(gm)
     compilation = Compilation(
-        options, settings, tuple(ranks), grad, number, limits, whole_step, alone=not together
+        options, settings, tuple(ranks), grad, number, limits, again, whole_step, not together
     )
     warm = WarmStart(gm, example_inputs, compilation)
 

@@ -32,6 +32,7 @@ from simplefsdp.compiler.census import describe, describe_passes
 from simplefsdp.compiler.observers import CompiledGraph, Part
 from simplefsdp.compiler.plans import Asked, Choice, Chosen, Compilation
 from simplefsdp.compiler.size_limits import describe_range, exceeded
+from simplefsdp.compiler.written import gathered_again
 from simplefsdp.provenance import carried_fqn, reduced_fqn
 from simplefsdp.rank_guard import RankMismatchError
 from simplefsdp.rank_logging import level, say
@@ -44,6 +45,7 @@ class Observed(NamedTuple):
 
     planned: tuple[PortableBucket, ...] = ()  # its buckets, which the pass writes
     launches: tuple[str, ...] = ()  # what it will communicate, line by line
+    again: frozenset[str] = frozenset()  # FQNs of what it gathers, if it is a backward graph
     asked: Asked | None = None  # what one rank planned for all; None if none did
     number: int = 0  # of that plan, or 0
     said: str = ""  # the line of the log; "" if nobody wanted it
@@ -65,6 +67,7 @@ def observe(
         ValueError: likewise, and the user can mend it: no schedule fits the memory budget, say.
     """
     part = compilation.part(is_backward)
+    again = gathered_again(gm.graph) if part == "backward" else frozenset()
     begin = time.perf_counter()
     if part == "step":
         write_inputs_early(gm.graph, lambda value: True)
@@ -88,13 +91,15 @@ def observe(
     if isinstance(found, Exception):
         if settings is None:
             log.warning("%s graph: compiled as it is: it cannot be read: %s", part, found)
-            return Observed(launches=tuple(lines)), None
+            return Observed(launches=tuple(lines), again=again), None
         if plans.is_users(found):
             raise ValueError(f"{part} graph: {found}") from found
         raise PassError(f"{part} graph: {found}; {REMEDY}") from found
     notify(CompiledGraph(part, found, settings, seconds, compilation.number, ranges=ranges))
     stands = not ranges and exceeded(found, settings) is None
-    observed = Observed(found.planned, tuple(lines), choice.asked, choice.number, said, stands)
+    observed = Observed(
+        found.planned, tuple(lines), again, choice.asked, choice.number, said, stands
+    )
     return observed, found.reading
 
 
@@ -119,6 +124,7 @@ def meet_compiled(observed: Observed, compilation: Compilation, is_backward: boo
     alone compiles a graph which communicates the same as one before waits for nobody.
     """
     part = compilation.part(is_backward)
+    compilation.again.update(observed.again)
     lines = [part, f"gradients {compilation.grad}", *observed.launches]
     _agree(f"running the {part} graph", part, lines, observed.number, compilation, late=_COMPILING)
 

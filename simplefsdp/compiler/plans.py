@@ -57,6 +57,7 @@ class Compilation(NamedTuple):
     grad: bool  # whether gradients are wanted
     number: int  # which no other compilation has
     limits: SizeLimits  # of the sizes that were left open
+    again: set[str]  # FQNs of what backward gathers, once that is known
     # Whether the forward graph computes its gradients itself (its last input is the gradient of
     # the loss), and uses them.
     whole_step: bool = False

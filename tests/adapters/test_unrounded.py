@@ -208,7 +208,9 @@ def test_it_is_counted_as_the_matmul_that_it_is():
 def test_graphs_are_written_so_before_they_are_planned():
     graph = traced(lambda a, b: reduce(to_fp32(a @ b)))
     gm = GraphModule(nn.Module(), graph)
-    compilation = Compilation(Options(), None, (), grad=True, number=0, limits=SizeLimits(gm))
+    compilation = Compilation(
+        Options(), None, (), grad=True, number=0, limits=SizeLimits(gm), again=set()
+    )
     observe(gm, is_backward=True, compilation=compilation)
     assert targets(graph) == [_aten.mm.dtype, *START]
 

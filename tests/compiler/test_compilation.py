@@ -91,6 +91,6 @@ def test_what_nobody_reads_is_not_predicted(step, monkeypatch, caplog):
 def test_fusions_are_asked_for_of_plans_and_of_whole_steps(bucketing, whole_step, asked):
     options = parse_options({"bucketing": bucketing, "executor": "inductor"})
     settings = pass_settings(options, ["weight"], torch.device("cpu"))
-    known = Compilation(options, settings, (), True, 0, None, whole_step)
+    known = Compilation(options, settings, (), True, 0, None, set(), whole_step)
     _, lowering = _Compiler([], known, None)._orders()
     assert (lowering is fusions_as_planned) is asked
