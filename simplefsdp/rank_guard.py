@@ -126,12 +126,6 @@ def _key(lines: Sequence[str], ranks: Sequence[int]) -> tuple[tuple[int, ...], s
     return tuple(ranks), _digest(lines)
 
 
-def turn_of(what: str, ranks: Sequence[int]) -> int:
-    """How often this has been called in the process group for ``what`` with ``ranks``, this call
-    included: equal on ranks that agree before each call. 0 if this rank is alone."""
-    return store_of(ranks).add(f"turn of {what}/{dist.get_rank()}", 1) if len(ranks) > 1 else 0
-
-
 def have_the_same(what: str, line: str, ranks: Sequence[int], timeout_s: float) -> bool:
     """Whether ``line`` is equal on all of ``ranks``; waits until all of them have called this."""
     return len(ranks) < 2 or _compared(what, [line], ranks, timeout_s, LATE)[1] == _EQUAL

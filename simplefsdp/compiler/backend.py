@@ -35,7 +35,7 @@ from simplefsdp.frontend.accumulation import noting_backwards
 from simplefsdp.frontend.after_wrap import stands_for_shard
 from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.frontend.kept import refreshing
-from simplefsdp.frontend.living import known_fqns, models_of, numbers_of
+from simplefsdp.frontend.living import known_fqns, models_of
 from simplefsdp.rank_guard import agree, forget_decisions, ranks_of
 from simplefsdp.rank_logging import say
 
@@ -194,7 +194,6 @@ def _communicated(
     device = _device_of(params)
     grad = "with" if torch.is_grad_enabled() else "without"
     lines = [f"torch {torch.__version__}", f"sources {sources()[:16]}", f"{grad} gradients"]
-    lines += [f"the models that were wrapped as number {numbers_of(params)}"]
     lines += [f"Triton for what is sent {'is' if has_kernel(device) else 'is not'} there"]
     # ``options.cluster`` may be a path, which may differ: the cluster that it names is compared.
     lines += _fields("options", replace(options, cluster=None))

@@ -4,8 +4,8 @@ Backward gathers again what forward gathered. If a parameter was written to in b
 optimizer's step for another loss, it would mix old activations with new weights. Of plain tensors
 autograd counts the writes, and raises where one that was saved has changed. A write to a DTensor is
 counted there alone: it reaches the shard, which is what is saved, below autograd. So the counts of
-the DTensors are compared here, before a backward begins. (On one rank, where nothing is
-gathered, Inductor's graphs do not tell what they read.)
+the DTensors are compared here, before a backward begins. (On one rank nothing is gathered, and
+nothing compared.)
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from simplefsdp.frontend.wrapped import IGNORED, fqn_of, ignored_params, layouts
 # has the same attributes; and the FQN. No weak references: torch swaps no tensor that has one.
 _FQN = "_simple_fsdp_fqn"
 _NAMES = "_simple_fsdp_names"  # on the outermost module that was wrapped: its parameters' FQNs
-_NUMBER = "_simple_fsdp_number"  # there, too: see :func:`remember`
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a module may have no hash
 
 
@@ -32,16 +31,14 @@ def modules() -> list[nn.Module]:
     return list(_modules.values())
 
 
-def remember(model: nn.Module, number: int) -> None:
-    """Note the names of all parameters of ``model``, the outermost wrap so far, and its number
-    among the models that its ranks have wrapped: one that only equals an earlier model has another,
-    so that the ranks compare what they compile for it, too."""
+def remember_fqns(model: nn.Module) -> None:
+    """Note the names of all parameters of ``model``, the outermost wrap so far."""
     _Wraps.count += 1
     fqns: set[str] = set()
     for module in model.modules():
         module.__dict__.pop(_NAMES, None)
         fqns.update(layout.spec.fqn for layout in layouts_of(module).values())
-    model.__dict__ |= {_NAMES: frozenset(fqns), _NUMBER: number}
+    model.__dict__[_NAMES] = frozenset(fqns)
 
 
 def known_fqns(fqns: Collection[str]) -> list[str]:
@@ -100,8 +97,3 @@ def models_of(params: Iterable[object]) -> Iterator[nn.Module]:
     for module in modules():
         if _NAMES in module.__dict__ and any(id(p) in wanted for p in module.parameters()):
             yield module
-
-
-def numbers_of(params: Iterable[object]) -> list[int]:
-    """The numbers of these models, see :func:`remember`."""
-    return sorted(model.__dict__[_NUMBER] for model in models_of(params))

@@ -34,7 +34,7 @@ from simplefsdp.frontend.assigned import refuse_assigned
 from simplefsdp.frontend.full_tensor import reduce_gradients_of_full_tensors
 from simplefsdp.frontend.gather import GatherSpec
 from simplefsdp.frontend.layerdrop import keep_layers
-from simplefsdp.frontend.living import remember
+from simplefsdp.frontend.living import remember_fqns
 from simplefsdp.frontend.outside import handle_operators
 from simplefsdp.frontend.parametrization import cast_in_forward, computes_with_parts, use_subclass
 from simplefsdp.frontend.placement import (
@@ -58,7 +58,7 @@ from simplefsdp.frontend.wrapped import (
     set_layouts,
     wrapped_parts,
 )
-from simplefsdp.rank_guard import agree, ranks_of, turn_of
+from simplefsdp.rank_guard import agree, ranks_of
 
 
 def simple_fsdp(
@@ -164,7 +164,7 @@ def simple_fsdp(
     )
     cast_in_forward(model, policy)
     _requalify(model)
-    remember(model, turn_of("simple_fsdp", ranks_of([mesh])))
+    remember_fqns(model)
     handle_operators()
     reduce_gradients_of_full_tensors()
     return model

@@ -52,19 +52,6 @@ def another_branch():
     )
 
 
-def another_branch_of_an_equal_model():
-    """The ranks have agreed on each branch before, for a model that is like this one."""
-    torch._dynamo.reset()
-
-    def compiled(branch):
-        model = simple_fsdp(Branching(branch), mesh())
-        return torch.compile(model, backend="simplefsdp", options=OPTIONS)
-
-    for branch in (True, False):
-        compiled(branch)(torch.ones(2, 4))
-    return error_of(lambda: compiled(dist.get_rank() == 1)(torch.ones(2, 4)))
-
-
 def a_layer_less():
     """With 8 layers one would be compiled for all, with 7 not; but that is not what to tell."""
     torch._dynamo.reset()
