@@ -313,16 +313,19 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def backward_nodes(outputs: Any) -> Iterator[BackwardNode]:
-    """The autograd nodes of the compiled function that gave these outputs; usually one."""
+def backward_nodes(outputs: Any, inputs: Iterable[Any]) -> Iterator[BackwardNode]:
+    """The autograd nodes of the compiled function that made these outputs of these inputs; usually
+    one. An output that is a view of an input is not of that function's nodes, but of the input's,
+    which may be those of another compiled function."""
     found: set[BackwardNode] = set()
+    others = {getattr(value, "grad_fn", None) for value in inputs}
     for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
         node = getattr(output, "grad_fn", None)
         # An output that is a view is recreated outside of the compiled function, by further nodes.
-        while node is not None and "CompiledFunction" not in node.name():
+        while node is not None and node not in others and "CompiledFunction" not in node.name():
             before = [n for n, _ in node.next_functions if n is not None]
             node = before[0] if len(before) == 1 else None
-        if node is not None:
+        if node is not None and node not in others:
             found.add(node)
     yield from found
 

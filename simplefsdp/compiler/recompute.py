@@ -97,7 +97,7 @@ def save_copies_of_inputs(graph: Graph) -> None:
         source = left.pop()
         for user in list(source.users):
             if provenance.gathered_fqn(user) is not None:
-                continue  # a parameter, which nobody writes to in between
+                continue  # a parameter: see written.py
             if _is_view(user):
                 left.append(user)
             elif _is_copy(user, source):

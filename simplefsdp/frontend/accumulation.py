@@ -176,7 +176,7 @@ def noting_backwards(
             own[place] = args[place].data
         outputs = compiled(*own)
         params = [(args[place], goal) for place, goal in until.items()]
-        for node in backward_nodes(outputs):
+        for node in backward_nodes(outputs, args):
             node.register_prehook(functools.partial(_refuse_other_inputs, params))
             node.register_hook(functools.partial(_note_compiled_backward, params, node))
         return outputs

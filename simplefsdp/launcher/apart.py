@@ -27,6 +27,7 @@ def processes(count: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in set(active_children()) - others:
             process.terminate()
+            process.join(10.0)
         raise
     pool.shutdown()
 

@@ -14,9 +14,9 @@ from simplefsdp import microbatch
 ERROR = r"^{}: written to between a forward and its backward"
 
 
-def mlp(executor: str, **how) -> nn.Module:
+def mlp(executor: str = "aot_eager", width: int = 8, **how) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8))
     return wrapped(model, options={"executor": executor}, **how)
 
 
@@ -72,8 +72,8 @@ def test_a_step_between_two_losses(pools):
 
 
 def _not_needed(reshard: bool, ready: bool) -> None:
-    """Biases are not needed; and no weight is, where the full one is kept."""
-    model, same = (mlp("aot_eager", reshard_after_forward=reshard) for _ in range(2))
+    """Biases are not needed; and no weight is, where the full one is kept, of uneven rows, too."""
+    model, same = (mlp(width=7, reshard_after_forward=reshard) for _ in range(2))
     loss_of(same).backward()
     loss = loss_of(model)
     write(model[0].bias, model[2].bias, *([] if reshard else model.parameters()))
@@ -103,3 +103,84 @@ def _accumulated() -> None:
 
 def test_while_gradients_accumulate(pools):
     pools(2).run(_accumulated)
+
+
+class _Block(nn.Linear):
+    """Beside its result it gives a view of its input, which another block has made."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(super().forward(x)), x.view(-1)
+
+
+def _stepped_in_backward() -> None:
+    """Each block is a graph; a parameter is stepped when its gradient is there."""
+    blocks = [wrapped(_Block(8, 8), options={"executor": "aot_eager"}) for _ in range(3)]
+    for param in (param for block in blocks for param in block.parameters()):
+        param.register_post_accumulate_grad_hook(write)
+    x, seen = torch.ones(2, 8), []
+    for block in blocks:
+        x, view = block(x)
+        seen.append(view.sum())
+    (x.sum() + sum(seen[1:])).backward()
+    assert all(param.grad is not None for block in blocks for param in block.parameters())
+
+
+def test_a_view_of_an_input_belongs_to_the_graph_that_made_it(pools):
+    pools(2).run(_stepped_in_backward)
+
+
+def _teacher(student_first: bool) -> None:
+    student, teacher = (mlp() for _ in range(2))
+    teacher.requires_grad_(False)
+    for model in (student, teacher):
+        model._compiled_call_impl = None
+
+    def both(x: Tensor) -> Tensor:
+        if student_first:
+            return (student(x) - teacher(x)).square().mean()
+        return (teacher(x) - student(x)).square().mean()
+
+    loss = torch.compile(both, backend="simplefsdp", options={"executor": "aot_eager"})(
+        torch.ones(2, 8)
+    )
+    write(*teacher.parameters())
+    loss.backward()
+
+
+@pytest.mark.parametrize("student_first", [True, False])
+def test_a_teacher_of_the_same_names_may_be_written_to(pools, student_first):
+    pools(2).run(partial(_teacher, student_first))
+
+
+def _second_of_equal_models() -> None:
+    """The second runs the first one's code; the error names its own parameter."""
+    layers = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+    wrapped(layers, options=None)
+    x = torch.ones(2, 8, requires_grad=True)
+    for layer in layers:
+        layer.compile(backend="simplefsdp", options={"executor": "aot_eager"})
+        x = layer(x)
+    write(layers[1][1].weight)
+    with pytest.raises(RuntimeError, match=ERROR.format(r"1\.1\.weight")):
+        x.sum().backward()
+
+
+def test_the_error_names_the_parameter_of_the_call(pools):
+    pools(2).run(_second_of_equal_models)
+
+
+def _compiled_backward() -> None:
+    from torch._dynamo import compiled_autograd
+
+    model, same = mlp(), mlp()
+    loss = loss_of(model)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    loss_of(same).backward()
+    for ours, wanted in zip(gradients(model), gradients(same), strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="of the newest torch only")
+def test_compiled_autograd(pools):
+    pools(2).run(_compiled_backward)
