@@ -15,6 +15,7 @@ from simplefsdp._torch.backends import (
     graphs_of,
     has_settings_for_whole_graphs,
 )
+from simplefsdp._torch.backward_nodes import accumulates, backward_nodes, reached
 from simplefsdp._torch.cache_files import cache_folder, keep, read_kept
 from simplefsdp._torch.cpp import prepare_cpp
 from simplefsdp._torch.cut import Cut, can_cut, copied, graph_module
@@ -76,9 +77,7 @@ from simplefsdp._torch.saved_code import (
     may_be_compiled_later,
 )
 from simplefsdp._torch.tensors import (
-    accumulates,
     annotate_backward,
-    backward_nodes,
     cast_floating_point,
     default_dtensor_op,
     draws_globally,
@@ -98,7 +97,6 @@ from simplefsdp._torch.tensors import (
     local_tensor,
     memory_of,
     order_of_saved,
-    reached,
     reduces_in_param_dtype,
     shard_storage_of,
     storage_number,
