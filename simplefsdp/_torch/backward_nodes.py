@@ -15,9 +15,10 @@ def backward_nodes(outputs: Any, inputs: Iterable[Any]) -> Iterator[BackwardNode
     one. An output that is a view of an input is not of that function's nodes, but of the input's,
     which may be those of another compiled function."""
     found: set[BackwardNode] = set()
-    others = {getattr(value, "grad_fn", None) for value in inputs}
-    for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
-        node = getattr(output, "grad_fn", None)
+    ends = _nodes_of(outputs if isinstance(outputs, (list, tuple)) else [outputs])
+    others = _nodes_of(inputs) if ends else set()  # without gradients, inputs are not looked at
+    for end in ends:
+        node: BackwardNode | None = end
         # An output that is a view is recreated outside of the compiled function, by further nodes.
         while node is not None and node not in others and "CompiledFunction" not in node.name():
             before = [n for n, _ in node.next_functions if n is not None]
@@ -25,6 +26,11 @@ def backward_nodes(outputs: Any, inputs: Iterable[Any]) -> Iterator[BackwardNode
         if node is not None and node not in others:
             found.add(node)
     yield from found
+
+
+def _nodes_of(values: Iterable[Any]) -> set[BackwardNode]:
+    nodes = (getattr(value, "grad_fn", None) for value in values)
+    return {node for node in nodes if node is not None}
 
 
 def reached(node: BackwardNode, gradients: Iterable[Any]) -> Iterator[torch.Tensor]:

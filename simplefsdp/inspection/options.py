@@ -18,8 +18,8 @@ traced with tensors that have no memory, and simulated on what --cluster is know
 
 --target is a function that returns a model wrapped by simple_fsdp (it gets a mesh of all ranks if it
 takes an argument), and --input one that returns its inputs on a rank: a tensor, a tuple, or a dict
-of keyword arguments. --trace shows what a run
-really exposed: torch profiler's JSON, or what --perfetto wrote.
+of keyword arguments. --trace shows what a run really exposed: torch profiler's JSON, or what
+--perfetto wrote.
 
 torch-manual and torch-auto (of torch 2.13) are PyTorch's own passes on the same graph.
 

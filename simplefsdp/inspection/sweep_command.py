@@ -191,7 +191,7 @@ def _fit(options: InspectOptions, cluster: Cluster) -> None:
         sweep.layout(cell.ranks)
     at_once = min(os.cpu_count() or 1, _AT_ONCE)
     with working(f"{sweep.model.name}, {plural(len(chosen), 'way')} to train it") as say:
-        row_of = partial(_fit_row, cluster=cluster)
+        row_of = partial(_fit_row, cluster=cluster, cell=cell)
         rows = shared_out(row_of, chosen, at_once, lambda its: say(f"done: {_variant(its)}"))
     given = f"batch {cell.batch}" if options.fit == "seq" else f"{cell.seq:,} tokens"
     title = f"{sweep.model.name} on {options.ranks} ranks of {cluster.name}, {given}"
@@ -208,11 +208,10 @@ def _fit(options: InspectOptions, cluster: Cluster) -> None:
     save_json(out, options.json, {"version": 1, "fit": rows})
 
 
-def _fit_row(options: InspectOptions, cluster: Cluster) -> dict[str, Any]:
+def _fit_row(options: InspectOptions, cluster: Cluster, cell: Cell) -> dict[str, Any]:
     """The largest that fits, and the next, which does not."""
     with user_errors():
         sweep = _sweep_of(options, cluster)
-        cell = _cell(options, sweep)
     told = _told_options(options)
     row = {name: told[name] for name in ("activation_checkpointing", "reshard_after_forward")}
     fits, more = _largest(options, sweep, cell)
