@@ -33,7 +33,7 @@ from simplefsdp.errors import told_plainly
 from simplefsdp.frontend import assigned, living, uninitialised
 from simplefsdp.frontend.accumulation import noting_backwards
 from simplefsdp.frontend.after_wrap import stands_for_shard
-from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
 from simplefsdp.rank_guard import agree, forget_decisions, ranks_of

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from torch.fx import GraphModule, Node
 
 from simplefsdp import _torch
-from simplefsdp.frontend.gather import GatherSpec, gather, spec_of
+from simplefsdp.frontend.gather import gather
+from simplefsdp.frontend.gather_spec import GatherSpec, spec_of
 from simplefsdp.frontend.living import living_shards
 
 log = logging.getLogger("simplefsdp")

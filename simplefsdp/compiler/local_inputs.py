@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from simplefsdp import _torch, provenance
-from simplefsdp.frontend.gather import gather, spec_of
+from simplefsdp.frontend.gather import gather
+from simplefsdp.frontend.gather_spec import spec_of
 from simplefsdp.frontend.placement import dtensor_of
 
 CompiledFunction = Callable[..., Any]

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from simplefsdp import _torch
 from simplefsdp.compiler.dedupe import gathers_of
 from simplefsdp.compiler.options import Options
-from simplefsdp.frontend.gather import GatherSpec, spec_of
+from simplefsdp.frontend.gather_spec import GatherSpec, spec_of
 from simplefsdp.rank_guard import decisions
 
 

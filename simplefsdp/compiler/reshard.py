@@ -26,7 +26,7 @@ from inductor_passes.rehearsal import Settings, room_nbytes
 from simplefsdp import _torch, provenance
 from simplefsdp.compiler.dedupe import gathers_of, specs_of
 from simplefsdp.compiler.recompute import tag_for_recompute
-from simplefsdp.frontend.gather import spec_of
+from simplefsdp.frontend.gather_spec import spec_of
 from simplefsdp.rank_guard import TIMEOUT_S, decided, decisions
 
 log = logging.getLogger("simplefsdp")

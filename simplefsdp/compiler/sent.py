@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from simplefsdp import rank_sequence
 from simplefsdp.compiler.dedupe import gathers_of
-from simplefsdp.frontend.gather import spec_of
+from simplefsdp.frontend.gather_spec import spec_of
 from simplefsdp.frontend.living import fqns_of
 
 

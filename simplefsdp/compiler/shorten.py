@@ -33,7 +33,8 @@ from simplefsdp.compiler.dedupe import gathers_of
 from simplefsdp.compiler.dynamo_layers import DynamoLayer
 from simplefsdp.compiler.repeated_layers import Numbering
 from simplefsdp.compiler.stand_in import stand_in
-from simplefsdp.frontend.gather import gather, spec_of
+from simplefsdp.frontend.gather import gather
+from simplefsdp.frontend.gather_spec import spec_of
 from simplefsdp.rank_logging import speaks
 
 log = logging.getLogger("simplefsdp")

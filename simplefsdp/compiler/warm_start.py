@@ -25,7 +25,8 @@ from simplefsdp.compiler import breaks, observers
 from simplefsdp.compiler.dedupe import specs_of
 from simplefsdp.compiler.observed import Observed, agree_again
 from simplefsdp.compiler.plans import Compilation, decision_before
-from simplefsdp.frontend.gather import GatherSpec, gather
+from simplefsdp.frontend.gather import gather
+from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.rank_logging import level
 
 FOLDER = "simplefsdp_code"

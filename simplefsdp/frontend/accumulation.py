@@ -22,14 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import accumulates, backward_nodes, local_tensor, reached
-from simplefsdp.frontend.gather import (
-    ON_META,
-    Deferral,
-    GatherSpec,
-    padded_rows,
-    reduce_deferred,
-)
+from simplefsdp.frontend.gather import ON_META
+from simplefsdp.frontend.gather_spec import GatherSpec, padded_rows, rows_first
 from simplefsdp.frontend.placement import dtensor_like
+from simplefsdp.frontend.reduce import Deferral, reduce_deferred
 from simplefsdp.frontend.waiting import (
     SUMS,
     Sums,
@@ -144,7 +140,7 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
     def zeros(rows: int) -> Tensor:
         if local.is_meta:
             raise ValueError(f"{spec.fqn}: {ON_META}")
-        shape = (rows, *local.shape[1:]) if spec.rows else local.shape
+        shape = (rows, *rows_first(local, spec).shape[1:]) if spec.rows else local.shape
         with torch.inference_mode(False):
             return local.new_zeros(shape, dtype=_sum_dtype(param, spec), requires_grad=False)
 
@@ -265,7 +261,8 @@ def reduce_now(model: nn.Module) -> None:
     for param, layout, sums in found.values():
         local = local_tensor(param)
         deferral = Deferral("all", sums.unreduced, sums.partial)
-        reduced = reduce_deferred(local.shape[0] if local.dim() else 0, layout.spec, deferral)
+        rows = local.shape[layout.spec.dim] if local.dim() else 0
+        reduced = reduce_deferred(rows, layout.spec, deferral)
         grad = dtensor_like(param, reduced.to(local.dtype))
         param.grad = grad if param.grad is None else param.grad + grad
         sums.waiting = False

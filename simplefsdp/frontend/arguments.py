@@ -3,7 +3,7 @@ the dtypes of each parameter by FSDP2's ``MixedPrecisionPolicy``, as this torch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from simplefsdp import _torch
@@ -121,22 +120,6 @@ def ignored_among(model: nn.Module, params: Collection[nn.Parameter] | None) -> 
             f"{type(params).__name__}; of a module, pass set(module.parameters())"
         )
     return set(map(id, model.parameters())) & set(map(id, params))
-
-
-def check_placements(
-    named: Iterable[tuple[str, nn.Parameter]],
-    placement_of: Callable[[nn.Parameter], Shard | None] | None,
-) -> None:
-    """Refuse a ``shard_placement_fn`` (FSDP2's argument) that wants another placement than ours."""
-    if placement_of is None:
-        return
-    for fqn, param in named:
-        placement = placement_of(param)
-        if placement is not None and not (type(placement) is Shard and placement.dim == 0):
-            raise ValueError(
-                f"{fqn}: shard_placement_fn: expected None or Shard(0), got {placement!r}; "
-                "simple_fsdp shards every parameter along its first dimension"
-            )
 
 
 class Dtypes(NamedTuple):

@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from simplefsdp import _torch, rank_guard
 from simplefsdp._torch import local_tensor
 from simplefsdp.frontend import living
-from simplefsdp.frontend.gather import ON_META, GatherSpec, gather_shard
+from simplefsdp.frontend.gather import ON_META, gather_shard
+from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.wrapped import KEPT, is_wrapped, layouts_of, mark_stays, shards_of
 
 _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it

@@ -56,11 +56,12 @@ class DataParallel:
             return self.mesh
         return DeviceMesh.from_group(self.mesh.get_group(self.shard_dim), self.mesh.device_type)
 
-    def placements(self, *, sharded: bool) -> tuple[Placement, ...]:
-        """Placements of a parameter on ``mesh``; all copies if it cannot be sharded."""
+    def placements(self, dim: int | None) -> tuple[Placement, ...]:
+        """Placements on ``mesh`` of a parameter that is sharded along ``dim``; all copies if that
+        is None, for a parameter that cannot be sharded."""
         return tuple(
-            Shard(0) if sharded and dim == self.shard_dim else Replicate()
-            for dim in range(self.mesh.ndim)
+            Shard(dim) if dim is not None and mesh_dim == self.shard_dim else Replicate()
+            for mesh_dim in range(self.mesh.ndim)
         )
 
 
@@ -149,9 +150,9 @@ def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     return TensorParallel(param.device_mesh, param.placements, param.shape, param.stride())
 
 
-def shard(local: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor:
-    """A parameter as a DTensor sharded over the data-parallel mesh; ``local`` is all of it that
-    tensor parallelism has given to this rank.
+def shard(local: Tensor, dp: DataParallel, tp: TensorParallel | None, dim: int) -> DTensor:
+    """A parameter as a DTensor, sharded along ``dim`` over the data-parallel mesh; ``local`` is all
+    of it that tensor parallelism has given to this rank.
 
     Rank 0 of each data-parallel group speaks for all: its values are scattered (or broadcast),
     so that ranks that were not seeded alike still hold one model. Tensors without data, on meta
@@ -160,7 +161,7 @@ def shard(local: Tensor, dp: DataParallel, tp: TensorParallel | None) -> DTensor
     done: first split by tensor parallelism, then each part by us, uneven sizes included.
     """
     local = local.detach()
-    placements = dp.placements(sharded=local.dim() > 0)
+    placements = dp.placements(dim if local.dim() else None)
     if has_no_data(local):
         sharded = _own_part(local, dp.mesh, placements)
     else:
@@ -257,8 +258,8 @@ def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     here = mesh.get_coordinate() or ()
     for size, rank, placement in zip(mesh.shape, here, placements, strict=True):
         if isinstance(placement, Shard):
-            begin, rows = part_of(part.shape[0], size, rank)
-            part = part[begin : begin + rows].contiguous()
+            begin, rows = part_of(part.shape[placement.dim], size, rank)
+            part = part.narrow(placement.dim, begin, rows).contiguous()
     return dtensor_of(part, mesh, placements, local.shape, local.stride())
 
 

@@ -9,14 +9,14 @@ reading ``module.weight`` in forward is an all-gather that the compiler can see.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import REPEATED, has_hooks, mend_gloo_gathers
 from simplefsdp.frontend import tensor_class
@@ -25,14 +25,13 @@ from simplefsdp.frontend.arguments import (
     Dtypes,
     check_arguments,
     check_modules,
-    check_placements,
     dtypes_of,
     ignored_among,
     without_override,
 )
 from simplefsdp.frontend.assigned import refuse_assigned
 from simplefsdp.frontend.full_tensor import reduce_gradients_of_full_tensors
-from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.layerdrop import keep_layers
 from simplefsdp.frontend.living import remember_fqns
 from simplefsdp.frontend.outside import handle_operators
@@ -47,6 +46,7 @@ from simplefsdp.frontend.placement import (
     shard,
     tensor_parallel_of,
 )
+from simplefsdp.frontend.shard_dims import PlacementFn, shard_dims, tell_of_padding
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
     IGNORED,
@@ -69,7 +69,7 @@ def simple_fsdp(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | Literal["auto"] = True,
     ignored_params: Collection[nn.Parameter] | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     offload_policy: OffloadPolicy | None = None,
 ) -> nn.Module:
     """Shard every parameter of ``model`` over ``mesh``, in place, and return it.
@@ -98,7 +98,9 @@ def simple_fsdp(
             ``torch.compile(model, backend="simplefsdp")``.
         ignored_params: parameters of ``model`` that stay as they are: whole, where they are, and
             with the gradient of this rank's batch alone.
-        shard_placement_fn: as FSDP2's, if it gives None or ``Shard(0)``.
+        shard_placement_fn: as FSDP2's, for parameters that are not to be sharded along their first
+            dimension: gets each and gives its ``Shard(dim)``, or None for ``Shard(0)``. The
+            dimension need not divide evenly.
         offload_policy: as FSDP2's, if it offloads nothing.
 
     Raises:
@@ -119,7 +121,7 @@ def simple_fsdp(
         _check_parameter(fqn, param)
     for module, path in own.items():
         _refuse_second_reference(module, path, originals)
-    check_placements(originals.values(), shard_placement_fn)
+    dims = shard_dims(originals, shard_placement_fn)
     shard_ranks = dp.group_of(dp.shard_dim)[1]
     values = {
         key: tensor_class.held_by(fqn, local_part(param), shard_ranks)
@@ -134,18 +136,25 @@ def simple_fsdp(
             f"{fqn}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
             for fqn, p in originals.values()
         ]
-        + [f"{fqn}: {dtypes[key]} {values[key].name}" for key, (fqn, _) in originals.items()],
+        + [
+            f"{fqn}: {dtypes[key]} Shard({dims[key]}) {values[key].name}"
+            for key, (fqn, _) in originals.items()
+        ],
         ranks_of([mesh]),
         remember=False,  # this rank may wrap an equal model again, and another rank a new one
     )
     layouts = {
-        key: _layout(fqn, param, dp, dtypes[key], reshard_after_forward, values[key].name)
+        key: _layout(
+            fqn, param, dp, dims[key], dtypes[key], reshard_after_forward, values[key].name
+        )
         for key, (fqn, param) in originals.items()
     }
     if any(value.name for value in values.values()):
         tensor_class.note_mesh(dp.shard_mesh())
     shards = {
-        key: parameter_like(param, shard(values[key].tensor, dp, layouts[key].tensor_parallel))
+        key: parameter_like(
+            param, shard(values[key].tensor, dp, layouts[key].tensor_parallel, dims[key])
+        )
         for key, (_, param) in originals.items()
     }
     refuse_assigned((layouts[key].spec.fqn, param) for key, param in shards.items())
@@ -155,6 +164,7 @@ def simple_fsdp(
         _move_buffers(module, mesh.device_type)
     keep_layers(own)
     refuse_steps()
+    tell_of_padding(originals, dims, shard_ranks)
     for fqn, param in originals.values():
         mark_original(param, fqn)
     _mark_tensor_parallel(model)
@@ -228,6 +238,7 @@ def _layout(
     fqn: str,
     param: nn.Parameter,
     dp: DataParallel,
+    dim: int,
     dtypes: Dtypes,
     reshard_after_forward: bool | Literal["auto"],
     tensor_class_name: str,
@@ -238,7 +249,7 @@ def _layout(
     whole = dp.shard_dim if local.dim() == 0 else None
     spec = GatherSpec(
         fqn=fqn,
-        rows=local.shape[0] if shard_ranks > 1 else 0,
+        rows=local.shape[dim] if shard_ranks > 1 else 0,
         shard_group=shard_group,
         shard_ranks=shard_ranks,
         reduce_group=shard_group,
@@ -249,8 +260,9 @@ def _layout(
         divide_factor=None,
         reshard_after_forward=reshard_after_forward,
         tensor_class=tensor_class_name,
+        dim=dim if shard_ranks > 1 else 0,
     )
-    placements = dp.placements(sharded=local.dim() > 0)
+    placements = dp.placements(dim if local.dim() else None)
     return ParameterLayout(
         spec, tp, param.shape, placements if tp is None else (*tp.placements, *placements)
     )

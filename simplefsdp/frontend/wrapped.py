@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from simplefsdp.frontend.gather import GatherSpec
+from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.placement import TensorParallel
 
 LAYOUTS = "_simple_fsdp_layouts"  # on every wrapped module: parameter name -> ParameterLayout

@@ -227,8 +227,6 @@ def test_other_arguments_of_fsdp2(fake_mesh):
         simple_fsdp(Mlp(), mesh, offload_policy=CPUOffloadPolicy())
     with pytest.raises(TypeError, match="OffloadPolicy or None, got bool"):
         simple_fsdp(Mlp(), mesh, offload_policy=True)
-    with pytest.raises(ValueError, match="row: shard_placement_fn: expected None"):
-        simple_fsdp(Mlp(), mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
     model = Mlp()
     with pytest.raises(TypeError, match=r"ignored_params: expected a set .* got Linear"):
         simple_fsdp(model, mesh, ignored_params=model.up)
