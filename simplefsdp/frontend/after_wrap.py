@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from simplefsdp._torch import dispatch_mode, is_skipped_by_dynamo, run_as_it_is
 from simplefsdp.frontend.assigned import refuse_assigned_since
+from simplefsdp.frontend.plain_state import shard_plain_state
 from simplefsdp.frontend.wrapped import ignored_params
 
 log = logging.getLogger("simplefsdp")
@@ -92,7 +93,7 @@ def is_original(param: Tensor) -> bool:
 @functools.cache
 def refuse_steps() -> None:
     """From the first wrap of a process on, refuse steps of tensors that are not in the model, or
-    whose values are not what was assigned to them."""
+    whose values are not what was assigned to them; and shard a plain model's optimizer state."""
     register_optimizer_step_pre_hook(_check_step)
 
 
@@ -100,6 +101,7 @@ def _check_step(optimizer: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     refuse_replaced(optimizer)
+    shard_plain_state(optimizer)
     for group in optimizer.param_groups:
         refuse_assigned_since(group["params"])
         for param in group["params"]:

@@ -23,6 +23,7 @@ from simplefsdp.frontend.after_wrap import refuse_replaced
 from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.frontend.kept import expect_writes
 from simplefsdp.frontend.living import living_shards
+from simplefsdp.frontend.plain_state import shard_plain_state
 from simplefsdp.frontend.reading import name_of
 from simplefsdp.frontend.waiting import refuse_waiting
 from simplefsdp.step.hyperparameters import fingerprint, hyperparameters
@@ -189,6 +190,7 @@ class _Step:
         if torch.is_inference_mode_enabled():
             raise ValueError("a step that trains cannot be made in inference mode; call it outside")
         refuse_replaced(self.optimizer)
+        shard_plain_state(self.optimizer)
         ours = __name__.partition(".")[0]
         for hook in updates.step_hooks(self.optimizer):
             if str(getattr(hook, "__module__", "")).partition(".")[0] != ours:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 
@@ -36,7 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from simplefsdp import clip_grad_norm_, simple_fsdp, unsharded
+from simplefsdp import clip_grad_norm_, compile_step, simple_fsdp, unsharded
 
 
 def two() -> nn.Module:
@@ -268,3 +269,64 @@ def resume_in_new_objects(folder: str) -> None:
 
 def test_a_new_model_and_optimizer_resume_exactly(pools, tmp_path):
     pools(2).run(resume_in_new_objects, str(tmp_path))
+
+
+# --- state of a plain model's optimizer -----------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Its state has the shape of a parameter, or of the count of steps, or of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = Mlp(), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.scale * self.body(x)
+
+
+def goes_on_with_plain_state(kind, options, mode, whole_step) -> None:
+    plain = Scaled()
+    before = kind(plain.parameters(), lr=1e-2, **options)
+    for step in range(2):
+        mean(plain(*rows(step))).backward()
+        before.step()
+        before.zero_grad()
+    model = wrapped(plain, mode)
+    after = kind(model.parameters(), lr=1e-2, **options)
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    step_of = compile_step(lambda *x: mean(model(*x)), after) if whole_step else None
+    for step in range(2, 4):
+        mean(plain(*rows(step))).backward()
+        before.step()
+        before.zero_grad()
+        if step_of is None:
+            mean(model(*mine(rows(step)))).backward()
+            after.step()
+            after.zero_grad()
+        else:
+            step_of(*mine(rows(step)))
+        for (fqn, got), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(got.full_tensor(), wanted, rtol=1e-5, atol=1e-6), fqn
+    after.load_state_dict(copy.deepcopy(before.state_dict()))  # once more: now at once
+    for param, state in after.state.items():
+        sharded = {name for name, value in state.items() if isinstance(value, DTensor)}
+        assert sharded == {name for name, value in state.items() if value is not None} - {"step"}
+        for value in (state[name] for name in sharded):
+            assert value.placements == param.placements
+            local = value.to_local()
+            assert local.untyped_storage().nbytes() <= max(local.nbytes, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "mode", "whole_step"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "fully_shard", False),
+        (torch.optim.AdamW, {"fused": True}, "fully_shard", False),
+        (torch.optim.SGD, {"momentum": 0.9, "foreach": True}, "fully_shard", False),
+        (torch.optim.AdamW, {}, "replicate", False),
+        (torch.optim.AdamW, {}, "fully_shard", True),
+    ],
+)
+def test_state_of_a_plain_optimizer(pools, kind, options, mode, whole_step):
+    pools(2).run(goes_on_with_plain_state, kind, options, mode, whole_step)

@@ -1,0 +1,45 @@
+"""The state of a plain model's optimizer, in the optimizer of a wrapped model.
+
+``model.load_state_dict`` takes a plain model's tensors, of which each rank keeps its own part. So
+does ``optimizer.load_state_dict``. What was loaded before an optimizer's first step is put in its
+place then: until a step, nothing tells which optimizers there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import Optimizer
+
+from simplefsdp.frontend.placement import dtensor_like
+
+_WATCHED = "_simple_fsdp_watched"  # on an optimizer: what it loads is sharded
+
+
+def shard_plain_state(optimizer: Optimizer) -> None:
+    """Shard what ``optimizer`` has loaded, and will load, of the whole shape of a parameter as that
+    parameter is."""
+    if _WATCHED not in optimizer.__dict__:
+        optimizer.__dict__[_WATCHED] = True
+        _shard_loaded(optimizer)
+        optimizer.register_load_state_dict_post_hook(_shard_loaded)
+
+
+def _shard_loaded(optimizer: Optimizer) -> None:
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        state = optimizer.state.get(param, {})
+        for name, value in state.items() if isinstance(param, DTensor) else ():
+            if _is_plain_of(param, name, value):
+                own = distribute_tensor(
+                    value, param.device_mesh, param.placements, src_data_rank=None
+                ).to_local()
+                # A copy: else the whole, of which this may be a view, would stay in memory.
+                state[name] = dtensor_like(param, own.clone())
+
+
+def _is_plain_of(param: DTensor, name: str, value: Any) -> bool:
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    is_count = name == "step" and not param.dim()  # which has the shape of a scalar, too
+    return is_plain and value.shape == param.shape and not is_count
