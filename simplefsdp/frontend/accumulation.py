@@ -140,7 +140,8 @@ def _deferral(param: DTensor, layout: ParameterLayout, sync: Sync) -> Deferral:
     def zeros(rows: int) -> Tensor:
         if local.is_meta:
             raise ValueError(f"{spec.fqn}: {ON_META}")
-        shape = (rows, *rows_first(local, spec).shape[1:]) if spec.rows else local.shape
+        is_split = spec.shard_ranks > 1
+        shape = (rows, *rows_first(local, spec).shape[1:]) if is_split else local.shape
         with torch.inference_mode(False):
             return local.new_zeros(shape, dtype=_sum_dtype(param, spec), requires_grad=False)
 

@@ -49,9 +49,10 @@ def init_weights(
     """Allocate the shards of a wrapped meta-device model and initialise them, in place.
 
     No rank ever holds more than its shards and one block of random numbers, and there is no
-    communication. Call it before making the optimizer. The same seed gives the same global
-    weights for any mesh, mode and number of ranks on one type of device; the global random state
-    is left as it was.
+    communication. (Of a parameter that is sharded along another dimension than its first, each rank
+    draws the numbers of all, block by block.) Call it before making the optimizer. The same seed
+    gives the same global weights for any mesh, mode and number of ranks on one type of device; the
+    global random state is left as it was.
 
     Args:
         model: wrapped by :func:`simplefsdp.simple_fsdp`; parameters that are not on the meta

@@ -13,6 +13,9 @@ nobody would notice, and one is missing. torch lets a DTensor's operator have a 
 - *the number of a sum over ranks* (``param.grad.norm().item()``): torch gives this rank's part.
   Here it raises: to add up the parts, this rank would wait for ranks that do not ask. But a truth
   value (``(param > 0).any()``) is that of all ranks, as with torch since 2.15; all must ask for it;
+- *a complex tensor as real numbers* (``view_as_real``, by which Adam and others step): of one that
+  is unevenly sharded along its last dimension torch makes a gathered copy, and what is written to
+  that is lost. Here it is a view of the shard, as of a plain tensor;
 - *whether any element is true*, which ``torch.autograd.detect_anomaly`` asks of every gradient:
   torch has no such operator for DTensors. Here it is asked over all ranks.
 """
@@ -25,12 +28,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from simplefsdp import _torch
 from simplefsdp.frontend.initialize import RANDOM_FILLS, fill_global
 from simplefsdp.frontend.living import is_sharded_alike, living_shards
-from simplefsdp.frontend.placement import highest_of_ranks, rank_0s
+from simplefsdp.frontend.placement import dtensor_like, highest_of_ranks, rank_0s
 from simplefsdp.frontend.slices import handle_slices
 
 _aten = torch.ops.aten
@@ -53,6 +56,7 @@ def handle_operators() -> None:
     handle_slices()
     _torch.handle_dtensor_op(_aten._local_scalar_dense.default, _number)
     _torch.handle_dtensor_op(_aten._is_any_true.default, _is_any_true)
+    _torch.handle_dtensor_op(_aten.view_as_real.default, _as_real)
 
 
 def _draws_by_rank(tensor: DTensor) -> bool:
@@ -100,6 +104,14 @@ def _begin(param: DTensor, generator: torch.Generator | None) -> None:
     source = torch.default_generator if generator is None else generator
     number = torch.empty((), dtype=torch.int64, device=source.device).random_(generator=source)
     _Last.number, _Last.fills = rank_0s(int(number), param.device_mesh), 0
+
+
+def _as_real(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (target,) = args
+    placements = target.placements
+    if all(isinstance(p, Replicate) or type(p) is Shard for p in placements):
+        return dtensor_like(target, op(_torch.local_tensor(target)))
+    return _torch.default_dtensor_op(op, args, kwargs)
 
 
 def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

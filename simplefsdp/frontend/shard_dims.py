@@ -83,26 +83,37 @@ def tell_of_padding(
         dims: the dimension along which each is sharded, by its key.
         ranks: that share the shards.
     """
-    nbytes = padding = 0
-    padded: list[tuple[int, str, int]] = []
-    for key, (fqn, param) in params.items():
-        local = local_part(param)
-        rows = local.shape[dims[key]] if local.dim() else 0
-        nbytes += local.nbytes
-        if rows and (missing := -rows % ranks):
-            own = local.nbytes // rows * missing
-            padding += own
-            padded.append((own, fqn, local.dim()))
+    paddings = {key: _padding(p, dims[key], ranks) for key, (_, p) in params.items()}
+    nbytes, padding = sum(local_part(p).nbytes for _, p in params.values()), sum(paddings.values())
     if padding <= max(_FEW_NBYTES, _MUCH_PADDING * nbytes):
         return
-    padded.sort(reverse=True)
+    most = sorted(filter(paddings.get, paddings), key=lambda key: -paddings[key])
     log.log(
         logging.WARNING if speaks() else logging.DEBUG,
         "gathers send %.1f times the bytes of the parameters: %d ranks cannot evenly share the "
-        "dimension along which %s are sharded. Shard them along another one: simple_fsdp(..., "
-        "shard_placement_fn=lambda param: Shard(1) if param.dim() == %d else None), say",
+        "dimension along which %s are sharded%s",
         1 + padding / nbytes,
         ranks,
-        few([fqn for _, fqn, _ in padded]),
-        padded[0][2],
+        few([params[key][0] for key in most]),
+        _advice(params[most[0]][1], paddings[most[0]], ranks),
+    )
+
+
+def _padding(param: nn.Parameter, dim: int, ranks: int) -> int:
+    """Bytes of padding that a gather of ``param`` sends if it is sharded along ``dim``."""
+    local = local_part(param)
+    rows = local.shape[dim] if local.dim() else 0
+    return local.nbytes // rows * (-rows % ranks) if rows else 0
+
+
+def _advice(param: nn.Parameter, padding: int, ranks: int) -> str:
+    """What to do about the padding of ``param``; "" if no other dimension has less."""
+    has_class = any(hasattr(local_part(param), name) for name in METHODS)
+    dims = range(1 if has_class else param.dim())
+    best = min(dims, key=lambda dim: _padding(param, dim, ranks), default=0)
+    if _padding(param, best, ranks) >= padding:
+        return ""
+    return (
+        ". Shard along another one: simple_fsdp(..., shard_placement_fn=lambda param: "
+        f"Shard({best}) if param.dim() == {param.dim()} else None)"
     )

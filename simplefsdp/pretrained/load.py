@@ -32,7 +32,7 @@ def load_pretrained(
 ) -> Unmatched:
     """Give a wrapped model the values in a folder of safetensors files, in place.
 
-    Each rank reads its own rows and nothing else. It never holds more than its shards, and the
+    Each rank reads its own part and nothing else. It never holds more than its shards, and the
     pages of one file, which the system reclaims when it needs memory. A model that was built under
     ``torch.device("meta")`` gets memory; make the optimizer after this call. Values are cast to the
     parameters' dtype. A tied parameter needs only one of its names in the folder. Buffers that

@@ -63,7 +63,10 @@ def _send_shards(param: DTensor, receiver: int, sink: Sink) -> None:
     steps = _steps(param, here)
     for i, step in enumerate(steps):
         stands_there = here[step.mesh_dim] == home[step.mesh_dim]
-        last = i == len(steps) - 1 and step.tensor_dim == 0
+        last = i == len(steps) - 1
+        if last and step.tensor_dim:
+            _gather_across(part, step, mesh, home[step.mesh_dim], sink)
+            return
         whole = torch.empty(step.shape if stands_there and not last else 0, dtype=part.dtype)
         take = sink if last else into(whole, step.tensor_dim)
         _gather(part, step, mesh, home[step.mesh_dim], take)
@@ -105,23 +108,53 @@ def _steps(param: DTensor, here: Sequence[int]) -> list[_Step]:
 def _gather(part: Tensor, step: _Step, mesh: DeviceMesh, home: int, sink: Sink) -> None:
     """Give the rows of all parts to ``sink``, on the rank whose coordinate along the mesh dimension
     is ``home``; a few rows of each part at a time."""
-    ranks, group = mesh.size(step.mesh_dim), mesh.get_group(step.mesh_dim)
-    receives = mesh.get_local_rank(step.mesh_dim) == home
+    ranks = mesh.size(step.mesh_dim)
     rows = part.movedim(step.tensor_dim, 0)
     total = step.shape[step.tensor_dim]
     chunk = -(-total // ranks)
     row_nbytes = rows.shape[1:].numel() * part.element_size()
     at_once = max(1, min(chunk, _PIECE_NBYTES // max(1, row_nbytes * ranks)))
-    # Allocated once: many large buffers that come and go would add up in the allocator.
-    piece = torch.zeros(at_once, *rows.shape[1:], dtype=part.dtype, device=mesh.device_type)
-    sent = piece.view(-1).view(torch.uint8)  # bytes, which every backend can send
-    pieces = [torch.empty_like(sent) for _ in range(ranks)] if receives else None
+    gathered = _Pieces((at_once, *rows.shape[1:]), part.dtype, step, mesh, home)
     for begin in range(0, chunk, at_once):
-        own = rows[begin : begin + at_once]
-        piece[: own.shape[0]] = own
-        dist.gather(sent, pieces, group=group, group_dst=home)
-        for rank, got in enumerate(pieces or ()):
+        for rank, got in enumerate(gathered.of(rows[begin : begin + at_once])):
             first = rank * chunk + begin
             there = min(at_once, chunk - begin, total - first)
             if there > 0:
-                sink(first, got.view(part.dtype).view(piece.shape)[:there])
+                sink(first, got[:there])
+
+
+def _gather_across(part: Tensor, step: _Step, mesh: DeviceMesh, home: int, sink: Sink) -> None:
+    """As :func:`_gather`, for parts that have some columns of all rows; ``sink`` gets rows."""
+    ranks, dim = mesh.size(step.mesh_dim), step.tensor_dim
+    chunk = -(-step.shape[dim] // ranks)
+    widths = [part_of(step.shape[dim], ranks, rank)[1] for rank in range(ranks)]
+    row = (*step.shape[1:dim], chunk, *step.shape[dim + 1 :])
+    row_nbytes = torch.Size(row).numel() * part.element_size()
+    at_once = max(1, min(step.shape[0], _PIECE_NBYTES // max(1, row_nbytes * ranks)))
+    gathered = _Pieces((at_once, *row), part.dtype, step, mesh, home)
+    for begin in range(0, step.shape[0], at_once):
+        got = gathered.of(part[begin : begin + at_once])
+        if got:
+            columns = [one.narrow(dim, 0, n) for one, n in zip(got, widths, strict=True)]
+            sink(begin, torch.cat(columns, dim)[: step.shape[0] - begin])
+
+
+class _Pieces:
+    """Sends pieces of one shape to one rank. Their memory is allocated once: many large buffers
+    that come and go would add up in the allocator."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, step: _Step, mesh: DeviceMesh, home: int
+    ) -> None:
+        self.piece = torch.zeros(*shape, dtype=dtype, device=mesh.device_type)
+        self.sent = self.piece.view(-1).view(torch.uint8)  # bytes, which every backend can send
+        self.group, self.home = mesh.get_group(step.mesh_dim), home
+        receives = mesh.get_local_rank(step.mesh_dim) == home
+        ranks = mesh.size(step.mesh_dim)
+        self.got = [torch.empty_like(self.sent) for _ in range(ranks)] if receives else None
+
+    def of(self, own: Tensor) -> list[Tensor]:
+        """The pieces of all ranks, on the one that receives; ``own`` is this rank's."""
+        self.piece[tuple(slice(0, n) for n in own.shape)] = own
+        dist.gather(self.sent, self.got, group=self.group, group_dst=self.home)
+        return [got.view(self.piece.dtype).view(self.piece.shape) for got in self.got or ()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,7 +30,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from simplefsdp import clip_grad_norm_, init_weights, microbatch, simple_fsdp, unsharded
+from simplefsdp import (
+    clip_grad_norm_,
+    compile_step,
+    init_weights,
+    load_pretrained,
+    microbatch,
+    save_pretrained,
+    simple_fsdp,
+    unsharded,
+)
+from simplefsdp.pretrained import send
 
 EXPERTS, HIDDEN = 3, 5  # neither is even on 2 ranks; on 4 ranks one has no expert
 
@@ -232,6 +243,67 @@ def test_tensor_parallelism(pools, executor):
     pools(4).run(beside_tensor_parallelism, executor)
 
 
+class Odd(nn.Module):
+    """What is odd: complex numbers, an uneven last dimension, a dimension of size 0, a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.complex(numbers(DIM, 3), numbers(DIM, 3, seed=1)))
+        self.none = nn.Parameter(torch.zeros(DIM, 0))
+        self.conv = nn.Conv1d(2, 3, 1)
+
+    def forward(self, x):
+        turned = torch.view_as_real(x.to(torch.complex64) @ self.phases).flatten(1)
+        y = self.conv(turned.view(len(x), 2, 3)).flatten(1)
+        return y + (x @ self.none).sum()
+
+
+def odd_placed(param: nn.Parameter) -> Shard | None:
+    return None if param.dim() == 1 else Shard(1)
+
+
+def trains_what_is_odd(executor) -> None:
+    plain = Odd()
+    model = simple_fsdp(copy.deepcopy(plain), mesh_of(), shard_placement_fn=odd_placed)
+    call = call_of(model, executor)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model)]
+    for step in range(3):
+        for number in range(2):
+            mean(plain(*batch(2 * step + number))).backward()
+            with microbatch(model, is_last=number == 1):
+                mean(call(*mine(batch(2 * step + number)))).backward()
+        check_grads(plain, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for own, param in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own.full_tensor(), param, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_what_is_odd(pools, executor):
+    pools(2).run(trains_what_is_odd, executor)
+
+
+def whole_steps() -> None:
+    plain = layers(2)
+    model = wrapped(plain)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model)]
+    step = compile_step(lambda x: mean(model(x)), optimizers[1], max_norm=1.0, options=OPTIONS)
+    for number in range(3):
+        mean(plain(*batch(number))).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        step(*mine(batch(number)))
+    for (fqn, own), param in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own.full_tensor(), param, rtol=1e-5, atol=1e-6), fqn
+
+
+def test_whole_steps(pools):
+    pools(2).run(whole_steps)
+
+
 # --- values -----------------------------------------------------------------------------------
 
 
@@ -262,6 +334,25 @@ def test_values_come_and_go(pools, tmp_path):
     pools(2).run(same_values, str(tmp_path))
 
 
+def sent_in_pieces(folder) -> None:
+    """A row of 5 columns on 4 ranks: two, two, one and none; 3 rows, 2 at a time."""
+    plain = nn.Linear(5, 3)
+    model = wrapped(plain)
+    with patch.object(send, "_PIECE_NBYTES", 64):
+        save_pretrained(model, folder)
+    wanted = {name: value.clone() for name, value in plain.state_dict().items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    load_pretrained(model, folder)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), wanted[name])
+
+
+def test_safetensors(pools, tmp_path):
+    pools(4).run(sent_in_pieces, str(tmp_path / "saved"))
+
+
 def initialised_alike() -> None:
     whole = []
     for placement_fn in (None, placed):
@@ -280,7 +371,7 @@ def test_init_weights_draws_the_same_numbers(pools):
 
 
 def test_parts_without_data(fake_mesh):
-    """Rank 3 of 4: each has ceil(5 / 4) of five rows, and it none; two of six."""
+    """Rank 2 of 4 has one of five rows, for each has ceil(5 / 4) at most; and two of six."""
     with torch.device("meta"):
         model = layers(1)
     simple_fsdp(model, fake_mesh(4, rank=2), shard_placement_fn=placed)
@@ -320,3 +411,19 @@ def test_much_padding_is_told(fake_mesh, caplog):
     assert "gathers send 8.0 times the bytes" in caplog.text
     assert "64 ranks cannot evenly share the dimension along which experts.up, norm" in caplog.text
     assert "Shard(1) if param.dim() == 3 else None" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("shape", "advice"),
+    [((8, 8, 64, 4096), "Shard(2) if"), ((3, 65, 6400), "Shard(2) if"), ((65, 70, 69, 3), "")],
+)
+def test_advice_on_padding(fake_mesh, caplog, shape, advice):
+    """Another dimension is named only if it has less padding, and of those the one with least."""
+    with torch.device("meta"):
+        model = nn.Module()
+        model.w = nn.Parameter(torch.empty(shape))
+    with caplog.at_level(logging.WARNING, "simplefsdp"):
+        simple_fsdp(model, fake_mesh(64), shard_placement_fn=lambda _: Shard(0 if advice else 1))
+    assert "gathers send" in caplog.text
+    assert ("Shard along another one" in caplog.text) == bool(advice)
+    assert advice in caplog.text
