@@ -19,11 +19,17 @@ from simplefsdp._torch import annotate_backward
 _GATHER = "simplefsdp_gather"
 _REDUCE = "simplefsdp_reduce"
 _RESHARD = "simplefsdp_reshard_after_forward"
+_PART = "simplefsdp_post_forward_part"
 
 
 def gather_of(fqn: str, *, reshard_after_forward: bool | str) -> AbstractContextManager[object]:
     """Mark the nodes traced inside as the gather chain of the parameter ``fqn``."""
     return fx_traceback.annotate({_GATHER: fqn, _RESHARD: reshard_after_forward})
+
+
+def post_forward_part() -> AbstractContextManager[object]:
+    """Mark the nodes traced inside as the part of a full parameter that stays after forward."""
+    return fx_traceback.annotate({_PART: True})
 
 
 def reduce_of(fqn: str) -> AbstractContextManager[object]:
@@ -58,6 +64,11 @@ def gathered_fqn(node: Node) -> str | None:
 def carried_fqn(start: Node) -> str | None:
     """FQN of the parameter that a collective's launch ``start`` gathers or reduces, or None."""
     return reduced_fqn(start) or gathered_fqn(start)
+
+
+def is_post_forward_part(node: Node) -> bool:
+    """Whether ``node`` makes the part of a full parameter that stays after forward."""
+    return bool(_marks(node).get(_PART)) and gathered_fqn(node) is not None
 
 
 def reshards_after_forward(node: Node) -> bool:

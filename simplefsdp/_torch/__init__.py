@@ -57,6 +57,7 @@ from simplefsdp._torch.initialisers import filled_by_trunc_normal
 from simplefsdp._torch.one_graph import AS_ONE, AsOne
 from simplefsdp._torch.processes import (
     dispatch_mode,
+    group_of_neighbours,
     high_priority,
     hold_up_stream,
     in_backward,
@@ -91,6 +92,7 @@ from simplefsdp._torch.tensors import (
     hooks_of,
     is_plain_tensor,
     is_split,
+    is_stand_in,
     is_to_empty,
     layout_of,
     local_of,

@@ -35,30 +35,51 @@ def high_priority(backend: str, timeout: timedelta) -> Any:
     return options
 
 
-_second_groups: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+# By a group, and by a number of its ranks: the name of another group with as many.
+_other_groups: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
 
 def second_group(name: str) -> str:
-    """Name of a second process group, with its own communicator, of the ranks of group ``name``.
+    """Name of a second process group, with its own communicator, of the ranks of group ``name``."""
+    group = _group(name)
+    return _other_group(group, distributed_c10d.get_process_group_ranks(group))
 
-    The first call for a group is collective among its ranks, and no others. So the new communicator
-    is not split from that of all ranks, as torch would if ``init_process_group`` was given a
+
+def group_of_neighbours(name: str, ranks: int) -> tuple[str, int]:
+    """Name of a process group of ``ranks`` neighbours in the group ``name``, this rank among them,
+    and its place there. ``ranks`` divide the group: the first so many are neighbours, the next so
+    many, and so on."""
+    group = _group(name)
+    members = distributed_c10d.get_process_group_ranks(group)
+    begin, place = divmod(members.index(distributed_c10d.get_rank()), ranks)
+    return _other_group(group, members[begin * ranks : (begin + 1) * ranks]), place
+
+
+def _group(name: str) -> Any:
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
+
+
+def _other_group(group: Any, ranks: list[int]) -> str:
+    """Name of a process group of these ranks of ``group``, with its own communicator.
+
+    The first call is collective among these ranks, and no others. So the new communicator is not
+    split from that of all ranks, as torch would if ``init_process_group`` was given a
     ``device_id``: a split would wait for ranks that compile nothing, or later.
     """
-    group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
-    if group not in _second_groups:
+    made = _other_groups.setdefault(group, {})
+    if len(ranks) not in made:
         backend = distributed_c10d.get_backend_config(group)
         timeout = _timeout_of(group)
         with patch.object(distributed_c10d, "_get_split_source", lambda *args: None):
-            second: Any = distributed_c10d.new_group(  # since 2.15 its type has a number in it
-                distributed_c10d.get_process_group_ranks(group),
+            other: Any = distributed_c10d.new_group(  # since 2.15 its type has a number in it
+                ranks,
                 timeout=timeout,
                 backend=backend,
                 pg_options=high_priority(backend, timeout),
                 use_local_synchronization=True,
             )
-        _second_groups[group] = second.group_name
-    return _second_groups[group]
+        made[len(ranks)] = other.group_name
+    return made[len(ranks)]
 
 
 def _timeout_of(group: Any) -> timedelta:

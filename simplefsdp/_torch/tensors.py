@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.fx.traceback as fx_traceback
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._random import is_rng_supported_mesh
@@ -81,6 +82,11 @@ def watch_collectives_in_place(*, only_if: bool) -> Iterator[list[str]]:
 def has_no_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a shape but no values: it is on meta, or fake."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` stands for another one while Dynamo or AOTAutograd traces."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
 def order_of_saved(node: Node) -> int:

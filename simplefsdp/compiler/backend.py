@@ -204,7 +204,14 @@ def _communicated(
     # Not compared, as they differ between ranks: group names, rows of tensor-parallel parameters.
     for spec in specs:
         copies = tuple(("", ranks) for _, ranks in spec.copy_groups)
-        told = spec._replace(rows=0, shard_group="", reduce_group="", copy_groups=copies)
+        told = spec._replace(
+            rows=0,
+            shard_group="",
+            reduce_group="",
+            copy_groups=copies,
+            post_forward_group="",
+            post_forward_rank=0,
+        )
         lines.append(f"reads {spec.fqn}: {told}")
     lines.append("reads no other parameter")
     lines += [

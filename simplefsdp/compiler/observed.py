@@ -31,6 +31,7 @@ from simplefsdp.compiler.breaks import notify
 from simplefsdp.compiler.census import describe, describe_passes
 from simplefsdp.compiler.observers import CompiledGraph, Part
 from simplefsdp.compiler.plans import Asked, Choice, Chosen, Compilation
+from simplefsdp.compiler.post_forward import gather_once
 from simplefsdp.compiler.size_limits import describe_range, exceeded
 from simplefsdp.compiler.written import gathered_again
 from simplefsdp.provenance import carried_fqn, reduced_fqn
@@ -69,6 +70,7 @@ def observe(
     part = compilation.part(is_backward)
     again = gathered_again(gm.graph) if part == "backward" else frozenset()
     begin = time.perf_counter()
+    gather_once(gm.graph)
     if part == "step":
         write_inputs_early(gm.graph, lambda value: True)
         fx.keep_written(gm.graph, lambda value: reduced_fqn(value) is None)

@@ -63,11 +63,16 @@ def tag_gather_chains(graph: Graph) -> None:
         elif _is_view_or_cast(node) and sources[0] in chain_reshards:
             chain_reshards[node] = chain_reshards[sources[0]]
     for node, reshards in chain_reshards.items():
-        if reshards:
+        if _stays(node) if reshards else is_wait(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif reshards:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _LAST_AC_GRAPH_ID
-        elif is_wait(node):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _stays(node: Node) -> bool:
+    """Whether a node is the part of a full parameter that is kept for backward."""
+    return provenance.is_post_forward_part(node) and not _is_view(node)
 
 
 def save_what_reads_written_inputs(graph: Graph) -> None:

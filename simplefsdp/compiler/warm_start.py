@@ -200,7 +200,12 @@ def _groups(specs: Iterable[GatherSpec]) -> list[str]:
     names: Mapping[str, None] = dict.fromkeys(
         name
         for spec in specs
-        for name in (spec.shard_group, spec.reduce_group, *(name for name, _ in spec.copy_groups))
+        for name in (
+            spec.shard_group,
+            spec.reduce_group,
+            spec.post_forward_group,
+            *(name for name, _ in spec.copy_groups),
+        )
         if name
     )
     ranks = {name: ranks_of_group(name) for name in names}

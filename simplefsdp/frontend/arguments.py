@@ -41,9 +41,10 @@ def check_arguments(
             f"{type(policy).__name__}"
         )
     _check_policy(model, policy)
-    if not isinstance(reshard_after_forward, bool) and reshard_after_forward != "auto":
+    if not isinstance(reshard_after_forward, int) and reshard_after_forward != "auto":
         raise TypeError(
-            f"reshard_after_forward: expected True, False or 'auto', got {reshard_after_forward!r}"
+            "reshard_after_forward: expected True, False, 'auto' or a number of ranks, got "
+            f"{reshard_after_forward!r}"
         )
     if is_wrapped(model):
         raise ValueError(

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import provenance
-from simplefsdp._torch import backend_traced_for, has_no_data, local_of, local_tensor
+from simplefsdp._torch import backend_traced_for, has_no_data, is_stand_in, local_of, local_tensor
 from simplefsdp.frontend import tensor_class
 from simplefsdp.frontend.gather_spec import (
     GatherSpec,
@@ -55,10 +55,25 @@ def gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
 
 
 def _all_gather(padded: Tensor, dtype: torch.dtype, spec: GatherSpec) -> Tensor:
-    sent = _collectives.wait_tensor(
-        _collectives.all_gather_into_tensor(padded.contiguous(), spec.shard_ranks, spec.shard_group)
-    )
+    sent = _all_of(padded.contiguous(), spec.shard_ranks, spec.shard_group)
+    if spec.post_forward_group and spec.reshard_after_forward and is_stand_in(padded):
+        sent = _again(sent, spec)
     return off_the_wire(sent, dtype)
+
+
+def _again(sent: Tensor, spec: GatherSpec) -> Tensor:
+    """``sent``, which all ranks have, gathered once more from the part that this rank keeps after
+    forward. The compiler has backward do so, and forward read ``sent`` (``post_forward.py``)."""
+    rows = sent.shape[0] // spec.post_forward_ranks
+    with provenance.post_forward_part():
+        # A copy, so that the whole can be freed: by a flip of no dimension, for Inductor takes
+        # clones of views out of the joint graph.
+        part = sent.narrow(0, spec.post_forward_rank * rows, rows).flip(())
+    return _all_of(part, spec.post_forward_ranks, spec.post_forward_group)
+
+
+def _all_of(part: Tensor, ranks: int, group: str) -> Tensor:
+    return _collectives.wait_tensor(_collectives.all_gather_into_tensor(part, ranks, group))
 
 
 def _gather_as_class(shard: Tensor, spec: GatherSpec) -> Tensor:

@@ -3,7 +3,8 @@
 Tensor vocabulary, used by every file:
 
 - *rows*: what the dimension that is sharded consists of. That is dim 0, unless the user's
-  ``shard_placement_fn`` says otherwise; then it comes first while tensors are sent;
+  ``shard_placement_fn`` says otherwise: then it is brought to the front while a tensor is sent, and
+  the sizes below are of that form;
 - *shard*: the local tensor of the sharded DTensor, ``[rows_of_this_rank, ...]`` in the
   parameter's own dtype; rows are split as ``torch.chunk`` does, so late ranks may hold fewer
   rows or none;
@@ -45,12 +46,17 @@ class GatherSpec(NamedTuple):
     # What the parameter's class adds to its gather (``tensor_class.py``); "" for a plain tensor.
     tensor_class: str = ""
     dim: int = 0  # the dimension that is sharded
+    # After forward each rank keeps a part of the full parameter, and backward gathers these parts:
+    # name of the process group of those parts, a part of the shard group; "" to keep the shard only
+    post_forward_group: str = ""
+    post_forward_ranks: int = 1  # number of ranks in it
+    post_forward_rank: int = 0  # this rank's place among them
 
     def arguments(self) -> tuple[str, str]:
         """The spec as arguments of a ``gather``: the FQN, and the other fields as one text.
 
-        Dynamo guards each constant of each read: twelve fields would be twelve guards, to be made
-        once and checked at every step.
+        Dynamo guards each constant of each read: as many fields would be as many guards, to be
+        made once and checked at every step.
         """
         return self.fqn, json.dumps(self[1:], default=lambda x: str(x).removeprefix("torch."))
 
@@ -87,7 +93,8 @@ def rows_first(tensor: Tensor, spec: GatherSpec) -> Tensor:
 
 
 def rows_in_place(tensor: Tensor, spec: GatherSpec) -> Tensor:
-    """The inverse of :func:`rows_first`, contiguous: code may view it as it views a plain one."""
+    """The inverse of :func:`rows_first`, as a contiguous copy: code may view it as it views a plain
+    tensor."""
     return tensor.movedim(0, spec.dim).contiguous() if spec.dim else tensor
 
 

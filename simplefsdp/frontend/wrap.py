@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +38,7 @@ from simplefsdp.frontend.outside import handle_operators
 from simplefsdp.frontend.parametrization import cast_in_forward, computes_with_parts, use_subclass
 from simplefsdp.frontend.placement import (
     DataParallel,
+    after_forward,
     all_ranks,
     data_parallel,
     is_float8,
@@ -67,7 +68,7 @@ def simple_fsdp(
     *,
     mode: str = "fully_shard",
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | Literal["auto"] = True,
+    reshard_after_forward: bool | int | Literal["auto"] = True,
     ignored_params: Collection[nn.Parameter] | None = None,
     shard_placement_fn: PlacementFn | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -94,7 +95,9 @@ def simple_fsdp(
             outputs to ``output_dtype``.
         reshard_after_forward: free full parameters after forward and gather them again in
             backward. ``"auto"``: the planner of ``bucketing="auto"`` keeps those that save time
-            and for which the memory budget has room. Takes effect in
+            and for which the memory budget has room. A number, as FSDP2's: each rank keeps a part
+            of the full parameter, and backward gathers it from so many neighbours, those of one
+            machine, say; it divides the ranks that share the shards. Takes effect in
             ``torch.compile(model, backend="simplefsdp")``.
         ignored_params: parameters of ``model`` that stay as they are: whole, where they are, and
             with the gradient of this rank's batch alone.
@@ -143,10 +146,9 @@ def simple_fsdp(
         ranks_of([mesh]),
         remember=False,  # this rank may wrap an equal model again, and another rank a new one
     )
+    kept = after_forward(dp, reshard_after_forward)
     layouts = {
-        key: _layout(
-            fqn, param, dp, dims[key], dtypes[key], reshard_after_forward, values[key].name
-        )
+        key: _layout(fqn, param, dp, dims[key], dtypes[key], kept, values[key].name)
         for key, (fqn, param) in originals.items()
     }
     if any(value.name for value in values.values()):
@@ -240,7 +242,7 @@ def _layout(
     dp: DataParallel,
     dim: int,
     dtypes: Dtypes,
-    reshard_after_forward: bool | Literal["auto"],
+    kept: Mapping[str, Any],
     tensor_class_name: str,
 ) -> ParameterLayout:
     tp, local = tensor_parallel_of(param), local_part(param)
@@ -258,9 +260,9 @@ def _layout(
         reduce_dtype=dtypes.reduce_dtype,
         averages=dp.averages,
         divide_factor=None,
-        reshard_after_forward=reshard_after_forward,
         tensor_class=tensor_class_name,
         dim=dim if shard_ranks > 1 else 0,
+        **kept,
     )
     placements = dp.placements(dim if local.dim() else None)
     return ParameterLayout(

@@ -33,6 +33,7 @@ from simplefsdp.frontend.accumulation import microbatch
 from simplefsdp.frontend.arguments import without_override
 from simplefsdp.frontend.grad_norm import clip_grad_norm_
 from simplefsdp.frontend.parametrization import cast_in_forward
+from simplefsdp.frontend.shard_dims import PlacementFn
 from simplefsdp.frontend.wrap import simple_fsdp
 from simplefsdp.frontend.wrapped import POLICY, is_wrapped
 
@@ -49,17 +50,19 @@ class _OverAllProcesses(_Strategy):
         self,
         *,
         mp_policy: MixedPrecisionPolicy | None = None,
-        reshard_after_forward: bool | Literal["auto"] = True,
+        reshard_after_forward: bool | int | Literal["auto"] = True,
+        shard_placement_fn: PlacementFn | None = None,
         compile: bool = True,
         options: Mapping[str, Any] | None = None,
         **lightning: Any,
     ) -> None:
-        """``mp_policy`` and ``reshard_after_forward`` are as for ``simple_fsdp``. ``compile``:
-        compile modules that are not compiled yet, with the backend's ``options``. Other arguments
-        are Lightning's."""
+        """``mp_policy``, ``reshard_after_forward`` and ``shard_placement_fn`` are as for
+        ``simple_fsdp``. ``compile``: compile modules that are not compiled yet, with the backend's
+        ``options``. Other arguments are Lightning's."""
         super().__init__(**lightning)
         self._policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
         self._reshard_after_forward = reshard_after_forward
+        self._shard_placement_fn = shard_placement_fn
         self._compile = compile
         self._options = dict(options or {})
 
@@ -75,6 +78,7 @@ class _OverAllProcesses(_Strategy):
                 mesh["data_parallel"],
                 mp_policy=self._policy,
                 reshard_after_forward=self._reshard_after_forward,
+                shard_placement_fn=self._shard_placement_fn,
             )
         return module
 

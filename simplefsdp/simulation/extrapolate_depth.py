@@ -59,10 +59,12 @@ def deepen(step: TracedStep, layers: str, depth: int) -> TracedStep:
     except KeyError as error:
         raise ValueError(f"{layers}: a layer lacks what another refers to: {error}") from error
     _check_names(step, forward.graph, backward.graph)
+    moved = {fqn: fqn in step.moved for fqn in step.rows}
     return TracedStep(
         _torch.graph_module(step.forward, forward.graph),
         _torch.graph_module(step.backward, backward.graph),
         dict(_deep_rows(step.rows, numbering, template, more)),
+        frozenset(fqn for fqn, is_so in _deep_rows(moved, numbering, template, more) if is_so),
     )
 
 

@@ -2,12 +2,14 @@
 
 A graph is traced for one number of ranks. For another number of ranks, shards have another number
 of rows and collectives another size; all else is the same. This holds if the rows of each parameter
-divide evenly among the ranks in both cases, or in neither, in which case shards are padded.
+divide evenly among the ranks in both cases, or in neither, in which case shards are padded. Of a
+parameter that is sharded along another dimension than its first, rows are copied to the front,
+unless a shard is one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import sympy
@@ -17,7 +19,10 @@ from inductor_passes.ir.sizes import Size
 
 
 def with_ranks(
-    program: Program, ranks_of: Mapping[str, sympy.Expr], rows_of: Mapping[str, int]
+    program: Program,
+    ranks_of: Mapping[str, sympy.Expr],
+    rows_of: Mapping[str, int],
+    moved: Set[str] = frozenset(),
 ) -> tuple[Program, set[sympy.Basic]]:
     """A program with formulas for the sizes of its shards and collectives; and the conditions on
     the number of ranks under which these formulas hold.
@@ -26,8 +31,9 @@ def with_ranks(
         program: a graph, as it was read.
         ranks_of: for each process group of variable size, by name: its number of ranks, a formula.
         rows_of: by FQN, the full parameter's size of the dimension that is sharded.
+        moved: FQNs of those of which that is not the first dimension.
     """
-    spread = _Spread(program, ranks_of, rows_of)
+    spread = _Spread(program, ranks_of, rows_of, moved)
     ops = tuple(spread.op(op) for op in program.ops)
     return replace(program, ops=ops, buffers=spread.buffers), spread.holds
 
@@ -48,9 +54,14 @@ def _formula(nbytes: int, rows: int) -> int:
 
 class _Spread:
     def __init__(
-        self, program: Program, ranks_of: Mapping[str, sympy.Expr], rows_of: Mapping[str, int]
+        self,
+        program: Program,
+        ranks_of: Mapping[str, sympy.Expr],
+        rows_of: Mapping[str, int],
+        moved: Set[str],
     ) -> None:
         self.program, self.ranks_of, self.rows_of = program, ranks_of, rows_of
+        self.moved = moved
         self.buffers = dict(program.buffers)
         self.shards: dict[str, _Rows] = {}
         self.holds: set[sympy.Basic] = set()
@@ -86,6 +97,9 @@ class _Spread:
             return None
         ranks = self.ranks_of[c.group]
         rest = sympy.Mod(rows, ranks)
+        if c.fqns[0] in self.moved:
+            is_one, each = -(-rows // c.ranks) == 1, sympy.ceiling(rows / ranks)
+            self.holds.add(sympy.Eq(each, 1) if is_one else sympy.Gt(each, 1))
         if rows % c.ranks == 0:
             self.holds.add(sympy.Eq(rest, 0))
             return _Rows(c.fqns[0], Size(rows // c.ranks, rows / ranks), rows)

@@ -19,6 +19,7 @@ from inductor_passes.adapters.unrounded import write_sums_unrounded
 from inductor_passes.garbage import no_garbage_collection
 from simplefsdp import _torch
 from simplefsdp.compiler.dedupe import dedupe_gathers
+from simplefsdp.compiler.post_forward import gather_once
 from simplefsdp.compiler.recompute import (
     save_what_reads_written_inputs,
     tag_for_recompute,
@@ -34,9 +35,10 @@ class TracedStep(NamedTuple):
 
     forward: GraphModule  # from inputs and shards to outputs and saved tensors
     backward: GraphModule  # from saved tensors and the outputs' gradients to the shards' gradients
-    # For each gathered parameter, in the order of the forward's first reads: the size of dimension
-    # 0 of the full tensor if that dimension is sharded, else 0.
+    # For each gathered parameter, in the order of the forward's first reads: the size of the full
+    # tensor's dimension that is sharded; 0 if none is.
     rows: Mapping[str, int]
+    moved: frozenset[str] = frozenset()  # of these, that dimension is not the first
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -85,16 +87,18 @@ def trace(
     if averages is not None:
         change_specs(filter(is_wrapped, model.modules()), {"averages": averages})
     graphs: dict[bool, GraphModule] = {}
-    rows: dict[str, int] = {}
+    rows, moved = dict[str, int](), set[str]()
     undecided: list[str] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         specs = dedupe_gathers(gm, example_inputs)
         rows.update((spec.fqn, spec.rows) for spec in specs)
+        moved.update(spec.fqn for spec in specs if spec.dim)
         undecided.extend(s.fqn for s in specs if s.reshard_after_forward == "auto")
         tag = tag_for_recompute if on_cpu else _tag_on_gpu
         graphs.update(_torch.graphs_of(gm, example_inputs, tag))
         for graph in graphs.values():
+            gather_once(graph.graph)
             write_sums_unrounded(graph.graph, torch.device("cpu" if on_cpu else "cuda"))
             reduce_at_once(graph.graph, carried_fqn)
         return _stop
@@ -119,7 +123,7 @@ def trace(
         )
     if True not in graphs:
         raise UntraceableError("model: its output needs no gradient; there is no backward to trace")
-    return TracedStep(graphs[False], graphs[True], rows)
+    return TracedStep(graphs[False], graphs[True], rows, frozenset(moved))
 
 
 def _tag_on_gpu(graph: Graph) -> None:

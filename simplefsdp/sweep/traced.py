@@ -71,7 +71,7 @@ def open_step(
         conditions.add(sympy.Eq(ranks, fixed) if alone else ranks > fixed)
     for name, gm in (("forward", step.forward), ("backward", step.backward)):
         with noted() as notes:
-            graph, of_ranks = _open_graph(name, gm, ranks_of, step.rows, shards)
+            graph, of_ranks = _open_graph(name, gm, ranks_of, step, shards)
         differ = {note for note in notes if isinstance(note, sympy.Ne)}
         conditions |= notes - differ | of_ranks
         apart |= differ | _constants(graph.read)
@@ -90,11 +90,11 @@ def _open_graph(
     name: str,
     gm: GraphModule,
     ranks_of: Mapping[str, sympy.Expr],
-    rows_of: Mapping[str, int],
+    step: TracedStep,
     shards: Collection[str],
 ) -> tuple[OpenGraph, set[sympy.Basic]]:
     reading = fx.read(gm.graph, carried_fqn)
-    program, holds = with_ranks(reading.program, ranks_of, rows_of)
+    program, holds = with_ranks(reading.program, ranks_of, step.rows, step.moved)
     program = replace(program, resident=program.resident | set(program.inputs).intersection(shards))
     reading = replace(reading, program=program)
     return OpenGraph(name, program, fused_program(reading), work_of(reading)), holds

@@ -36,8 +36,8 @@ output y
 """  # noqa: E501
 
 
-def opened(rows: int, ranks: int) -> SizedProgram:
-    program, holds = with_ranks(parse(step(rows, ranks)), {"dp": RANKS}, {"w": rows})
+def opened(rows: int, ranks: int, moved: frozenset[str] = frozenset()) -> SizedProgram:
+    program, holds = with_ranks(parse(step(rows, ranks)), {"dp": RANKS}, {"w": rows}, moved)
     return SizedProgram(program, Symbols({"ranks": (RANKS,)}, frozenset(holds)))
 
 
@@ -54,6 +54,14 @@ def test_another_number_of_ranks(rows, here, there):
 def test_padding_that_comes_or_goes_is_another_graph(rows, here, there):
     with pytest.raises(CellError, match="trace it anew"):
         opened(rows, here).at(ranks=there)
+
+
+def test_one_row_that_need_not_be_brought_to_the_front_is_another_graph():
+    moved = frozenset({"w"})
+    assert opened(24, 4, moved).at(ranks=12) == parse(step(24, 12))
+    for here, there in ((12, 24), (24, 12)):
+        with pytest.raises(CellError, match="trace it anew"):
+            opened(24, here, moved).at(ranks=there)
 
 
 def test_what_is_beside_a_shard_keeps_its_size():

@@ -1,0 +1,181 @@
+"""``reshard_after_forward=n``: backward gathers from n neighbours what forward left with them."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from beside import OPTIONS, Mlp, check_grads, mean, mesh_of, mine, rows, train_beside, wrapped
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from inductor_passes.adapters._torch import ranks_of_group
+from simplefsdp import compile_step, microbatch, simple_fsdp
+from simplefsdp.compiler.observers import observing
+from simplefsdp.frontend.wrapped import layouts_of
+
+ALL, NEIGHBOURS = 4, 2
+PARAMETERS = 4  # of an Mlp, of 7 rows, and of 1 row: uneven on 4 ranks, and on 2
+
+
+class Recomputed(Mlp):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@contextmanager
+def gathers():
+    """By part of the step, over how many ranks each parameter is gathered."""
+    found = {}
+
+    def note(seen):
+        program = seen.rehearsal.reading.program
+        sent = [c for c in program.sent.values() if c.kind == "gather"]
+        found.setdefault(seen.part, []).append([int(c.ranks) for c in sent])
+
+    with observing(note):
+        yield found
+
+
+def trains_as_one_process(options, layer=Mlp, **settings) -> None:
+    plain = nn.Sequential(*(layer() for _ in range(4)))
+    model = wrapped(plain, reshard_after_forward=NEIGHBOURS, **settings)
+    with gathers() as found:
+        call = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
+        train_beside(plain, model, call, rows)
+        with torch.no_grad():
+            assert torch.allclose(call(*rows(0)), plain(*rows(0)), rtol=1e-5, atol=1e-6)
+    count = 4 * PARAMETERS
+    assert found["forward"] == [[ALL] * count] * 2  # with gradients, and without
+    ((*backward,),) = found["backward"]
+    assert backward and set(backward) == {NEIGHBOURS}
+
+
+@pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
+def test_training(pools, bucketing):
+    pools(ALL).run(trains_as_one_process, OPTIONS | {"bucketing": bucketing})
+
+
+@pytest.mark.parametrize("executor", ["regions", "inductor"])
+@pytest.mark.slow(quick=["regions"])
+def test_training_by_generated_code(pools, executor):
+    pools(ALL).run(trains_as_one_process, {"bucketing": "auto", "executor": executor})
+
+
+def test_activation_checkpointing(pools):
+    pools(ALL).run(trains_as_one_process, OPTIONS, Recomputed)
+
+
+def by_columns(param):
+    return Shard(1) if param.dim() == 2 else None
+
+
+def test_another_dimension(pools):
+    pools(ALL).run(_by_columns)
+
+
+def _by_columns() -> None:
+    trains_as_one_process(OPTIONS, shard_placement_fn=by_columns)
+
+
+def many_layers() -> None:
+    """Of ten layers, a few are traced."""
+    plain = nn.Sequential(*(Mlp() for _ in range(10)))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    models = [
+        wrapped(plain, reshard_after_forward=wanted, mp_policy=policy)
+        for wanted in (True, NEIGHBOURS)
+    ]
+    grads = []
+    for model in models:
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="simplefsdp", fullgraph=True, options=OPTIONS)
+        for number in range(2):
+            with microbatch(model, is_last=number == 1):
+                mean(call(*mine(rows(number)))).backward()
+        grads.append([param.grad.to_local() for param in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_the_same_bits(pools):
+    pools(ALL).run(many_layers)
+
+
+def switched() -> None:
+    """By FSDP2's method, after the wrap; and uncompiled, where nothing is resharded."""
+    plain = Mlp()
+    model = wrapped(plain, reshard_after_forward=NEIGHBOURS)
+    mean(plain(*rows(0))).backward()
+    mean(model(*mine(rows(0)))).backward()
+    check_grads(plain, model)
+    for reshard, wanted in ((False, []), (True, [NEIGHBOURS])):
+        model.set_reshard_after_forward(reshard)
+        model.zero_grad()
+        with gathers() as found:
+            call = torch.compile(model, backend="simplefsdp", options=OPTIONS)
+            mean(call(*mine(rows(0)))).backward()
+        check_grads(plain, model)
+        assert sorted({*found["backward"][0]}) == wanted
+
+
+def test_switched_off_and_on(pools):
+    pools(ALL).run(switched)
+
+
+def whole_steps() -> None:
+    plain = nn.Sequential(Mlp(), Mlp())
+    model = wrapped(plain, reshard_after_forward=NEIGHBOURS)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model)]
+    with gathers() as found:
+        step = compile_step(lambda x: mean(model(x)), optimizers[1], options=OPTIONS)
+        for number in range(2):
+            mean(plain(*rows(number))).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            step(*mine(rows(number)))
+    (over,) = found["step"]
+    assert over[: 2 * PARAMETERS] == [ALL] * 2 * PARAMETERS
+    assert set(over[2 * PARAMETERS :]) == {NEIGHBOURS}
+    for (fqn, own), param in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own.full_tensor(), param, rtol=1e-5, atol=1e-6), fqn
+
+
+def test_whole_steps(pools):
+    pools(ALL).run(whole_steps)
+
+
+# --- on paper -------------------------------------------------------------------------------------
+
+
+def test_neighbours(fake_mesh):
+    """Rank 5 of the second group of eight: 8 to 15 share shards with 4 neighbours each."""
+    mesh = fake_mesh(2, 8, names=("replicate", "shard"), rank=13)
+    model = simple_fsdp(Mlp(), mesh, mode="hybrid_shard", reshard_after_forward=4)
+    spec = layouts_of(model)["row"].spec
+    assert ranks_of_group(spec.post_forward_group) == [12, 13, 14, 15]
+    assert (spec.post_forward_ranks, spec.post_forward_rank) == (4, 1)
+    assert spec.reshard_after_forward is True
+
+
+@pytest.mark.parametrize(("wanted", "same_as"), [(1, False), (8, True)])
+def test_numbers_that_stand_for_true_and_false(fake_mesh, wanted, same_as):
+    model = simple_fsdp(Mlp(), fake_mesh(8), reshard_after_forward=wanted)
+    spec = layouts_of(model)["row"].spec
+    assert spec.reshard_after_forward is same_as and not spec.post_forward_group
+
+
+@pytest.mark.parametrize("wanted", [3, 0, -2, 16])
+def test_what_does_not_divide(fake_mesh, wanted):
+    model = Mlp()
+    with pytest.raises(ValueError, match=f"got {wanted}, which does not divide the 8 ranks that"):
+        simple_fsdp(model, fake_mesh(8), reshard_after_forward=wanted)
+    assert simple_fsdp(model, mesh_of()) is model  # nothing was changed
+
+
+def test_a_copy_of_the_model(fake_mesh):
+    model = simple_fsdp(Mlp(), fake_mesh(8), reshard_after_forward=4)
+    assert layouts_of(copy.deepcopy(model))["row"].spec == layouts_of(model)["row"].spec
