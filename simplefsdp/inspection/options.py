@@ -45,6 +45,7 @@ _OF_MODEL = (
     "tp",
     "mixed_precision",
     "reshard_after_forward",
+    "post_forward_ranks",
 )
 FILES = ("json", "html", "perfetto", "graph")
 OwnPlan = Literal["none", "manual", "auto", "greedy"]
@@ -105,6 +106,8 @@ class InspectOptions:
     """With --model: gather and compute in bfloat16 and reduce in float32, or all in float32."""
     reshard_after_forward: bool = True
     """With --model: gather parameters again in backward."""
+    post_forward_ranks: int | None = None
+    """With --model: keep a part of each for backward, which gathers it from so many neighbours."""
     json: Path | None = None
     """Write all of it; the keys are in simplefsdp/inspection/document.py."""
     html: Path | None = None
@@ -139,6 +142,7 @@ def parallel_options(options: InspectOptions) -> ParallelOptions:
         shard_size=options.shard_size,
         tp=options.tp,
         reshard_after_forward=options.reshard_after_forward,
+        post_forward_ranks=options.post_forward_ranks,
         mixed_precision=options.mixed_precision,
     )
 
@@ -218,6 +222,7 @@ def _refuse_with_sizes(options: InspectOptions, given: Sequence[str]) -> None:
     without = {"compare", "memory_budget_gb", "perfetto", "graph", "diff"}
     if options.fit:
         without |= {"html", "activation_checkpointing", "reshard_after_forward"}
+        without |= {"post_forward_ranks"}
         without |= {"batch_size"} if options.fit == "batch" else {"seq_len"}
     for name in given:
         if name in without:

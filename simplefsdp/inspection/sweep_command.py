@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, get_args
@@ -23,7 +23,7 @@ from simplefsdp.inspection.sweep_document import cell_row, sweep_document
 from simplefsdp.inspection.terminal import console, save, save_json, table_of, working
 from simplefsdp.launcher.apart import shared_out
 from simplefsdp.launcher.errors import UserError, user_errors
-from simplefsdp.models.options import ActivationCheckpointing, ModelOptions
+from simplefsdp.models.options import ActivationCheckpointing, ModelOptions, ParallelOptions
 from simplefsdp.simulation.trace import UntraceableError
 from simplefsdp.sweep.axes import cells_of, parse_axes
 from simplefsdp.sweep.cells import Cell, CellStep
@@ -138,12 +138,14 @@ def _check_longest(sweep: CellSweep, lengths: Sequence[int]) -> None:
         raise ValueError(f"seq {max(lengths)} is longer than {sweep.model.name} takes ({longest})")
 
 
+_OF_PARALLEL = tuple(field.name for field in fields(ParallelOptions) if field.name != "ranks")
+
+
 def _told_options(options: InspectOptions) -> dict[str, Any]:
     """The options with which the model is made; for a target they are None, as its function
     decides."""
     told = {"activation_checkpointing": recomputed(options)}
-    names = ("mode", "shard_size", "tp", "mixed_precision", "reshard_after_forward", "layers")
-    told |= {name: getattr(options, name) for name in names}
+    told |= {name: getattr(options, name) for name in (*_OF_PARALLEL, "layers")}
     return told if options.target is None else dict.fromkeys(told)
 
 

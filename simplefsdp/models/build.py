@@ -48,7 +48,7 @@ def wrap(model: nn.Module, options: ParallelOptions, mesh: DeviceMesh) -> nn.Mod
         data_parallel_mesh(mesh),
         mode=options.mode,
         mp_policy=precision_policy(options, mesh.device_type),
-        reshard_after_forward=options.reshard_after_forward,
+        reshard_after_forward=options.post_forward_ranks or options.reshard_after_forward,
     )
 
 

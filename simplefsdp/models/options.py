@@ -36,5 +36,8 @@ class ParallelOptions:
     """Tensor-parallel ranks (innermost)."""
     reshard_after_forward: bool = True
     """Drop gathered parameters after forward and gather them again in backward."""
+    post_forward_ranks: int | None = None
+    """Keep a part of each gathered parameter for backward, which gathers it from so many neighbours
+    (the ranks of one node, say). It divides the ranks that share the shards."""
     mixed_precision: MixedPrecision = "auto"
     """bf16: gather and compute in bfloat16, reduce in float32. auto: bf16 on CUDA, none on CPU."""

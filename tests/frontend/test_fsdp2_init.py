@@ -221,7 +221,7 @@ def test_a_list_of_modules(fake_mesh):
 
 def test_other_arguments_of_fsdp2(fake_mesh):
     mesh = fake_mesh(2)
-    with pytest.raises(TypeError, match="'auto' or a number of ranks, got 1.5"):
+    with pytest.raises(TypeError, match=r"'auto' or a number of ranks, got 1\.5"):
         simple_fsdp(Mlp(), mesh, reshard_after_forward=1.5)
     with pytest.raises(ValueError, match="does not offload to the CPU"):
         simple_fsdp(Mlp(), mesh, offload_policy=CPUOffloadPolicy())

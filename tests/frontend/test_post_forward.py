@@ -17,6 +17,8 @@ from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp import compile_step, microbatch, simple_fsdp
 from simplefsdp.compiler.observers import observing
 from simplefsdp.frontend.wrapped import layouts_of
+from simplefsdp.models.build import wrapped_model
+from simplefsdp.models.options import ModelOptions, ParallelOptions
 
 ALL, NEIGHBOURS = 4, 2
 PARAMETERS = 4  # of an Mlp, of 7 rows, and of 1 row: uneven on 4 ranks, and on 2
@@ -179,3 +181,10 @@ def test_what_does_not_divide(fake_mesh, wanted):
 def test_a_copy_of_the_model(fake_mesh):
     model = simple_fsdp(Mlp(), fake_mesh(8), reshard_after_forward=4)
     assert layouts_of(copy.deepcopy(model))["row"].spec == layouts_of(model)["row"].spec
+
+
+def test_the_option_of_our_programs(fake_mesh):
+    options = ParallelOptions(post_forward_ranks=4, mixed_precision="none")
+    model = wrapped_model(ModelOptions("debug"), options, fake_mesh(8, names=("shard",)), 1)
+    specs = [layout.spec for module in model.modules() for layout in layouts_of(module).values()]
+    assert specs and {spec.post_forward_ranks for spec in specs} == {4}

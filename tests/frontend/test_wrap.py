@@ -200,7 +200,8 @@ def test_wrong_arguments(fake_mesh):
     with pytest.raises(TypeError, match=r"mp_policy: expected .*MixedPrecisionPolicy"):
         simple_fsdp(line, mesh, mode="hybrid_shard", mp_policy=torch.bfloat16)
     with pytest.raises(
-        TypeError, match="reshard_after_forward: expected .* 'auto' or a number of ranks, got 'never'"
+        TypeError,
+        match=r"reshard_after_forward: expected .* 'auto' or a number of ranks, got 'never'",
     ):
         simple_fsdp(line, mesh, mode="hybrid_shard", reshard_after_forward="never")
     assert type(line) is nn.Linear  # a refused wrap leaves the model as it was
