@@ -84,7 +84,7 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def is_stand_in(tensor: torch.Tensor) -> bool:
+def is_traced_tensor(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` stands for another one while Dynamo or AOTAutograd traces."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
 

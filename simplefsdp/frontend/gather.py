@@ -19,7 +19,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import provenance
-from simplefsdp._torch import backend_traced_for, has_no_data, is_stand_in, local_of, local_tensor
+from simplefsdp._torch import (
+    backend_traced_for,
+    has_no_data,
+    is_traced_tensor,
+    local_of,
+    local_tensor,
+)
 from simplefsdp.frontend import tensor_class
 from simplefsdp.frontend.gather_spec import (
     GatherSpec,
@@ -56,7 +62,7 @@ def gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
 
 def _all_gather(padded: Tensor, dtype: torch.dtype, spec: GatherSpec) -> Tensor:
     sent = _all_of(padded.contiguous(), spec.shard_ranks, spec.shard_group)
-    if spec.post_forward_group and spec.reshard_after_forward and is_stand_in(padded):
+    if spec.post_forward_group and spec.reshard_after_forward and is_traced_tensor(padded):
         sent = _again(sent, spec)
     return off_the_wire(sent, dtype)
 
