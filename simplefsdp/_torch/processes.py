@@ -36,13 +36,13 @@ def high_priority(backend: str, timeout: timedelta) -> Any:
 
 
 # By a group, and by a number of its ranks: the name of another group with as many.
-_other_groups: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+_groups_made: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
 
 def second_group(name: str) -> str:
     """Name of a second process group, with its own communicator, of the ranks of group ``name``."""
     group = _group(name)
-    return _other_group(group, distributed_c10d.get_process_group_ranks(group))
+    return _group_made(group, distributed_c10d.get_process_group_ranks(group))
 
 
 def group_of_neighbours(name: str, ranks: int) -> tuple[str, int]:
@@ -52,21 +52,21 @@ def group_of_neighbours(name: str, ranks: int) -> tuple[str, int]:
     group = _group(name)
     members = distributed_c10d.get_process_group_ranks(group)
     begin, place = divmod(members.index(distributed_c10d.get_rank()), ranks)
-    return _other_group(group, members[begin * ranks : (begin + 1) * ranks]), place
+    return _group_made(group, members[begin * ranks : (begin + 1) * ranks]), place
 
 
 def _group(name: str) -> Any:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
 
 
-def _other_group(group: Any, ranks: list[int]) -> str:
+def _group_made(group: Any, ranks: list[int]) -> str:
     """Name of a process group of these ranks of ``group``, with its own communicator.
 
     The first call is collective among these ranks, and no others. So the new communicator is not
     split from that of all ranks, as torch would if ``init_process_group`` was given a
     ``device_id``: a split would wait for ranks that compile nothing, or later.
     """
-    made = _other_groups.setdefault(group, {})
+    made = _groups_made.setdefault(group, {})
     if len(ranks) not in made:
         backend = distributed_c10d.get_backend_config(group)
         timeout = _timeout_of(group)

@@ -8,7 +8,8 @@ uses what was made: each rank compiles for itself, and an error of compiling app
 
 This is done on the CPU only: code for a GPU names its device, which differs between the ranks of a
 machine. And it is not done where the ranks' code differs: where groups or shards differ, as under
-hybrid sharding, or where tracing asks for the rank (``_torch/graph_key.py``).
+hybrid sharding, where each keeps another part after forward (``post_forward.py``), or where tracing
+asks for the rank (``_torch/graph_key.py``).
 """
 
 from __future__ import annotations

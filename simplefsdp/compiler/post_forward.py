@@ -2,7 +2,8 @@
 
 A gather is traced as two (``gather.py``): one over all ranks that share the shards, and one over
 the ``n`` ranks that have the parts. The joint graph's forward reads what the second gives; the part
-is tagged to be saved, and the second gather to be recomputed (``recompute.py``). Once forward and
+is tagged to be saved, if backward wants it, and the second gather to be recomputed
+(``recompute.py``). Once forward and
 backward are apart, forward need not gather twice::
 
     shard ─ gather over all ─┬─ forward          part ─ gather over n ─ backward
@@ -15,13 +16,14 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.adapters._torch import is_wait
-from simplefsdp.provenance import is_post_forward_part
+from simplefsdp.provenance import gathered_fqn, is_post_forward_part
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
 def gather_once(graph: Graph) -> None:
-    """Have the forward in ``graph`` read what was gathered over all ranks.
+    """Have the forward in ``graph`` read what was gathered over all ranks; and a backward, of the
+    parameters of which it has no part.
 
     Where forward and backward are one graph, the first gather of a part is the forward's, and a
     second one the backward's.
@@ -35,7 +37,10 @@ def gather_once(graph: Graph) -> None:
         narrowed = part.all_input_nodes[0]
         whole = narrowed.all_input_nodes[0]
         if not is_wait(whole):
-            raise ValueError(f"{part}: expected a copied part of what was gathered")
+            raise RuntimeError(
+                f"{gathered_fqn(part)}: reshard_after_forward: expected a copied part of what was "
+                f"gathered, found one of {whole}; wrap with reshard_after_forward=True"
+            )
         for wait in list(again.users):
             wait.replace_all_uses_with(whole)
             graph.erase_node(wait)

@@ -10,6 +10,7 @@ not the user checkpoints activations too.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -62,17 +63,37 @@ def tag_gather_chains(graph: Graph) -> None:
             chain_reshards[node] = provenance.reshards_after_forward(node)
         elif _is_view_or_cast(node) and sources[0] in chain_reshards:
             chain_reshards[node] = chain_reshards[sources[0]]
+    kept = _parts_for_backward(graph, chain_reshards)
     for node, reshards in chain_reshards.items():
-        if _stays(node) if reshards else is_wait(node):
+        if node in kept if reshards else is_wait(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif reshards:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _LAST_AC_GRAPH_ID
 
 
-def _stays(node: Node) -> bool:
-    """Whether a node is the part of a full parameter that is kept for backward."""
-    return provenance.is_post_forward_part(node) and not _is_view(node)
+def _parts_for_backward(graph: Graph, chains: Mapping[Node, bool]) -> set[Node]:
+    """The parts of full parameters (``post_forward.py``) that are kept for backward: of those that
+    it reads, or that a region reads which the user has it recompute. And of those of one dimension,
+    which take little: it may compute again the loop that a bias is in. An embedding's is not kept;
+    if backward reads it after all, it is gathered from the shards."""
+    parts = [n for n in chains if provenance.is_post_forward_part(n) and not _is_view(n)]
+    if not parts:
+        return set()
+    behind = set[Node]()
+    for node in graph.nodes:
+        begins = node.op == "placeholder" and "tangents" in str(node.target)
+        if begins or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+
+    def is_read(node: Node) -> bool:
+        return any(
+            is_read(user) if user in chains else user in behind or "recompute" in user.meta
+            for user in node.users
+        )
+
+    # A whole step tells by nothing in its graph, here, where its backward begins.
+    return {part for part in parts if not behind or part.meta["val"].dim() < 2 or is_read(part)}
 
 
 def save_what_reads_written_inputs(graph: Graph) -> None:

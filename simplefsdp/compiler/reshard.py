@@ -25,6 +25,7 @@ from inductor_passes.planner.keep import Costed, choose_kept
 from inductor_passes.rehearsal import Settings, room_nbytes
 from simplefsdp import _torch, provenance
 from simplefsdp.compiler.dedupe import gathers_of, specs_of
+from simplefsdp.compiler.post_forward import gather_once
 from simplefsdp.compiler.recompute import tag_for_recompute
 from simplefsdp.frontend.gather_spec import spec_of
 from simplefsdp.rank_guard import TIMEOUT_S, decided, decisions
@@ -95,6 +96,7 @@ def _choose(
     if len(graphs) < 2 or settings.auto is None:
         return frozenset()
     for graph in graphs.values():
+        gather_once(graph.graph)
         write_sums_unrounded(graph.graph)
         reduce_at_once(graph.graph, provenance.carried_fqn)
     cluster = settings.auto.cluster

@@ -5,7 +5,8 @@ mix old activations with new weights. Of plain tensors autograd counts the write
 one that was saved has changed. A write to a DTensor is counted there alone: it reaches the shard,
 which is what is saved, below autograd. So the counts of the DTensors are compared here, before a
 backward begins. Writes that no DTensor sees, as to its ``to_local()``, are not noticed; nor are any
-where nothing is gathered, as on one rank.
+where nothing is gathered, as on one rank. Where backward gathers from parts that forward has left
+(``post_forward.py``), it has the values of forward, but raises all the same, as for plain tensors.
 """
 
 from __future__ import annotations

@@ -63,11 +63,11 @@ def gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
 def _all_gather(padded: Tensor, dtype: torch.dtype, spec: GatherSpec) -> Tensor:
     sent = _all_of(padded.contiguous(), spec.shard_ranks, spec.shard_group)
     if spec.post_forward_group and spec.reshard_after_forward and is_traced_tensor(padded):
-        sent = _again(sent, spec)
+        sent = _from_parts(sent, spec)
     return off_the_wire(sent, dtype)
 
 
-def _again(sent: Tensor, spec: GatherSpec) -> Tensor:
+def _from_parts(sent: Tensor, spec: GatherSpec) -> Tensor:
     """``sent``, which all ranks have, gathered once more from the part that this rank keeps after
     forward. The compiler has backward do so, and forward read ``sent`` (``post_forward.py``)."""
     rows = sent.shape[0] // spec.post_forward_ranks

@@ -1,8 +1,9 @@
 """The state of a plain model's optimizer, in the optimizer of a wrapped model.
 
 ``model.load_state_dict`` takes a plain model's tensors, of which each rank keeps its own part. So
-does ``optimizer.load_state_dict``. What was loaded before an optimizer's first step is put in its
-place then: until a step, nothing tells which optimizers there are.
+does ``optimizer.load_state_dict``, of state that has the shape of its parameter. What was loaded
+before an optimizer's first step is put in its place then: until a step, nothing tells which
+optimizers there are.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ def simple_fsdp(
             and for which the memory budget has room. A number, as FSDP2's: each rank keeps a part
             of the full parameter, and backward gathers it from so many neighbours, those of one
             machine, say; it divides the ranks that share the shards. Takes effect in
-            ``torch.compile(model, backend="simplefsdp")``.
+            ``torch.compile(model, backend="simplefsdp")``; other backends gather twice in forward
+            if it is a number.
         ignored_params: parameters of ``model`` that stay as they are: whole, where they are, and
             with the gradient of this rank's batch alone.
         shard_placement_fn: as FSDP2's, for parameters that are not to be sharded along their first
@@ -146,9 +147,9 @@ def simple_fsdp(
         ranks_of([mesh]),
         remember=False,  # this rank may wrap an equal model again, and another rank a new one
     )
-    kept = after_forward(dp, reshard_after_forward)
+    resharding = after_forward(dp, reshard_after_forward)
     layouts = {
-        key: _layout(fqn, param, dp, dims[key], dtypes[key], kept, values[key].name)
+        key: _layout(fqn, param, dp, dims[key], dtypes[key], resharding, values[key].name)
         for key, (fqn, param) in originals.items()
     }
     if any(value.name for value in values.values()):
@@ -242,7 +243,7 @@ def _layout(
     dp: DataParallel,
     dim: int,
     dtypes: Dtypes,
-    kept: Mapping[str, Any],
+    resharding: Mapping[str, Any],
     tensor_class_name: str,
 ) -> ParameterLayout:
     tp, local = tensor_parallel_of(param), local_part(param)
@@ -262,7 +263,7 @@ def _layout(
         divide_factor=None,
         tensor_class=tensor_class_name,
         dim=dim if shard_ranks > 1 else 0,
-        **kept,
+        **resharding,
     )
     placements = dp.placements(dim if local.dim() else None)
     return ParameterLayout(

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from beside import OPTIONS, Mlp, check_grads, mean, mesh_of, mine, rows, train_beside, wrapped
+from beside import DIM, OPTIONS, Mlp, check_grads, mean, mesh_of, mine, rows, train_beside, wrapped
+from graphs import calls, capture
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -105,6 +106,48 @@ def many_layers() -> None:
 
 def test_the_same_bits(pools):
     pools(ALL).run(many_layers)
+
+
+def keeps(layer, activation_checkpointing) -> list[int]:
+    """Rows of the parts of matrices that forward keeps for backward."""
+    torch._dynamo.reset()
+    plain = layer(activation_checkpointing)
+    model = wrapped(plain, reshard_after_forward=NEIGHBOURS)
+    kept = []
+    with capture() as captured:
+        call = torch.compile(model, backend="simplefsdp", fullgraph=True, options=OPTIONS)
+        train_beside(plain, model, call, lambda step: (torch.arange(8) % 5,), steps=1)
+    ((forward,), (backward,)) = captured.forward, captured.backward
+    made = {node.name for node in calls(forward, torch.ops.aten.flip.default)}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name in made and node.meta["val"].dim() > 1:
+            kept.append(len(node.meta["val"]))
+    return kept
+
+
+class Embedded(nn.Module):
+    """Backward reads the last weight only; and the second, if what it makes is computed again."""
+
+    def __init__(self, activation_checkpointing: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, DIM)
+        self.up, self.down = nn.Linear(DIM, 16, bias=False), nn.Linear(16, 32, bias=False)
+        self.activation_checkpointing = activation_checkpointing
+
+    def block(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+    def forward(self, tokens):
+        x = self.table(tokens).detach()
+        if self.activation_checkpointing:
+            return checkpoint(self.block, x, use_reentrant=False) + self.table(tokens)[:, :1]
+        return self.block(x) + self.table(tokens)[:, :1]
+
+
+@pytest.mark.parametrize(("recomputes", "rows_kept"), [(False, [16]), (True, [8, 16])])
+def test_only_what_backward_reads_is_kept(pools, recomputes, rows_kept):
+    for kept in pools(ALL).run(keeps, Embedded, recomputes):
+        assert sorted(kept) == rows_kept
 
 
 def switched() -> None:

@@ -77,10 +77,11 @@ def test_what_is_read_of_a_written_buffer_is_kept(fake_mesh, on_cpu):
 
 @pytest.mark.parametrize("rows", [1, 8, 13, 16])
 @pytest.mark.parametrize("rank", [0, 5, 7])
-def test_a_fake_shard_is_this_ranks_part(fake_mesh, rows, rank):
-    mesh, weight = fake_mesh(8, rank=rank), torch.randn(rows, 3)
-    real = shard(weight, data_parallel(mesh, "fully_shard"), None)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_fake_shard_is_this_ranks_part(fake_mesh, rows, rank, dim):
+    mesh, weight = fake_mesh(8, rank=rank), torch.randn(rows, 3).movedim(0, dim).contiguous()
+    real = shard(weight, data_parallel(mesh, "fully_shard"), None, dim)
     with FakeTensorMode() as mode:
-        fake = shard(mode.from_tensor(weight), data_parallel(mesh, "fully_shard"), None)
+        fake = shard(mode.from_tensor(weight), data_parallel(mesh, "fully_shard"), None, dim)
     assert fake.shape == real.shape and fake.placements == real.placements
     assert fake.to_local().shape == real.to_local().shape
