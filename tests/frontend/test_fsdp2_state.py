@@ -321,12 +321,13 @@ def goes_on_with_plain_state(kind, options, mode, whole_step) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "mode", "whole_step"),
     [
-        (torch.optim.AdamW, {"amsgrad": True}, "fully_shard", False),
-        (torch.optim.AdamW, {"fused": True}, "fully_shard", False),
-        (torch.optim.SGD, {"momentum": 0.9, "foreach": True}, "fully_shard", False),
-        (torch.optim.AdamW, {}, "replicate", False),
-        (torch.optim.AdamW, {}, "fully_shard", True),
+        pytest.param(torch.optim.AdamW, {"amsgrad": True}, "fully_shard", False, id="amsgrad"),
+        pytest.param(torch.optim.AdamW, {"fused": True}, "fully_shard", False, id="fused"),
+        pytest.param(torch.optim.SGD, {"momentum": 0.9}, "fully_shard", False, id="momentum"),
+        pytest.param(torch.optim.AdamW, {}, "replicate", False, id="replicate"),
+        pytest.param(torch.optim.AdamW, {}, "fully_shard", True, id="whole-step"),
     ],
 )
+@pytest.mark.slow(quick=["amsgrad", "momentum"])
 def test_state_of_a_plain_optimizer(pools, kind, options, mode, whole_step):
     pools(2).run(goes_on_with_plain_state, kind, options, mode, whole_step)

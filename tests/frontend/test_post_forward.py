@@ -45,26 +45,27 @@ def gathers():
 
 
 def trains_as_one_process(options, layer=Mlp, **settings) -> None:
-    plain = nn.Sequential(*(layer() for _ in range(4)))
+    plain = nn.Sequential(layer(), layer())
     model = wrapped(plain, reshard_after_forward=NEIGHBOURS, **settings)
     with gathers() as found:
         call = torch.compile(model, backend="simplefsdp", fullgraph=True, options=options)
         train_beside(plain, model, call, rows)
         with torch.no_grad():
             assert torch.allclose(call(*rows(0)), plain(*rows(0)), rtol=1e-5, atol=1e-6)
-    count = 4 * PARAMETERS
+    count = 2 * PARAMETERS
     assert found["forward"] == [[ALL] * count] * 2  # with gradients, and without
     ((*backward,),) = found["backward"]
     assert backward and set(backward) == {NEIGHBOURS}
 
 
 @pytest.mark.parametrize("bucketing", ["none", "manual", "auto"])
+@pytest.mark.slow(quick=["auto"])
 def test_training(pools, bucketing):
     pools(ALL).run(trains_as_one_process, OPTIONS | {"bucketing": bucketing})
 
 
 @pytest.mark.parametrize("executor", ["regions", "inductor"])
-@pytest.mark.slow(quick=["regions"])
+@pytest.mark.slow
 def test_training_by_generated_code(pools, executor):
     pools(ALL).run(trains_as_one_process, {"bucketing": "auto", "executor": executor})
 
@@ -77,6 +78,7 @@ def by_columns(param):
     return Shard(1) if param.dim() == 2 else None
 
 
+@pytest.mark.slow
 def test_another_dimension(pools):
     pools(ALL).run(_by_columns)
 
@@ -104,6 +106,7 @@ def many_layers() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
 
+@pytest.mark.slow
 def test_the_same_bits(pools):
     pools(ALL).run(many_layers)
 

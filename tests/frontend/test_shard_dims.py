@@ -72,7 +72,7 @@ def placed(param: nn.Parameter) -> Shard | None:
     return Shard(-1) if param.dim() == 2 else None
 
 
-def layers(count: int = 4) -> nn.Module:
+def layers(count: int = 2) -> nn.Module:
     return nn.Sequential(*(Experts() for _ in range(count)))
 
 
@@ -130,17 +130,19 @@ def test_training_by_generated_code(pools, bucketing, executor):
     pools(2).run(trains_as_one_process, "fully_shard", options)
 
 
+@pytest.mark.slow
 def test_full_parameters_that_stay_until_backward(pools):
     pools(2).run(trains_as_one_process, "fully_shard", OPTIONS, False)
 
 
 @pytest.mark.parametrize("options", [None, OPTIONS], ids=["eager", "manual"])
+@pytest.mark.slow(quick=["eager"])
 def test_training_with_copies(pools, options):
     pools(4).run(trains_as_one_process, "hybrid_shard", options)
 
 
 def buckets_have_the_same_bits() -> None:
-    plain = layers(2)
+    plain = layers()
     grads = []
     for bucketing in ("none", "manual"):
         model = wrapped(plain)
@@ -180,7 +182,7 @@ def test_as_fsdp2_does(pools):
 
 
 def accumulates(executor) -> None:
-    plain = layers(2)
+    plain = layers()
     model = wrapped(plain)
     call = call_of(model, executor)
     whole = [batch(step) for step in range(3)]
@@ -198,7 +200,7 @@ def test_accumulation(pools, executor):
 
 def sums_within_copies() -> None:
     """Reduced over shards at each micro-batch, over copies at the last."""
-    plain = layers(2)
+    plain = layers()
     model = wrapped(plain, "hybrid_shard")
     for number in range(3):
         mean(plain(*batch(number))).backward()
@@ -286,7 +288,7 @@ def test_what_is_odd(pools, executor):
 
 
 def whole_steps() -> None:
-    plain = layers(2)
+    plain = layers()
     model = wrapped(plain)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model)]
     step = compile_step(lambda x: mean(model(x)), optimizers[1], max_norm=1.0, options=OPTIONS)
@@ -308,7 +310,7 @@ def test_whole_steps(pools):
 
 
 def same_values(folder) -> None:
-    plain = layers(2)
+    plain = layers()
     model = wrapped(plain)
     rows = simple_fsdp(copy.deepcopy(plain), mesh_of())
     with torch.no_grad():
@@ -356,7 +358,7 @@ def test_safetensors(pools, tmp_path):
 def initialised_alike() -> None:
     whole = []
     for placement_fn in (None, placed):
-        model = meta(lambda: layers(2))
+        model = meta(layers)
         simple_fsdp(model, mesh_of(), shard_placement_fn=placement_fn)
         init_weights(model)
         whole.append([param.full_tensor() for param in model.parameters()])
