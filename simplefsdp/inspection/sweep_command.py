@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from operator import itemgetter
@@ -23,6 +23,7 @@ from simplefsdp.inspection.sweep_document import cell_row, sweep_document
 from simplefsdp.inspection.terminal import console, save, save_json, table_of, working
 from simplefsdp.launcher.apart import shared_out
 from simplefsdp.launcher.errors import UserError, user_errors
+from simplefsdp.models.layout import plan_layout
 from simplefsdp.models.options import ActivationCheckpointing, ModelOptions, ParallelOptions
 from simplefsdp.simulation.trace import UntraceableError
 from simplefsdp.sweep.axes import cells_of, parse_axes
@@ -182,10 +183,8 @@ def _columns(row: dict[str, Any]) -> list[str]:
 def _fit(options: InspectOptions, cluster: Cluster) -> None:
     """Print the largest batch, or the longest sequence, for each choice of activation checkpointing
     and of keeping parameters."""
-    chosen = [
-        replace(options, activation_checkpointing=recomputes, reshard_after_forward=reshard)
-        for recomputes, reshard in _variants(options)
-    ]
+    with user_errors():
+        chosen = _variants(options, cluster)
     with user_errors():
         sweep = _sweep_of(chosen[0], cluster)
         cell = _cell(options, sweep)
@@ -215,7 +214,8 @@ def _fit_row(options: InspectOptions, cluster: Cluster, cell: Cell) -> dict[str,
     with user_errors():
         sweep = _sweep_of(options, cluster)
     told = _told_options(options)
-    row = {name: told[name] for name in ("activation_checkpointing", "reshard_after_forward")}
+    names = ("activation_checkpointing", "reshard_after_forward", "post_forward_ranks")
+    row = {name: told[name] for name in names}
     fits, more = _largest(options, sweep, cell)
     row["largest"] = None if fits is None else cell_row(sweep, fits)
     row["next"] = None if more is None else cell_row(sweep, more)
@@ -225,19 +225,40 @@ def _fit_row(options: InspectOptions, cluster: Cluster, cell: Cell) -> dict[str,
 def _variant(options: InspectOptions) -> str:
     if options.target is not None:
         return options.target
-    kept = "no" if options.reshard_after_forward else "yes"
+    kept = _kept(options.reshard_after_forward, options.post_forward_ranks)
     return f"recomputing {options.activation_checkpointing}, parameters kept: {kept}"
 
 
-def _variants(options: InspectOptions) -> Iterator[tuple[ActivationCheckpointing, bool]]:
-    """The choices that ``--fit`` compares: activation checkpointing, and whether parameters are
-    gathered again in backward."""
+def _kept(reshard: bool | None, post_forward_ranks: int | None) -> str:
+    if reshard is None:
+        return "-"
+    if post_forward_ranks is not None:
+        return f"1/{post_forward_ranks}"
+    return "no" if reshard else "yes"
+
+
+def _variants(options: InspectOptions, cluster: Cluster) -> list[InspectOptions]:
+    """The choices that ``--fit`` compares: activation checkpointing, and whether backward gathers
+    parameters again: from all ranks, from those of one node, if there are several, or not."""
     if options.target is not None:  # its function decides
-        return iter([(recomputed(options), options.reshard_after_forward)])
+        return [replace(options, activation_checkpointing=recomputed(options))]
     ours: list[ActivationCheckpointing] = [*get_args(ActivationCheckpointing)]
     if options.hf is not None:
         ours.remove("selective")
-    return itertools.product(ours, (True, False))
+    again: list[tuple[bool, int | None]] = [(True, None), (False, None)]
+    layout = plan_layout(parallel_options(options), options.ranks, cluster.ranks_per_node)
+    here = cluster.ranks_per_node // layout.tp
+    if 1 < here < layout.shard and layout.shard % here == 0:
+        again.insert(1, (True, here))
+    return [
+        replace(
+            options,
+            activation_checkpointing=recomputes,
+            reshard_after_forward=reshard,
+            post_forward_ranks=ranks,
+        )
+        for recomputes, (reshard, ranks) in itertools.product(ours, again)
+    ]
 
 
 def _largest(
@@ -269,7 +290,7 @@ def _fit_table(title: str, fit: str, rows: Sequence[dict[str, Any]]) -> Table:
         fits, more = row["largest"], row["next"]
         table.add_row(
             row["activation_checkpointing"] or "-",
-            {True: "no", False: "yes", None: "-"}[row["reshard_after_forward"]],
+            _kept(row["reshard_after_forward"], row["post_forward_ranks"]),
             "none" if fits is None else f"{fits[fit]:,}",
             *(["-"] * len(_COLUMNS) if fits is None else _columns(fits)),
             "-" if more is None else over_text(more["peak_bytes"], more["room_bytes"]),

@@ -12,10 +12,11 @@ import pytest
 
 from inductor_passes.ir.cells import CellError
 from inductor_passes.machine.cluster import UnknownLinkError
+from inductor_passes.machine.cluster_file import as_cluster
 from simplefsdp.cli import main
 from simplefsdp.inspection.names import nbytes_text, over_text, time_text
 from simplefsdp.inspection.options import DESCRIPTION, InspectOptions
-from simplefsdp.inspection.sweep_command import _fastest, _largest, _told_options
+from simplefsdp.inspection.sweep_command import _fastest, _largest, _told_options, _variants
 from simplefsdp.inspection.sweep_document import pareto, reason
 from simplefsdp.launcher.errors import UserError
 from simplefsdp.simulation.trace import UntraceableError
@@ -192,6 +193,30 @@ def test_the_largest_batch(capsys, tmp_path: Path, monkeypatch):
         assert fits["fits"] and not more["fits"]
         assert more["batch"] == fits["batch"] + 1
         assert fits["peak_bytes"] <= fits["room_bytes"] < more["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("given", "neighbours"),
+    [
+        ({"ranks": 64}, [8]),
+        ({"ranks": 8}, []),  # one node
+        ({"ranks": 12}, []),  # 8 do not divide them
+        ({"ranks": 64, "tp": 2}, [4]),
+        ({"ranks": 64, "tp": 8}, []),
+        ({"ranks": 64, "mode": "hybrid_shard"}, []),
+        ({"ranks": 64, "mode": "hybrid_shard", "shard_size": 16}, [8]),
+        ({"ranks": 64, "mode": "replicate"}, []),
+    ],
+)
+def test_what_is_kept_for_the_largest(given, neighbours):
+    """All of each parameter, none of it, and its part of a node's ranks if there are several."""
+    options = InspectOptions(model="debug", fit="batch", **given)
+    kept = [
+        (each.reshard_after_forward, each.post_forward_ranks)
+        for each in _variants(options, as_cluster("h100"))
+        if each.activation_checkpointing == "none"
+    ]
+    assert kept == [(True, None), *((True, n) for n in neighbours), (False, None)]
 
 
 def test_a_sweep(capsys, tmp_path: Path):
