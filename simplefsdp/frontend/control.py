@@ -136,6 +136,11 @@ def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
     self.__dict__[_FACTOR] = True
 
 
+def set_reduce_scatter_divide_factor(self: nn.Module, factor: float) -> None:
+    """The old name of :func:`set_gradient_divide_factor`."""
+    set_gradient_divide_factor(self, factor)
+
+
 def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
     """Reduce by sums only, and divide in kernels of their own, where NCCL could average.
 
@@ -174,6 +179,7 @@ _METHODS: tuple[Callable[..., Any], ...] = (
     unshard,
     reshard,
     set_gradient_divide_factor,
+    set_reduce_scatter_divide_factor,
     set_force_sum_reduction_for_comms,
 )
 

@@ -15,16 +15,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import is_to_empty, run_as_it_is
 from simplefsdp.frontend import (
     control,
     forwards,
     generation,
+    hints,
     init_flow,
     kept,
     living,
+    plain_values,
     recurrent,
     refused,
     uninitialised,
@@ -94,6 +96,8 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         GATHERS: {},
         **_methods(cls),
         **control.members(cls),
+        **hints.members(cls),
+        **plain_values.members(cls),
         **refused.members(cls),
         **accessors(cls),
         **generation.members(cls),
@@ -116,7 +120,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     def _load_from_state_dict(
         self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
-        _shard_plain_values(self, state_dict, prefix)
+        plain_values.shard_plain_values(self, state_dict, prefix)
         with sums_stay(self), kept.kept_stays(self):
             cls._load_from_state_dict(self, state_dict, prefix, *args)
 
@@ -321,14 +325,3 @@ def _plain_attribute(module: nn.Module, name: str) -> Any:
     if name in module._buffers:
         return module._buffers[name]
     return nn.Module.__getattr__(module, name)
-
-
-def _shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Let ``load_state_dict`` take a plain model's tensors: each rank keeps its own slice."""
-    for name in module.__dict__.get(LAYOUTS, ()):
-        value, param = state_dict.get(prefix + name), module._parameters.get(name)
-        is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if is_plain and isinstance(param, DTensor) and value.shape == param.shape:
-            state_dict[prefix + name] = distribute_tensor(
-                value.detach(), param.device_mesh, param.placements, src_data_rank=None
-            )

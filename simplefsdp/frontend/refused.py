@@ -10,29 +10,19 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-_PREFETCH = "the compiler orders gathers: bucketing='auto' chooses how far ahead each starts"
-_RESHARD = "pass reshard_after_forward to simple_fsdp"
-_NO_STREAMS = "there are no streams and no buffers of our own; leave it out"
+_COLLECTIVES = "the compiler makes, merges and orders the collectives; leave it out"
 
 # Methods of FSDP2's modules, and two of FSDP's.
 _INSTEAD = {
-    "set_unshard_in_backward": _RESHARD,
     "set_manual_backward_finalization": "defer by set_requires_gradient_sync(False), then call "
     "finalize_backward()",
-    "set_modules_to_forward_prefetch": _PREFETCH,
-    "set_modules_to_backward_prefetch": _PREFETCH,
-    "set_post_optim_event": _NO_STREAMS,
     "set_all_reduce_hook": "pass a 2-D mesh and mode='hybrid_shard' to simple_fsdp",
-    "set_reduce_scatter_divide_factor": "use set_gradient_divide_factor(factor)",
-    "set_custom_all_gather": _PREFETCH,
-    "set_custom_reduce_scatter": _PREFETCH,
-    "set_allocate_memory_from_process_group_for_comm": _NO_STREAMS,
+    "set_custom_all_gather": _COLLECTIVES,
+    "set_custom_reduce_scatter": _COLLECTIVES,
     "set_separate_reduce_scatter_group": "pass options={'separate_reduce_group': True}",
     "set_keep_unsharded_storage": "for CUDA graphs, pass options={'cudagraphs': True}",
     "set_reduce_scatter_unused_params": "ranks must use the same parameters; where "
     "one has no input for a module, call it on zeros and add 0 * output",
-    "set_reduce_scatter_max_input_buffers": _NO_STREAMS,
-    "set_symm_mem_for_comm": _NO_STREAMS,
     "summon_full_params": "use `with simplefsdp.unsharded(model):`",
     "clip_grad_norm_": "use simplefsdp.clip_grad_norm_(model, max_norm)",
 }

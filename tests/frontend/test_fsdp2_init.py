@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unittest.mock
 
 import pytest
 import torch
@@ -24,10 +25,16 @@ from beside import (
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp import simple_fsdp, unsharded
+from simplefsdp.frontend.wrapped import layouts_of
 
 # --- to_empty, and values by hand -----------------------------------------------------------------
 
@@ -272,10 +279,8 @@ def test_ignored_parameters_are_left_alone(pools):
 
 
 METHODS = {
-    "set_modules_to_forward_prefetch": "bucketing='auto' chooses how far ahead",
-    "set_unshard_in_backward": "pass reshard_after_forward to simple_fsdp",
     "set_manual_backward_finalization": r"then call finalize_backward\(\)",
-    "set_custom_all_gather": "the compiler orders gathers",
+    "set_custom_all_gather": "the compiler makes, merges and orders the collectives",
     "clip_grad_norm_": r"use simplefsdp\.clip_grad_norm_\(model, max_norm\)",
 }
 
@@ -287,6 +292,33 @@ def test_methods_of_fsdp2(fake_mesh, name):
     for part in (model, model[0]):
         with pytest.raises(AttributeError, match=message):
             getattr(part, name)(False)
+
+
+def test_hints_for_fsdp2s_runtime(fake_mesh, caplog):
+    """They change no number, so they are taken; a script for FSDP2 runs as it is."""
+    model = simple_fsdp(nn.Sequential(Mlp()), fake_mesh(2))
+    event = unittest.mock.Mock(torch.Event)
+    with caplog.at_level("INFO", "simplefsdp"):
+        for part in (model, model[0]):
+            part.set_modules_to_forward_prefetch([model[0]])
+            part.set_modules_to_backward_prefetch([model[0]])
+            part.set_unshard_in_backward(False)
+            part.set_allocate_memory_from_process_group_for_comm(True)
+            part.set_reduce_scatter_max_input_buffers(2, recurse=False)
+            part.set_symm_mem_for_comm()
+            part.set_post_optim_event(event)
+    assert "Mlp.set_unshard_in_backward does nothing: backward gathers only" in caplog.text
+    assert event.wait.call_count == 2
+    model.set_reduce_scatter_divide_factor(2.0)
+    factors = {v.spec.divide_factor for m in model.modules() for v in layouts_of(m).values()}
+    assert factors == {2.0}
+
+
+def test_all_methods_of_fsdp2_are_answered(fake_mesh):
+    """Each either does its work, or is a hint, or raises with what to do instead."""
+    model = simple_fsdp(nn.Sequential(Mlp()), fake_mesh(2))
+    names = [name for name in vars(FSDPModule) if name.islower() and not name.startswith("_")]
+    assert [name for name in names if not hasattr(model, name)] == []
 
 
 def test_a_method_of_the_users_own_is_left_alone(fake_mesh):
