@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -134,10 +135,9 @@ def swept_transformers(
 
     Raises:
         ValueError: there is no such file; it is not the configuration of a causal language model of
-            transformers; or the options are not supported for such a model.
+            transformers; the options are not supported for such a model; or there is no
+            transformers.
     """
-    from transformers import AutoModelForCausalLM
-
     if options.activation_checkpointing == "selective":
         raise ValueError(
             "--activation-checkpointing selective: models of transformers recompute whole layers "
@@ -149,6 +149,10 @@ def swept_transformers(
         )
     if not path.exists():
         raise ValueError(f"--hf {path}: there is no such file or folder")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"--hf {path}: needs transformers: pip install transformers")
+    from transformers import AutoModelForCausalLM
+
     config, whole = _configured(path)
     depth = layers or config.num_hidden_layers
     if depth > config.num_hidden_layers:

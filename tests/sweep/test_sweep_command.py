@@ -195,6 +195,17 @@ def test_the_largest_batch(capsys, tmp_path: Path, monkeypatch):
         assert fits["peak_bytes"] <= fits["room_bytes"] < more["peak_bytes"]
 
 
+def test_without_transformers(monkeypatch, tmp_path: Path, capsys):
+    """The README's installation has it not."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["inspect", "--fit", "--hf", str(tmp_path)])
+    assert f"--hf {tmp_path}: needs transformers: pip install transformers" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "neighbours"),
     [
