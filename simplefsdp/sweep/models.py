@@ -138,19 +138,7 @@ def swept_transformers(
             transformers; the options are not supported for such a model; or there is no
             transformers.
     """
-    if options.activation_checkpointing == "selective":
-        raise ValueError(
-            "--activation-checkpointing selective: models of transformers recompute whole layers "
-            "or nothing; give full or none"
-        )
-    if parallel.tp > 1:
-        raise ValueError(
-            f"--tp {parallel.tp}: not with --hf; use --target for a model that is split"
-        )
-    if not path.exists():
-        raise ValueError(f"--hf {path}: there is no such file or folder")
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(f"--hf {path}: needs transformers: pip install transformers")
+    _check_swept(path, options, parallel)
     from transformers import AutoModelForCausalLM
 
     config, whole = _configured(path)
@@ -183,6 +171,22 @@ def swept_transformers(
         depth if alike else 1,
         getattr(config, "max_position_embeddings", None),
     )
+
+
+def _check_swept(path: Path, options: ModelOptions, parallel: ParallelOptions) -> None:
+    if options.activation_checkpointing == "selective":
+        raise ValueError(
+            "--activation-checkpointing selective: models of transformers recompute whole layers "
+            "or nothing; give full or none"
+        )
+    if parallel.tp > 1:
+        raise ValueError(
+            f"--tp {parallel.tp}: not with --hf; use --target for a model that is split"
+        )
+    if not path.exists():
+        raise ValueError(f"--hf {path}: there is no such file or folder")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"--hf {path}: needs transformers: pip install transformers")
 
 
 def _configured(path: Path) -> tuple[Any, nn.Module]:
