@@ -21,6 +21,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from simplefsdp.frontend import kept
 from simplefsdp.frontend.accumulation import drop_deferred, reduce_now, set_sync, sync_of, syncing
+from simplefsdp.frontend.gather_spec import NO_PARTS
 from simplefsdp.frontend.wrapped import is_wrapped, layouts_of, set_layouts, wrapped_parts
 
 _FACTOR = "_simple_fsdp_factor"  # on a module that set_gradient_divide_factor was called on
@@ -88,9 +89,12 @@ def reset_iter_state(self: nn.Module) -> None:
 def set_reshard_after_forward(
     self: nn.Module, reshard_after_forward: bool, recurse: bool = True
 ) -> None:
-    """Free full parameters after forward and gather them again in backward, or keep them."""
+    """Free full parameters after forward and gather them again in backward, or keep them. Either
+    way no part is kept, as ``simple_fsdp(reshard_after_forward=n)`` asked for."""
     _check_bool("reshard_after_forward", reshard_after_forward)
-    change_specs(_wrapped(self, recurse), {"reshard_after_forward": reshard_after_forward})
+    change_specs(
+        _wrapped(self, recurse), NO_PARTS | {"reshard_after_forward": reshard_after_forward}
+    )
 
 
 def set_reshard_after_backward(

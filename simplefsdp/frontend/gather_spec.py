@@ -61,6 +61,10 @@ class GatherSpec(NamedTuple):
         return self.fqn, json.dumps(self[1:], default=lambda x: str(x).removeprefix("torch."))
 
 
+# Fields of a spec: after forward a rank keeps its shard only.
+NO_PARTS = {"post_forward_group": "", "post_forward_ranks": 1, "post_forward_rank": 0}
+
+
 @functools.cache
 def spec_from(fqn: str, fields: str) -> GatherSpec:
     """The inverse of :meth:`GatherSpec.arguments`."""

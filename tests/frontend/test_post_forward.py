@@ -160,7 +160,7 @@ def switched() -> None:
     mean(plain(*rows(0))).backward()
     mean(model(*mine(rows(0)))).backward()
     check_grads(plain, model)
-    for reshard, wanted in ((False, []), (True, [NEIGHBOURS])):
+    for reshard, wanted in ((False, []), (True, [ALL])):
         model.set_reshard_after_forward(reshard)
         model.zero_grad()
         with gathers() as found:
