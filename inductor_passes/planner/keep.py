@@ -28,20 +28,28 @@ class Costed:
     cost: CostModel
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What stays from forward to backward, and how backward gathers the rest."""
+
+    fqns: frozenset[str] = frozenset()  # of parameters that stay as they are
+    way: int = 0  # the index of the way
+
+
 def choose_kept(
-    forward: Costed,
-    backward: Costed,
+    ways: Sequence[tuple[Costed, Costed]],
     assignment: Assignment,
     candidates: Collection[str],
     *,
     budget_nbytes: int | None = None,
     device_nbytes: int | None = None,
-) -> frozenset[str]:
-    """The parameters to keep, with which the step by module is fastest within the budget.
+) -> Kept:
+    """What to keep, with which the step by module is fastest within the budget.
 
     Args:
-        forward: in which every parameter is gathered.
-        backward: in which every parameter that it needs is gathered again.
+        ways: in which parameters can be gathered again: from all ranks, or from some to whom
+            forward left parts. Of each forward, which gathers every parameter, and backward, which
+            gathers again those that it needs. The first one keeps nothing.
         assignment: modules are kept whole, as far as they are candidates.
         candidates: parameters that may be kept.
         budget_nbytes: of live bytes in either graph; default: what they take with none kept, or
@@ -50,46 +58,73 @@ def choose_kept(
         device_nbytes: live bytes that a device has room for.
 
     Returns:
-        Of the choices that take at most 0.2 % longer than the fastest, the smallest.
+        Of the choices that take at most 0.2 % longer than the fastest, one that needs as little
+        memory as possible; of these, one with as few modules kept whole.
 
     Raises:
         ValueError: the cost model has no time for an op.
     """
-    graphs = tuple(Costed(*rank_invariant(g.program, g.cost)) for g in (forward, backward))
-    modules = _modules(backward.program, assignment, candidates)
+    steps = [_OneWay.of(forward, backward, assignment, candidates) for forward, backward in ways]
+    none = steps[0].worth(0)
+    if none is None:
+        return Kept()
+    budget = budget_nbytes
+    if budget is None:
+        # With another bucket of gradients pending, as plan_auto has.
+        more = steps[0].worth(0, plan_buckets)
+        budget = max(none[1], more[1] if more else 0)
+        budget = budget if device_nbytes is None else min(budget, device_nbytes)
+    fitting = {(0, 0): none}
+    for way, step in enumerate(steps):
+        for n in [*([0] if way else []), *_growing(len(step.modules))]:
+            found = step.worth(n)
+            if found is not None and found[1] <= budget:
+                fitting[n, way] = found
+    fastest = min(us for us, _ in fitting.values())
+    n, way = min(
+        (choice for choice, (us, _) in fitting.items() if us <= CLOSE * fastest),
+        key=lambda choice: (fitting[choice][1], choice),
+    )
+    return Kept(steps[way].kept(n), way)
 
-    def kept(n: int) -> frozenset[str]:
-        return frozenset(fqn for module in modules[:n] for fqn in module)
+
+@dataclass(frozen=True)
+class _OneWay:
+    forward: Costed
+    backward: Costed
+    assignment: Assignment
+    modules: Sequence[Sequence[str]]  # parameters, in the order in which backward needs them
+
+    @classmethod
+    def of(
+        cls,
+        forward: Costed,
+        backward: Costed,
+        assignment: Assignment,
+        candidates: Collection[str],
+    ) -> _OneWay:
+        modules = _modules(backward.program, assignment, candidates)
+        its = [Costed(*rank_invariant(g.program, g.cost)) for g in (forward, backward)]
+        return cls(its[0], its[1], assignment, modules)
+
+    def kept(self, n: int) -> frozenset[str]:
+        return frozenset(fqn for module in self.modules[:n] for fqn in module)
 
     def worth(
-        n: int, buckets_of: Callable[[Program, Assignment], Sequence[Bucket]] = buckets_by_module
+        self,
+        n: int,
+        buckets_of: Callable[[Program, Assignment], Sequence[Bucket]] = buckets_by_module,
     ) -> tuple[float, int] | None:
         """Time and peak memory with the first ``n`` modules kept."""
-        programs = keeping(graphs[0].program, graphs[1].program, kept(n))
+        programs = keeping(self.forward.program, self.backward.program, self.kept(n))
         plans = [
-            evaluate(program, graph.cost, buckets_of(program, assignment), 0.0)
-            for program, graph in zip(programs, graphs, strict=True)
+            evaluate(program, graph.cost, buckets_of(program, self.assignment), 0.0)
+            for program, graph in zip(programs, (self.forward, self.backward), strict=True)
         ]
         if None in plans:
             return None
         found = [plan for plan in plans if plan is not None]
         return sum(plan.step_us for plan in found), max(plan.peak_nbytes for plan in found)
-
-    none = worth(0)
-    if none is None:
-        return frozenset()
-    budget = budget_nbytes
-    if budget is None:
-        more = worth(0, plan_buckets)  # with another bucket of gradients pending, as plan_auto has
-        budget = max(none[1], more[1] if more else 0)
-        budget = budget if device_nbytes is None else min(budget, device_nbytes)
-    fitting = {0: none[0]}
-    for n in _growing(len(modules)):
-        found = worth(n)
-        if found is not None and found[1] <= budget:
-            fitting[n] = found[0]
-    fastest = min(fitting.values())
-    return kept(min(n for n, us in fitting.items() if us <= CLOSE * fastest))
 
 
 def _growing(n: int) -> list[int]:
@@ -124,18 +159,23 @@ def keeping(forward: Program, backward: Program, fqns: Collection[str]) -> tuple
         backward: what it gathers of ``fqns`` becomes an input, and the ops that led to it go.
         fqns: of parameters; their collectives are single.
     """
-    outputs = (name for op in _gathers(forward, fqns).values() for name in op.writes)
-    forward = replace(forward, outputs=tuple(dict.fromkeys((*forward.outputs, *outputs))))
     gathers = _gathers(backward, fqns)
+    given = [name for op in gathers.values() for name in op.writes]
+    # Parts, which forward would leave for these gathers.
+    parts = {name for op in gathers.values() for name in op.reads if name in backward.inputs}
+    parts -= backward.resident
+    whole = (name for op in _gathers(forward, fqns).values() for name in op.writes)
+    outputs = (name for name in forward.outputs if name not in parts)
+    forward = replace(forward, outputs=tuple(dict.fromkeys((*outputs, *whole))))
     waits = {wait for i in gathers for wait in backward.waits_of[i]}
     ops = [
         replace(op, kind="view") if i in waits else op
         for i, op in enumerate(backward.ops)
         if i not in gathers
     ]
-    given = [name for op in gathers.values() for name in op.writes]
     led = {name for op in gathers.values() for name in op.reads}
-    backward = replace(backward, ops=(), inputs=(*backward.inputs, *given))
+    inputs = (*(name for name in backward.inputs if name not in parts), *given)
+    backward = replace(backward, ops=(), inputs=inputs)
     return forward, replace(backward, ops=tuple(_without(ops, led, backward.outputs)))
 
 

@@ -63,6 +63,7 @@ from simplefsdp._torch.processes import (
     in_backward,
     is_checkpointed_by_hooks,
     no_torch_function,
+    ranks_per_node,
     second_group,
     shared_store,
 )

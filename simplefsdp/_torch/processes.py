@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -53,6 +54,21 @@ def group_of_neighbours(name: str, ranks: int) -> tuple[str, int]:
     members = distributed_c10d.get_process_group_ranks(group)
     begin, place = divmod(members.index(distributed_c10d.get_rank()), ranks)
     return _group_made(group, members[begin * ranks : (begin + 1) * ranks]), place
+
+
+def ranks_per_node(ranks: int) -> int | None:
+    """Ranks per node by torchrun's variables, the same on all ranks. None if the variables are not
+    set, or were set for another number of ranks than this process group has (``ranks``)."""
+    if os.environ.get("WORLD_SIZE", str(ranks)) != str(ranks):
+        return None
+    if nodes := _told("GROUP_WORLD_SIZE"):
+        return -(-ranks // nodes)
+    return _told("LOCAL_WORLD_SIZE") or None
+
+
+def _told(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else 0
 
 
 def _group(name: str) -> Any:

@@ -99,9 +99,7 @@ def simplefsdp(
     ]
     together = agree("the graph to compile", lines, ranks, timeout_s)
     uninitialised.refuse(missing)
-    kept = decide_resharding(gm, example_inputs, settings, ranks, timeout_s)
-    if kept:
-        say("kept from forward to backward: %s", ", ".join(kept))
+    decide_resharding(gm, example_inputs, settings, ranks, timeout_s)
     if choice.separate_reduce_group:
         reduce_in_second_group(gm)
 

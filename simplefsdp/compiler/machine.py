@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from os import PathLike
 
 import torch
@@ -13,6 +12,7 @@ from inductor_passes.adapters.devices import cluster_of
 from inductor_passes.machine.cluster import Cluster
 from inductor_passes.machine.cluster_file import as_cluster
 from inductor_passes.machine.presets import PRESETS
+from simplefsdp._torch import ranks_per_node
 from simplefsdp.rank_logging import speaks
 
 log = logging.getLogger("simplefsdp")
@@ -38,7 +38,7 @@ def cluster_for(given: Cluster | str | PathLike[str] | None, device: torch.devic
     if given is None and cluster.name not in PRESETS:
         _say_estimated(cluster)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    known, told = cluster.ranks_per_node, _ranks_per_node(ranks)
+    known, told = cluster.ranks_per_node, ranks_per_node(ranks)
     if told is None or told == known or ranks <= min(told, known):
         return cluster
     if given is None or (isinstance(given, str) and given in PRESETS):
@@ -48,21 +48,6 @@ def cluster_for(given: Cluster | str | PathLike[str] | None, device: torch.devic
         f"of this run were started {told} to a node; run `simplefsdp calibrate` under the same "
         f"launcher, or pass cluster.with_nodes_of({told})"
     )
-
-
-def _ranks_per_node(ranks: int) -> int | None:
-    """Ranks per node by torchrun's variables, the same on all ranks. None if the variables are not
-    set, or were set for another number of ranks than this process group has (``ranks``)."""
-    if os.environ.get("WORLD_SIZE", str(ranks)) != str(ranks):
-        return None
-    if nodes := _told("GROUP_WORLD_SIZE"):
-        return -(-ranks // nodes)
-    return _told("LOCAL_WORLD_SIZE") or None
-
-
-def _told(variable: str) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdigit() else 0
 
 
 def is_an_example(cluster: Cluster) -> bool:

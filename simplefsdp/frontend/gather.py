@@ -62,7 +62,8 @@ def gather_shard(shard: Tensor, spec: GatherSpec) -> Tensor:
 
 def _all_gather(padded: Tensor, dtype: torch.dtype, spec: GatherSpec) -> Tensor:
     sent = _all_of(padded.contiguous(), spec.shard_ranks, spec.shard_group)
-    if spec.post_forward_group and spec.reshard_after_forward and is_traced_tensor(padded):
+    # ``"auto"`` is decided before a graph is traced for our passes; others gather once in forward.
+    if spec.post_forward_group and spec.reshard_after_forward is True and is_traced_tensor(padded):
         sent = _from_parts(sent, spec)
     return off_the_wire(sent, dtype)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from simplefsdp._torch import grad_dtype_override, group_of_neighbours, has_no_data
+from simplefsdp._torch import grad_dtype_override, has_no_data
 from simplefsdp.choices import MODES
 
 # By mode: the mesh that it needs, and the dimensions of it that shards and copies are spread over.
@@ -64,33 +63,6 @@ class DataParallel:
             Shard(dim) if dim is not None and mesh_dim == self.shard_dim else Replicate()
             for mesh_dim in range(self.mesh.ndim)
         )
-
-
-def after_forward(dp: DataParallel, wanted: bool | int | Literal["auto"]) -> dict[str, Any]:
-    """What ``reshard_after_forward=wanted`` stands for, as fields of a ``GatherSpec``. A number
-    other than those that stand for True and False makes process groups, collectively.
-
-    Raises:
-        ValueError: the number does not divide the ranks that share the shards.
-    """
-    name, ranks = dp.group_of(dp.shard_dim)
-    if isinstance(wanted, (bool, str)):
-        return {"reshard_after_forward": wanted}
-    if wanted < 1 or ranks % wanted:
-        raise ValueError(
-            f"reshard_after_forward: got {wanted}, which does not divide the {ranks} ranks that "
-            "share the shards; expected True, False, 'auto' or a divisor, such as the number of "
-            "ranks of one machine"
-        )
-    if wanted in (1, ranks):
-        return {"reshard_after_forward": wanted > 1}
-    group, place = group_of_neighbours(name, wanted)
-    return {
-        "reshard_after_forward": True,
-        "post_forward_group": group,
-        "post_forward_ranks": wanted,
-        "post_forward_rank": place,
-    }
 
 
 def all_ranks() -> DeviceMesh:

@@ -38,7 +38,6 @@ from simplefsdp.frontend.outside import handle_operators
 from simplefsdp.frontend.parametrization import cast_in_forward, computes_with_parts, use_subclass
 from simplefsdp.frontend.placement import (
     DataParallel,
-    after_forward,
     all_ranks,
     data_parallel,
     is_float8,
@@ -48,6 +47,7 @@ from simplefsdp.frontend.placement import (
     tensor_parallel_of,
 )
 from simplefsdp.frontend.plain_values import compare_given
+from simplefsdp.frontend.post_forward_groups import after_forward
 from simplefsdp.frontend.shard_dims import PlacementFn, shard_dims, tell_of_padding
 from simplefsdp.frontend.wrapped import (
     DEFERRALS,
@@ -95,12 +95,13 @@ def simple_fsdp(
             floating-point inputs are cast to ``param_dtype`` if ``cast_forward_inputs``, its
             outputs to ``output_dtype``.
         reshard_after_forward: free full parameters after forward and gather them again in
-            backward. ``"auto"``: the planner of ``bucketing="auto"`` keeps those that save time
-            and for which the memory budget has room. A number, as FSDP2's: each rank keeps a part
-            of the full parameter, and backward gathers it from so many neighbours, those of one
-            machine, say; it divides the ranks that share the shards. Takes effect in
-            ``torch.compile(model, backend="simplefsdp")``; other backends gather twice in forward
-            if it is a number.
+            backward. A number, as FSDP2's: each rank keeps a part of the full parameter, and
+            backward gathers it from so many neighbours, those of one machine, say; it divides the
+            ranks that share the shards. ``"auto"``: the planner of ``bucketing="auto"`` keeps those
+            that save time and for which the memory budget has room, and, if torchrun has started
+            several machines, of the others a part on each rank of a machine, likewise. Takes effect
+            in ``torch.compile(model, backend="simplefsdp")``; other backends gather twice in
+            forward if it is a number.
         ignored_params: parameters of ``model`` that stay as they are: whole, where they are, and
             with the gradient of this rank's batch alone.
         shard_placement_fn: as FSDP2's, for parameters that are not to be sharded along their first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from graphs import Captured, capture, gathers, reduces
 from layers import Layers
 
 from simplefsdp import simple_fsdp
+from simplefsdp.compiler.observers import observing
 
 OPTIONS = {"executor": "aot_eager", "cluster": "cpu-gloo"}
 FQNS = [f"layers.{i}.weight" for i in range(4)]
@@ -41,6 +43,22 @@ def test_memory_decides(fake_mesh, caplog):
     # With one of them backward takes 52,500 bytes at the peak, and more with all.
     assert kept_by(graphs_of(mesh, "auto", memory_budget_gb=53.2e-6)) == {FQNS[0], FQNS[3]}
     assert kept_by(graphs_of(mesh, True, memory_budget_gb=1.0)) == {FQNS[0]}
+
+
+def test_parts_are_kept_of_several_machines(fake_mesh, monkeypatch, caplog):
+    """With room for parts, and not for all; gathers within a machine are faster."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    mesh = fake_mesh(64)
+    over = []
+
+    def note(seen) -> None:
+        sent = [c for c in seen.rehearsal.reading.program.sent.values() if c.kind == "gather"]
+        over.append(Counter(int(c.ranks) for c in sent))
+
+    with observing(note), caplog.at_level(logging.INFO, logger="simplefsdp"):
+        graphs_of(mesh, "auto", memory_budget_gb=70e-6)
+    assert over == [{64: 4}, {8: 3}]
+    assert "of the others, parts are kept, gathered from 8 neighbours" in caplog.text
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from beside import DIM, OPTIONS, Mlp, check_grads, mean, mesh_of, mine, rows, train_beside, wrapped
 from graphs import calls, capture
 from torch import nn
@@ -15,8 +16,11 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from inductor_passes.adapters._torch import ranks_of_group
+from inductor_passes.planner.keep import Kept
 from simplefsdp import compile_step, microbatch, simple_fsdp
+from simplefsdp.compiler import reshard
 from simplefsdp.compiler.observers import observing
+from simplefsdp.frontend.post_forward_groups import neighbours
 from simplefsdp.frontend.wrapped import layouts_of
 from simplefsdp.models.build import wrapped_model
 from simplefsdp.models.options import ModelOptions, ParallelOptions
@@ -160,8 +164,8 @@ def switched() -> None:
     mean(plain(*rows(0))).backward()
     mean(model(*mine(rows(0)))).backward()
     check_grads(plain, model)
-    for reshard, wanted in ((False, []), (True, [ALL])):
-        model.set_reshard_after_forward(reshard)
+    for reshards, wanted in ((False, []), (True, [ALL])):
+        model.set_reshard_after_forward(reshards)
         model.zero_grad()
         with gathers() as found:
             call = torch.compile(model, backend="simplefsdp", options=OPTIONS)
@@ -194,6 +198,56 @@ def whole_steps() -> None:
 
 def test_whole_steps(pools):
     pools(ALL).run(whole_steps)
+
+
+# --- decided by the planner ---
+
+
+@pytest.mark.parametrize(
+    ("members", "per_machine", "found"),
+    [
+        (range(16), 8, 8),
+        (range(8), 8, 1),  # one machine
+        (range(12), 8, 1),  # machines of 8 and 4
+        (range(0, 16, 2), 8, 4),  # beside tensor parallelism
+        (range(0, 64, 8), 8, 1),  # one of each machine
+        (range(8, 24), 8, 8),
+        ((0, 8, 1, 9), 8, 1),  # not in turn
+    ],
+)
+def test_neighbours_on_a_machine(members, per_machine, found):
+    assert neighbours(list(members), per_machine) == found
+
+
+def by_the_planner() -> tuple[list[int], list[int]]:
+    """Two machines, as far as torchrun tells; a slow wire between them."""
+    plain = nn.Sequential(Mlp(), Mlp())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(NEIGHBOURS))
+        model = wrapped(plain, reshard_after_forward="auto")
+    groups = [v.spec.post_forward_group for m in model.modules() for v in layouts_of(m).values()]
+    assert "" not in groups and len(set(groups)) == 1
+    with pytest.MonkeyPatch.context() as patch, gathers() as found:
+        patch.setattr(reshard, "choose_kept", lambda ways, *_, **__: Kept(way=len(ways) - 1))
+        options = OPTIONS | {"bucketing": "auto"}
+        call = torch.compile(model, backend="simplefsdp", options=options)
+        train_beside(plain, model, call, rows)
+    return sorted({*found["forward"][0]}), sorted({*found["backward"][0]})
+
+
+def test_parts_by_the_planner(pools):
+    assert pools(ALL).run(by_the_planner) == [([ALL], [NEIGHBOURS])] * ALL
+
+
+def launched_differently() -> set[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(1 + dist.get_rank() % 2))
+        model = wrapped(Mlp(), reshard_after_forward="auto")
+    return {v.spec.post_forward_ranks for m in model.modules() for v in layouts_of(m).values()}
+
+
+def test_ranks_that_were_launched_differently_keep_no_parts(pools):
+    assert pools(ALL).run(launched_differently) == [{1}] * ALL
 
 
 # --- on paper -------------------------------------------------------------------------------------
