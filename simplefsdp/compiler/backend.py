@@ -36,6 +36,7 @@ from simplefsdp.frontend.after_wrap import stands_for_shard
 from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
+from simplefsdp.frontend.plain_values import compare_given
 from simplefsdp.rank_guard import agree, forget_decisions, ranks_of
 from simplefsdp.rank_logging import say
 
@@ -80,6 +81,7 @@ def simplefsdp(
     missing = _without_values(gathered, example_inputs)
     specs, gathered = named_as_before(gm, choice), _gathered_inputs(gm)
     params, again = [v for v in example_inputs if isinstance(v, DTensor)], set[str]()
+    compare_given()
     device, shapes = _device_of(params), _shapes(gathered, example_inputs)
     chosen = replace(choice, executor=executor_of(choice, shapes, device))
     settings = pass_settings(chosen, [spec.fqn for spec in specs], device)
@@ -140,11 +142,13 @@ def _refusing_lost_values(
     timeout_s: float,
 ) -> Callable[..., Any]:
     """``compiled`` with a check before each call: it raises if ``to_empty`` has meanwhile taken the
-    values of a gathered parameter, or if something was assigned to its ``.data``."""
+    values of a gathered parameter, if something was assigned to its ``.data``, or if ranks have
+    loaded different ones."""
     checked = uninitialised.last_emptied()
 
     def call(*args: Any) -> Any:
         nonlocal checked
+        compare_given()
         if checked is not (emptied := uninitialised.last_emptied()):
             if any(uninitialised.was_emptied(args[place]) for place in gathered):
                 missing = _without_values(gathered, args)

@@ -28,6 +28,7 @@ from simplefsdp.frontend.placement import (
     on_the_wire,
     share_memory,
 )
+from simplefsdp.frontend.plain_values import compare_given
 from simplefsdp.frontend.recurrent import second_lists
 from simplefsdp.frontend.slots import (
     Slot,
@@ -87,6 +88,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """
     wrapped = wrapped_in("module", module)
     slots, buffers = slots_of(module), buffers_of(module) if writeback else []
+    compare_given()
     mesh, fulls = mesh_of(slots), _fulls_of(slots)
     with plain_classes(wrapped):
         for slot in slots:

@@ -97,7 +97,6 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         **_methods(cls),
         **control.members(cls),
         **hints.members(cls),
-        **plain_values.members(cls),
         **refused.members(cls),
         **accessors(cls),
         **generation.members(cls),
@@ -291,6 +290,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     fqn, now = layout.spec.fqn, _now(module, name)
     if isinstance(param, DTensor):
         refuse_assigned([(fqn, param)])
+        plain_values.compare_given()
         if "kept" in now:
             kept.refresh([param], ranks_of_params([param]))
         else:

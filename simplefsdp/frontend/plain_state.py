@@ -1,9 +1,9 @@
 """The state of a plain model's optimizer, in the optimizer of a wrapped model.
 
 ``model.load_state_dict`` takes a plain model's tensors, of which each rank keeps its own part. So
-does ``optimizer.load_state_dict``, of state that has the shape of its parameter. What was loaded
-before an optimizer's first step is put in its place then: until a step, nothing tells which
-optimizers there are.
+does ``optimizer.load_state_dict``, of state that has the shape of its parameter; ranks compare
+that as they do a model's tensors (``plain_values.py``). What was loaded before an optimizer's first
+step is put in its place then: until a step, nothing tells which optimizers there are.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.optimizer import Optimizer
 
 from simplefsdp.frontend.placement import dtensor_like
+from simplefsdp.frontend.plain_values import note
 
 _WATCHED = "_simple_fsdp_watched"  # on an optimizer: what it loads is sharded
 
@@ -29,15 +30,23 @@ def shard_plain_state(optimizer: Optimizer) -> None:
 
 
 def _shard_loaded(optimizer: Optimizer) -> None:
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in enumerate(params):
         state = optimizer.state.get(param, {})
         for name, value in state.items() if isinstance(param, DTensor) else ():
             if _is_plain_of(param, name, value):
+                if _is_split(param):
+                    note(f"{name} of parameter {number} of an optimizer", param, value)
                 own = distribute_tensor(
                     value, param.device_mesh, param.placements, src_data_rank=None
                 ).to_local()
                 # A copy: else the whole, of which this may be a view, would stay in memory.
                 state[name] = dtensor_like(param, own.clone())
+
+
+def _is_split(param: DTensor) -> bool:
+    """Else what has the shape of all of it may be what an optimizer keeps of this rank's shard."""
+    return all(param.shape[p.dim] > 1 for p in param.placements if isinstance(p, Shard))
 
 
 def _is_plain_of(param: DTensor, name: str, value: Any) -> bool:

@@ -46,7 +46,6 @@ from simplefsdp.frontend.placement import (
     shard,
     tensor_parallel_of,
 )
-from simplefsdp.frontend.plain_values import compare_given
 from simplefsdp.frontend.post_forward_groups import after_forward
 from simplefsdp.frontend.shard_dims import PlacementFn, shard_dims, tell_of_padding
 from simplefsdp.frontend.wrapped import (
@@ -180,7 +179,6 @@ def simple_fsdp(
     cast_in_forward(model, policy)
     _requalify(model)
     remember_fqns(model)
-    model.register_load_state_dict_post_hook(compare_given)
     handle_operators()
     reduce_gradients_of_full_tensors()
     return model
