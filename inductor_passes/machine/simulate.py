@@ -217,21 +217,28 @@ def live_at_peak(program: Program) -> dict[str, int]:
     return {s: size[s] for s, (first, last) in sorted(alive) if first <= at <= last}
 
 
+_GATHERED = "gathered parameters"
+# Of what is made of nothing else: a cast of a shard, a part of what was gathered.
+_MADE_OF_ITS_LIKE = {"gradient shards", _GATHERED}
+
+
 def live_by_use(program: Program) -> dict[str, int]:
     """Bytes of :func:`live_at_peak` by use, of :data:`USES`; "activations" are all others."""
     # Inputs that are written to and returned: gradients that accumulate over backwards.
     written = {name for op in program.ops for name in op.writes} & set(program.inputs)
     use = dict.fromkeys(program.storages(written & set(program.outputs)), "full gradients")
+    given = program.storages(set(program.inputs) - program.resident)
     for op in program.ops:
         reads, writes = map(program.storages, (op.reads, op.writes))
         if op.sends == "gather":
-            use.update(dict.fromkeys(writes, "gathered parameters"))
+            # And the parts that forward has left for a gather of backward.
+            use.update(dict.fromkeys([*writes, *(s for s in reads if s in given)], _GATHERED))
         elif op.sends in ("reduce", "all_reduce"):
             for storage in reads:  # not if it is the result of an earlier reduce
                 use.setdefault(storage, "full gradients")
             use.update(dict.fromkeys(writes, "gradient shards"))
-        elif reads and all(use.get(storage) == "gradient shards" for storage in reads):
-            use.update(dict.fromkeys(writes, "gradient shards"))
+        elif len(of := {use.get(s, "") for s in reads}) == 1 and of <= _MADE_OF_ITS_LIKE:
+            use.update(dict.fromkeys(writes, of.pop()))
     return sum_by_use(live_at_peak(program), use)
 
 

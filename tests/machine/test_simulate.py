@@ -12,7 +12,7 @@ from inductor_passes.ir.buckets import assign_by_module, plan_buckets
 from inductor_passes.ir.program import Collective
 from inductor_passes.ir.text import parse
 from inductor_passes.machine.cost import LinearCost
-from inductor_passes.machine.simulate import Span, memory, simulate, slowed_us, touched
+from inductor_passes.machine.simulate import Span, live_by_use, memory, simulate, slowed_us, touched
 from inductor_passes.transform.merge import merge
 from inductor_passes.transform.order import OverlapPolicy, overlap
 
@@ -282,3 +282,41 @@ def test_memory_against_brute_force():
         assert found.live_nbytes == brute_force(program), seed
         assert found.peak_nbytes == max(found.live_nbytes) + found.resident_nbytes, seed
         assert found.live_nbytes[program.index[found.peak_op]] == max(found.live_nbytes), seed
+
+
+def test_parts_that_forward_leaves_are_of_parameters():
+    """A copy of some rows, and what backward gathers; what data goes into is an activation."""
+    forward = parse(
+        "\n".join(
+            [
+                "input x: 8",
+                "resident p: 8",
+                "start g(p) -> full: 32 | gather group=dp ranks=4 nbytes=32 dtype=f32",
+                "wait w(full) -> weight: 32 @full",
+                "compute part(weight) -> piece: 16",
+                "compute mm(x, weight, piece) -> y: 64",
+                "output piece",
+                "output y",
+            ]
+        )
+    ).verify()
+    assert live_by_use(forward) == {
+        "activations": 8 + 64,
+        "gathered parameters": 32 + 16,
+        "full gradients": 0,
+        "gradient shards": 0,
+    }
+    backward = parse(
+        "\n".join(
+            [
+                "input y: 64",
+                "input piece: 16",
+                "start g(piece) -> full: 32 | gather group=near ranks=2 nbytes=32 dtype=f32",
+                "wait w(full) -> weight: 32 @full",
+                "compute mm(y, weight, piece) -> z: 8",
+                "output z",
+            ]
+        )
+    ).verify()
+    found = live_by_use(backward)
+    assert (found["activations"], found["gathered parameters"]) == (64 + 8, 32 + 16)
