@@ -161,9 +161,9 @@ def keeping(forward: Program, backward: Program, fqns: Collection[str]) -> tuple
     """
     gathers = _gathers(backward, fqns)
     given = [name for op in gathers.values() for name in op.writes]
+    led = {name for op in gathers.values() for name in op.reads}
     # Parts, which forward would leave for these gathers.
-    parts = {name for op in gathers.values() for name in op.reads if name in backward.inputs}
-    parts -= backward.resident
+    parts = led.intersection(backward.inputs) - backward.resident
     whole = (name for op in _gathers(forward, fqns).values() for name in op.writes)
     outputs = (name for name in forward.outputs if name not in parts)
     forward = replace(forward, outputs=tuple(dict.fromkeys((*outputs, *whole))))
@@ -173,7 +173,6 @@ def keeping(forward: Program, backward: Program, fqns: Collection[str]) -> tuple
         for i, op in enumerate(backward.ops)
         if i not in gathers
     ]
-    led = {name for op in gathers.values() for name in op.reads}
     inputs = (*(name for name in backward.inputs if name not in parts), *given)
     backward = replace(backward, ops=(), inputs=inputs)
     return forward, replace(backward, ops=tuple(_without(ops, led, backward.outputs)))

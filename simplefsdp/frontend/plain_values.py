@@ -113,8 +113,7 @@ def _some_of(value: Tensor) -> Tensor:
     if type(value) is not Tensor or value.is_meta or not value.numel():
         return nothing
     value = value.reshape(1) if value.dim() == 0 else value
-    last = max(1, _ELEMENTS - 1)
-    places = torch.arange(_ELEMENTS, device="cpu") * (value.numel() - 1) // last
+    places = torch.arange(_ELEMENTS, device="cpu") * (value.numel() - 1) // (_ELEMENTS - 1)
     try:
         some = value[torch.unravel_index(places.to(value.device), value.shape)]
         some = some.resolve_conj().abs() if some.is_complex() else some

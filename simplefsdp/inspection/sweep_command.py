@@ -16,6 +16,7 @@ from inductor_passes.ir.cells import CellError
 from inductor_passes.machine.cluster import Cluster, UnknownLinkError
 from inductor_passes.rehearsal import USABLE
 from simplefsdp.choices import Bucketing
+from simplefsdp.frontend.post_forward_groups import neighbours
 from simplefsdp.inspection.names import nbytes_text, over_text, time_text
 from simplefsdp.inspection.options import InspectOptions, parallel_options, recomputed
 from simplefsdp.inspection.subject import Target
@@ -185,7 +186,6 @@ def _fit(options: InspectOptions, cluster: Cluster) -> None:
     and of keeping parameters."""
     with user_errors():
         chosen = _variants(options, cluster)
-    with user_errors():
         sweep = _sweep_of(chosen[0], cluster)
         cell = _cell(options, sweep)
         _check_longest(sweep, [cell.seq])
@@ -247,8 +247,8 @@ def _variants(options: InspectOptions, cluster: Cluster) -> list[InspectOptions]
         ours.remove("selective")
     again: list[tuple[bool, int | None]] = [(True, None), (False, None)]
     layout = plan_layout(parallel_options(options), options.ranks, cluster.ranks_per_node)
-    here = cluster.ranks_per_node // layout.tp
-    if 1 < here < layout.shard and layout.shard % here == 0:
+    sharing = range(0, layout.shard * layout.tp, layout.tp)
+    if (here := neighbours(sharing, cluster.ranks_per_node)) > 1:
         again.insert(1, (True, here))
     return [
         replace(
