@@ -151,6 +151,7 @@ def test_what_is_refused(arguments, told, capsys):
 
 
 def test_a_folder_without_a_configuration_is_looked_for_on_no_server(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("transformers")
     asked: list[str] = []
 
     def getaddrinfo(host, *_, **__):
