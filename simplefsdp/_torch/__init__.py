@@ -105,6 +105,7 @@ from simplefsdp._torch.tensors import (
     storage_number,
     storage_of,
     storage_use_count,
+    version_of,
     watch_collectives_in_place,
     watch_writes_to_dtensors,
 )

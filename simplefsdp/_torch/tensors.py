@@ -259,6 +259,13 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def version_of(tensor: DTensor) -> int:
+    """Grows with every write, be it to the DTensor or to the shard in it; but for a tensor that was
+    made in inference mode, which does not tell."""
+    both = (tensor, local_tensor(tensor))
+    return sum(one._version for one in both if not one.is_inference())
+
+
 def local_of(param: DTensor) -> torch.Tensor:
     """``param.to_local()``, whose gradient gets the layout of ``param``, on every rank.
 

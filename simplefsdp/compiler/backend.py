@@ -36,7 +36,7 @@ from simplefsdp.frontend.after_wrap import stands_for_shard
 from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
-from simplefsdp.frontend.plain_values import compare_given
+from simplefsdp.frontend.plain_values import comparing
 from simplefsdp.rank_guard import agree, forget_decisions, ranks_of
 from simplefsdp.rank_logging import say
 
@@ -81,7 +81,6 @@ def simplefsdp(
     missing = _without_values(gathered, example_inputs)
     specs, gathered = named_as_before(gm, choice), _gathered_inputs(gm)
     params, again = [v for v in example_inputs if isinstance(v, DTensor)], set[str]()
-    compare_given()
     device, shapes = _device_of(params), _shapes(gathered, example_inputs)
     chosen = replace(choice, executor=executor_of(choice, shapes, device))
     settings = pass_settings(chosen, [spec.fqn for spec in specs], device)
@@ -121,7 +120,9 @@ def simplefsdp(
     else:
         whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))
-    compiled = noting(compiled) if len(ranks) > 1 else compiled
+    if len(ranks) > 1:
+        sent = [place for place in gathered if place not in kept_places]
+        compiled = comparing(noting(compiled), sent)
     compiled = refreshing(compiled, kept_places, ranks, timeout_s)
     return _refusing_lost_values(compiled, gathered, ranks, timeout_s)
 
@@ -142,13 +143,11 @@ def _refusing_lost_values(
     timeout_s: float,
 ) -> Callable[..., Any]:
     """``compiled`` with a check before each call: it raises if ``to_empty`` has meanwhile taken the
-    values of a gathered parameter, if something was assigned to its ``.data``, or if ranks have
-    loaded different ones."""
+    values of a gathered parameter, or if something was assigned to its ``.data``."""
     checked = uninitialised.last_emptied()
 
     def call(*args: Any) -> Any:
         nonlocal checked
-        compare_given()
         if checked is not (emptied := uninitialised.last_emptied()):
             if any(uninitialised.was_emptied(args[place]) for place in gathered):
                 missing = _without_values(gathered, args)

@@ -22,7 +22,13 @@ from torch.distributed.fsdp import UnshardHandle
 from simplefsdp.frontend import kept
 from simplefsdp.frontend.accumulation import drop_deferred, reduce_now, set_sync, sync_of, syncing
 from simplefsdp.frontend.gather_spec import NO_PARTS
-from simplefsdp.frontend.wrapped import is_wrapped, layouts_of, set_layouts, wrapped_parts
+from simplefsdp.frontend.wrapped import (
+    POLICY,
+    is_wrapped,
+    layouts_of,
+    set_layouts,
+    wrapped_parts,
+)
 
 _FACTOR = "_simple_fsdp_factor"  # on a module that set_gradient_divide_factor was called on
 _SUMS_ONLY = "_simple_fsdp_sums_only"  # on one where set_force_sum_reduction_for_comms was enabled
@@ -126,7 +132,8 @@ def reshard(self: nn.Module) -> None:
 def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
     """Divide the sum of gradients over all data-parallel ranks by ``factor``; 1 for no average.
 
-    Modules inside that were given a factor of their own before keep it, as under FSDP2.
+    Modules inside that were wrapped by themselves, or given a factor of their own before, keep
+    theirs, as under FSDP2.
 
     Raises:
         TypeError: not a number.
@@ -200,11 +207,12 @@ def _wrapped(module: nn.Module, recurse: bool) -> list[nn.Module]:
 
 
 def _without_own_factor(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and what is in it, but for modules inside that have a factor, and all in them."""
+    """``module`` and what is in it, but for modules inside that have a factor, or were wrapped by
+    themselves, and all in them."""
     if is_wrapped(module):
         yield module
     for child in module.children():
-        if _FACTOR not in child.__dict__:
+        if _FACTOR not in child.__dict__ and POLICY not in child.__dict__:
             yield from _without_own_factor(child)
 
 

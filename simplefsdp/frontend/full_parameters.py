@@ -28,7 +28,7 @@ from simplefsdp.frontend.placement import (
     on_the_wire,
     share_memory,
 )
-from simplefsdp.frontend.plain_values import compare_given
+from simplefsdp.frontend.plain_values import compare, tell
 from simplefsdp.frontend.recurrent import second_lists
 from simplefsdp.frontend.slots import (
     Slot,
@@ -88,7 +88,6 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """
     wrapped = wrapped_in("module", module)
     slots, buffers = slots_of(module), buffers_of(module) if writeback else []
-    compare_given()
     mesh, fulls = mesh_of(slots), _fulls_of(slots)
     with plain_classes(wrapped):
         for slot in slots:
@@ -133,7 +132,9 @@ def full_of(param: DTensor) -> Tensor:
     local = param.to_local()
     if has_no_data(local):
         return local.new_empty(param.shape)
+    told = tell([param])
     full = off_the_wire(dtensor_like(param, on_the_wire(local)).full_tensor(), param.dtype)
+    compare(told)
     # Of a parameter that is whole on every rank, full_tensor() is the shard itself.
     return full.clone() if share_memory(full, local) else full
 

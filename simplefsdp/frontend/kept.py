@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from simplefsdp import _torch, rank_guard
-from simplefsdp._torch import local_tensor
-from simplefsdp.frontend import living
+from simplefsdp._torch import local_tensor, version_of
+from simplefsdp.frontend import living, plain_values
 from simplefsdp.frontend.gather import ON_META, gather_shard
 from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.wrapped import KEPT, is_wrapped, layouts_of, mark_stays, shards_of
@@ -123,7 +123,7 @@ _kept_of_memory: defaultdict[int, WeakSet[_Kept]] = defaultdict(WeakSet)
 def _note_shard(param: DTensor, kept: _Kept) -> None:
     """Note that ``kept`` was gathered from the shard as it is now."""
     memory = _torch.memory_of(param)
-    kept.version, kept.memory = _version(param), memory
+    kept.version, kept.memory = version_of(param), memory
     if memory is not None:
         _all.add(kept)
         _kept_of_memory[memory._cdata].add(kept)
@@ -160,7 +160,7 @@ def _note_write(value: Any) -> None:
 def refresh(params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float | None = None) -> None:
     """Gather again what is kept of those ``params`` that have changed; collective if any has."""
     kept = [(param, param.__dict__.get(_OF_SHARD)) for param in params]
-    stale = [(param, k) for param, k in kept if k is not None and k.version != _version(param)]
+    stale = [(param, k) for param, k in kept if k is not None and k.version != version_of(param)]
     if not stale:
         return
     lines = [k.spec.fqn for _, k in stale]
@@ -185,11 +185,9 @@ def refreshing(
 
 
 def _gather(param: DTensor, spec: GatherSpec) -> Tensor:
+    told = plain_values.tell([param])
     with torch.inference_mode(False), torch.no_grad():
         full = gather_shard(local_tensor(param), spec)
-        return full.clone() if spec.shard_ranks == 1 else full
-
-
-def _version(param: DTensor) -> int:
-    """Grows with every write, be it to the DTensor or to the shard in it."""
-    return param._version + local_tensor(param)._version
+        full = full.clone() if spec.shard_ranks == 1 else full
+    plain_values.compare(told)
+    return full

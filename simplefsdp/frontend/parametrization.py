@@ -116,17 +116,15 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     """Overridden methods for the subclass of ``cls``: torch sets, saves and copies by them."""
 
-    def _load_from_state_dict(
-        self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
-    ) -> None:
-        plain_values.shard_plain_values(self, state_dict, prefix)
+    def _load_from_state_dict(self: nn.Module, *args: Any) -> None:
         with sums_stay(self), kept.kept_stays(self):
-            cls._load_from_state_dict(self, state_dict, prefix, *args)
+            plain_values.load(self, cls._load_from_state_dict, *args)
 
     def _save_to_state_dict(self: nn.Module, *args: Any) -> None:
         refuse_assigned_since(param for param in self._parameters.values() if param is not None)
         # A checkpoint may be loaded into the tensors that this gives.
         kept.expect_writes(self._parameters.values())
+        plain_values.expect_writes(self._parameters.values())
         cls._save_to_state_dict(self, *args)
 
     def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -290,11 +288,11 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     fqn, now = layout.spec.fqn, _now(module, name)
     if isinstance(param, DTensor):
         refuse_assigned([(fqn, param)])
-        plain_values.compare_given()
         if "kept" in now:
             kept.refresh([param], ranks_of_params([param]))
         else:
             note_gather(param.device_mesh, fqn, layout.spec.shard_group)
+    told = plain_values.tell([] if "kept" in now else [param])
     if torch.is_inference_mode_enabled():
         # A tensor made in that mode does not tell that it was written to.
         with torch.inference_mode(False), torch.no_grad():
@@ -302,6 +300,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     else:
         full = _gathered(param, layout, now, fqn)
         note_backward(full, param, now.get("until", "all"))
+    plain_values.compare(told)
     looks_plain = layout.tensor_parallel is None and not layout.spec.tensor_class
     values = local_part(param) if layout.spec.tensor_class else full
     uninitialised.refuse(uninitialised.without_values([(fqn, param, values)]))

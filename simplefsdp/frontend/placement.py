@@ -88,9 +88,10 @@ def data_parallel(mesh: DeviceMesh, mode: str) -> DataParallel:
         )
     needed, shard_dim, replicate_dim = _MESH_OF_MODE[mode]
     if mesh.ndim != (2 if mode == "hybrid_shard" else 1):
+        other = "mode='hybrid_shard', which FSDP2 infers" if mesh.ndim == 2 else "another mode"
         raise ValueError(
             f"mesh: mode {mode!r} needs {needed}; got a {mesh.ndim}-D mesh of shape "
-            f"{tuple(mesh.shape)}. Slice it by name (mesh['dp']) or choose another mode"
+            f"{tuple(mesh.shape)}. Slice it by name (mesh['dp']), or give {other}"
         )
     return DataParallel(mesh, shard_dim, replicate_dim)
 
@@ -150,19 +151,22 @@ def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     return TensorParallel(param.device_mesh, param.placements, param.shape, param.stride())
 
 
-def shard(local: Tensor, dp: DataParallel, tp: TensorParallel | None, dim: int) -> DTensor:
+def shard(
+    local: Tensor, dp: DataParallel, tp: TensorParallel | None, dim: int, sends: bool = True
+) -> DTensor:
     """A parameter as a DTensor, sharded along ``dim`` over the data-parallel mesh; ``local`` is all
     of it that tensor parallelism has given to this rank.
 
     Rank 0 of each data-parallel group speaks for all: its values are scattered (or broadcast),
     so that ranks that were not seeded alike still hold one model. Tensors without data, on meta
-    or fake, stay so and cost no communication. A tensor-parallel parameter ends on the mesh
+    or fake, stay so and cost no communication; nor is anything sent if not ``sends``: then each
+    rank keeps its part of what it has. A tensor-parallel parameter ends on the mesh
     (tensor, data), in which plain left-to-right ``Shard`` placements describe exactly what was
     done: first split by tensor parallelism, then each part by us, uneven sizes included.
     """
     local = local.detach()
     placements = dp.placements(dim if local.dim() else None)
-    if has_no_data(local):
+    if has_no_data(local) or not sends:
         sharded = _own_part(local, dp.mesh, placements)
     else:
         sharded = distribute(local, dp.mesh, placements)
@@ -252,14 +256,16 @@ def part_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """What ``distribute_tensor`` makes of a tensor without data, of which nothing is sent; but this
-    does not make the parts of the other ranks, of which there may be hundreds."""
+    """What ``distribute_tensor`` makes of a tensor of which nothing is sent; but this does not make
+    the parts of the other ranks, of which there may be hundreds."""
     part = local
     here = mesh.get_coordinate() or ()
     for size, rank, placement in zip(mesh.shape, here, placements, strict=True):
         if isinstance(placement, Shard):
             begin, rows = part_of(part.shape[placement.dim], size, rank)
             part = part.narrow(placement.dim, begin, rows).contiguous()
+    if not has_no_data(part):
+        part = part.to(mesh.device_type).clone()  # else the whole, of which it may be a view, stays
     return dtensor_of(part, mesh, placements, local.shape, local.stride())
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.optimizer import Optimizer
 
+from simplefsdp.frontend import living
 from simplefsdp.frontend.placement import dtensor_like
-from simplefsdp.frontend.plain_values import note
+from simplefsdp.frontend.plain_values import check_mesh, note
 
 _WATCHED = "_simple_fsdp_watched"  # on an optimizer: what it loads is sharded
 
@@ -31,12 +32,17 @@ def shard_plain_state(optimizer: Optimizer) -> None:
 
 def _shard_loaded(optimizer: Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, param in enumerate(params):
+    layouts = living.layouts()
+    for param in params:
         state = optimizer.state.get(param, {})
         for name, value in state.items() if isinstance(param, DTensor) else ():
-            if _is_plain_of(param, name, value):
-                if _is_split(param):
-                    note(f"{name} of parameter {number} of an optimizer", param, value)
+            is_plain, layout = _is_plain_of(param, name, value), layouts.get(id(param))
+            what = f"{name} of {layout.spec.fqn if layout else 'a parameter'}"
+            if isinstance(value, DTensor):
+                check_mesh(what, value, param)
+            if layout is not None and _is_split(param):
+                note(param, layout, what, value if is_plain else None)
+            if is_plain:
                 own = distribute_tensor(
                     value, param.device_mesh, param.placements, src_data_rank=None
                 ).to_local()

@@ -59,7 +59,8 @@ from simplefsdp.frontend.wrapped import (
     set_layouts,
     wrapped_parts,
 )
-from simplefsdp.rank_guard import agree, ranks_of
+from simplefsdp.rank_guard import agree, have_the_same, ranks_of, waiting_s
+from simplefsdp.rank_logging import say
 
 
 def simple_fsdp(
@@ -76,12 +77,13 @@ def simple_fsdp(
     """Shard every parameter of ``model`` over ``mesh``, in place, and return it.
 
     Rank 0's values are everybody's; a model built under ``torch.device("meta")`` stays there
-    until :func:`simplefsdp.init_weights`. A submodule may be wrapped before its parent, with
-    another mesh or policy: the parent then leaves it as it is. Parameters that tensor
-    parallelism made DTensors are sharded further. Make the optimizer, and register hooks on
-    parameters, after the wrap: the parameters are new objects, on the mesh's type of device. To
-    write values outside of forward use ``copy_``, ``fill_`` and the like: what is assigned by
-    ``param.data = values`` is lost, as for every DTensor; the next forward raises.
+    until :func:`simplefsdp.init_weights`, and if it is there on some ranks only, nothing is sent.
+    A submodule may be wrapped before its parent, with another mesh or policy: the parent then
+    leaves it as it is. Parameters that tensor parallelism made DTensors are sharded further. Make
+    the optimizer, and register hooks on parameters, after the wrap: the parameters are new objects,
+    on the mesh's type of device. To write values outside of forward use ``copy_``, ``fill_`` and
+    the like: what is assigned by ``param.data = values`` is lost, as for every DTensor; the next
+    forward raises.
 
     Args:
         model: the module; its parameters become DTensors of the true global shape.
@@ -148,6 +150,7 @@ def simple_fsdp(
         ranks_of([mesh]),
         remember=False,  # this rank may wrap an equal model again, and another rank a new one
     )
+    sends = _have_the_same_values(originals, ranks_of([mesh]))
     resharding = after_forward(dp, reshard_after_forward)
     layouts = {
         key: _layout(fqn, param, dp, dims[key], dtypes[key], resharding, values[key].name)
@@ -157,7 +160,7 @@ def simple_fsdp(
         tensor_class.note_mesh(dp.shard_mesh())
     shards = {
         key: parameter_like(
-            param, shard(values[key].tensor, dp, layouts[key].tensor_parallel, dims[key])
+            param, shard(values[key].tensor, dp, layouts[key].tensor_parallel, dims[key], sends)
         )
         for key, (_, param) in originals.items()
     }
@@ -197,6 +200,20 @@ def _parameters_of(modules: Mapping[nn.Module, str], ignored: set[int]) -> Origi
             if param is not None and id(param) not in ignored:
                 found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
     return found
+
+
+def _have_the_same_values(originals: Originals, ranks: tuple[int, ...]) -> bool:
+    """Whether the same parameters are on meta on all ranks. FSDP2's users may make the model on
+    rank 0 alone, and have its values sent when it is wrapped."""
+    on_meta = [fqn for fqn, param in originals.values() if param.is_meta]
+    same = have_the_same("what is on meta", "\n".join(on_meta), ranks, waiting_s())
+    if not same:
+        say(
+            "simple_fsdp: parameters are on meta on some ranks and have values on others, so each "
+            "rank keeps its part of what it has; give all ranks values, by "
+            "set_model_state_dict(..., broadcast_from_rank0=True), say"
+        )
+    return same
 
 
 def _check_parameter(fqn: str, param: nn.Parameter) -> None:

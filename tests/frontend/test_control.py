@@ -359,7 +359,8 @@ def test_bad_arguments_are_named(fake_mesh):
 
 
 def test_a_factor_of_an_inner_module_stays(fake_mesh):
-    model = simple_fsdp(nn.Sequential(Mlp(), Mlp()), fake_mesh(2))
+    mesh = fake_mesh(2)
+    model = simple_fsdp(nn.Sequential(Mlp(), Mlp()), mesh)
     model[0].set_gradient_divide_factor(8.0)
     model.set_gradient_divide_factor(2.0)
 
@@ -370,6 +371,10 @@ def test_a_factor_of_an_inner_module_stays(fake_mesh):
     assert (factors(model[0]), factors(model[1])) == ({8.0}, {2.0})
     model[0].set_gradient_divide_factor(4.0)
     assert factors(model[0]) == {4.0}
+
+    parts = nn.Sequential(simple_fsdp(Mlp(), mesh), Mlp())
+    simple_fsdp(parts, mesh).set_gradient_divide_factor(2.0)
+    assert (factors(parts[0]), factors(parts[1])) == ({None}, {2.0})  # as under FSDP2
 
 
 def test_gradient_sync_takes_the_all_reduce_along(fake_mesh):

@@ -24,6 +24,7 @@ from beside import (
     wrapped,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -35,6 +36,51 @@ from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp import simple_fsdp, unsharded
 from simplefsdp.frontend.wrapped import layouts_of
+
+# --- made on rank 0 alone -------------------------------------------------------------------------
+
+
+def two_parts() -> nn.Module:
+    return nn.Sequential(Mlp(), Mlp())
+
+
+def made_on_rank_0(mode: str) -> None:
+    """As verl has it: the others get memory, and then rank 0's values."""
+    torch.manual_seed(dist.get_rank())
+    is_first = dist.get_rank() == 0
+    made = two_parts() if is_first else meta(two_parts)
+    state = copy.deepcopy(made.state_dict())
+    model = simple_fsdp(made, mesh_of(mode), mode=mode)
+    assert all(param.is_meta != is_first for param in model.parameters())
+    for param in model.parameters() if is_first else ():  # a view would keep all of it in memory
+        assert param.to_local().untyped_storage().nbytes() == param.to_local().nbytes
+    model = model.to("cpu") if is_first else model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    torch.manual_seed(0)
+    train_beside(two_parts(), model, call_of(model, "aot_eager"), rows)
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_made_on_rank_0_alone(pools, mode):
+    pools(2).run(made_on_rank_0, mode)
+
+
+def left_on_meta() -> str:
+    """The ranks that never got values say so."""
+    is_first = dist.get_rank() == 0
+    model = simple_fsdp(Mlp() if is_first else meta(Mlp), mesh_of())
+    if is_first:
+        return ""
+    with pytest.raises((ValueError, RuntimeError), match="meta") as told:
+        model(numbers(2, DIM))
+    return str(told.value)
+
+
+def test_ranks_without_values_say_so(pools):
+    _, text = pools(2).run(left_on_meta)
+    assert "row: is on the meta device, without values" in text
+
 
 # --- to_empty, and values by hand -----------------------------------------------------------------
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import DIM, Mlp, call_of, mean, mine, numbers, wrapped
-from ranks import RankPool
+from beside import DIM, Mlp, call_of, check_grads, mean, mine, numbers, wrapped
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplefsdp import unsharded
-from simplefsdp.frontend.plain_values import _are_close, _given, _some_of, compare_given
+from simplefsdp import simple_fsdp, unsharded
+from simplefsdp.frontend.plain_values import _all, _are_close, _some_of
 from simplefsdp.rank_guard import RankMismatchError
 
 
 def two(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(Mlp(), nn.LayerNorm(DIM))
+
+
+def one(seed: int) -> nn.Module:
+    """A rank that raises when it has gathered the parameter leaves no other gather undone."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(DIM, DIM, bias=False))
 
 
 def prefixed(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -60,7 +68,11 @@ def the_same() -> None:
             dist.barrier()
 
     def under_a_mode() -> None:
-        with Idle():
+        with Idle() if rank else nullcontext():
+            model.load_state_dict(state)
+
+    def in_inference_mode() -> None:
+        with torch.inference_mode():
             model.load_state_dict(state)
 
     loads = [
@@ -73,6 +85,7 @@ def the_same() -> None:
         lambda: model.load_state_dict({k: v * near for k, v in state.items()}),
         one_rank_at_a_time,
         under_a_mode,
+        in_inference_mode,
     ]
     for load in loads:
         model.load_state_dict(wrapped(two(0)).state_dict())
@@ -80,7 +93,7 @@ def the_same() -> None:
         assert told(lambda: model(numbers(4, DIM))) == ""
         for fqn, param in model.named_parameters():
             assert torch.allclose(param.full_tensor(), state[fqn], rtol=1e-4), fqn
-    assert not _given
+    assert not _all
 
 
 def test_the_same(pools):
@@ -96,103 +109,251 @@ def other_values() -> str:
 def test_other_values_are_a_warning(pools):
     texts = pools(2).run(other_values)
     assert texts[0] == ""
-    assert "load_state_dict was given other values on rank 1 than on rank 0, and for 2" in texts[1]
+    for text in texts[1].split("\n"):  # of each gather
+        assert "load_state_dict was given other values on rank 1 than on rank 0" in text
 
 
-def other_names(executor: str) -> str:
-    """Each rank was given something else; then all load the same."""
+def other_names() -> list[str]:
+    """Each rank was given something else, and goes on; then all load the same."""
     model, state = wrapped(two(0)), two(1).state_dict()
-    call = call_of(model, executor)
-    mean(call(*mine((numbers(4, DIM),)))).backward()
+    call = call_of(model, "aot_eager")
     some = state if dist.get_rank() == 0 else {"1.bias": state["1.bias"]}
     model.load_state_dict(some, strict=False)
-    text = told(lambda: call(*mine((numbers(4, DIM),))))
+    texts = [told(lambda: call(*mine((numbers(4, DIM),)))) for _ in range(2)]
     model.load_state_dict(state)
-    assert told(lambda: call(*mine((numbers(4, DIM),)))) == ""
-    return text
+    return [*texts, told(lambda: call(*mine((numbers(4, DIM),))))]
 
 
-@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
-def test_other_names(own_ranks, executor):
-    for text in own_ranks.run(other_names, executor):
-        assert "error: what load_state_dict was given is not the same on all ranks" in text
-        assert "rank 0 has 'load_state_dict was given 0.down.weight', rank 1 has 'load" in text
+def test_other_names(pools):
+    for first, text, last in pools(2).run(other_names):
+        assert first == text and not last
+        assert "a plain model's tensors, and only 1 of the 2 ranks" in text
+    assert text.startswith("error: 1.bias: load_state_dict gave rank 1 ")
 
 
-def on_rank_0(how: str) -> str:
-    """What it says; rank 1 does not wait for it here, as it would in the gather."""
-    model, state = wrapped(two(0)), two(1).state_dict()
+def on_rank_0(how: str) -> list[str]:
+    """Rank 0 loads, and is told when it gathers, each time; then all load."""
+    model, state = wrapped(one(0)), one(1).state_dict()
     call = call_of(model, "aot_eager" if how == "compiled" else "eager")
-    if how == "compiled":
-        mean(call(*mine((numbers(4, DIM),)))).backward()
-    if dist.get_rank():
-        return ""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SIMPLEFSDP_TIMEOUT_S", "1")
-        if how == "in a holder":
-            nn.ModuleList(model.children()).load_state_dict(state)
-        else:
-            model.load_state_dict(state)
+    call(numbers(2, DIM))  # an eager rank compares at the end what it has gathered, the first time
+
+    def gather() -> None:
         if how == "unsharded":
-            return told(lambda: unsharded(model).__enter__())
-        return told(lambda: call(*mine((numbers(4, DIM),))))
+            with unsharded(model, writeback=False):
+                pass
+        elif how == "unshard":
+            model.unshard()
+            model.reshard()
+        else:
+            call(numbers(2, DIM))
+
+    if dist.get_rank() == 0:
+        holder = nn.ModuleList(model.children()) if how == "in a holder" else model
+        holder.load_state_dict(state)
+    texts = [told(gather), told(gather)]
+    dist.barrier()  # else rank 1 may load before rank 0 has compared
+    model.load_state_dict(state)
+    return [*texts, told(gather)]
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", "in a holder", "unsharded"])
-def test_on_rank_0_only(how):
+@pytest.mark.parametrize("how", ["eager", "compiled", "in a holder", "unsharded", "unshard"])
+def test_on_rank_0_only(pools, how):
     """Rank 1 would have gone on with its own values: a model put together of two."""
-    ranks = RankPool(2)
-    try:
-        text, _ = ranks.run(on_rank_0, how)
-    finally:
-        ranks.stop()
-    assert "what load_state_dict was given: after 1 s, rank 1 did not get to" in text
+    (first, text, last), other = pools(2).run(on_rank_0, how)
+    assert first == text and [last, *other] == [""] * 4
+    assert "error: 0.weight: load_state_dict gave rank 0 a plain model's tensors, and only" in text
     assert "broadcast_from_rank0=True" in text
 
 
-def another_loads_shards() -> str:
-    """What was plain at first, and then a shard, is not compared."""
+def alone() -> None:
+    """All ranks load; then rank 0 computes alone, where that sends nothing."""
+    x, state = numbers(2, DIM), two(1).state_dict()
+    own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ranks", "own"))["own"]
+    copies, teacher = wrapped(two(0), "replicate"), simple_fsdp(two(0), own)
+    kept, student = wrapped(two(0)), wrapped(two(0))
+    calls = [copies, call_of(copies, "aot_eager"), kept, teacher, call_of(teacher, "aot_eager")]
+    with torch.no_grad():
+        for call in calls:
+            call(x)
+        for model in (copies, kept, student):
+            model.load_state_dict(state)
+        if dist.get_rank() == 0:
+            teacher.load_state_dict(state)
+        kept.unshard()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SIMPLEFSDP_TIMEOUT_S", "2")
+            if dist.get_rank() == 0:
+                assert [told(lambda call=call: call(x)) for call in calls] == [""] * len(calls)
+        dist.barrier()
+        assert told(lambda: student(x)) == ""
+
+
+def test_a_rank_that_gathers_nothing_waits_for_nobody(pools):
+    pools(2).run(alone)
+
+
+def something_else_since() -> None:
+    """Rank 0 loads plain tensors, and then all get other values, which are the same."""
     model, state = wrapped(two(0)), two(1).state_dict()
     shards = {fqn: param.detach() + 1 for fqn, param in model.named_parameters()}
+
+    def copied() -> None:
+        with torch.no_grad():
+            for fqn, param in model.named_parameters():
+                param.copy_(shards[fqn])
+
+    later = [
+        lambda: model.load_state_dict(shards),
+        lambda: model.load_state_dict(shards, assign=True),
+        copied,
+    ]
+    for change in later:
+        if dist.get_rank() == 0:
+            model.load_state_dict(state)
+            copy.deepcopy(model).load_state_dict(state)
+        change()
+        assert told(lambda: model(numbers(4, DIM))) == ""
+    assert not _all
+
+
+def test_what_has_got_another_value_since_is_not_compared(pools):
+    pools(2).run(something_else_since)
+
+
+def into_what_a_state_gave() -> list[str]:
+    """Rank 0 loads plain tensors; then all load a checkpoint into what ``state_dict()`` gave."""
+    model = wrapped(one(0))
+    model(numbers(2, DIM))
     if dist.get_rank() == 0:
-        model.load_state_dict(state)
-    model.load_state_dict(shards)
-    return told(lambda: model(numbers(4, DIM)))
+        model.load_state_dict(one(1).state_dict())
+    for value in model.state_dict().values():
+        value.to_local().detach().fill_(1.0)
+    texts = [told(lambda: model(numbers(2, DIM))) for _ in range(2)]
+    dist.barrier()
+    return texts
 
 
-def test_shards_come_after(pools):
-    assert pools(2).run(another_loads_shards) == ["", ""]
+def test_a_checkpoint_loaded_since_is_a_warning_at_most(pools):
+    ours, theirs = pools(2).run(into_what_a_state_gave)
+    assert not ours[0].startswith("error") and [ours[1], *theirs] == [""] * 3
 
 
-def optimizer_on_rank_0() -> str:
-    plain, model = two(0), wrapped(two(0))
+def over_another_mesh() -> None:
+    model, mesh = wrapped(one(0)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    other = simple_fsdp(one(0), mesh["dp"])
+    with pytest.raises(ValueError, match=r"0\.weight: expected a shard over .* dcp\.load"):
+        model.load_state_dict(other.state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (model, other)]
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        mean(each(numbers(2, DIM))).backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"exp_avg of 0\.weight: expected a shard over"):
+        optimizers[0].load_state_dict(optimizers[1].state_dict())
+
+
+def test_a_shard_over_another_mesh_is_refused(pools):
+    pools(2).run(over_another_mesh)
+
+
+def two_of_one_name() -> list[str]:
+    teacher, student, state = wrapped(one(0)), wrapped(one(0)), one(1).state_dict()
+    for model in (teacher, student):
+        model(numbers(2, DIM))
+    teacher.load_state_dict(state)
+    if dist.get_rank() == 0:
+        student.load_state_dict(state)
+    return [told(lambda model=model: model(numbers(2, DIM))) for model in (teacher, student)]
+
+
+def test_models_of_one_name_are_told_apart(pools):
+    ours, theirs = pools(2).run(two_of_one_name)
+    assert ours[0] == "" and "gave rank 0 a plain model's tensors" in ours[1]
+    assert theirs == ["", ""]
+
+
+def optimizer_on_rank_0() -> list[str]:
+    plain, model = one(0), wrapped(one(0))
     ours, theirs = (torch.optim.AdamW(m.parameters()) for m in (model, plain))
     mean(plain(numbers(4, DIM))).backward()
     theirs.step()
     mean(model(numbers(4, DIM))).backward()
     ours.step()
-    if dist.get_rank():
-        return ""
+    shards = copy.deepcopy(ours.state_dict())
+    texts = []
+    for then in (lambda: None, lambda: ours.load_state_dict(shards)):
+        if dist.get_rank() == 0:
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        then()
+        texts.append(told(lambda: model(numbers(4, DIM))))
+        dist.barrier()
     ours.load_state_dict(theirs.state_dict())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SIMPLEFSDP_TIMEOUT_S", "1")
-        return told(lambda: model(numbers(4, DIM)))
+    return [*texts, told(lambda: model(numbers(4, DIM)))]
 
 
-def test_an_optimizers_state_on_rank_0_only():
-    ranks = RankPool(2)
-    try:
-        text, _ = ranks.run(optimizer_on_rank_0)
-    finally:
-        ranks.stop()
-    assert "after 1 s, rank 1 did not get to what rank 0 is about to do" in text
+def test_an_optimizers_state_on_rank_0_only(pools):
+    texts, other = pools(2).run(optimizer_on_rank_0)
+    assert "error: exp_avg of 0.weight and 1 more: load_state_dict gave rank 0" in texts[0]
+    assert [*texts[1:], *other] == [""] * 5
+
+
+class Renaming(nn.Linear):
+    """It was called otherwise once."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self._register_load_state_dict_pre_hook(self.rename)
+
+    def rename(self, state_dict, prefix, *_) -> None:
+        state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel")
+
+
+def test_what_a_hook_renames_is_sharded(solo_mesh):
+    model = simple_fsdp(nn.Sequential(Renaming()), solo_mesh)
+    state = {"0.kernel": numbers(DIM, DIM), "0.bias": numbers(DIM)}
+    model.load_state_dict(state)
+    assert torch.equal(model[0].weight.full_tensor(), state["0.kernel"])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def assigned_tied(executor: str) -> None:
+    """As for the plain model: two parameters of one memory."""
+    plain, value = Tied(), numbers(DIM, DIM)
+    model, state = wrapped(plain), {"a.weight": value, "b.weight": value.view(DIM, DIM)}
+    for each in (plain, model):
+        each.load_state_dict(copy.deepcopy(state), assign=True)
+        for param in each.parameters():
+            param.requires_grad_()
+    call = call_of(model, executor)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(3):
+        x = numbers(4, DIM, seed=step)
+        mean(plain(x)).backward()
+        mean(call(*mine((x,)))).backward()
+        check_grads(plain, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model.a.weight.full_tensor(), model.b.weight.full_tensor())
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_tied_parameters_stay_tied(pools, executor):
+    pools(2).run(assigned_tied, executor)
 
 
 def test_nothing_is_compared_by_one_rank(solo_mesh):
     model = wrapped(two(0))
     model.load_state_dict(two(1).state_dict())
-    assert not _given
-    compare_given()
+    assert not _all
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,9 @@ def test_wrong_arguments(fake_mesh):
         simple_fsdp(line, 4)
     with pytest.raises(ValueError, match=r"mode: expected one of fully_shard, .* got 'zero3'"):
         simple_fsdp(line, mesh, mode="zero3")
-    with pytest.raises(ValueError, match=r"'fully_shard' needs a 1-D mesh.* got a 2-D mesh"):
+    with pytest.raises(
+        ValueError, match=r"'fully_shard' needs a 1-D mesh.* got a 2-D .*mode='hybrid_shard'"
+    ):
         simple_fsdp(line, mesh)
     with pytest.raises(TypeError, match=r"mp_policy: expected .*MixedPrecisionPolicy"):
         simple_fsdp(line, mesh, mode="hybrid_shard", mp_policy=torch.bfloat16)
