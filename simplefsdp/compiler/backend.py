@@ -34,9 +34,9 @@ from simplefsdp.frontend import assigned, living, uninitialised
 from simplefsdp.frontend.accumulation import noting_backwards
 from simplefsdp.frontend.after_wrap import stands_for_shard
 from simplefsdp.frontend.gather_spec import GatherSpec
+from simplefsdp.frontend.given import comparing
 from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
-from simplefsdp.frontend.plain_values import comparing
 from simplefsdp.rank_guard import agree, forget_decisions, ranks_of
 from simplefsdp.rank_logging import say
 

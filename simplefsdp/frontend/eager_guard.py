@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp import rank_sequence
 from simplefsdp._torch import given_up_on, run_as_it_is
+from simplefsdp.frontend.given import compare
 from simplefsdp.rank_guard import LATE, RankMismatchError, agree, ranks_of
 
 
@@ -40,6 +42,7 @@ class _Forward(threading.local):
         self.sent: dict[str, list[str]] = {}  # by process group
         self.given_up = ""  # the function around it that Dynamo has given up on; "" if none
         self.asked: set[tuple[int, ...]] = set()  # ranks that were asked whether they are in one
+        self.told: list[Any] = []  # what to compare at its end, see given.py
 
 
 _now = _Forward()
@@ -59,6 +62,15 @@ def note_gather(mesh: DeviceMesh, fqn: str, group: str) -> None:
         _now.sent.setdefault(group, []).append(fqn)
     if given_up := (_now.depth and _now.given_up) or given_up_on():
         _agree_to_run_uncompiled(given_up, mesh, fqn, group)
+
+
+def compare_at_end(told: list[Any]) -> None:
+    """Have ranks compare what they have told when the forward has ended, for a rank that raised
+    would miss the gathers that follow; or, outside of one, now."""
+    if _now.depth:
+        _now.told += told
+    else:
+        compare(told)
 
 
 def _agree_to_run_uncompiled(function: str, mesh: DeviceMesh, fqn: str, group: str) -> None:
@@ -95,7 +107,7 @@ def eager_forward() -> Iterator[None]:
     """One forward of a wrapped model."""
     if not _now.depth:
         _now.given_up, _now.asked = given_up_on(), set()
-        _now.number, _now.gathered, _now.sent = next(_numbers), {}, {}
+        _now.number, _now.gathered, _now.sent, _now.told = next(_numbers), {}, {}, []
     _now.depth += 1
     try:
         yield
@@ -109,6 +121,9 @@ def eager_forward() -> Iterator[None]:
         for mesh, fqns in _now.gathered.items():
             agree("what a forward gathers eagerly", ["eager", *fqns], ranks_of([mesh]))
     _note_sent()
+    if not _now.depth:
+        told, _now.told = _now.told, []
+        compare(told)
 
 
 def _note_sent() -> None:

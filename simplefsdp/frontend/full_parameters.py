@@ -20,6 +20,7 @@ from simplefsdp.frontend import uninitialised
 from simplefsdp.frontend.after_wrap import mark_full
 from simplefsdp.frontend.assigned import refuse_assigned_since
 from simplefsdp.frontend.buffers import buffers_of, send_written
+from simplefsdp.frontend.given import compare, tell
 from simplefsdp.frontend.placement import (
     distribute,
     dtensor_like,
@@ -28,7 +29,6 @@ from simplefsdp.frontend.placement import (
     on_the_wire,
     share_memory,
 )
-from simplefsdp.frontend.plain_values import compare, tell
 from simplefsdp.frontend.recurrent import second_lists
 from simplefsdp.frontend.slots import (
     Slot,

@@ -8,14 +8,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from simplefsdp.frontend.wrapped import (
-    IGNORED,
-    ParameterLayout,
-    fqn_of,
-    ignored_params,
-    layouts_of,
-    shards_of,
-)
+from simplefsdp.frontend.wrapped import IGNORED, fqn_of, ignored_params, layouts_of, shards_of
 
 # On a parameter: how many wraps there were when its FQN was looked for; its id, since a copy of it
 # has the same attributes; and the FQN. No weak references: torch swaps no tensor that has one.
@@ -65,14 +58,10 @@ def living_shards() -> Iterator[tuple[str, DTensor]]:
             yield fqn_of(module, name), param
 
 
-def layouts() -> dict[int, ParameterLayout]:
-    """How each sharded parameter of a living module is gathered, by its ``id``."""
-    return {
-        id(param): layout
-        for module in modules()
-        for name, layout in layouts_of(module).items()
-        if (param := module._parameters.get(name)) is not None
-    }
+def owners() -> dict[int, tuple[nn.Module, str]]:
+    """The module of each sharded parameter of a living module, and its name there, by its ``id``.
+    Of a tied one the last."""
+    return {id(param): (module, name) for module in modules() for name, param in shards_of(module)}
 
 
 def is_sharded_alike(tensor: DTensor, param: DTensor) -> bool:

@@ -2,7 +2,7 @@
 
 ``model.load_state_dict`` takes a plain model's tensors, of which each rank keeps its own part. So
 does ``optimizer.load_state_dict``, of state that has the shape of its parameter; ranks compare
-that as they do a model's tensors (``plain_values.py``). What was loaded before an optimizer's first
+that as they do a model's tensors (``given.py``). What was loaded before an optimizer's first
 step is put in its place then: until a step, nothing tells which optimizers there are.
 """
 
@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.optimizer import Optimizer
 
 from simplefsdp.frontend import living
+from simplefsdp.frontend.given import note
 from simplefsdp.frontend.placement import dtensor_like
-from simplefsdp.frontend.plain_values import check_mesh, note
+from simplefsdp.frontend.wrapped import fqn_of
 
 _WATCHED = "_simple_fsdp_watched"  # on an optimizer: what it loads is sharded
 
@@ -32,16 +33,15 @@ def shard_plain_state(optimizer: Optimizer) -> None:
 
 def _shard_loaded(optimizer: Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    layouts = living.layouts()
+    owners = living.owners()
     for param in params:
         state = optimizer.state.get(param, {})
         for name, value in state.items() if isinstance(param, DTensor) else ():
-            is_plain, layout = _is_plain_of(param, name, value), layouts.get(id(param))
-            what = f"{name} of {layout.spec.fqn if layout else 'a parameter'}"
-            if isinstance(value, DTensor):
-                check_mesh(what, value, param)
-            if layout is not None and _is_split(param):
-                note(param, layout, what, value if is_plain else None)
+            is_plain = _is_plain_of(param, name, value)
+            if id(param) in owners and _is_split(param):
+                owner, its = owners[id(param)]
+                what = f"{name} of {fqn_of(owner, its)}"
+                note(owner, its, what, value if is_plain else None)
             if is_plain:
                 own = distribute_tensor(
                     value, param.device_mesh, param.placements, src_data_rank=None

@@ -77,8 +77,8 @@ def left_on_meta() -> str:
     return str(told.value)
 
 
-def test_ranks_without_values_say_so(pools):
-    _, text = pools(2).run(left_on_meta)
+def test_ranks_without_values_say_so(own_ranks):
+    _, text = own_ranks.run(left_on_meta)
     assert "row: is on the meta device, without values" in text
 
 
