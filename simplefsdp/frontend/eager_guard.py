@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp import rank_sequence
 from simplefsdp._torch import given_up_on, run_as_it_is
-from simplefsdp.frontend.given import compare
+from simplefsdp.frontend.given import compare, take_back
 from simplefsdp.rank_guard import LATE, RankMismatchError, agree, ranks_of
 
 
@@ -113,6 +113,8 @@ def eager_forward() -> Iterator[None]:
         yield
     except BaseException:
         _now.depth -= 1
+        told, _now.told = _now.told, []
+        take_back(told)
         with suppress(RankMismatchError):
             _note_sent()  # as on the other ranks, which may not fail
         raise

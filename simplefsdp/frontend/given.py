@@ -36,9 +36,46 @@ from simplefsdp.rank_guard import RankMismatchError, ranks_of, store_of
 
 log = logging.getLogger("simplefsdp")
 
+_KEPT = 8  # turns whose values stay in the store: no rank is so far ahead of another
 _ELEMENTS = 8  # of a tensor that are looked at
 # Of float32, and of what may have been bfloat16, by its eighth.
 _TOLERANCE, _ROUNDED = 1e-3, 2.0**-7
+
+
+@dataclass
+class _Turn:
+    """What this rank has told of parameters that some ranks gather, in the store."""
+
+    ranks: tuple[int, ...]
+    names: str  # a digest of the names of what the parameters were given
+    number: int  # which time this rank has told something under these names
+    world: weakref.ref[Any] = field(default_factory=lambda: weakref.ref(dist.group.WORLD))
+    is_open: bool = True  # until it is compared, or taken back
+
+    @property
+    def came(self) -> str:
+        """The key under which ranks are counted."""
+        return f"given/{self.names}/{self.number}/ranks"
+
+    @property
+    def values(self) -> str:
+        """The key of the lowest rank's values, which is used again some turns later."""
+        return f"given/{self.names}/{self.number % _KEPT}/values"
+
+    def is_of_this_world(self) -> bool:
+        """Whether the default process group is that of then."""
+        return dist.is_initialized() and self.world() is dist.group.WORLD
+
+    def all_came(self) -> bool:
+        """Whether all ranks have told something under these names, so often. If not, this rank
+        takes back what it told."""
+        store = store_of(self.ranks)
+        found = store.add(self.came, 0) >= len(self.ranks)
+        if not found:
+            store.add(self.came, -1)
+            store.add(_turns(self.names), -1)
+        self.is_open = False
+        return bool(found)
 
 
 @dataclass
@@ -53,41 +90,35 @@ class _Given:
     some: dict[str, Tensor] = field(default_factory=dict)  # by what was given, some elements of it
     version: int = -1  # of the parameter when it had got a value
     may_be_written: bool = False  # since, which its version does not tell
-    told: tuple[str, int] | None = None  # under which names, and for which time
+    turn: _Turn | None = None  # in which it was told, and not compared yet
 
     def is_of(self, param: object) -> bool:
         """Whether ``param`` is still that parameter, and no other with its ``id``."""
         owner = self.owner()
         return owner is not None and owner._parameters.get(self.name) is param
 
+    def settle(self) -> None:
+        """End the turn in which it was told, if that was not compared, since something raised."""
+        if self.turn is not None and self.turn.is_open and self.turn.is_of_this_world():
+            self.turn.all_came()
+        self.turn = None
+
 
 _given: dict[int, _Given] = {}  # by the ``id`` of a parameter
 
 
 class _Told(NamedTuple):
-    """What this rank has told of parameters that some ranks are about to gather."""
+    """What this rank has told of parameters that are about to be gathered."""
 
-    ranks: tuple[int, ...]
-    params: list[DTensor]
-    given: list[_Given]
-    names: str  # a digest of the names of what they were given
-    turn: int  # which time this rank has told something under these names
-
-    @property
-    def prefix(self) -> str:
-        """Of the keys in the store."""
-        return f"given/{self.names}/{self.turn}"
-
-    @property
-    def some(self) -> list[tuple[str, Tensor]]:
-        """Some elements of what they were given, by name."""
-        return _some_by_name(self.given)
+    turn: _Turn
+    given: list[tuple[DTensor, _Given]]
+    some: list[tuple[str, Tensor]]  # some elements of what they were given, by name
 
 
-# By the default process group, and the ranks of which this is the lowest: the keys of what they
-# compared last.
-_compared: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], set[str]]]
-_compared = weakref.WeakKeyDictionary()
+def _turns(names: str) -> str:
+    """The key of how often this rank has told something under ``names``. The store counts, since it
+    may outlive the process group."""
+    return f"given/{names}/turns/{dist.get_rank()}"
 
 
 def note(owner: nn.Module, name: str, what: str, value: Tensor | None) -> None:
@@ -101,24 +132,30 @@ def note(owner: nn.Module, name: str, what: str, value: Tensor | None) -> None:
             parameter itself.
         value: of the whole shape.
     """
-    param, spec = owner._parameters.get(name), layouts_of(owner)[name].spec
-    if not isinstance(param, DTensor) or has_no_data(local_tensor(param)):
+    param, layout = owner._parameters.get(name), layouts_of(owner).get(name)
+    if layout is None or not isinstance(param, DTensor) or has_no_data(local_tensor(param)):
         return
-    given = _given_to(param)
+    spec, given = layout.spec, _given_to(param)
     if given is None:
         if value is None or spec.shard_ranks < 2 or not ranks_of([param.device_mesh]):
             return
         ranks = ranks_of_group(spec.shard_group) or [dist.get_rank()]
         given = _Given(weakref.ref(owner), name, tuple(sorted(ranks)))
-        for key in [key for key, old in _given.items() if old.owner() is None]:
-            del _given[key]
+        _forget_replaced()
         _given[id(param)] = given
+    given.settle()
     given.some.pop(what, None)
-    given.told = None
     if value is not None:
         given.some[what] = _some_of(value)
     if what == spec.fqn:
         given.version, given.may_be_written = version_of(param), False
+
+
+def _forget_replaced() -> None:
+    for key, given in list(_given.items()):
+        owner = given.owner()
+        if owner is None or id(owner._parameters.get(given.name)) != key:
+            del _given[key]
 
 
 def _given_to(param: object) -> _Given | None:
@@ -139,38 +176,34 @@ def tell(params: Iterable[Any]) -> list[_Told]:
     have been gathered, call :func:`compare` with what this returns."""
     if not _given or not dist.is_initialized():
         return []
-    of: defaultdict[tuple[int, ...], list[DTensor]] = defaultdict(list)
+    of: defaultdict[tuple[int, ...], list[tuple[DTensor, _Given]]] = defaultdict(list)
     for param in params:
         given = _given_to(param)
         if given is not None and given.some:
             # A rank may have filled in its own rows, so that this is told all the same.
             given.may_be_written |= given.version not in (version_of(param), -1)
-            of[given.ranks].append(param)
+            of[given.ranks].append((param, given))
     return [_tell(ranks, given_to) for ranks, given_to in of.items()]
 
 
-def _tell(ranks: tuple[int, ...], params: list[DTensor]) -> _Told:
-    given, store = [_given[id(param)] for param in params], store_of(ranks)
-    some = _some_by_name(given)
-    names = hashlib.sha256("\n".join(name for name, _ in some).encode()).hexdigest()
-    told = {one.told for one in given}
-    before = told.pop() if len(told) == 1 else None
-    if before is not None and before[0] == names:  # and not compared, since something raised
-        return _Told(ranks, params, given, *before)
-    # As many times as on the other ranks. The store counts: it may outlive the process group.
-    turn = store.add(f"given/{names}/turns/{dist.get_rank()}", 1)
-    made = _Told(ranks, params, given, names, turn)
-    if dist.get_rank() == min(ranks):
-        store.set(f"{made.prefix}/values", json.dumps([v.tolist() for _, v in some]))
-    store.add(f"{made.prefix}/ranks", 1)
-    for one in given:
-        one.told = names, turn
-    return made
-
-
-def _some_by_name(given: Iterable[_Given]) -> list[tuple[str, Tensor]]:
+def _tell(ranks: tuple[int, ...], given_to: list[tuple[DTensor, _Given]]) -> _Told:
+    given = [one for _, one in given_to]
     # Models in one graph may have the same names, in the same order on all ranks.
-    return sorted((item for one in given for item in one.some.items()), key=lambda item: item[0])
+    some = sorted((item for one in given for item in one.some.items()), key=lambda item: item[0])
+    names = hashlib.sha256("\n".join(name for name, _ in some).encode()).hexdigest()
+    turn, store = given[0].turn, store_of(ranks)
+    if turn is None or not turn.is_open or turn.names != names or not turn.is_of_this_world():
+        turn = None
+    if turn is None or any(one.turn is not turn for one in given):
+        for one in given:
+            one.settle()
+        turn = _Turn(ranks, names, store.add(_turns(names), 1))
+        if dist.get_rank() == min(ranks):
+            store.set(turn.values, json.dumps([values.tolist() for _, values in some]))
+        store.add(turn.came, 1)
+        for one in given:
+            one.turn = turn
+    return _Told(turn, given_to, some)
 
 
 def compare(all_told: Sequence[_Told]) -> None:
@@ -182,52 +215,40 @@ def compare(all_told: Sequence[_Told]) -> None:
     """
     if not all_told:
         return
-    if (device := all_told[0].params[0].device).type != "cpu":
+    if (device := all_told[0].given[0][0].device).type != "cpu":
         # Else the gather may not have begun on all ranks.
         torch.accelerator.current_stream(device).synchronize()
-    ended: list[_Told] = []
-    refused: list[_Told] = []
-    for told in all_told:
-        (ended if _have_all_told(told) else refused).append(told)
-    _forget(ended)
-    _delete_compared(ended)
-    if not all(one.may_be_written for told in refused for one in told.given):
+    # Not open: the parameters were gathered several times.
+    refused = [told for told in all_told if told.turn.is_open and not _is_the_same(told)]
+    if not all(one.may_be_written for told in refused for _, one in told.given):
         raise RankMismatchError(_refused(refused))
     if refused:
         log.warning("%s", _refused(refused))
-    _forget(refused)
+    for told in refused:
+        _forget(told)
 
 
-def _forget(all_told: Iterable[_Told]) -> None:
-    for param in (param for told in all_told for param in told.params):
-        _given.pop(id(param), None)
+def take_back(all_told: Sequence[_Told]) -> None:
+    """Call this in place of :func:`compare` if something raised: what not all ranks have told,
+    since a gather did not end, is to be told again."""
+    for told in all_told:
+        if told.turn.is_open and told.given[0][0].device.type == "cpu":  # else it may go on
+            _is_the_same(told)
 
 
-def _have_all_told(told: _Told) -> bool:
-    """Whether all ranks were given the same names; if so, warn of other values. If not, this one
-    has them told again for the same time."""
-    store = store_of(told.ranks)
-    if store.add(f"{told.prefix}/ranks", 0) < len(told.ranks):
-        if told.given[0].told is not None:  # it is, where a parameter was gathered several times
-            store.add(f"{told.prefix}/ranks", -1)
-            store.add(f"given/{told.names}/turns/{dist.get_rank()}", -1)
-        for one in told.given:
-            one.told = None
+def _is_the_same(told: _Told) -> bool:
+    """Whether all ranks were given the same names; if so, warn of other values."""
+    if not told.turn.all_came():
         return False
-    _compare_values(told, json.loads(store.get(f"{told.prefix}/values")))
+    _compare_values(told)
+    _forget(told)
     return True
 
 
-def _delete_compared(all_told: Sequence[_Told]) -> None:
-    """Delete from the store what was compared before: all ranks that have told this have ended
-    that."""
-    compared = _compared.setdefault(dist.group.WORLD, {})
-    for ranks in {told.ranks for told in all_told if dist.get_rank() == min(told.ranks)}:
-        now = {told.prefix for told in all_told if told.ranks == ranks}
-        for prefix in compared.get(ranks, set()) - now:
-            for what in ("ranks", "values"):
-                store_of(ranks).delete_key(f"{prefix}/{what}")
-        compared[ranks] = now
+def _forget(told: _Told) -> None:
+    for param, given in told.given:
+        if given.turn is told.turn and _given.get(id(param)) is given:
+            del _given[id(param)]
 
 
 def comparing(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
@@ -236,7 +257,11 @@ def comparing(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[.
 
     def call(*args: Any) -> Any:
         told = tell(args[place] for place in places)
-        results = compiled(*args)
+        try:
+            results = compiled(*args)
+        except BaseException:
+            take_back(told)
+            raise
         compare(told)
         return results
 
@@ -244,11 +269,11 @@ def comparing(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[.
 
 
 def _refused(all_told: Sequence[_Told]) -> str:
-    names = [name for told in all_told for name, _ in told.some]
+    names, ranks = [name for told in all_told for name, _ in told.some], all_told[0].turn.ranks
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"{names[0]}{more}: load_state_dict gave rank {dist.get_rank()} a plain model's tensors, "
-        f"and not all of the {len(all_told[0].ranks)} ranks that share them got the same. Each "
+        f"and not all of the {len(ranks)} ranks that share them got the same. Each "
         "rank keeps its part, so what was just computed is of parameters put together of two "
         "models: load them on all ranks before the next forward. With the tensors on rank 0 only, "
         "use torch.distributed.checkpoint.state_dict.set_model_state_dict(..., options="
@@ -256,7 +281,9 @@ def _refused(all_told: Sequence[_Told]) -> str:
     )
 
 
-def _compare_values(told: _Told, wanted: Sequence[list[float]]) -> None:
+def _compare_values(told: _Told) -> None:
+    ranks = told.turn.ranks
+    wanted = json.loads(store_of(ranks).get(told.turn.values))
     pairs = zip(told.some, wanted, strict=True)
     if apart := [name for (name, own), other in pairs if not _are_close(own.tolist(), other)]:
         log.warning(
@@ -265,7 +292,7 @@ def _compare_values(told: _Told, wanted: Sequence[list[float]]) -> None:
             "each has filled in its own rows only",
             apart[0],
             dist.get_rank(),
-            min(told.ranks),
+            min(ranks),
             f", and for {len(apart) - 1} more parameters" if len(apart) > 1 else "",
         )
 
