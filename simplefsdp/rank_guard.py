@@ -123,7 +123,7 @@ def was_agreed(lines: Sequence[str], ranks: Sequence[int]) -> bool:
 
 
 def _key(lines: Sequence[str], ranks: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    return tuple(ranks), _digest(lines)
+    return tuple(ranks), digest_of(lines)
 
 
 def have_the_same(what: str, line: str, ranks: Sequence[int], timeout_s: float) -> bool:
@@ -135,7 +135,7 @@ def _compared(
     what: str, lines: Sequence[str], ranks: Sequence[int], timeout_s: float, late: str
 ) -> tuple[int, str]:
     """Compare ``lines`` with the other ranks; gives the number of the turn, and its verdict."""
-    store, me, digest = store_of(ranks), dist.get_rank(), _digest(lines)
+    store, me, digest = store_of(ranks), dist.get_rank(), digest_of(lines)
     # The n-th call on one rank meets the n-th call on the others. The count lives in the store, so
     # that a new process group starts from 1 again.
     turn = store.add(f"turns/{me}", 1)
@@ -177,7 +177,7 @@ def decided(
         return decide()
     agree(f"what {what} is for", subject, ranks, timeout_s, late=late)
     store, me = store_of(ranks), dist.get_rank()
-    digest = _digest([what, *subject])
+    digest = digest_of([what, *subject])
     turn = store.add(f"asked/{digest}/{me}", 1)
     key = f"decided/{digest}/{turn}"
     if me == min(ranks):
@@ -211,7 +211,8 @@ def forget_decisions() -> None:
     _decisions.clear()
 
 
-def _digest(lines: Sequence[str]) -> str:
+def digest_of(lines: Iterable[str]) -> str:
+    """A digest of lines of text."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -22,13 +22,7 @@ from torch.distributed.fsdp import UnshardHandle
 from simplefsdp.frontend import kept
 from simplefsdp.frontend.accumulation import drop_deferred, reduce_now, set_sync, sync_of, syncing
 from simplefsdp.frontend.gather_spec import NO_PARTS
-from simplefsdp.frontend.wrapped import (
-    POLICY,
-    is_wrapped,
-    layouts_of,
-    set_layouts,
-    wrapped_parts,
-)
+from simplefsdp.frontend.wrapped import POLICY, is_wrapped, layouts_of, set_layouts, wrapped_parts
 
 _FACTOR = "_simple_fsdp_factor"  # on a module that set_gradient_divide_factor was called on
 _SUMS_ONLY = "_simple_fsdp_sums_only"  # on one where set_force_sum_reduction_for_comms was enabled

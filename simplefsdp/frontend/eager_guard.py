@@ -44,6 +44,11 @@ class _Forward(threading.local):
         self.asked: set[tuple[int, ...]] = set()  # ranks that were asked whether they are in one
         self.told: list[Any] = []  # what to compare at its end, see given.py
 
+    def taken(self) -> list[Any]:
+        """What was told since this was called last."""
+        told, self.told = self.told, []
+        return told
+
 
 _now = _Forward()
 _numbers = count(1)  # of all threads
@@ -113,8 +118,7 @@ def eager_forward() -> Iterator[None]:
         yield
     except BaseException:
         _now.depth -= 1
-        told, _now.told = _now.told, []
-        take_back(told)
+        take_back(_now.taken())
         with suppress(RankMismatchError):
             _note_sent()  # as on the other ranks, which may not fail
         raise
@@ -124,8 +128,7 @@ def eager_forward() -> Iterator[None]:
             agree("what a forward gathers eagerly", ["eager", *fqns], ranks_of([mesh]))
     _note_sent()
     if not _now.depth:
-        told, _now.told = _now.told, []
-        compare(told)
+        compare(_now.taken())
 
 
 def _note_sent() -> None:

@@ -14,7 +14,6 @@ Nor is what torch's own backends compile.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -32,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp._torch import dispatch_mode, has_no_data, local_tensor, version_of
 from simplefsdp.frontend.wrapped import layouts_of
-from simplefsdp.rank_guard import RankMismatchError, ranks_of, store_of
+from simplefsdp.rank_guard import RankMismatchError, digest_of, ranks_of, store_of
 
 log = logging.getLogger("simplefsdp")
 
@@ -62,9 +61,9 @@ class _Turn:
         """The key of the lowest rank's values, which is used again some turns later."""
         return f"given/{self.names}/{self.number % _KEPT}/values"
 
-    def is_of_this_world(self) -> bool:
-        """Whether the default process group is that of then."""
-        return dist.is_initialized() and self.world() is dist.group.WORLD
+    def goes_on(self) -> bool:
+        """Whether it is open, and the default process group is that of then."""
+        return self.is_open and dist.is_initialized() and self.world() is dist.group.WORLD
 
     def all_came(self) -> bool:
         """Whether all ranks have told something under these names, so often. If not, this rank
@@ -99,7 +98,7 @@ class _Given:
 
     def settle(self) -> None:
         """End the turn in which it was told, if that was not compared, since something raised."""
-        if self.turn is not None and self.turn.is_open and self.turn.is_of_this_world():
+        if self.turn is not None and self.turn.goes_on():
             self.turn.all_came()
         self.turn = None
 
@@ -190,11 +189,10 @@ def _tell(ranks: tuple[int, ...], given_to: list[tuple[DTensor, _Given]]) -> _To
     given = [one for _, one in given_to]
     # Models in one graph may have the same names, in the same order on all ranks.
     some = sorted((item for one in given for item in one.some.items()), key=lambda item: item[0])
-    names = hashlib.sha256("\n".join(name for name, _ in some).encode()).hexdigest()
-    turn, store = given[0].turn, store_of(ranks)
-    if turn is None or not turn.is_open or turn.names != names or not turn.is_of_this_world():
-        turn = None
-    if turn is None or any(one.turn is not turn for one in given):
+    names, store = digest_of(name for name, _ in some), store_of(ranks)
+    turn = given[0].turn
+    is_told = turn is not None and turn.goes_on() and turn.names == names
+    if turn is None or not is_told or any(one.turn is not turn for one in given):
         for one in given:
             one.settle()
         turn = _Turn(ranks, names, store.add(_turns(names), 1))

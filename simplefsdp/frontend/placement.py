@@ -265,7 +265,8 @@ def _own_part(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
             begin, rows = part_of(part.shape[placement.dim], size, rank)
             part = part.narrow(placement.dim, begin, rows).contiguous()
     if not has_no_data(part):
-        part = part.to(mesh.device_type).clone()  # else the whole, of which it may be a view, stays
+        # A copy: else the whole, of which it may be a view, would stay in memory.
+        part = part.to(mesh.device_type, copy=True)
     return dtensor_of(part, mesh, placements, local.shape, local.stride())
 
 

@@ -16,7 +16,8 @@ from simplefsdp._torch import has_memory
 from simplefsdp.frontend.given import note
 from simplefsdp.frontend.wrapped import fqn_of, layouts_of
 
-# While a state dict is loaded: by memory and layout, a value and the shard that was made of it.
+# While a state dict is loaded, and others by its hooks: the first one is for all of them. By memory
+# and layout, a value and the shard that was made of it.
 _made: list[dict[tuple[Any, ...], tuple[Tensor, DTensor]]] = []
 
 

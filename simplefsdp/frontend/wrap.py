@@ -150,7 +150,7 @@ def simple_fsdp(
         ranks_of([mesh]),
         remember=False,  # this rank may wrap an equal model again, and another rank a new one
     )
-    sends = _have_the_same_values(originals, ranks_of([mesh]))
+    sends = _alike_on_meta(originals, ranks_of([mesh]))
     resharding = after_forward(dp, reshard_after_forward)
     layouts = {
         key: _layout(fqn, param, dp, dims[key], dtypes[key], resharding, values[key].name)
@@ -202,18 +202,18 @@ def _parameters_of(modules: Mapping[nn.Module, str], ignored: set[int]) -> Origi
     return found
 
 
-def _have_the_same_values(originals: Originals, ranks: tuple[int, ...]) -> bool:
+def _alike_on_meta(originals: Originals, ranks: tuple[int, ...]) -> bool:
     """Whether the same parameters are on meta on all ranks. FSDP2's users may make the model on
-    rank 0 alone, and have its values sent when it is wrapped."""
+    rank 0 alone, wrap it, and then have its values sent."""
     on_meta = [fqn for fqn, param in originals.values() if param.is_meta]
-    same = have_the_same("what is on meta", "\n".join(on_meta), ranks, waiting_s())
-    if not same:
+    alike = have_the_same("what is on meta", "\n".join(on_meta), ranks, waiting_s())
+    if not alike:
         say(
             "simple_fsdp: parameters are on meta on some ranks and have values on others, so each "
             "rank keeps its part of what it has; give all ranks values, by "
             "set_model_state_dict(..., broadcast_from_rank0=True), say"
         )
-    return same
+    return alike
 
 
 def _check_parameter(fqn: str, param: nn.Parameter) -> None:

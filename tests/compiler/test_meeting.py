@@ -229,7 +229,7 @@ def agreed(world) -> World:
     """Ranks that have agreed what to decide on."""
     for rank in (0, 1):
         known = rank_guard._agreed.setdefault(world._groups[rank], set())
-        known.add(((0, 1), rank_guard._digest(["the same"])))
+        known.add(((0, 1), rank_guard.digest_of(["the same"])))
     return world
 
 
