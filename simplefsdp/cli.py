@@ -8,6 +8,8 @@ help and error messages about options appear at once.
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from threading import RLock
 from typing import NoReturn
 
 from simplefsdp.launcher.errors import (
@@ -68,6 +70,11 @@ def main_of_rank() -> NoReturn:
 
     On CPU the process exits at once: Python's normal exit would go through all compiled graphs once
     more, for a second or two. On CUDA it exits normally, as a profiler may still have to write."""
+    with suppress(ImportError):
+        from tqdm import tqdm
+
+        # Inductor's bars need no lock between processes: Python would say that it was leaked.
+        tqdm.set_lock(RLock())
     try:
         main()
     except SystemExit as left:

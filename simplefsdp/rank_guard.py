@@ -21,7 +21,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -305,25 +304,34 @@ def wait_for(
     awaited = [until] if until else list(keys.values())
     while True:
         left = deadline - time.monotonic()
-        seconds = min(left, _PATIENCE_S) if left > 0 else _PATIENCE_S
-        try:
-            store.wait(awaited, timedelta(seconds=max(0.1, seconds)))
+        if _came(store, awaited, min(left, _PATIENCE_S) if left > 0 else _PATIENCE_S):
             return
-        except RuntimeError as error:  # FileStore raises it bare, TCPStore a subclass
-            if not speaks() and left > 0:
-                continue
-            missing = _missing(store, keys)
-            if left <= _PATIENCE_S and not store.check(awaited):
-                raise RankMismatchError(
-                    f"{what}: after {timeout_s:g} s, {_few(missing)} did not get to what "
-                    f"rank {dist.get_rank()} is about to do. {remedy}"
-                ) from error
-            if missing:
-                still_s = max(0.0, deadline - time.monotonic())
-                log.warning(
-                    f"{what}: rank {dist.get_rank()} is waiting for {_few(missing)}, for up to "
-                    f"{still_s:.0f} s more; do all ranks call the same models equally often?"
-                )
+        if not speaks() and left > 0:
+            continue
+        missing = _missing(store, keys)
+        if left <= _PATIENCE_S and not store.check(awaited):
+            raise RankMismatchError(
+                f"{what}: after {timeout_s:g} s, {_few(missing)} did not get to what "
+                f"rank {dist.get_rank()} is about to do. {remedy}"
+            )
+        if missing:
+            still_s = max(0.0, deadline - time.monotonic())
+            log.warning(
+                f"{what}: rank {dist.get_rank()} is waiting for {_few(missing)}, for up to "
+                f"{still_s:.0f} s more; do all ranks call the same models equally often?"
+            )
+
+
+def _came(store: Any, keys: list[str], seconds: float) -> bool:
+    """Whether all ``keys`` are in ``store`` within some seconds. It is asked ever less often: when
+    the time of ``store.wait`` is over, every rank prints two lines of C++ to stderr."""
+    began = time.monotonic()
+    while not store.check(keys):
+        waited = time.monotonic() - began
+        if waited >= seconds:
+            return False
+        time.sleep(min(max(0.001, waited / 8), 1.0, seconds - waited))
+    return True
 
 
 def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What ranks decide through the store, on a store in this process: no ranks, no waiting."""
+"""What ranks decide through the store, on a store in this process: no ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simplefsdp.rank_guard import RankMismatchError, agree, decided, have_the_sa
 
 
 class Interleaved:
-    """A store whose waits for what is not there time out at once.
+    """A store in which things happen between two requests.
 
     Attributes:
         before: what is to happen, once, before a key that ends so is written.
@@ -53,11 +53,6 @@ class Interleaved:
 
     def check(self, keys):
         return self._store.check(keys)
-
-    def wait(self, keys, timeout):
-        self.keys += keys
-        if not self._store.check(keys):
-            raise RuntimeError("timeout")
 
 
 class World:
@@ -254,3 +249,17 @@ def test_ranks_are_named_as_one_would_say_them():
     assert rank_guard._few(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 7"
     assert rank_guard._few(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 13 more"
     assert rank_guard._few([]) == "a rank that came too late"
+
+
+def test_waiting_prints_nothing_of_torchs(monkeypatch, capfd):
+    monkeypatch.setattr(rank_guard, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(rank_guard, "dist", SimpleNamespace(get_rank=lambda: 1))
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    keys = {0: "late"}
+    late = threading.Timer(0.3, store.set, ("late", ""))
+    late.start()
+    rank_guard.wait_for("the graph", store, keys, 5.0, "", speaks=lambda: False)
+    late.join()
+    with pytest.raises(RankMismatchError, match="rank 0 did not get to what rank 1"):
+        rank_guard.wait_for("the graph", store, {0: "never"}, 0.1, "")
+    assert capfd.readouterr().err == ""

@@ -315,3 +315,16 @@ def test_a_rank_on_cpu_leaves_at_once(on: str, args: list[str], code: int) -> No
     )
     assert done.returncode == code and (done.stdout + done.stderr).strip()
     assert ("at exit" in done.stdout) == (on == "cuda")
+
+
+def test_bars_leave_no_lock_between_processes() -> None:
+    """Python 3.14 tells of each that is left by a rank that leaves at once."""
+    pytest.importorskip("tqdm")
+    script = (
+        "import sys, multiprocessing.synchronize as m; from simplefsdp import cli\n"
+        "m.SemLock.__init__ = lambda *args, **kwargs: print('made one')\n"
+        "def main():\n    from tqdm import tqdm; sys.exit(len([*tqdm([])]))\n"
+        "cli.main = main; cli.main_of_rank()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert not done.stdout
