@@ -3,10 +3,11 @@
 A rank that runs something new compares it with the other ranks first (``rank_guard.py``). A rank
 that changes to a branch which all ranks have taken before compares nothing. If that branch gathers
 another layer of the same size, no collective fails, and every rank computes with parts of two
-layers. So each rank of a process group keeps a checksum of what it gathers and, in eager code, of
-what it reduces. Now and then the lowest rank puts its checksum in the store, and the others compare
-theirs with it. Nobody waits: a checksum that is not there yet is looked up again the next time. The
-lowest rank itself does not learn of a difference; it ends when the others do.
+layers. So each rank of a process group keeps a checksum of what it gathers, of what
+``load_state_dict`` gave that (``frontend/loaded.py``) and, in eager code, of what it reduces. Now
+and then the lowest rank puts its checksum in the store, and the others compare theirs with it.
+Nobody waits: a checksum that is not there yet is looked up again the next time. The lowest rank
+itself does not learn of a difference; it ends when the others do.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ class Gathered(NamedTuple):
 
     checksum: int
     fqns: tuple[str, ...]
+    loaded: tuple[str, ...] = ()  # what plain tensors these were given since the last time
 
 
-def gathered(fqns: Iterable[str]) -> Gathered:
+def gathered(fqns: Iterable[str], loaded: Iterable[str] = ()) -> Gathered:
     """A :class:`Gathered` of parameters, in the order in which they are gathered."""
-    names = tuple(fqns)
-    return Gathered(zlib.crc32("\n".join(names).encode()), names)
+    names, lines = tuple(fqns), tuple(loaded)
+    return Gathered(zlib.crc32("\n".join([*names, *lines]).encode()), names, lines)
 
 
 class RankSequence:
@@ -82,11 +84,9 @@ class RankSequence:
             return
         for theirs, their_last, own, own_last in found:
             if theirs != own:
-                raise RankMismatchError(
-                    _told_apart(f"rank {self._lowest}", theirs, their_last)
-                    + _told_apart(f"rank {self._rank}", own, own_last)
-                    + _REMEDY
-                )
+                both = _told_apart(f"rank {self._lowest}", theirs, their_last)
+                both += _told_apart(f"rank {self._rank}", own, own_last)
+                raise RankMismatchError(both + (_LOADED if _GIVEN in both else "") + _REMEDY)
 
     def _exchanged(self, mine: str, last: str) -> list[tuple[str, str, str, str]]:
         """Exchange checksums by the store. Gives those of the lowest rank that have arrived, with
@@ -147,7 +147,11 @@ def _sequence_of(group: str) -> RankSequence | None:
 
 def _text(one: Gathered) -> str:
     first, n = one.fqns[0], len(one.fqns)
-    return first if n == 1 else f"{first} to {one.fqns[-1]} ({n} parameters)"
+    text = first if n == 1 else f"{first} to {one.fqns[-1]} ({n} parameters)"
+    if not one.loaded:
+        return text
+    more = f" and {len(one.loaded) - 1} more" if len(one.loaded) > 1 else ""
+    return f"{text}, {_GIVEN} {one.loaded[0]}{more}"
 
 
 def _told_apart(who: str, mine: str, last: str) -> str:
@@ -155,6 +159,13 @@ def _told_apart(who: str, mine: str, last: str) -> str:
     return f"{who} has sent {count} tensors, at the end {last} (checksum {checksum}). "
 
 
+_GIVEN = "given plain tensors by load_state_dict (checksum):"
+_LOADED = (
+    "Each rank keeps its own part of a plain model's tensors, so all ranks must load the same, "
+    "or parameters are put together of two models. With the tensors on rank 0 only, use torch."
+    "distributed.checkpoint.state_dict.set_model_state_dict(..., options=StateDictOptions("
+    "full_state_dict=True, broadcast_from_rank0=True)) on all ranks. If all did load the same: "
+)
 _REMEDY = (
     "Ranks have not gathered the same parameters, or reduced the same gradients, in one order, so "
     "these may have been mixed up, and what was trained since the last checkpoint may be wrong. "

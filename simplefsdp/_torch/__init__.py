@@ -108,6 +108,7 @@ from simplefsdp._torch.tensors import (
     version_of,
     watch_collectives_in_place,
     watch_writes_to_dtensors,
+    weak_memory_of,
 )
 from simplefsdp._torch.trace_once import trace_repeated_calls_once
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._random import is_rng_supported_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
@@ -246,6 +247,13 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     traces. Its ``_cdata`` is unique as long as somebody holds the storage."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage() if type(local) is torch.Tensor else None
+
+
+def weak_memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:
+    """A key for the memory of ``tensor``, which does not hold it: equal for tensors that share it,
+    and unlike that of any memory made later; None for a tensor without a storage of its own."""
+    memory = memory_of(tensor)
+    return None if memory is None else StorageWeakRef(memory)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -34,7 +34,6 @@ from simplefsdp.frontend import assigned, living, uninitialised
 from simplefsdp.frontend.accumulation import noting_backwards
 from simplefsdp.frontend.after_wrap import stands_for_shard
 from simplefsdp.frontend.gather_spec import GatherSpec
-from simplefsdp.frontend.given import comparing
 from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
 from simplefsdp.rank_guard import agree, forget_decisions, ranks_of
@@ -121,8 +120,7 @@ def simplefsdp(
         whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))
     if len(ranks) > 1:
-        sent = [place for place in gathered if place not in kept_places]
-        compiled = comparing(noting(compiled), sent)
+        compiled = noting(compiled)
     compiled = refreshing(compiled, kept_places, ranks, timeout_s)
     return _refusing_lost_values(compiled, gathered, ranks, timeout_s)
 

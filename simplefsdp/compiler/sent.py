@@ -7,12 +7,14 @@ the parameters that a call is given, not from the graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from torch.fx import GraphModule
 
 from simplefsdp import rank_sequence
 from simplefsdp.compiler.dedupe import gathers_of
+from simplefsdp.frontend import loaded
 from simplefsdp.frontend.gather_spec import spec_of
 from simplefsdp.frontend.living import fqns_of
 
@@ -35,9 +37,10 @@ def noting_gathers(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[.
         def call(*args: Any) -> Any:
             for group, fqns in gathered.items():
                 names = fqns_of([(args[place], fqn) for place, fqn in fqns])
+                lines = list(chain(*loaded.taken_of([args[place] for place, _ in fqns])))
                 before, now = last[group]
-                if names != before:
-                    now = rank_sequence.gathered(names)
+                if names != before or lines or now.loaded:
+                    now = rank_sequence.gathered(names, lines)
                     last[group] = names, now
                 rank_sequence.note(group, now)  # not ``last``, which another thread may have set
             return compiled(*args)

@@ -7,7 +7,7 @@ are gathered again, ``tensor_class`` asks a class of tensors that says itself ho
 ``accumulation`` defers reduces, and ``waiting`` refuses to go on without them; ``kept`` keeps full
 parameters; ``control`` has FSDP2's methods for both.
 ``init_flow``, ``initialize``, ``full_parameters`` with ``slots`` and ``buffers``, ``outside``,
-``full_tensor``, ``after_wrap``, ``plain_values`` and ``plain_state`` with ``given``, ``reading``,
+``full_tensor``, ``after_wrap``, ``plain_values`` and ``plain_state`` with ``loaded``, ``reading``,
 ``recurrent``, ``hints`` and ``refused`` make the habits of FSDP2's users work outside of forward,
 or refuse them by name.
 

@@ -17,10 +17,9 @@ Not noticed is a forward that others do not begin. It ends with the process grou
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp import rank_sequence
 from simplefsdp._torch import given_up_on, run_as_it_is
-from simplefsdp.frontend.given import compare, take_back
 from simplefsdp.rank_guard import LATE, RankMismatchError, agree, ranks_of
 
 
@@ -42,12 +40,7 @@ class _Forward(threading.local):
         self.sent: dict[str, list[str]] = {}  # by process group
         self.given_up = ""  # the function around it that Dynamo has given up on; "" if none
         self.asked: set[tuple[int, ...]] = set()  # ranks that were asked whether they are in one
-        self.told: list[Any] = []  # what to compare at its end, see given.py
-
-    def taken(self) -> list[Any]:
-        """What was told since this was called last."""
-        told, self.told = self.told, []
-        return told
+        self.loaded: dict[str, list[str]] = {}  # by process group, see loaded.py
 
 
 _now = _Forward()
@@ -59,23 +52,21 @@ def number_of_forward() -> int:
     return _now.number if _now.depth else 0
 
 
-def note_gather(mesh: DeviceMesh, fqn: str, group: str) -> None:
-    """Note that a parameter on ``mesh`` is about to be gathered, eagerly, by the ranks of
-    ``group``, the name of a process group; "" if each rank has the parameter whole."""
+def note_gather(mesh: DeviceMesh, fqn: str, group: str, loaded: Sequence[str]) -> None:
+    """Note that a parameter is about to be gathered, eagerly.
+
+    Args:
+        mesh: of the parameter.
+        fqn: its name.
+        group: the name of the process group that gathers; "" if each rank has the parameter whole.
+        loaded: what plain tensors it was given, see ``loaded.py``.
+    """
     if _now.depth:
         _now.gathered.setdefault(mesh, []).append(fqn)
         _now.sent.setdefault(group, []).append(fqn)
+        _now.loaded.setdefault(group, []).extend(loaded)
     if given_up := (_now.depth and _now.given_up) or given_up_on():
         _agree_to_run_uncompiled(given_up, mesh, fqn, group)
-
-
-def compare_at_end(told: list[Any]) -> None:
-    """Have ranks compare what they have told when the forward has ended, for a rank that raised
-    would miss the gathers that follow; or, outside of one, now."""
-    if _now.depth:
-        _now.told += told
-    else:
-        compare(told)
 
 
 def _agree_to_run_uncompiled(function: str, mesh: DeviceMesh, fqn: str, group: str) -> None:
@@ -112,13 +103,12 @@ def eager_forward() -> Iterator[None]:
     """One forward of a wrapped model."""
     if not _now.depth:
         _now.given_up, _now.asked = given_up_on(), set()
-        _now.number, _now.gathered, _now.sent, _now.told = next(_numbers), {}, {}, []
+        _now.number, _now.gathered, _now.sent, _now.loaded = next(_numbers), {}, {}, {}
     _now.depth += 1
     try:
         yield
     except BaseException:
         _now.depth -= 1
-        take_back(_now.taken())
         with suppress(RankMismatchError):
             _note_sent()  # as on the other ranks, which may not fail
         raise
@@ -127,13 +117,11 @@ def eager_forward() -> Iterator[None]:
         for mesh, fqns in _now.gathered.items():
             agree("what a forward gathers eagerly", ["eager", *fqns], ranks_of([mesh]))
     _note_sent()
-    if not _now.depth:
-        compare(_now.taken())
 
 
 def _note_sent() -> None:
     for group, fqns in _now.sent.items() if not _now.depth else ():
-        rank_sequence.note(group, rank_sequence.gathered(fqns))
+        rank_sequence.note(group, rank_sequence.gathered(fqns, _now.loaded[group]))
 
 
 run_as_it_is(eager_forward.__wrapped__)  # type: ignore[attr-defined]

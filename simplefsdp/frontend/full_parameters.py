@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp import rank_guard
 from simplefsdp._torch import has_no_data
-from simplefsdp.frontend import uninitialised
+from simplefsdp.frontend import loaded, uninitialised
 from simplefsdp.frontend.after_wrap import mark_full
 from simplefsdp.frontend.assigned import refuse_assigned_since
 from simplefsdp.frontend.buffers import buffers_of, send_written
-from simplefsdp.frontend.given import compare, tell
 from simplefsdp.frontend.placement import (
     distribute,
     dtensor_like,
@@ -132,9 +131,7 @@ def full_of(param: DTensor) -> Tensor:
     local = param.to_local()
     if has_no_data(local):
         return local.new_empty(param.shape)
-    told = tell([param])
     full = off_the_wire(dtensor_like(param, on_the_wire(local)).full_tensor(), param.dtype)
-    compare(told)
     # Of a parameter that is whole on every rank, full_tensor() is the shard itself.
     return full.clone() if share_memory(full, local) else full
 
@@ -147,6 +144,7 @@ def write_back(
     over ``groups_of_copies``: groups with ranks outside of the mesh that hold copies."""
     if has_no_data(full):
         return
+    loaded.forget([param])
     full = full.detach().to(param.device).contiguous()
     from_first_rank(on_the_wire(full), groups_of_copies)
     param.to_local().copy_(distribute(full, param.device_mesh, param.placements).to_local())

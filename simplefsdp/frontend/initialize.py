@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from simplefsdp._torch import TorchDispatchMode
+from simplefsdp.frontend import loaded
 from simplefsdp.frontend.placement import dtensor_like, local_part, parameter_like, part_of
 from simplefsdp.frontend.wrapped import is_wrapped, plain_classes
 from simplefsdp.words import few
@@ -116,7 +117,9 @@ def _reset_embedding(module: nn.Embedding, padding_idx: int) -> None:
 
 
 def materialize(model: nn.Module, device: torch.device | str | None) -> None:
-    """Give every meta parameter and buffer memory; tied ones stay one object."""
+    """Give every meta parameter and buffer memory; tied ones stay one object. All values of
+    ``model`` are about to be made anew, alike on all ranks."""
+    loaded.forget(model.parameters())
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, param in module._parameters.items():

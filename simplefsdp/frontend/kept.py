@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from simplefsdp import _torch, rank_guard
 from simplefsdp._torch import local_tensor, version_of
-from simplefsdp.frontend import given, living
+from simplefsdp.frontend import living
 from simplefsdp.frontend.gather import ON_META, gather_shard
 from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.wrapped import KEPT, is_wrapped, layouts_of, mark_stays, shards_of
@@ -185,9 +185,6 @@ def refreshing(
 
 
 def _gather(param: DTensor, spec: GatherSpec) -> Tensor:
-    told = given.tell([param])
     with torch.inference_mode(False), torch.no_grad():
         full = gather_shard(local_tensor(param), spec)
-        full = full.clone() if spec.shard_ranks == 1 else full
-    given.compare(told)
-    return full
+        return full.clone() if spec.shard_ranks == 1 else full

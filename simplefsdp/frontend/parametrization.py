@@ -22,11 +22,11 @@ from simplefsdp.frontend import (
     control,
     forwards,
     generation,
-    given,
     hints,
     init_flow,
     kept,
     living,
+    loaded,
     plain_values,
     recurrent,
     refused,
@@ -41,7 +41,7 @@ from simplefsdp.frontend.accumulation import (
 )
 from simplefsdp.frontend.after_wrap import note_replaced
 from simplefsdp.frontend.assigned import refuse_assigned, refuse_assigned_since
-from simplefsdp.frontend.eager_guard import compare_at_end, note_gather
+from simplefsdp.frontend.eager_guard import note_gather
 from simplefsdp.frontend.equal_classes import equal_to_plain
 from simplefsdp.frontend.gather import ON_META, gather
 from simplefsdp.frontend.placement import local_part
@@ -102,7 +102,6 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
         **accessors(cls),
         **generation.members(cls),
         **init_flow.members(cls),
-        **plain_values.members(cls),
     }
     if _has_forward(cls):
         members["forward"] = marked(cls)
@@ -126,7 +125,6 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
         refuse_assigned_since(param for param in self._parameters.values() if param is not None)
         # A checkpoint may be loaded into the tensors that this gives.
         kept.expect_writes(self._parameters.values())
-        given.expect_writes(self._parameters.values())
         cls._save_to_state_dict(self, *args)
 
     def _apply(self: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -293,8 +291,8 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
         if "kept" in now:
             kept.refresh([param], ranks_of_params([param]))
         else:
-            note_gather(param.device_mesh, fqn, layout.spec.shard_group)
-    told = given.tell([] if "kept" in now else [param])
+            group = layout.spec.shard_group
+            note_gather(param.device_mesh, fqn, group, loaded.taken(module, name))
     if torch.is_inference_mode_enabled():
         # A tensor made in that mode does not tell that it was written to.
         with torch.inference_mode(False), torch.no_grad():
@@ -302,7 +300,6 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
     else:
         full = _gathered(param, layout, now, fqn)
         note_backward(full, param, now.get("until", "all"))
-    compare_at_end(told)
     looks_plain = layout.tensor_parallel is None and not layout.spec.tensor_class
     values = local_part(param) if layout.spec.tensor_class else full
     uninitialised.refuse(uninitialised.without_values([(fqn, param, values)]))

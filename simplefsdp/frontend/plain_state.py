@@ -2,7 +2,7 @@
 
 ``model.load_state_dict`` takes a plain model's tensors, of which each rank keeps its own part. So
 does ``optimizer.load_state_dict``, of state that has the shape of its parameter; ranks compare
-that as they do a model's tensors (``given.py``). What was loaded before an optimizer's first
+that as they do a model's tensors (``loaded.py``). What was loaded before an optimizer's first
 step is put in its place then: until a step, nothing tells which optimizers there are.
 """
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.optimizer import Optimizer
 
 from simplefsdp.frontend import living
-from simplefsdp.frontend.given import note
+from simplefsdp.frontend.loaded import note
 from simplefsdp.frontend.placement import dtensor_like
 from simplefsdp.frontend.wrapped import fqn_of
 

@@ -1,44 +1,37 @@
 """A plain model's tensors, loaded by ``load_state_dict``: each rank keeps its own part of them.
 
-Nothing is sent, so every rank must load the same; ``given.py`` compares that.
+Nothing is sent, so every rank must load the same; ``loaded.py`` has that compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from simplefsdp._torch import has_memory
-from simplefsdp.frontend.given import note
+from simplefsdp._torch import has_memory, weak_memory_of
+from simplefsdp.frontend.loaded import note
 from simplefsdp.frontend.wrapped import fqn_of, layouts_of
 
-# While a state dict is loaded, and others by its hooks: the first one is for all of them. By memory
-# and layout, a value and the shard that was made of it.
-_made: list[dict[tuple[Any, ...], tuple[Tensor, DTensor]]] = []
+
+@dataclass
+class _Assigning:
+    """One ``load_state_dict(assign=True)``, of whatever module.
+
+    Attributes:
+        messages: the list of errors that torch makes for each load: it tells loads apart.
+        owners: by the memory and layout of a value, the first parameter that gets it.
+    """
+
+    messages: list[str]
+    owners: dict[tuple[Any, ...], tuple[weakref.ref[nn.Module], str]] = field(default_factory=dict)
 
 
-@contextmanager
-def one_load() -> Iterator[None]:
-    """Inside, tied parameters that get the same value by ``assign=True`` get the same shard."""
-    _made.append({})
-    try:
-        yield
-    finally:
-        _made.pop()
-
-
-def members(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """For the subclass of ``cls``: its ``load_state_dict``."""
-
-    def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with one_load():
-            return cls.load_state_dict(self, *args, **kwargs)
-
-    return {load_state_dict.__name__: load_state_dict}
+_last = [_Assigning([])]
 
 
 def load(
@@ -48,21 +41,24 @@ def load(
     prefix: str,
     local_metadata: dict[str, Any],
     *args: Any,
-    **kwargs: Any,
 ) -> None:
     """Have ``load_it``, torch's method, put ``state_dict`` into the own parameters of ``module``.
     Plain values of the whole shape become DTensors of this rank's part, and are noted."""
     given: dict[str, Tensor | None] = {}
+    assigning = None
+    if local_metadata.get("assign_to_params_buffers"):
+        if _last[0].messages is not args[-1]:
+            _last[0] = _Assigning(args[-1])
+        assigning = _last[0]
 
     def shard(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        assigns = bool(local_metadata.get("assign_to_params_buffers"))
-        _shard_plain(module, state_dict, prefix, assigns, given)
+        _shard_plain(module, state_dict, prefix, assigning, given)
 
     shard(module, state_dict, prefix)
     # And behind the user's hooks, which may give values other names.
     handle = module.register_load_state_dict_pre_hook(shard)
     try:
-        load_it(module, state_dict, prefix, local_metadata, *args, **kwargs)
+        load_it(module, state_dict, prefix, local_metadata, *args)
     finally:
         handle.remove()
     for name, value in given.items():
@@ -73,7 +69,7 @@ def _shard_plain(
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
-    assigns: bool,
+    assigning: _Assigning | None,
     given: dict[str, Tensor | None],
 ) -> None:
     """Replace values in ``state_dict``; ``given`` gets the plain ones, and None for shards."""
@@ -84,16 +80,28 @@ def _shard_plain(
         if isinstance(value, DTensor):
             given.setdefault(name, None)
         elif value.shape == param.shape:
-            given[name] = value.detach()
-            state_dict[prefix + name] = _shard_of(given[name], param, assigns)
+            given[name] = value = value.detach()
+            tied = None if assigning is None else _tied(module, name, value, assigning)
+            if tied is None:
+                shard = distribute_tensor(
+                    value, param.device_mesh, param.placements, src_data_rank=None
+                )
+            else:
+                owner, first = tied
+                shard = state_dict[prefix + first] if owner is module else owner._parameters[first]
+            state_dict[prefix + name] = shard.detach()
 
 
-def _shard_of(value: Tensor, param: DTensor, assigns: bool) -> DTensor:
-    """This rank's part of ``value``; what is assigned is made once of each value of a load."""
+def _tied(
+    module: nn.Module, name: str, value: Tensor, assigning: _Assigning
+) -> tuple[nn.Module, str] | None:
+    """The parameter that gets the same ``value`` before this one, so that both have one memory, as
+    in the plain model; None if this one is the first."""
+    memory, param = weak_memory_of(value), module._parameters[name]
+    if not has_memory(value) or not value.numel() or not isinstance(param, DTensor):
+        return None
     where = param.device_mesh, param.placements
-    if not (assigns and _made and has_memory(value) and value.numel()):
-        return distribute_tensor(value, *where, src_data_rank=None)
-    key = (value.data_ptr(), value.shape, value.stride(), value.dtype, *where)
-    if key not in _made[0]:  # with the value, lest another one gets its memory
-        _made[0][key] = value, distribute_tensor(value, *where, src_data_rank=None)
-    return _made[0][key][1]
+    key = (memory, value.storage_offset(), value.shape, value.stride(), value.dtype, *where)
+    owner, first = assigning.owners.setdefault(key, (weakref.ref(module), name))
+    found = owner()
+    return None if found is None or (found is module and first == name) else (found, first)
