@@ -157,7 +157,9 @@ def full_parameter(param: DTensor) -> nn.Parameter:
         # What follows is collective. The number makes this a new agreement each time, so that a
         # rank that initialises alone is told so, here or the next time.
         lines = [f"{_flow.what}, number {next(_numbers)}"]
-        agree(f"{_flow.what}, which reads parameters", lines, ranks_of_params([param]))
+        late = "Call it on all ranks, or, if values are loaded afterwards, on none"
+        ranks = ranks_of_params([param])
+        agree(f"{_flow.what}, which reads parameters", lines, ranks, late=late)
         _flow.is_agreed = True
     _flush(pending)
     entry = _Pending(param)

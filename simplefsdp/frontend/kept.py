@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from simplefsdp import _torch, rank_guard
 from simplefsdp._torch import local_tensor, version_of
@@ -49,7 +49,8 @@ def kept_of(module: nn.Module, name: str) -> Tensor | None:
 
 @torch.compiler.disable
 def keep(modules: Iterable[nn.Module]) -> None:
-    """Gather all sharded parameters of ``modules``, and keep them; collective."""
+    """Gather all sharded parameters of ``modules``, and keep them; collective. What is kept already
+    is gathered anew at the next forward, since nothing tells of a write by pointer."""
     for module in modules:
         for name, layout in layouts_of(module).items():
             param = module._parameters.get(name)
@@ -57,6 +58,7 @@ def keep(modules: Iterable[nn.Module]) -> None:
             if layout.spec.tensor_class or not isinstance(param, DTensor):
                 continue
             if name in module.__dict__.get(KEPT, {}):
+                expect_writes([param])
                 continue
             if param.is_meta:
                 raise ValueError(f"{layout.spec.fqn}: {ON_META}")
@@ -138,23 +140,32 @@ def _watch_writes() -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Expect writes in each optimizer's step: other optimizers than torch's may write to shards."""
-    register_optimizer_step_post_hook(
-        lambda optimizer, *_: expect_writes(p for g in optimizer.param_groups for p in g["params"])
-    )
+    """Expect writes in each optimizer's step: other optimizers than torch's may write to shards,
+    and those that know no DTensors have the local tensors as their parameters."""
+
+    def note_step(optimizer: Optimizer, *_: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        expect_writes(params)
+        for param in params if _all else ():
+            _note_write_to(param.detach())
+
+    register_optimizer_step_post_hook(note_step)
 
 
 def _note_write(value: Any) -> None:
-    if not _all:
-        return
     for tensor in value if isinstance(value, (list, tuple)) else (value,):
-        memory = _torch.memory_of(tensor) if isinstance(tensor, DTensor) else None
-        if memory is None or memory._cdata not in _kept_of_memory:
-            continue
-        for kept in _kept_of_memory[memory._cdata]:
-            # By now it may have been gathered from another shard, in another memory.
-            if kept.memory is not None and kept.memory._cdata == memory._cdata:
-                kept.version = -1
+        if _all and isinstance(tensor, DTensor):
+            _note_write_to(tensor)
+
+
+def _note_write_to(tensor: Tensor) -> None:
+    memory = _torch.memory_of(tensor)
+    if memory is None or memory._cdata not in _kept_of_memory:
+        return
+    for kept in _kept_of_memory[memory._cdata]:
+        # By now it may have been gathered from another shard, in another memory.
+        if kept.memory is not None and kept.memory._cdata == memory._cdata:
+            kept.version = -1
 
 
 def refresh(params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float | None = None) -> None:

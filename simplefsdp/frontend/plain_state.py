@@ -4,6 +4,9 @@
 does ``optimizer.load_state_dict``, of state that has the shape of its parameter; ranks compare
 that as they do a model's tensors (``loaded.py``). What was loaded before an optimizer's first
 step is put in its place then: until a step, nothing tells which optimizers there are.
+
+Only torch's optimizers, and torchao's, are known to keep state that is sharded as its parameter is.
+Others may keep full plain tensors, as a Muon that gathers each gradient does.
 """
 
 from __future__ import annotations
@@ -19,13 +22,15 @@ from simplefsdp.frontend.loaded import note
 from simplefsdp.frontend.placement import dtensor_like
 from simplefsdp.frontend.wrapped import fqn_of
 
+_KNOWN = ("torch", "torchao")
 _WATCHED = "_simple_fsdp_watched"  # on an optimizer: what it loads is sharded
 
 
 def shard_plain_state(optimizer: Optimizer) -> None:
     """Shard what ``optimizer`` has loaded, and will load, of the whole shape of a parameter as that
     parameter is."""
-    if _WATCHED not in optimizer.__dict__:
+    where, _, _ = type(optimizer).step.__module__.partition(".")
+    if where in _KNOWN and _WATCHED not in optimizer.__dict__:
         optimizer.__dict__[_WATCHED] = True
         _shard_loaded(optimizer)
         optimizer.register_load_state_dict_post_hook(_shard_loaded)
@@ -36,9 +41,9 @@ def _shard_loaded(optimizer: Optimizer) -> None:
     owners = living.owners()
     for param in params:
         state = optimizer.state.get(param, {})
-        for name, value in state.items() if isinstance(param, DTensor) else ():
+        for name, value in state.items() if id(param) in owners else ():
             is_plain = _is_plain_of(param, name, value)
-            if id(param) in owners and _is_split(param):
+            if _is_split(param):
                 owner, its = owners[id(param)]
                 what = f"{name} of {fqn_of(owner, its)}"
                 note(owner, its, what, value if is_plain else None)

@@ -77,6 +77,42 @@ def test_unshard_gathers_once_until_the_shards_change(pools, executor, how):
     pools(2).run(kept, executor, how)
 
 
+def local_of(param: nn.Parameter, how: str) -> torch.Tensor:
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return nn.Parameter(local.data) if how == "data" else local.detach()
+
+
+def stepped_by_local_tensors(executor: str, how: str) -> None:
+    """By an optimizer that knows no DTensors, or by hand, as by a kernel that is given pointers."""
+    plain = nn.Sequential(Mlp(), Mlp())
+    model = wrapped(plain)
+    both = [list(m.parameters()) for m in (plain, model)]
+    locals_of = [[local_of(param, how) for param in params] for params in both]
+    optimizers = [torch.optim.AdamW(own, lr=0.1, fused=how == "fused") for own in locals_of]
+    run = run_of(model, executor)
+    for number in range(4):
+        if number == 0 or how == "by hand":
+            model.unshard()  # FSDP2's lasts until backward ends, so its users call it in each step
+        mean(run(*mine(rows(number)))).backward()
+        mean(plain(*rows(number))).backward()
+        check_grads(plain, model, tolerance=1e-4)
+        for params, own, optimizer in zip(both, locals_of, optimizers, strict=True):
+            for param, local in zip(params, own, strict=True):
+                grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                local.grad, param.grad = grad.detach(), None
+                if how == "by hand":
+                    local.numpy().__isub__(0.1 * grad.detach().numpy())
+            if how != "by hand":
+                optimizer.step()
+
+
+@pytest.mark.slow(quick=["eager-fused", "aot_eager-by hand"])
+@pytest.mark.parametrize("how", ["fused", "data", "by hand"])
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_unshard_with_writes_that_torch_does_not_count(pools, executor, how):
+    pools(2).run(stepped_by_local_tensors, executor, how)
+
+
 def kept_from_backward():
     model = wrapped(nn.Sequential(Mlp(), Mlp()), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     model.set_reshard_after_backward(False)

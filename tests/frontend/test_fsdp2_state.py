@@ -21,6 +21,7 @@ from beside import (
     numbers,
     rows,
     train_beside,
+    whole_of,
     wrapped,
 )
 from torch import nn
@@ -316,6 +317,48 @@ def goes_on_with_plain_state(kind, options, mode, whole_step) -> None:
             assert value.placements == param.placements
             local = value.to_local()
             assert local.untyped_storage().nbytes() <= max(local.nbytes, 1)
+
+
+class Gathering(torch.optim.Optimizer):
+    """Keeps full momentum, as a Muon that needs whole matrices may do."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            grad, state = whole_of(param.grad), self.state[param]
+            momentum = state.setdefault("momentum", torch.zeros_like(grad))
+            momentum.mul_(0.9).add_(grad)
+            update = momentum
+            if isinstance(param, DTensor):
+                update = distribute_tensor(
+                    momentum, param.device_mesh, param.placements, src_data_rank=None
+                )
+            param.sub_(update, alpha=0.1)
+
+
+def resumes_with_full_state() -> None:
+    plain = Scaled()
+    both = [plain, wrapped(plain)]
+    optimizers = [Gathering(m.parameters()) for m in both]
+    for step in range(4):
+        if step == 2:
+            states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+            optimizers = [Gathering(m.parameters()) for m in both]
+        for optimizer, state in zip(optimizers, states, strict=True) if step > 1 else ():
+            optimizer.load_state_dict(state if step == 2 else optimizer.state_dict())
+        mean(plain(*rows(step))).backward()
+        mean(both[1](*mine(rows(step)))).backward()
+        check_grads(*both)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_an_optimizer_that_keeps_full_tensors_resumes(pools):
+    pools(2).run(resumes_with_full_state)
 
 
 @pytest.mark.parametrize(
