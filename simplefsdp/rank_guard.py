@@ -248,7 +248,7 @@ def _verdict(
         wait_for(what, store, came, timeout_s, remedy, until=f"{turn}/verdict", speaks=speaks)
     except RankMismatchError:
         # The last rank may arrive at this very moment: the verdict in the store holds for both.
-        late = _few(_missing(store, came))
+        late = few(_missing(store, came))
         mine = f"rank {dist.get_rank()} gave up waiting for {late}"
         if _decide(store, turn, mine) == mine:
             raise
@@ -311,14 +311,15 @@ def wait_for(
         missing = _missing(store, keys)
         if left <= _PATIENCE_S and not store.check(awaited):
             raise RankMismatchError(
-                f"{what}: after {timeout_s:g} s, {_few(missing)} did not get to what "
+                f"{what}: after {timeout_s:g} s, {few(missing)} did not get to what "
                 f"rank {dist.get_rank()} is about to do. {remedy}"
             )
         if missing:
             still_s = max(0.0, deadline - time.monotonic())
             log.warning(
-                f"{what}: rank {dist.get_rank()} is waiting for {_few(missing)}, for up to "
-                f"{still_s:.0f} s more; do all ranks call the same models equally often?"
+                f"{what}: rank {dist.get_rank()} is waiting for {few(missing)}, for up to "
+                f"{still_s:.0f} s more: compiling takes longer there, or not all ranks call the "
+                "same models equally often"
             )
 
 
@@ -338,7 +339,7 @@ def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
     return [rank for rank, key in keys.items() if not store.check([key])]
 
 
-def _few(ranks: Sequence[int]) -> str:
+def few(ranks: Sequence[int]) -> str:
     """``rank 2``, ``ranks 2 and 5``, ``ranks 0, 1, 2 and 7 more``."""
     if not ranks:
         return "a rank that came too late"

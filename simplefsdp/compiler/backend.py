@@ -38,6 +38,7 @@ from simplefsdp.frontend.kept import refreshing
 from simplefsdp.frontend.living import known_fqns, models_of
 from simplefsdp.rank_guard import agree, forget_decisions, ranks_of
 from simplefsdp.rank_logging import say
+from simplefsdp.stalls import watching
 
 RECOMPILES = 64  # of one function; torch's default, 8, is less than training and generation need
 
@@ -120,7 +121,7 @@ def simplefsdp(
         whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))
     if len(ranks) > 1:
-        compiled = noting(compiled)
+        compiled = watching(noting(compiled), ranks)
     compiled = refreshing(compiled, kept_places, ranks, timeout_s)
     return _refusing_lost_values(compiled, gathered, ranks, timeout_s)
 

@@ -25,7 +25,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from inductor_passes.adapters._torch import ranks_of_group
-from simplefsdp import rank_sequence
+from simplefsdp import rank_sequence, stalls
 from simplefsdp._torch import given_up_on, run_as_it_is
 from simplefsdp.rank_guard import LATE, RankMismatchError, agree, ranks_of
 
@@ -52,7 +52,7 @@ def number_of_forward() -> int:
     return _now.number if _now.depth else 0
 
 
-def note_gather(mesh: DeviceMesh, fqn: str, group: str, loaded: Sequence[str]) -> None:
+def note_gather(mesh: DeviceMesh, fqn: str, group: str, loaded: Sequence[str] = ()) -> None:
     """Note that a parameter is about to be gathered, eagerly.
 
     Args:
@@ -62,6 +62,8 @@ def note_gather(mesh: DeviceMesh, fqn: str, group: str, loaded: Sequence[str]) -
         loaded: what plain tensors it was given, see ``loaded.py``.
     """
     if _now.depth:
+        if not _now.gathered:
+            stalls.begin(ranks_of([mesh]))
         _now.gathered.setdefault(mesh, []).append(fqn)
         _now.sent.setdefault(group, []).append(fqn)
         _now.loaded.setdefault(group, []).extend(loaded)
@@ -109,11 +111,13 @@ def eager_forward() -> Iterator[None]:
         yield
     except BaseException:
         _now.depth -= 1
+        stalls.end()
         with suppress(RankMismatchError):
             _note_sent()  # as on the other ranks, which may not fail
         raise
     _now.depth -= 1
     if not _now.depth:
+        stalls.end()
         for mesh, fqns in _now.gathered.items():
             agree("what a forward gathers eagerly", ["eager", *fqns], ranks_of([mesh]))
     _note_sent()

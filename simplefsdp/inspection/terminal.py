@@ -53,10 +53,12 @@ def save_json(out: Console, path: Path | None, document: object) -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Say what is being done: with a running clock on a terminal, and by a line when it is done.
-    Gives a function that prints a line meanwhile."""
+    """Say what is being done: with a running clock on a terminal, else by a line at its beginning;
+    and by a line when it is done. Gives a function that prints a line meanwhile."""
     out = Console(stderr=True, highlight=False)
     begin = time.perf_counter()
+    if not out.is_terminal:
+        print(f"{what} ...", file=sys.stderr, flush=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
         progress.add_task(what)
