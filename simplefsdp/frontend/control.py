@@ -110,10 +110,9 @@ def unshard(self: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """Gather now and keep, until :func:`reshard`: forwards and backwards gather nothing.
 
     When shards have changed, by an optimizer's step, a checkpoint or an operator in place, the next
-    forward gathers once more; so it does after another :func:`unshard`. What is written by hand
-    without an operator of torch's, or to ``.data`` of ``param.to_local()``, is not noticed: call
-    one of the two after it. To read or write full parameters outside of forward, use
-    ``simplefsdp.unsharded``.
+    forward gathers once more. What is written by hand without an operator of torch's, or to
+    ``.data`` of ``param.to_local()``, is not noticed: call this again after it, as FSDP2's users do
+    in each step. To read or write full parameters outside of forward, use ``simplefsdp.unsharded``.
     """
     kept.keep(wrapped_parts(self))
     return _Done() if async_op else None

@@ -50,25 +50,27 @@ def kept_of(module: nn.Module, name: str) -> Tensor | None:
 @torch.compiler.disable
 def keep(modules: Iterable[nn.Module]) -> None:
     """Gather all sharded parameters of ``modules``, and keep them; collective. What is kept already
-    is gathered anew at the next forward, since nothing tells of a write by pointer."""
+    is gathered once more, since nothing tells of a write by pointer; it is written to only if it
+    has changed, for a backward may still need it."""
+    gathered = set[int]()
     for module in modules:
         for name, layout in layouts_of(module).items():
             param = module._parameters.get(name)
             # What a class of tensors gathers is not the full parameter: it is gathered as ever.
             if layout.spec.tensor_class or not isinstance(param, DTensor):
                 continue
-            if name in module.__dict__.get(KEPT, {}):
-                expect_writes([param])
-                continue
-            if param.is_meta:
-                raise ValueError(f"{layout.spec.fqn}: {ON_META}")
-            if param.__dict__.get(_OF_SHARD) is None:
-                full = _gather(param, layout.spec)
-                param.__dict__[_OF_SHARD] = _Kept(full, layout.spec)
-                _note_shard(param, param.__dict__[_OF_SHARD])
-            kept: _Kept = param.__dict__[_OF_SHARD]
-            module.__dict__[KEPT][name] = kept.full
-            kept.readers += 1
+            kept: _Kept | None = param.__dict__.get(_OF_SHARD)
+            if kept is None:
+                if param.is_meta:
+                    raise ValueError(f"{layout.spec.fqn}: {ON_META}")
+                kept = param.__dict__[_OF_SHARD] = _Kept(_gather(param, layout.spec), layout.spec)
+                _note_shard(param, kept)
+            elif id(param) not in gathered:
+                _gather_again(param, kept)
+            gathered.add(id(param))
+            if module.__dict__[KEPT].get(name) is not kept.full:
+                module.__dict__[KEPT][name] = kept.full
+                kept.readers += 1
     _watch_writes()
 
 
@@ -193,6 +195,13 @@ def refreshing(
         return compiled(*args)
 
     return call
+
+
+def _gather_again(param: DTensor, kept: _Kept) -> None:
+    full = _gather(param, kept.spec)
+    if not torch.equal(full, kept.full):
+        kept.full.copy_(full)
+    _note_shard(param, kept)
 
 
 def _gather(param: DTensor, spec: GatherSpec) -> Tensor:

@@ -113,6 +113,26 @@ def test_unshard_with_writes_that_torch_does_not_count(pools, executor, how):
     pools(2).run(stepped_by_local_tensors, executor, how)
 
 
+def unsharded_between_forwards(executor: str) -> None:
+    """Two forwards, each after an ``unshard``, before a backward: as of two answers to a prompt."""
+    plain = nn.Sequential(Mlp(), Mlp())
+    model = wrapped(plain)
+    run = run_of(model, executor)
+    losses = []
+    for number in range(2):
+        model.unshard()
+        losses.append(mean(run(*mine(rows(number)))))
+    model.unshard()
+    sum(losses).backward()
+    sum(mean(plain(*rows(number))) for number in range(2)).backward()
+    check_grads(plain, model, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("executor", ["eager", "aot_eager"])
+def test_unshard_before_each_of_two_forwards(pools, executor):
+    pools(2).run(unsharded_between_forwards, executor)
+
+
 def kept_from_backward():
     model = wrapped(nn.Sequential(Mlp(), Mlp()), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     model.set_reshard_after_backward(False)
