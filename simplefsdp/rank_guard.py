@@ -331,7 +331,7 @@ def _came(store: Any, keys: list[str], seconds: float) -> bool:
         waited = time.monotonic() - began
         if waited >= seconds:
             return False
-        time.sleep(min(max(0.001, waited / 8), 1.0, seconds - waited))
+        time.sleep(min(max(5e-5, waited / 8), 1.0, seconds - waited))
     return True
 
 

@@ -12,6 +12,8 @@ itself does not learn of a difference; it ends when the others do.
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 import zlib
 from collections import deque
@@ -24,10 +26,19 @@ from torch import Tensor
 
 from simplefsdp.rank_guard import RankMismatchError, store_of
 
+log = logging.getLogger("simplefsdp")
 # Checksums are compared after FIRST tensors, then each time the count has doubled, and at least
 # every PERIOD tensors.
 FIRST, PERIOD = 16, 4096
 _KEPT = 32  # checksums that stay in the store, and that a rank keeps until it can compare them
+
+
+class Loaded(NamedTuple):
+    """A plain tensor that ``load_state_dict`` gave a parameter, or its optimizer's state."""
+
+    what: str  # was given it
+    digest: str  # of some of its elements
+    is_written: bool  # whether the parameter has been written to since
 
 
 class Gathered(NamedTuple):
@@ -35,13 +46,43 @@ class Gathered(NamedTuple):
 
     checksum: int
     fqns: tuple[str, ...]
-    loaded: tuple[str, ...] = ()  # what plain tensors these were given since the last time
+    loaded: tuple[Loaded, ...] = ()  # since they were gathered last
 
 
-def gathered(fqns: Iterable[str], loaded: Iterable[str] = ()) -> Gathered:
+def gathered(fqns: Iterable[str], loaded: Iterable[Loaded] = ()) -> Gathered:
     """A :class:`Gathered` of parameters, in the order in which they are gathered."""
-    names, lines = tuple(fqns), tuple(loaded)
-    return Gathered(zlib.crc32("\n".join([*names, *lines]).encode()), names, lines)
+    names = tuple(fqns)
+    return Gathered(zlib.crc32("\n".join(names).encode()), names, tuple(loaded))
+
+
+class _Sums(NamedTuple):
+    """What is compared: how many tensors were sent, since the beginning; since the last time,
+    checksums of what was gathered, of what was loaded, and of the values; and whether some of what
+    was loaded has been written to since."""
+
+    sent: int = 0
+    gathered: int = 0
+    loaded: int = 0
+    values: int = 0
+    is_written: bool = False
+
+    def and_(self, now: Gathered) -> _Sums:
+        """With ``now`` behind it."""
+        loaded, values, written = self.loaded, self.values, self.is_written
+        for one in now.loaded:
+            loaded = zlib.crc32(f"{self.sent} {one.what}".encode(), loaded)
+            values = zlib.crc32(one.digest.encode(), values)
+            written |= one.is_written
+        checksum = zlib.crc32(now.checksum.to_bytes(4, "big"), self.gathered)
+        return _Sums(self.sent + len(now.fqns), checksum, loaded, values, written)
+
+
+class _Said(NamedTuple):
+    """What one rank says when it compares."""
+
+    sums: _Sums
+    loaded: str  # what plain tensors were loaded into since the last time
+    last: str  # what was gathered last
 
 
 class RankSequence:
@@ -57,52 +98,71 @@ class RankSequence:
         self._store, self._rank, self._lowest = store, rank, min(ranks)
         # The n-th sequence on one rank meets the n-th on the others, like turns in rank_guard.py.
         self._number = store.add(f"sequences/{rank}", 1)
-        self._sum = self._count = self._compared = 0
-        self._next = FIRST
+        self._sums, self._compared, self._next = _Sums(), 0, FIRST
         self._last: deque[Gathered] = deque(maxlen=3)
-        self._waiting: dict[int, tuple[str, str]] = {}
+        self._loaded: list[str] = []
+        self._waiting: dict[int, _Said] = {}
 
     def note(self, now: Gathered) -> None:
         """Note that this rank gathers ``now``, or has just gathered it.
 
         Raises:
-            RankMismatchError: the lowest rank has gathered something else.
+            RankMismatchError: the lowest rank has gathered something else, or has loaded other
+                parameters. If these may have got other values since, or if only values differ,
+                it is a warning.
         """
-        self._sum = zlib.crc32(now.checksum.to_bytes(4, "big"), self._sum)
-        self._count += len(now.fqns)
+        self._sums = self._sums.and_(now)
         self._last.append(now)
-        if self._count < self._next:
+        self._loaded += [one.what for one in now.loaded]
+        count = self._sums.sent
+        if count < self._next:
             return
-        while self._next <= self._count:
+        while self._next <= count:
             self._next += min(self._next, PERIOD)
         self._compared += 1
-        mine, last = f"{self._count} {self._sum}", "; then ".join(map(_text, self._last))
-        self._sum = 0  # a difference is reported once, not at every later comparison
+        said = _Said(self._sums, _some(self._loaded), "; then ".join(map(_text, self._last)))
+        # A difference is reported once, not at every later comparison.
+        self._sums, self._loaded = _Sums(count), []
         try:
-            found = self._exchanged(mine, last)
+            found = self._exchanged(said)
         except RuntimeError:  # the process that serves the store may have ended, as all soon will
             return
-        for theirs, their_last, own, own_last in found:
-            if theirs != own:
-                both = _told_apart(f"rank {self._lowest}", theirs, their_last)
-                both += _told_apart(f"rank {self._rank}", own, own_last)
-                raise RankMismatchError(both + (_LOADED if _GIVEN in both else "") + _REMEDY)
+        for theirs, own in found:
+            self._compare(theirs, own)
 
-    def _exchanged(self, mine: str, last: str) -> list[tuple[str, str, str, str]]:
-        """Exchange checksums by the store. Gives those of the lowest rank that have arrived, with
-        what it gathered last before each, and the same two of this rank."""
+    def _compare(self, theirs: _Said, own: _Said) -> None:
+        whose = f"rank {self._lowest}", f"rank {self._rank}"
+        if theirs.sums[:2] != own.sums[:2]:
+            both = [_told(who, said) for who, said in zip(whose, (theirs, own), strict=True)]
+            raise RankMismatchError("".join(both) + _REMEDY)
+        if theirs.sums.loaded != own.sums.loaded:
+            text = (
+                f"load_state_dict gave {whose[0]} plain tensors for {theirs.loaded}, and "
+                f"{whose[1]} for {own.loaded}, or at another time. {_LOADED}"
+            )
+            if not (theirs.sums.is_written or own.sums.is_written):
+                raise RankMismatchError(text)
+            log.warning("%s. Or all ranks have given these parameters other values since", text)
+        elif theirs.sums.values != own.sums.values:
+            log.warning(
+                "load_state_dict gave %s other values than %s, of %s. %s",
+                *(whose[1], whose[0], own.loaded, _LOADED),
+            )
+
+    def _exchanged(self, mine: _Said) -> list[tuple[_Said, _Said]]:
+        """Exchange what ranks say by the store. Gives what the lowest rank said, as far as it has
+        arrived, each with what this rank said then."""
         if self._rank == self._lowest:
-            self._store.set(self._key(self._compared), f"{mine}\n{last}")
+            self._store.set(self._key(self._compared), json.dumps(mine))
             self._store.delete_key(self._key(self._compared - _KEPT))
             return []
-        self._waiting[self._compared] = mine, last
+        self._waiting[self._compared] = mine
         there = []
         for number in list(self._waiting):
             # Like `get`, but without waiting: the value is empty if the key is not there.
-            found = self._store.compare_set(self._key(number), "", "").decode()
-            if found:
-                theirs, _, their_last = found.partition("\n")
-                there.append((theirs, their_last, *self._waiting.pop(number)))
+            if found := self._store.compare_set(self._key(number), "", "").decode():
+                sums, loaded, last = json.loads(found)
+                there.append((_Said(_Sums(*sums), loaded, last), self._waiting.pop(number)))
         if len(self._waiting) > _KEPT:
             del self._waiting[min(self._waiting)]
         return there
@@ -147,24 +207,25 @@ def _sequence_of(group: str) -> RankSequence | None:
 
 def _text(one: Gathered) -> str:
     first, n = one.fqns[0], len(one.fqns)
-    text = first if n == 1 else f"{first} to {one.fqns[-1]} ({n} parameters)"
-    if not one.loaded:
-        return text
-    more = f" and {len(one.loaded) - 1} more" if len(one.loaded) > 1 else ""
-    return f"{text}, {_GIVEN} {one.loaded[0]}{more}"
+    return first if n == 1 else f"{first} to {one.fqns[-1]} ({n} parameters)"
 
 
-def _told_apart(who: str, mine: str, last: str) -> str:
-    count, checksum = mine.split()
-    return f"{who} has sent {count} tensors, at the end {last} (checksum {checksum}). "
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing"
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-_GIVEN = "given plain tensors by load_state_dict (checksum):"
+def _told(who: str, said: _Said) -> str:
+    sent, checksum = said.sums[:2]
+    return f"{who} has sent {sent} tensors, at the end {said.last} (checksum {checksum}). "
+
+
 _LOADED = (
-    "Each rank keeps its own part of a plain model's tensors, so all ranks must load the same, "
-    "or parameters are put together of two models. With the tensors on rank 0 only, use torch."
+    "Each rank keeps its own part of a plain model's tensors, so if all do not load the same, "
+    "parameters are put together of several models. With the tensors on rank 0 only, use torch."
     "distributed.checkpoint.state_dict.set_model_state_dict(..., options=StateDictOptions("
-    "full_state_dict=True, broadcast_from_rank0=True)) on all ranks. If all did load the same: "
+    "full_state_dict=True, broadcast_from_rank0=True)) on all ranks"
 )
 _REMEDY = (
     "Ranks have not gathered the same parameters, or reduced the same gradients, in one order, so "

@@ -1,10 +1,10 @@
 """Says which ranks a forward waits for, if it takes long.
 
 A rank that calls a model more often than others waits in a gather until the process group's
-timeout, which with gloo is half an hour, and nothing says why. So each rank says in the store,
-again and again, that its forward takes long, and the lowest ranks look who does not: those are
-somewhere else. On a GPU a forward only launches, and nothing is noticed; NCCL has a watchdog of its
-own.
+timeout, which with gloo is half an hour, and nothing says why. So each rank that is in a forward,
+or in a whole step that is one program, says so in the store every few seconds. If it takes long, a
+few ranks look who does not say so: those are somewhere else. On a GPU a forward only launches, and
+nothing is noticed; NCCL has a watchdog of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from simplefsdp.rank_guard import few, store_of
@@ -26,12 +25,14 @@ from simplefsdp.rank_guard import few, store_of
 log = logging.getLogger("simplefsdp")
 _LONG_S, _EVERY_S = 30.0, 5.0
 _LOOKS = 3  # in which nothing was heard of a rank that is missed
-_LOOKING = 8  # ranks that look, lest the store be asked by all ranks about all ranks
+_LOOKING = 8  # ranks that look, lest all ranks ask the store about all
 
 
 @dataclass(eq=False)
-class _Forward:
-    ranks: Sequence[int]
+class Watched:
+    """A forward of this rank."""
+
+    ranks: Sequence[int]  # with which it communicates, ascending
     began: float
     looks: int = 0
     heard: dict[int, tuple[str, int]] = field(default_factory=dict)  # sign, look at which it came
@@ -39,43 +40,46 @@ class _Forward:
 
 
 class _Watch(threading.Thread):
-    """Looks now and then whether a forward takes long."""
+    """Says that this rank is in a forward, and looks who else is."""
 
     def __init__(self) -> None:
         super().__init__(name="simplefsdp-stalls", daemon=True)
-        self.now: _Forward | None = None
+        self.watched = dict[int, Watched]()  # by ``id``: those that go on, of all threads
         self._signs = itertools.count(1)
 
     def run(self) -> None:
         while True:
             time.sleep(_EVERY_S)
-            now = self.now
-            if now is not None and time.monotonic() - now.began > _LONG_S:
+            for watched in list(self.watched.values()):
                 # The process group, or the process that serves its store, may be gone.
                 with suppress(RuntimeError, ValueError):
-                    self._look(now, store_of(now.ranks), dist.get_rank())
+                    self._look(watched, store_of(watched.ranks), dist.get_rank())
 
-    def _look(self, now: _Forward, store: Any, rank: int) -> None:
+    def _look(self, watched: Watched, store: Any, rank: int) -> None:
         store.set(f"stalls/{rank}", str(next(self._signs)))
-        now.looks += 1
-        if rank not in now.ranks[:_LOOKING] or now.is_told:
+        ranks, took_s = watched.ranks, time.monotonic() - watched.began
+        looking = ranks[:: max(1, len(ranks) // _LOOKING)]
+        if took_s < _LONG_S or watched.is_told or rank not in looking:
             return
-        for other in now.ranks:
+        watched.looks += 1
+        for other in ranks:
             # Like `get`, but without waiting: empty if there is none.
             sign = store.compare_set(f"stalls/{other}", "", "").decode()
-            if now.heard.get(other, ("", 0))[0] != sign:
-                now.heard[other] = sign, now.looks if now.looks > 1 else 0  # it may be an old one
+            if watched.heard.get(other, ("", 0))[0] != sign:
+                # The first one may be old.
+                watched.heard[other] = sign, watched.looks if watched.looks > 1 else 0
         # This rank's sign is a new one each time.
-        missing = [r for r in now.ranks if now.looks - now.heard.get(r, ("", 0))[1] >= _LOOKS]
-        if missing and rank == min({*now.ranks} - {*missing}):
-            now.is_told = True
+        heard = {other: look for other, (_, look) in watched.heard.items()}
+        missing = [other for other in ranks if watched.looks - heard.get(other, 0) >= _LOOKS]
+        if missing and rank == min({*looking} - {*missing}):
+            watched.is_told = True
             log.warning(
-                "rank %d has been in a forward for %.0f s, and %s %s not in one. That is as it "
-                "should be if what is done there takes long, such as saving. With fewer batches "
-                "there, this forward ends with the process group's timeout: give all ranks equally "
-                "many",
+                "rank %d has been in a forward, or a whole step, for %.0f s, and %s %s not in one. "
+                "That is as it should be if what is done there takes long, such as saving. With "
+                "fewer batches there, this ends with the process group's timeout: give all ranks "
+                "equally many",
                 rank,
-                time.monotonic() - now.began,
+                took_s,
                 few(missing),
                 "is" if len(missing) == 1 else "are",
             )
@@ -84,31 +88,35 @@ class _Watch(threading.Thread):
 _watch: list[_Watch] = []
 
 
-def begin(ranks: Sequence[int]) -> None:
-    """Note that a forward of this rank begins, or goes on, which communicates with ``ranks``."""
-    if len(ranks) < 2 or torch.accelerator.is_available():
-        return
+def begin(ranks: Sequence[int], device_type: str) -> Watched | None:
+    """Watch a forward that begins, and communicates with ``ranks``, until :func:`end`; None if
+    there is nothing to watch."""
+    if len(ranks) < 2 or device_type != "cpu":
+        return None
     if not _watch or not _watch[0].is_alive():  # no thread lives on in a fork
         _watch[:] = [_Watch()]
         _watch[0].start()
-    if _watch[0].now is None:
-        _watch[0].now = _Forward(sorted(ranks), time.monotonic())
+    watched = Watched(sorted(ranks), time.monotonic())
+    _watch[0].watched[id(watched)] = watched
+    return watched
 
 
-def end() -> None:
-    """Note that no forward of this rank goes on."""
-    if _watch:
-        _watch[0].now = None
+def end(watched: Watched | None) -> None:
+    """Watch a forward no longer."""
+    if watched is not None and _watch:
+        _watch[0].watched.pop(id(watched), None)
 
 
-def watching(compiled: Callable[..., Any], ranks: Sequence[int]) -> Callable[..., Any]:
-    """``compiled``, which communicates with ``ranks``, between :func:`begin` and :func:`end`."""
+def watching(
+    compiled: Callable[..., Any], ranks: Sequence[int], device_type: str
+) -> Callable[..., Any]:
+    """``compiled``, whose calls are watched as :func:`begin` says."""
 
     def call(*args: Any) -> Any:
-        begin(ranks)
+        watched = begin(ranks, device_type)
         try:
             return compiled(*args)
         finally:
-            end()
+            end(watched)
 
     return call

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -25,51 +28,80 @@ def logged(call) -> list[str]:
         call()
     finally:
         logging.getLogger("simplefsdp").removeHandler(handler)
-    return [text for text in records if "has been in a forward" in text]
+    return [text for text in records if "has been in a forward, or a whole step" in text]
 
 
-def waits(how: str, late: tuple[int, ...]) -> list[str]:
-    """What each rank logs in a forward that some ranks begin late, and in one that all begin."""
-    model = simple_fsdp(
-        nn.Sequential(nn.Linear(4, 4)), init_device_mesh("cpu", (dist.get_world_size(),))
-    )
-    call = (
-        torch.compile(model, backend="simplefsdp", options=OPTIONS) if how == "compiled" else model
-    )
-    x = torch.ones(2, 4)
-    call(x)
+def long_forward(seconds: float) -> None:
+    watched = stalls.begin(range(dist.get_world_size()), "cpu")
+    time.sleep(seconds)
+    stalls.end(watched)
+
+
+@contextmanager
+def soon() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stalls, "_LONG_S", 0.1)
+        patch.setattr(stalls, "_LONG_S", 0.5)
         patch.setattr(stalls, "_EVERY_S", 0.1)
         patch.setattr(stalls, "_watch", [])
         dist.barrier()
-        if dist.get_rank() in late:
-            time.sleep(2.0)
-        first = logged(lambda: call(x))
+        yield
         dist.barrier()
 
-        def long() -> None:
-            stalls.begin(range(dist.get_world_size()))
-            time.sleep(1.5)
-            stalls.end()
 
-        return first + logged(long)
+def waits(how: str, late: tuple[int, ...]) -> list[str]:
+    """What each rank logs in a forward that some ranks begin late."""
+    model = simple_fsdp(
+        nn.Sequential(nn.Linear(4, 4)), init_device_mesh("cpu", (dist.get_world_size(),))
+    )
+    compiled = torch.compile(model, backend="simplefsdp", options=OPTIONS)
+    call = compiled if how == "compiled" else model
+    x = torch.ones(2, 4)
+    call(x)
+    with soon():
+        if dist.get_rank() in late:
+            time.sleep(3.0)
+        return logged(lambda: call(x))
+
+
+def goes_on_elsewhere() -> list[str]:
+    """Of a forward that each rank is in: ranks begin one after the other, and have others inside
+    of it, and in other threads."""
+
+    def forward() -> None:
+        other = threading.Thread(target=long_forward, args=(0.3,))
+        other.start()
+        long_forward(0.2)
+        time.sleep(1.5)
+        other.join()
+
+    def outer() -> None:
+        watched = stalls.begin(range(dist.get_world_size()), "cpu")
+        forward()
+        dist.barrier()
+        stalls.end(watched)
+
+    with soon():
+        time.sleep(0.6 * dist.get_rank())
+        return logged(outer)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_a_forward_that_one_rank_does_not_begin(pools, how):
     (text,), others = pools(2).run(waits, how, (1,))
-    assert "rank 0 has been in a forward for " in text and "and rank 1 is not in one" in text
+    assert text.startswith("rank 0 has been in a forward, ") and "and rank 1 is not in one" in text
     assert others == []
 
 
 @pytest.mark.slow
 def test_one_rank_tells_for_all(pools):
     first, (text,), *others = pools(4).run(waits, "compiled", (0, 2))
-    assert "rank 1 has been in a forward" in text and "and ranks 0 and 2 are not in one" in text
+    assert text.startswith("rank 1 has been") and "and ranks 0 and 2 are not in one" in text
     assert [first, *others] == [[], [], []]
 
 
-def test_no_thread_for_one_rank():
-    stalls.begin([0])
-    assert not stalls._watch
+def test_ranks_that_are_all_in_a_long_forward(pools):
+    assert pools(2).run(goes_on_elsewhere) == [[], []]
+
+
+def test_what_is_not_watched():
+    assert stalls.begin([0], "cpu") is None and stalls.begin([0, 1], "cuda") is None

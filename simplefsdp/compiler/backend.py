@@ -121,7 +121,7 @@ def simplefsdp(
         whole, inputs, called = extension.extend(gm, example_inputs)
         compiled = called(compile_graph(whole, inputs, whole_step=True))
     if len(ranks) > 1:
-        compiled = watching(noting(compiled), ranks)
+        compiled = watching(noting(compiled), ranks, device.type)
     compiled = refreshing(compiled, kept_places, ranks, timeout_s)
     return _refusing_lost_values(compiled, gathered, ranks, timeout_s)
 

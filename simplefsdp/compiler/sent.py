@@ -34,13 +34,20 @@ def noting_gathers(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[.
     last = {group: ([""], rank_sequence.gathered(())) for group in gathered}
 
     def noting(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        # By process group: after how many loads which parameters were asked about. One code may
+        # serve several models.
+        asked: dict[str, tuple[int, ...]] = {}
+
         def call(*args: Any) -> Any:
             for group, fqns in gathered.items():
+                params = [args[place] for place, _ in fqns]
                 names = fqns_of([(args[place], fqn) for place, fqn in fqns])
-                lines = list(chain(*loaded.taken_of([args[place] for place, _ in fqns])))
+                now_asked = (loaded.loads(), *map(id, params))
+                given = [] if asked.get(group) == now_asked else loaded.taken_of(params)
+                asked[group] = now_asked
                 before, now = last[group]
-                if names != before or lines or now.loaded:
-                    now = rank_sequence.gathered(names, lines)
+                if names != before or any(given) or now.loaded:
+                    now = rank_sequence.gathered(names, chain(*given))
                     last[group] = names, now
                 rank_sequence.note(group, now)  # not ``last``, which another thread may have set
             return compiled(*args)

@@ -17,7 +17,7 @@ Not noticed is a forward that others do not begin. It ends with the process grou
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
@@ -28,6 +28,8 @@ from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp import rank_sequence, stalls
 from simplefsdp._torch import given_up_on, run_as_it_is
 from simplefsdp.rank_guard import LATE, RankMismatchError, agree, ranks_of
+from simplefsdp.rank_sequence import Loaded
+from simplefsdp.stalls import Watched
 
 
 class _Forward(threading.local):
@@ -40,7 +42,8 @@ class _Forward(threading.local):
         self.sent: dict[str, list[str]] = {}  # by process group
         self.given_up = ""  # the function around it that Dynamo has given up on; "" if none
         self.asked: set[tuple[int, ...]] = set()  # ranks that were asked whether they are in one
-        self.loaded: dict[str, list[str]] = {}  # by process group, see loaded.py
+        self.loaded: dict[str, list[Loaded]] = {}  # by process group
+        self.watched: Watched | None = None
 
 
 _now = _Forward()
@@ -52,21 +55,23 @@ def number_of_forward() -> int:
     return _now.number if _now.depth else 0
 
 
-def note_gather(mesh: DeviceMesh, fqn: str, group: str, loaded: Sequence[str] = ()) -> None:
+def note_gather(
+    mesh: DeviceMesh, fqn: str, group: str, taken: Callable[[], Iterable[Loaded]] = tuple
+) -> None:
     """Note that a parameter is about to be gathered, eagerly.
 
     Args:
         mesh: of the parameter.
         fqn: its name.
         group: the name of the process group that gathers; "" if each rank has the parameter whole.
-        loaded: what plain tensors it was given, see ``loaded.py``.
+        taken: gives what plain tensors it was given, see ``loaded.py``.
     """
     if _now.depth:
-        if not _now.gathered:
-            stalls.begin(ranks_of([mesh]))
+        if _now.watched is None:
+            _now.watched = stalls.begin(ranks_of([mesh]), mesh.device_type)
         _now.gathered.setdefault(mesh, []).append(fqn)
         _now.sent.setdefault(group, []).append(fqn)
-        _now.loaded.setdefault(group, []).extend(loaded)
+        _now.loaded.setdefault(group, []).extend(taken())
     if given_up := (_now.depth and _now.given_up) or given_up_on():
         _agree_to_run_uncompiled(given_up, mesh, fqn, group)
 
@@ -111,16 +116,22 @@ def eager_forward() -> Iterator[None]:
         yield
     except BaseException:
         _now.depth -= 1
-        stalls.end()
+        _end_watch()
         with suppress(RankMismatchError):
             _note_sent()  # as on the other ranks, which may not fail
         raise
     _now.depth -= 1
+    _end_watch()
     if not _now.depth:
-        stalls.end()
         for mesh, fqns in _now.gathered.items():
             agree("what a forward gathers eagerly", ["eager", *fqns], ranks_of([mesh]))
     _note_sent()
+
+
+def _end_watch() -> None:
+    if not _now.depth:
+        stalls.end(_now.watched)
+        _now.watched = None
 
 
 def _note_sent() -> None:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from simplefsdp import _torch, rank_guard
+from simplefsdp import _torch, rank_guard, rank_sequence
 from simplefsdp._torch import local_tensor, version_of
-from simplefsdp.frontend import living
+from simplefsdp.frontend import living, loaded
 from simplefsdp.frontend.gather import ON_META, gather_shard
 from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.wrapped import KEPT, is_wrapped, layouts_of, mark_stays, shards_of
@@ -205,6 +205,8 @@ def _gather_again(param: DTensor, kept: _Kept) -> None:
 
 
 def _gather(param: DTensor, spec: GatherSpec) -> Tensor:
+    (given,) = loaded.taken_of([param])
+    rank_sequence.note(spec.shard_group, rank_sequence.gathered([spec.fqn], given))
     with torch.inference_mode(False), torch.no_grad():
         full = gather_shard(local_tensor(param), spec)
         return full.clone() if spec.shard_ranks == 1 else full

@@ -2,33 +2,50 @@
 
 Each rank keeps its own part of a plain model's tensor, and nothing is sent. If ranks load different
 tensors, or only some ranks load, a parameter is put together of two models: it has new rows on rank
-0 and old ones on rank 1. So a digest of what a parameter was given stays with its module until the
-parameter is gathered next, and is then noted with its name (``rank_sequence.py``). Ranks may load
-at different times and in different pieces; they compare what they noted soon after, and none waits
-for another.
+0 and old ones on rank 1. So what a parameter was given stays with its module until the parameter is
+gathered next, and is then noted with its name (``rank_sequence.py``). Ranks may load at different
+times and in different pieces; they compare what they noted soon after, and none waits for another.
 
-Not compared is what is not gathered before it is used: copies, which may come apart as under DDP;
-parts of tensor parallelism; what ``unsharded`` reads, or a checkpoint saves, before a forward. Nor
-is what torch's own backends compile.
+Not compared is what is not gathered: copies, which may come apart as under DDP, and parts of tensor
+parallelism. Nor is what ``unsharded`` reads, or a checkpoint saves, before a forward, what torch's
+own backends compile, and what the first few gathers of a small model give, if no more follow.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from simplefsdp._torch import dispatch_mode
+from simplefsdp._torch import dispatch_mode, version_of
 from simplefsdp.frontend.wrapped import layouts_of
+from simplefsdp.rank_sequence import Loaded
 
-# On a module: for each of its parameters, digests by what was given a value: the parameter itself,
-# or state of its optimizer.
-_DIGESTS = "_simple_fsdp_loaded"
+
+class _Given(NamedTuple):
+    digest: str
+    version: int  # of the parameter when it had got the value
+
+
+# On a module: for each of its parameters, by what was given a value: the parameter itself, or state
+# of its optimizer.
+_GIVEN = "_simple_fsdp_loaded"
 _ELEMENTS = 8  # of a tensor that are looked at
-_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # those with digests
+_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # those that were given some
+
+
+class _Loads:
+    count = 0  # so far
+
+
+def loads() -> int:
+    """How many values were noted so far: if no more than before, :func:`taken_of` finds nothing."""
+    return _Loads.count
 
 
 def note(module: nn.Module, name: str, what: str, value: Tensor | None) -> None:
@@ -41,36 +58,43 @@ def note(module: nn.Module, name: str, what: str, value: Tensor | None) -> None:
             parameter itself.
         value: the plain tensor, of the whole shape; None for a shard, which may differ.
     """
-    layout = layouts_of(module).get(name)
-    if layout is None or layout.spec.shard_ranks < 2:
+    layout, param = layouts_of(module).get(name), module._parameters.get(name)
+    if layout is None or layout.spec.shard_ranks < 2 or not isinstance(param, DTensor):
         return
-    digests = module.__dict__.setdefault(_DIGESTS, {}).setdefault(name, {})
-    digests.pop(what, None)
+    given = module.__dict__.setdefault(_GIVEN, {}).setdefault(name, {})
+    given.pop(what, None)
     if value is not None:
-        digests[what] = _digest(value)
+        given[what] = _Given(_digest(value), version_of(param))
+        remember(module)
+
+
+def remember(module: nn.Module) -> None:
+    """Have :func:`taken_of` look at ``module``, which may be a copy, if it was given anything."""
+    if module.__dict__.get(_GIVEN):
         _modules[id(module)] = module
+        _Loads.count += 1
 
 
-def taken(module: nn.Module, name: str) -> list[str]:
-    """What was given to a parameter that is about to be gathered, a line each; it is compared once,
-    so the next call gives nothing."""
-    if not (digests := module.__dict__.get(_DIGESTS)):
+def taken(module: nn.Module, name: str) -> list[Loaded]:
+    """What was given to a parameter that is about to be gathered. It is compared once, so the next
+    call gives nothing."""
+    if not (given := module.__dict__.get(_GIVEN, {}).pop(name, None)):
         return []
-    return [f"{what} ({digest})" for what, digest in sorted(digests.pop(name, {}).items())]
+    param = module._parameters.get(name)
+    version = version_of(param) if isinstance(param, DTensor) else -1
+    return [Loaded(what, one.digest, one.version != version) for what, one in sorted(given.items())]
 
 
-def taken_of(params: Sequence[object]) -> list[list[str]]:
+def taken_of(params: Sequence[object]) -> list[list[Loaded]]:
     """:func:`taken` for each of ``params``, whichever living modules they are of."""
-    if not _modules:
-        return [[] for _ in params]
-    lines: dict[int, list[str]] = {id(param): [] for param in params}
+    found: dict[int, list[Loaded]] = {id(param): [] for param in params}
     for key, module in list(_modules.items()):
-        for name in list(module.__dict__[_DIGESTS]):
-            if (at := id(module._parameters.get(name))) in lines:
-                lines[at] += taken(module, name)
-        if not module.__dict__[_DIGESTS]:
+        for name in list(module.__dict__[_GIVEN]):
+            if (at := id(module._parameters.get(name))) in found:
+                found[at] += taken(module, name)
+        if not module.__dict__[_GIVEN]:
             del _modules[key]
-    return [lines[id(param)] for param in params]
+    return [found[id(param)] for param in params]
 
 
 def forget(params: Iterable[object]) -> None:

@@ -135,6 +135,7 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
         cls.__setstate__(self, state)
         living.note(self)  # a copy
+        loaded.remember(self)
         kept.forget(self)
         begin_anew(self)
 
@@ -291,8 +292,8 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor, layout: Parameter
         if "kept" in now:
             kept.refresh([param], ranks_of_params([param]))
         else:
-            group = layout.spec.shard_group
-            note_gather(param.device_mesh, fqn, group, loaded.taken(module, name))
+            taken = functools.partial(loaded.taken, module, name)
+            note_gather(param.device_mesh, fqn, layout.spec.shard_group, taken)
     if torch.is_inference_mode_enabled():
         # A tensor made in that mode does not tell that it was written to.
         with torch.inference_mode(False), torch.no_grad():

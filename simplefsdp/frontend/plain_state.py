@@ -29,8 +29,9 @@ _WATCHED = "_simple_fsdp_watched"  # on an optimizer: what it loads is sharded
 def shard_plain_state(optimizer: Optimizer) -> None:
     """Shard what ``optimizer`` has loaded, and will load, of the whole shape of a parameter as that
     parameter is."""
-    where, _, _ = type(optimizer).step.__module__.partition(".")
-    if where in _KNOWN and _WATCHED not in optimizer.__dict__:
+    classes = [cls for cls in type(optimizer).__mro__ if cls is not Optimizer]
+    is_known = any(cls.__module__.partition(".")[0] in _KNOWN for cls in classes)
+    if is_known and _WATCHED not in optimizer.__dict__:
         optimizer.__dict__[_WATCHED] = True
         _shard_loaded(optimizer)
         optimizer.register_load_state_dict_post_hook(_shard_loaded)

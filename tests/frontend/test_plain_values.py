@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -37,25 +39,27 @@ def forward(model: nn.Module) -> None:
 
 
 def told(*calls: Callable[[], object]) -> str:
-    """What this rank is told of ``calls``, if all that is gathered in them is compared at last."""
-    group = dist.group.WORLD.group_name
+    """What this rank is told of ``calls``, if all that is gathered in them is compared at last: an
+    error, or a warning."""
+    group, records = dist.group.WORLD.group_name, list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_sequence, "_sequences", type(rank_sequence._sequences)())
         patch.setattr(rank_sequence, "FIRST", 10**6)  # not before
+        patch.setattr(rank_sequence.log, "handlers", [handler])
         for call in calls:
             call()
         end = rank_sequence._sequences[dist.group.WORLD][group]
-        end._next = end._count + 1
-        dist.barrier()
-        try:
-            if dist.get_rank() == 0:
-                rank_sequence.note(group, rank_sequence.gathered(["the end"]))
+        end._next = end._sums.sent + 1
+        for rank in range(2):
             dist.barrier()
-            if dist.get_rank() > 0:
-                rank_sequence.note(group, rank_sequence.gathered(["the end"]))
-        except RankMismatchError as error:
-            return str(error)
-    return ""
+            try:
+                if dist.get_rank() == rank:
+                    rank_sequence.note(group, rank_sequence.gathered(["the end"]))
+            except RankMismatchError as error:
+                return f"error: {error}"
+    return "".join(f"warning: {text}" for text in records if "load_state_dict" in text)
 
 
 class Idle(TorchDispatchMode):
@@ -152,39 +156,81 @@ def something_else(how: str, executor: str) -> str:
     rank, model, state = dist.get_rank(), wrapped(two(0)), two(1).state_dict()
     call = call_of(model, executor)
 
-    def load(into: nn.Module = model, prefix: str = "") -> None:
-        if how == "values":
-            into.load_state_dict(two(rank).state_dict())
-        elif how == "names":
+    def load() -> None:
+        if how == "names":
             own = state if rank == 0 else {"1.bias": state["1.bias"]}
-            into.load_state_dict(own, strict=False)
+            model.load_state_dict(own, strict=False)
+        elif rank == 0 and how == "in a holder":
+            nn.Sequential(model).load_state_dict(prefixed(state, "0."))
         elif rank == 0:
-            into.load_state_dict(prefixed(state, prefix))
+            model.load_state_dict(state)
 
-    if how == "in a holder":
-        return told(
-            lambda: load(nn.Sequential(model), "0."), lambda: call(*mine((numbers(4, DIM),)))
-        )
-    if how == "a copy":
-        return told(load, lambda: forward(copy.deepcopy(model)))
-    if how == "one that is read":
-        return told(
-            load, lambda: unsharded(model, writeback=False).__enter__(), lambda: forward(model)
-        )
-    return told(load, lambda: call(*mine((numbers(4, DIM),))))
+    def compute() -> None:
+        call(*mine((numbers(4, DIM),)))
+
+    def read() -> None:
+        with unsharded(model, writeback=False):
+            pass
+
+    before = {
+        "read before": read,
+        "kept": model.unshard,
+        "layer by layer": lambda: model[1](model[0](numbers(4, DIM))),
+        "a copy": lambda: call_of(copy.deepcopy(model), executor)(*mine((numbers(4, DIM),))),
+    }
+    return told(load, before.get(how, lambda: None), compute)
 
 
 @pytest.mark.parametrize("executor", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
-    "how", ["rank 0 only", "names", "values", "in a holder", "a copy", "read before"]
+    "how",
+    ["rank 0 only", "names", "in a holder", "a copy", "read before", "kept", "layer by layer"],
 )
 def test_something_else(pools, how, executor):
     """Else a model put together of two would be trained."""
     first, text = pools(2).run(something_else, how, executor)
     assert first == ""  # it ends when the others do
-    assert "given plain tensors by load_state_dict (checksum): " in text
-    assert "0.row (" in text.partition("rank 1 has sent")[0] and "and 5 more" in text
+    theirs = "1.bias" if how == "names" else "nothing"
+    more = 11 if how == "a copy" else 5
+    wanted = (
+        f"error: load_state_dict gave rank 0 plain tensors for 0.row and {more} more, and rank 1 "
+    )
+    assert text.startswith(f"{wanted}for {theirs}, ")
     assert "broadcast_from_rank0=True" in text
+
+
+def uncertain() -> list[str]:
+    """Other values, of which some are rounded, or only a rank's own rows; and values that all
+    ranks have written since, unseen."""
+    rank, state = dist.get_rank(), two(1).state_dict()
+    texts = []
+
+    def written(model: nn.Module) -> None:
+        if rank == 0:
+            model.load_state_dict(state)
+        for param in model.parameters():
+            param.to_local().detach().fill_(1.0)
+
+    for load in (
+        lambda model: model.load_state_dict(two(rank).state_dict()),
+        lambda model: model.load_state_dict({k: v * (1 + rank / 2**20) for k, v in state.items()}),
+        written,
+    ):
+        model = wrapped(two(0))
+        loaded = functools.partial(load, model)
+        texts.append(told(loaded, functools.partial(forward, model)))
+    with Idle() if rank else nullcontext():
+        model.load_state_dict(state)
+    return [*texts, told(lambda: forward(model))]
+
+
+def test_what_may_be_right_is_a_warning(pools):
+    first, texts = pools(2).run(uncertain)
+    assert first == [""] * 4
+    other = "warning: load_state_dict gave rank 1 other values than rank 0, of 0.row and 5 more. "
+    assert [text.startswith(other) for text in texts] == [True, True, False, True]
+    assert texts[2].startswith("warning: load_state_dict gave rank 0 plain tensors for 0.row and 5")
+    assert "for nothing" in texts[2] and "all ranks have given these parameters" in texts[2]
 
 
 def fill(module: nn.Module) -> None:
@@ -313,7 +359,7 @@ def optimizer_on_rank_0() -> list[str]:
 
 def test_an_optimizers_state_on_rank_0_only(pools):
     first, (text, *others) = pools(2).run(optimizer_on_rank_0)
-    assert "(checksum): exp_avg of 0.up.weight (" in text
+    assert text.startswith("error: load_state_dict gave rank 0 plain tensors for exp_avg of 0.")
     assert [*first, *others] == [""] * 5
 
 
