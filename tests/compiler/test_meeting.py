@@ -168,10 +168,10 @@ class Counting:
 def meet(world: World, lines_of, absent=()) -> dict[int, str]:
     """What becomes of many ranks that come at the same time, each in a thread of its own."""
     ranks = range(RANKS)
-    told = {}
+    told, timeout_s = {}, 0.8 if absent else 25.0
 
     def run(rank: int) -> None:
-        told[rank] = world.on(rank, agree, "the graph", lines_of(rank), ranks, timeout_s=0.8)
+        told[rank] = world.on(rank, agree, "the graph", lines_of(rank), ranks, timeout_s)
 
     threads = [threading.Thread(target=run, args=(r,)) for r in ranks if r not in absent]
     for thread in threads:
