@@ -33,7 +33,7 @@ FIRST, PERIOD = 16, 4096
 _KEPT = 32  # checksums that stay in the store, and that a rank keeps until it can compare them
 
 
-class Loaded(NamedTuple):
+class PlainLoad(NamedTuple):
     """A plain tensor that ``load_state_dict`` gave a parameter, or its optimizer's state."""
 
     what: str  # was given it
@@ -46,10 +46,10 @@ class Gathered(NamedTuple):
 
     checksum: int
     fqns: tuple[str, ...]
-    loaded: tuple[Loaded, ...] = ()  # since they were gathered last
+    loaded: tuple[PlainLoad, ...] = ()  # since they were gathered last
 
 
-def gathered(fqns: Iterable[str], loaded: Iterable[Loaded] = ()) -> Gathered:
+def gathered(fqns: Iterable[str], loaded: Iterable[PlainLoad] = ()) -> Gathered:
     """A :class:`Gathered` of parameters, in the order in which they are gathered."""
     names = tuple(fqns)
     return Gathered(zlib.crc32("\n".join(names).encode()), names, tuple(loaded))

@@ -28,7 +28,7 @@ from inductor_passes.adapters._torch import ranks_of_group
 from simplefsdp import rank_sequence, stalls
 from simplefsdp._torch import given_up_on, run_as_it_is
 from simplefsdp.rank_guard import LATE, RankMismatchError, agree, ranks_of
-from simplefsdp.rank_sequence import Loaded
+from simplefsdp.rank_sequence import PlainLoad
 from simplefsdp.stalls import Watched
 
 
@@ -42,7 +42,7 @@ class _Forward(threading.local):
         self.sent: dict[str, list[str]] = {}  # by process group
         self.given_up = ""  # the function around it that Dynamo has given up on; "" if none
         self.asked: set[tuple[int, ...]] = set()  # ranks that were asked whether they are in one
-        self.loaded: dict[str, list[Loaded]] = {}  # by process group
+        self.loaded: dict[str, list[PlainLoad]] = {}  # by process group
         self.watched: Watched | None = None
 
 
@@ -56,7 +56,7 @@ def number_of_forward() -> int:
 
 
 def note_gather(
-    mesh: DeviceMesh, fqn: str, group: str, taken: Callable[[], Iterable[Loaded]] = tuple
+    mesh: DeviceMesh, fqn: str, group: str, taken: Callable[[], Iterable[PlainLoad]] = tuple
 ) -> None:
     """Note that a parameter is about to be gathered, eagerly.
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp._torch import dispatch_mode, version_of
 from simplefsdp.frontend.wrapped import layouts_of
-from simplefsdp.rank_sequence import Loaded
+from simplefsdp.rank_sequence import PlainLoad
 
 
 class _Given(NamedTuple):
@@ -75,19 +75,21 @@ def remember(module: nn.Module) -> None:
         _Loads.count += 1
 
 
-def taken(module: nn.Module, name: str) -> list[Loaded]:
+def taken(module: nn.Module, name: str) -> list[PlainLoad]:
     """What was given to a parameter that is about to be gathered. It is compared once, so the next
     call gives nothing."""
     if not (given := module.__dict__.get(_GIVEN, {}).pop(name, None)):
         return []
     param = module._parameters.get(name)
     version = version_of(param) if isinstance(param, DTensor) else -1
-    return [Loaded(what, one.digest, one.version != version) for what, one in sorted(given.items())]
+    return [
+        PlainLoad(what, one.digest, one.version != version) for what, one in sorted(given.items())
+    ]
 
 
-def taken_of(params: Sequence[object]) -> list[list[Loaded]]:
+def taken_of(params: Sequence[object]) -> list[list[PlainLoad]]:
     """:func:`taken` for each of ``params``, whichever living modules they are of."""
-    found: dict[int, list[Loaded]] = {id(param): [] for param in params}
+    found: dict[int, list[PlainLoad]] = {id(param): [] for param in params}
     for key, module in list(_modules.items()):
         for name in list(module.__dict__[_GIVEN]):
             if (at := id(module._parameters.get(name))) in found:
