@@ -85,6 +85,11 @@ class _Said(NamedTuple):
     last: str  # what was gathered last
 
 
+def value_now(store: Any, key: str) -> str:
+    """The value of ``key``, or "" if there is none; unlike ``store.get`` it does not wait."""
+    return str(store.compare_set(key, "", "").decode())
+
+
 class RankSequence:
     """The checksum of what one rank has gathered so far with the ranks of one process group.
 
@@ -159,8 +164,7 @@ class RankSequence:
         self._waiting[self._compared] = mine
         there = []
         for number in list(self._waiting):
-            # Like `get`, but without waiting: the value is empty if the key is not there.
-            if found := self._store.compare_set(self._key(number), "", "").decode():
+            if found := value_now(self._store, self._key(number)):
                 sums, loaded, last = json.loads(found)
                 there.append((_Said(_Sums(*sums), loaded, last), self._waiting.pop(number)))
         if len(self._waiting) > _KEPT:

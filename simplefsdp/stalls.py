@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from simplefsdp.rank_guard import few, store_of
+from simplefsdp.rank_sequence import value_now
 
 log = logging.getLogger("simplefsdp")
 _LONG_S, _EVERY_S = 30.0, 5.0
@@ -35,7 +36,8 @@ class Watched:
     ranks: Sequence[int]  # with which it communicates, ascending
     began: float
     looks: int = 0
-    heard: dict[int, tuple[str, int]] = field(default_factory=dict)  # sign, look at which it came
+    signs: dict[int, str] = field(default_factory=dict)  # the last one of each rank
+    heard: dict[int, int] = field(default_factory=dict)  # the look at which it had come
     is_told: bool = False
 
 
@@ -63,14 +65,14 @@ class _Watch(threading.Thread):
             return
         watched.looks += 1
         for other in ranks:
-            # Like `get`, but without waiting: empty if there is none.
-            sign = store.compare_set(f"stalls/{other}", "", "").decode()
-            if watched.heard.get(other, ("", 0))[0] != sign:
-                # The first one may be old.
-                watched.heard[other] = sign, watched.looks if watched.looks > 1 else 0
+            sign = value_now(store, f"stalls/{other}")
+            if sign != watched.signs.get(other, sign):  # the first one may be old
+                watched.heard[other] = watched.looks
+            watched.signs[other] = sign
         # This rank's sign is a new one each time.
-        heard = {other: look for other, (_, look) in watched.heard.items()}
-        missing = [other for other in ranks if watched.looks - heard.get(other, 0) >= _LOOKS]
+        missing = [
+            other for other in ranks if watched.looks - watched.heard.get(other, 0) >= _LOOKS
+        ]
         if missing and rank == min({*looking} - {*missing}):
             watched.is_told = True
             log.warning(
@@ -89,14 +91,14 @@ _watch: list[_Watch] = []
 
 
 def begin(ranks: Sequence[int], device_type: str) -> Watched | None:
-    """Watch a forward that begins, and communicates with ``ranks``, until :func:`end`; None if
-    there is nothing to watch."""
+    """Watch a forward that begins, and communicates with ``ranks`` (ascending), until :func:`end`;
+    None if there is nothing to watch."""
     if len(ranks) < 2 or device_type != "cpu":
         return None
     if not _watch or not _watch[0].is_alive():  # no thread lives on in a fork
         _watch[:] = [_Watch()]
         _watch[0].start()
-    watched = Watched(sorted(ranks), time.monotonic())
+    watched = Watched(ranks, time.monotonic())
     _watch[0].watched[id(watched)] = watched
     return watched
 
@@ -111,6 +113,8 @@ def watching(
     compiled: Callable[..., Any], ranks: Sequence[int], device_type: str
 ) -> Callable[..., Any]:
     """``compiled``, whose calls are watched as :func:`begin` says."""
+    if device_type != "cpu":
+        return compiled
 
     def call(*args: Any) -> Any:
         watched = begin(ranks, device_type)

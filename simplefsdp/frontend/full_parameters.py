@@ -108,6 +108,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         agree_to_leave(mesh, ends, [buffer.path for buffer in buffers], None)
     carry_over(ends)
     if writeback:
+        loaded.forget(end.slot.param for end in ends)
         for end in ends:
             write_back(end.slot.param, end.full, end.slot.groups_of_copies())
         if mesh is not None:
@@ -144,7 +145,6 @@ def write_back(
     over ``groups_of_copies``: groups with ranks outside of the mesh that hold copies."""
     if has_no_data(full):
         return
-    loaded.forget([param])
     full = full.detach().to(param.device).contiguous()
     from_first_rank(on_the_wire(full), groups_of_copies)
     param.to_local().copy_(distribute(full, param.device_mesh, param.placements).to_local())

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simplefsdp._torch import has_hooks, has_no_data, storage_use_count
-from simplefsdp.frontend import uninitialised
+from simplefsdp.frontend import loaded, uninitialised
 from simplefsdp.frontend.full_parameters import full_of, write_back
 from simplefsdp.frontend.placement import bits_of, highest_of_ranks, on_the_wire, rank_0s
 from simplefsdp.frontend.reading import in_forward
@@ -92,6 +92,7 @@ class _Pending:
                 "anew after parameters() wrote to it"
             )
         if full_changed:
+            loaded.forget([param])
             write_back(param, full)
         elif shard_changed:
             full.detach().copy_(full_of(param))

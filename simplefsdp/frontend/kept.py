@@ -25,6 +25,7 @@ from simplefsdp.frontend import living, loaded
 from simplefsdp.frontend.gather import ON_META, gather_shard
 from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.wrapped import KEPT, is_wrapped, layouts_of, mark_stays, shards_of
+from simplefsdp.rank_sequence import PlainLoad
 
 _OF_SHARD = "_simple_fsdp_kept_of"  # on a shard: what is kept of it
 
@@ -52,26 +53,34 @@ def keep(modules: Iterable[nn.Module]) -> None:
     """Gather all sharded parameters of ``modules``, and keep them; collective. What is kept already
     is gathered once more, since nothing tells of a write by pointer; it is written to only if it
     has changed, for a backward may still need it."""
-    gathered = set[int]()
+    places = list(_shards_to_keep(modules))
+    shards = [shard for *_, shard in places]
+    given = dict(zip(map(id, shards), loaded.taken_of(shards), strict=True))  # not gathered yet
+    for module, name, spec, shard in places:
+        kept: _Kept | None = shard.__dict__.get(_OF_SHARD)
+        if kept is None:
+            if shard.is_meta:
+                raise ValueError(f"{spec.fqn}: {ON_META}")
+            kept = _Kept(_gather(shard, spec, given.pop(id(shard))), spec)
+            shard.__dict__[_OF_SHARD] = kept
+            _note_shard(shard, kept)
+        elif id(shard) in given:
+            _gather_again(shard, kept, given.pop(id(shard)))
+        if module.__dict__[KEPT].get(name) is not kept.full:
+            module.__dict__[KEPT][name] = kept.full
+            kept.readers += 1
+    _watch_writes()
+
+
+def _shards_to_keep(
+    modules: Iterable[nn.Module],
+) -> Iterator[tuple[nn.Module, str, GatherSpec, DTensor]]:
     for module in modules:
         for name, layout in layouts_of(module).items():
-            param = module._parameters.get(name)
+            shard = module._parameters.get(name)
             # What a class of tensors gathers is not the full parameter: it is gathered as ever.
-            if layout.spec.tensor_class or not isinstance(param, DTensor):
-                continue
-            kept: _Kept | None = param.__dict__.get(_OF_SHARD)
-            if kept is None:
-                if param.is_meta:
-                    raise ValueError(f"{layout.spec.fqn}: {ON_META}")
-                kept = param.__dict__[_OF_SHARD] = _Kept(_gather(param, layout.spec), layout.spec)
-                _note_shard(param, kept)
-            elif id(param) not in gathered:
-                _gather_again(param, kept)
-            gathered.add(id(param))
-            if module.__dict__[KEPT].get(name) is not kept.full:
-                module.__dict__[KEPT][name] = kept.full
-                kept.readers += 1
-    _watch_writes()
+            if isinstance(shard, DTensor) and not layout.spec.tensor_class:
+                yield module, name, layout.spec, shard
 
 
 @torch.compiler.disable
@@ -178,8 +187,9 @@ def refresh(params: Iterable[Any], ranks: tuple[int, ...], timeout_s: float | No
         return
     lines = [k.spec.fqn for _, k in stale]
     rank_guard.agree("what to gather again", lines, ranks, timeout_s, remember=False)
-    for param, k in stale:
-        k.full.copy_(_gather(param, k.spec))
+    given = loaded.taken_of([param for param, _ in stale])
+    for (param, k), its in zip(stale, given, strict=True):
+        k.full.copy_(_gather(param, k.spec, its))
         _note_shard(param, k)
 
 
@@ -197,15 +207,14 @@ def refreshing(
     return call
 
 
-def _gather_again(param: DTensor, kept: _Kept) -> None:
-    full = _gather(param, kept.spec)
+def _gather_again(param: DTensor, kept: _Kept, given: Sequence[PlainLoad]) -> None:
+    full = _gather(param, kept.spec, given)
     if not torch.equal(full, kept.full):
         kept.full.copy_(full)
     _note_shard(param, kept)
 
 
-def _gather(param: DTensor, spec: GatherSpec) -> Tensor:
-    (given,) = loaded.taken_of([param])
+def _gather(param: DTensor, spec: GatherSpec, given: Sequence[PlainLoad]) -> Tensor:
     rank_sequence.note(spec.shard_group, rank_sequence.gathered([spec.fqn], given))
     with torch.inference_mode(False), torch.no_grad():
         full = gather_shard(local_tensor(param), spec)

@@ -44,7 +44,8 @@ class _Loads:
 
 
 def loads() -> int:
-    """How many values were noted so far: if no more than before, :func:`taken_of` finds nothing."""
+    """How many values were noted so far: if no more than when :func:`taken_of` was asked about some
+    parameters, it finds nothing for these."""
     return _Loads.count
 
 
