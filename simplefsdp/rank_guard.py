@@ -7,9 +7,9 @@ rank to arrive compares the digests. A choice that ranks could make differently 
 and handed to the others through the same store.
 
 The store is served by one process, so each rank makes only a few requests, however many ranks there
-are, and asks ever less often while it waits. Only few ranks ask about every rank: the last to arrive, if digests differ, and those that say
-who is missing. Options and launchers import this file for its time limits, so imports that take a
-second stand inside the functions that need them.
+are, and asks ever less often while it waits. Only few ranks ask about every rank: the last to
+arrive, if digests differ, and those that say who is missing. Options and launchers import this file
+for its time limits, so imports that take a second stand inside the functions that need them.
 """
 
 from __future__ import annotations
