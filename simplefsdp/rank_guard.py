@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from simplefsdp.words import few_ranks
+
 log = logging.getLogger("simplefsdp")
 TIMEOUT_S = 300.0
 _VARIABLE = "SIMPLEFSDP_TIMEOUT_S"
@@ -248,7 +250,7 @@ def _verdict(
         wait_for(what, store, came, timeout_s, remedy, until=f"{turn}/verdict", speaks=speaks)
     except RankMismatchError:
         # The last rank may arrive at this very moment: the verdict in the store holds for both.
-        late = few(_missing(store, came))
+        late = few_ranks(_missing(store, came))
         mine = f"rank {dist.get_rank()} gave up waiting for {late}"
         if _decide(store, turn, mine) == mine:
             raise
@@ -311,13 +313,13 @@ def wait_for(
         missing = _missing(store, keys)
         if left <= _PATIENCE_S and not store.check(awaited):
             raise RankMismatchError(
-                f"{what}: after {timeout_s:g} s, {few(missing)} did not get to what "
+                f"{what}: after {timeout_s:g} s, {few_ranks(missing)} did not get to what "
                 f"rank {dist.get_rank()} is about to do. {remedy}"
             )
         if missing:
             still_s = max(0.0, deadline - time.monotonic())
             log.warning(
-                f"{what}: rank {dist.get_rank()} is waiting for {few(missing)}, for up to "
+                f"{what}: rank {dist.get_rank()} is waiting for {few_ranks(missing)}, for up to "
                 f"{still_s:.0f} s more: compiling takes longer there, or not all ranks call the "
                 "same models equally often"
             )
@@ -337,13 +339,3 @@ def _came(store: Any, keys: list[str], seconds: float) -> bool:
 
 def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
     return [rank for rank, key in keys.items() if not store.check([key])]
-
-
-def few(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 2 and 5``, ``ranks 0, 1, 2 and 7 more``."""
-    if not ranks:
-        return "a rank that came too late"
-    few = [str(rank) for rank in ranks[:8]]
-    if len(ranks) > 8:
-        few[7:] = [f"{len(ranks) - 7} more"]
-    return f"rank {few[0]}" if len(few) == 1 else f"ranks {', '.join(few[:-1])} and {few[-1]}"

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from simplefsdp.rank_guard import few, store_of
+from simplefsdp.rank_guard import store_of
 from simplefsdp.rank_sequence import value_now
+from simplefsdp.words import few_ranks
 
 log = logging.getLogger("simplefsdp")
 _LONG_S, _EVERY_S = 30.0, 5.0
@@ -82,7 +83,7 @@ class _Watch(threading.Thread):
                 "equally many",
                 rank,
                 took_s,
-                few(missing),
+                few_ranks(missing),
                 "is" if len(missing) == 1 else "are",
             )
 

@@ -18,3 +18,15 @@ def counted(counts: Iterable[tuple[str, int]]) -> str:
 def few(names: Sequence[str]) -> str:
     """The first five names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def few_ranks(ranks: Sequence[int]) -> str:
+    """``rank 2``, ``ranks 2 and 5``, ``ranks 0, 1, 2 and 7 more``."""
+    if not ranks:
+        return "a rank that came too late"
+    shown = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > 8:
+        shown[7:] = [f"{len(ranks) - 7} more"]
+    if len(shown) == 1:
+        return f"rank {shown[0]}"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from simplefsdp import rank_guard
 from simplefsdp.rank_guard import RankMismatchError, agree, decided, have_the_same
+from simplefsdp.words import few_ranks
 
 
 class Interleaved:
@@ -244,11 +245,11 @@ def test_a_rank_that_alone_forgot_is_told(agreed):
 
 
 def test_ranks_are_named_as_one_would_say_them():
-    assert rank_guard.few([2]) == "rank 2"
-    assert rank_guard.few([2, 5]) == "ranks 2 and 5"
-    assert rank_guard.few(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 7"
-    assert rank_guard.few(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 13 more"
-    assert rank_guard.few([]) == "a rank that came too late"
+    assert few_ranks([2]) == "rank 2"
+    assert few_ranks([2, 5]) == "ranks 2 and 5"
+    assert few_ranks(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 7"
+    assert few_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 13 more"
+    assert few_ranks([]) == "a rank that came too late"
 
 
 def test_waiting_prints_nothing_of_torchs(monkeypatch, capfd):
