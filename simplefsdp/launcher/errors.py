@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
@@ -90,12 +91,24 @@ def in_one_line(error: BaseException) -> str | None:
 
 
 def record_failure(error: BaseException) -> None:
-    """Write this rank's error to torchrun's error file, where the launcher looks for it."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        with suppress(ImportError):  # it may be torch that could not be imported
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    """Write this rank's error to torchrun's error file, where the launcher looks for it.
 
+    The file is there whole or not at all: the launcher, which may end this rank meanwhile, since
+    another one was killed, cannot read half a file.
+    """
+    file = os.environ.get(_ERROR_FILE)
+    if file is None:
+        return
+    # It may be torch that could not be imported, or a disk that is full.
+    with suppress(ImportError, OSError):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        os.environ[_ERROR_FILE] = f"{file}.part"
+        try:
             get_error_handler().record_exception(error)
+            os.replace(f"{file}.part", file)
+        finally:
+            os.environ[_ERROR_FILE] = file
 
 
 def leave_at_once(code: int) -> NoReturn:

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import types
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from simplefsdp.cli import main
 from simplefsdp.launcher import launch
-from simplefsdp.launcher.errors import in_one_line
+from simplefsdp.launcher.errors import RunFailed, in_one_line, record_failure
 from simplefsdp.launcher.output import unbroken_output
 from simplefsdp.train import command, preflight, runs
 
@@ -213,6 +215,23 @@ def test_an_error_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, ca
     monkeypatch.setattr(launch, "elastic_launch", damaged)
     assert launch.start_local_ranks([], ranks=2, log_folder=tmp_path) == 1
     assert capsys.readouterr().err.startswith("error: a rank failed, and cannot say why; ")
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
+def test_a_rank_that_is_ended_while_it_says_why_leaves_no_half_file(stop, tmp_path, monkeypatch):
+    file = tmp_path / "0.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    def half(data, target):
+        target.write('{"message"')
+        raise stop
+
+    with monkeypatch.context() as during, suppress(KeyboardInterrupt):
+        during.setattr("json.dump", half)
+        record_failure(RunFailed("lost"))
+    assert not file.exists()
+    record_failure(RunFailed("lost"))
+    assert ProcessFailure(0, 1, 1, str(file)).message["message"] == "RunFailed: lost"
 
 
 @pytest.mark.parametrize(
