@@ -1,8 +1,9 @@
 """The methods that FSDP2 gives a module, on ours: what its users and trainers call by habit.
 
 Each acts on the module it is called on and on all modules inside it; with ``recurse=False`` on its
-own parameters alone. Call them on all ranks alike. A method that the model's class has itself is
-left as it is.
+own parameters alone; :func:`unshard`, :func:`reshard` and divide factors, as under FSDP2, not on
+modules inside that were wrapped by themselves. Call them on all ranks alike. A method that the
+model's class has itself is left as it is.
 
 A wrapped module is no ``FSDPModule``: torch's pipeline stages and others who ask for that class go
 on to reach into FSDP2's state, which a wrapped module does not have.
@@ -109,18 +110,19 @@ def set_reshard_after_backward(
 def unshard(self: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """Gather now and keep, until :func:`reshard`: forwards and backwards gather nothing.
 
+    Not what modules inside have that were wrapped by themselves: call this on those, too.
     When shards have changed, by an optimizer's step, a checkpoint or an operator in place, the next
     forward gathers once more. What is written by hand without an operator of torch's, or to
     ``.data`` of ``param.to_local()``, is not noticed: call this again after it, as FSDP2's users do
     in each step. To read or write full parameters outside of forward, use ``simplefsdp.unsharded``.
     """
-    kept.keep(wrapped_parts(self))
+    kept.keep(_up_to(self, POLICY))
     return _Done() if async_op else None
 
 
 def reshard(self: nn.Module) -> None:
-    """Free the full parameters that :func:`unshard` keeps."""
-    kept.free(wrapped_parts(self))
+    """Free the full parameters that :func:`unshard` of this module keeps."""
+    kept.free(_up_to(self, POLICY))
 
 
 def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
@@ -137,7 +139,7 @@ def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
         raise TypeError(f"factor: expected a number, got {type(factor).__name__}")
     if not factor > 0:
         raise ValueError(f"factor: expected a number > 0, got {factor}")
-    change_specs(_without_own_factor(self), {"divide_factor": float(factor)})
+    change_specs(_up_to(self, POLICY, _FACTOR), {"divide_factor": float(factor)})
     self.__dict__[_FACTOR] = True
 
 
@@ -200,14 +202,14 @@ def _wrapped(module: nn.Module, recurse: bool) -> list[nn.Module]:
     return wrapped_parts(module) if recurse else [module] if is_wrapped(module) else []
 
 
-def _without_own_factor(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and what is in it, but for modules inside that have a factor, or were wrapped by
-    themselves, and all in them."""
+def _up_to(module: nn.Module, *marks: str) -> Iterator[nn.Module]:
+    """``module`` and what is in it, as far as it is wrapped, but for modules inside that have one
+    of ``marks``, and all in them. :data:`POLICY` is on those that were wrapped by themselves."""
     if is_wrapped(module):
         yield module
     for child in module.children():
-        if _FACTOR not in child.__dict__ and POLICY not in child.__dict__:
-            yield from _without_own_factor(child)
+        if not any(mark in child.__dict__ for mark in marks):
+            yield from _up_to(child, *marks)
 
 
 def _replace_sync(module: nn.Module, recurse: bool, **fields: bool) -> None:

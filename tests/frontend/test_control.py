@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from simplefsdp import simple_fsdp, unsharded
 from simplefsdp.frontend.accumulation import Sync, sync_of
+from simplefsdp.frontend.kept import kept_of
 from simplefsdp.rank_guard import RankMismatchError
 
 
@@ -241,6 +242,24 @@ def test_one_of_two_that_are_tied_is_resharded(solo_mesh):
         model["one"].weight.zero_()
         model["one"].bias.zero_()
     assert not model["one"](torch.ones(1, 4)).any()
+
+
+def test_what_was_wrapped_by_itself_is_unsharded_by_itself(solo_mesh):
+    """As FSDP2's: on a model whose layers were wrapped first, it is no memory for all of them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    simple_fsdp(model[0], solo_mesh)
+    simple_fsdp(model, solo_mesh)
+
+    def are_kept():
+        return [kept_of(m, "weight") is not None for m in (model[0], model[1][0], model[2])]
+
+    model.unshard()
+    assert are_kept() == [False, True, True]
+    model[0].unshard()
+    model.reshard()
+    assert are_kept() == [True, False, False]
+    model.set_reshard_after_backward(True)
+    assert are_kept() == [False, False, False]
 
 
 def moved(one, whole):
