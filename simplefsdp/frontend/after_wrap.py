@@ -27,8 +27,19 @@ _NOT_IN_MODEL = (
 
 
 def mark_original(param: Tensor, fqn: str) -> None:
-    """Note on a parameter that a shard took its place."""
+    """Note on a parameter that a shard took its place, and refuse gradients of it from now on: what
+    is no module may hold it, as a layer of Keras does, or a closure."""
     setattr(param, _ORIGINAL, fqn)
+
+    def refuse(param: Tensor) -> None:
+        raise ValueError(
+            f"{fqn}: backward reached the parameter as it was before simple_fsdp, which the model "
+            "no longer has, so that nothing would be trained; let forward read it from the module "
+            "(self.weight), not from where it was kept before"
+        )
+
+    if param.requires_grad and param.is_leaf:
+        param.register_post_accumulate_grad_hook(refuse)
 
 
 class _Replaced(NamedTuple):

@@ -17,7 +17,8 @@ nobody would notice, and one is missing. torch lets a DTensor's operator have a 
   is unevenly sharded along its last dimension torch makes a gathered copy, and what is written to
   that is lost. Here it is a view of the shard, as of a plain tensor;
 - *whether any element is true*, which ``torch.autograd.detect_anomaly`` asks of every gradient:
-  torch has no such operator for DTensors. Here it is asked over all ranks.
+  torch has no such operator for DTensors. Here it is asked over all ranks;
+- *collectives* of torch.distributed, which DTensors do not have: the error says what to do.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
     _aten.randn_like.default: _aten.normal_.default,
     _aten.rand_like.default: _aten.uniform_.default,
 }
+# Of torch.distributed; DTensors have none of them.
+_COLLECTIVES = (
+    *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "allgather_", "gather_"),
+    *("_allgather_base_", "allgather_into_tensor_coalesced_", "reduce_scatter_", "scatter_"),
+    *("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_", "alltoall_base_"),
+    *("send", "recv_"),
+)
 # By the reduction that torch would use for a truth value: whether it must be true on all ranks.
 _TRUTHS = {"sum": False, "max": False, "product": True, "min": True}
 
@@ -54,6 +62,8 @@ def handle_operators() -> None:
     for op in _DRAWS:
         _torch.handle_dtensor_op(op, _draw_like)
     handle_slices()
+    for name in _COLLECTIVES:
+        _torch.handle_dtensor_op(getattr(torch.ops.c10d, name).default, _refuse_collective)
     _torch.handle_dtensor_op(_aten._local_scalar_dense.default, _number)
     _torch.handle_dtensor_op(_aten._is_any_true.default, _is_any_true)
     _torch.handle_dtensor_op(_aten.view_as_real.default, _as_real)
@@ -112,6 +122,16 @@ def _as_real(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if all(isinstance(p, Replicate) or type(p) is Shard for p in placements):
         return dtensor_like(target, op(_torch.local_tensor(target)))
     return _torch.default_dtensor_op(op, args, kwargs)
+
+
+def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = op.name().partition("::")[2].strip("_")
+    raise ValueError(
+        f"torch.distributed's {name} of a sharded DTensor, such as a wrapped model's parameter or "
+        "its gradient: leave it out where it makes ranks alike, since simple_fsdp gives all ranks "
+        "rank 0's values and backward averages gradients; else call it on tensor.full_tensor(), "
+        "or on tensor.to_local(), this rank's rows"
+    )
 
 
 def _number(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

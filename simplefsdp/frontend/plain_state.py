@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from simplefsdp.frontend import living
 from simplefsdp.frontend.loaded import note
 from simplefsdp.frontend.placement import dtensor_like
-from simplefsdp.frontend.wrapped import fqn_of
+from simplefsdp.frontend.wrapped import check_own_rows, fqn_of
 
 _KNOWN = ("torch", "torchao")
 _WATCHED = "_simple_fsdp_watched"  # on an optimizer: what it loads is sharded
@@ -28,10 +28,8 @@ _WATCHED = "_simple_fsdp_watched"  # on an optimizer: what it loads is sharded
 
 def shard_plain_state(optimizer: Optimizer) -> None:
     """Shard what ``optimizer`` has loaded, and will load, of the whole shape of a parameter as that
-    parameter is."""
-    classes = [cls for cls in type(optimizer).__mro__ if cls is not Optimizer]
-    is_known = any(cls.__module__.partition(".")[0] in _KNOWN for cls in classes)
-    if is_known and _WATCHED not in optimizer.__dict__:
+    parameter is; and refuse shards of other ranks."""
+    if _WATCHED not in optimizer.__dict__:
         optimizer.__dict__[_WATCHED] = True
         _shard_loaded(optimizer)
         optimizer.register_load_state_dict_post_hook(_shard_loaded)
@@ -39,14 +37,21 @@ def shard_plain_state(optimizer: Optimizer) -> None:
 
 def _shard_loaded(optimizer: Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    classes = [cls for cls in type(optimizer).__mro__ if cls is not Optimizer]
+    is_known = any(map(_is_known, classes))
+    has_own_step = not _is_known(type(optimizer).step)  # which may keep local tensors
     owners = living.owners()
     for param in params:
         state = optimizer.state.get(param, {})
         for name, value in state.items() if id(param) in owners else ():
+            owner, its = owners[id(param)]
+            what = f"{name} of {fqn_of(owner, its)}"
+            if isinstance(value, DTensor):
+                check_own_rows(what, value, param)
+            if not is_known or (has_own_step and not _is_split(param)):
+                continue
             is_plain = _is_plain_of(param, name, value)
             if _is_split(param):
-                owner, its = owners[id(param)]
-                what = f"{name} of {fqn_of(owner, its)}"
                 note(owner, its, what, value if is_plain else None)
             if is_plain:
                 own = distribute_tensor(
@@ -56,9 +61,14 @@ def _shard_loaded(optimizer: Optimizer) -> None:
                 state[name] = dtensor_like(param, own.clone())
 
 
+def _is_known(defined: Any) -> bool:
+    return defined.__module__.partition(".")[0] in _KNOWN
+
+
 def _is_split(param: DTensor) -> bool:
     """Else what has the shape of all of it may be what an optimizer keeps of this rank's shard."""
-    return all(param.shape[p.dim] > 1 for p in param.placements if isinstance(p, Shard))
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    return any(n > 1 and isinstance(p, Shard) and param.shape[p.dim] > 1 for p, n in sizes)
 
 
 def _is_plain_of(param: DTensor, name: str, value: Any) -> bool:

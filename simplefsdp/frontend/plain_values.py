@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from simplefsdp._torch import has_memory, weak_memory_of
 from simplefsdp.frontend.loaded import note
-from simplefsdp.frontend.wrapped import fqn_of, layouts_of
+from simplefsdp.frontend.wrapped import check_own_rows, fqn_of, layouts_of
 
 
 @dataclass
@@ -78,6 +78,7 @@ def _shard_plain(
         if not isinstance(value, Tensor) or not isinstance(param, DTensor):
             continue
         if isinstance(value, DTensor):
+            check_own_rows(fqn_of(module, name), value, param)
             given.setdefault(name, None)
         elif value.shape == param.shape:
             given[name] = value = value.detach()

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 _COLLECTIVES = "the compiler makes, merges and orders the collectives; leave it out"
 
+_ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # of a module, before anything else
 # Methods of FSDP2's modules, and two of FSDP's.
 _INSTEAD = {
     "set_manual_backward_finalization": "defer by set_requires_gradient_sync(False), then call "
@@ -31,12 +33,23 @@ _INSTEAD = {
 def members(cls: type[nn.Module]) -> dict[str, Any]:
     """For the subclass of ``cls``: methods that raise, for what ``cls`` lacks, and for pickling."""
     missing = {name: _method(name) for name in _INSTEAD if not hasattr(cls, name)}
-    refusing = {**missing, "__reduce_ex__": _reduce_ex(cls)}
+    refusing = {**missing, "__reduce_ex__": _reduce_ex(cls), _ASKED_BY_DDP: property(_refuse_ddp)}
     if hasattr(cls, "save_pretrained"):
         refusing["save_pretrained"] = _save_pretrained(cls)
     if hasattr(cls, "resize_token_embeddings"):
         refusing["resize_token_embeddings"] = _resize_token_embeddings(cls)
     return refusing
+
+
+def _refuse_ddp(self: nn.Module) -> Any:
+    # DistributedDataParallel asks by hasattr, and others for all there is (torch.jit.trace).
+    if sys._getframe(1).f_globals.get("__name__") != DistributedDataParallel.__module__:
+        raise AttributeError(_ASKED_BY_DDP)
+    raise ValueError(
+        f"DistributedDataParallel({type(self).__name__}): simple_fsdp has wrapped it, and reduces "
+        "its gradients; leave DistributedDataParallel out, or what calls it: a trainer's prepare, "
+        "or its launcher"
+    )
 
 
 def _method(name: str) -> Callable[..., Any]:

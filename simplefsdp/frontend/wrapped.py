@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from simplefsdp.frontend.gather_spec import GatherSpec
 from simplefsdp.frontend.placement import TensorParallel
@@ -91,6 +91,23 @@ def check_placed_alike(module: nn.Module, name: str, param: object) -> None:
             f"{layout.placements}, as simple_fsdp made it, got one of shape {tuple(param.shape)} "
             f"placed {param.placements}; redistribute it, or load a plain tensor by "
             "load_state_dict(), and change shapes before simple_fsdp"
+        )
+
+
+def check_own_rows(what: str, value: DTensor, param: DTensor) -> None:
+    """Refuse to load ``value`` into ``param``, or its optimizer's state, if it has the rows of
+    another rank: a DTensor that was pickled remembers who wrote it."""
+    mesh, own = value.device_mesh, param.device_mesh
+    there, here = mesh.get_coordinate(), own.get_coordinate()
+    if there is None or here is None or mesh.shape != own.shape:
+        return
+    places = zip(value.placements, there, here, strict=True)
+    if any(one != other for p, one, other in places if not isinstance(p, Replicate)):
+        raise ValueError(
+            f"{what}: expected this rank's rows, or the full tensor, got the rows of another rank, "
+            "which torch.save(model.state_dict()) on one rank writes: nobody has written the other "
+            "rows. Save on all ranks, by torch.distributed.checkpoint, or full tensors "
+            "(get_state_dict with StateDictOptions(full_state_dict=True))"
         )
 
 

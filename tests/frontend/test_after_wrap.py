@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,29 @@ def test_an_optimizer_made_before_the_wrap_is_refused_at_its_step(fake_mesh):
     late.step()
     with pytest.raises(ValueError, match=r"AdamW: holds 0\.weight as it was before simple_fsdp"):
         early.step()
+
+
+def test_a_parameter_that_is_used_as_it_was_before_the_wrap(fake_mesh):
+    """A layer of Keras holds its parameter in an object that is no module."""
+    layer = nn.Linear(4, 4)
+    layer.hidden = SimpleNamespace(weight=layer.weight)
+    layer.forward = lambda x: x @ layer.hidden.weight
+    model = simple_fsdp(nn.Sequential(layer), fake_mesh(2))
+    loss = model(torch.ones(2, 4)).sum()
+    with pytest.raises(ValueError, match=r"0\.weight: backward reached.*before simple_fsdp"):
+        loss.backward()
+
+
+def test_ddp_of_a_wrapped_model_is_refused_by_name(fake_mesh):
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2))
+    with pytest.raises(ValueError, match=r"DistributedDataParallel\(Sequential\): simple_fsdp has"):
+        nn.parallel.DistributedDataParallel(model)
+
+
+def test_jit_trace_says_what_to_do(fake_mesh):
+    model, x = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2)), torch.ones(2, 4)
+    with pytest.raises(ValueError, match=r"torch\.jit\.trace.*unsharded\(model, writeback=False"):
+        torch.jit.trace(model, x)
 
 
 def halved(model):

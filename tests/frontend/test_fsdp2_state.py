@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -117,6 +118,36 @@ def through_torch_and_dcp() -> None:
 
 def test_through_torch_save_and_full_state_dicts(pools):
     pools(2).run(through_torch_and_dcp)
+
+
+def through_one_ranks_file(mode: str) -> None:
+    """``torch.save(model.state_dict())`` on rank 0, which others load: rows that rank 0 had."""
+    model = wrapped(two(), mode)
+    optimizer = torch.optim.AdamW(model.parameters())
+    mean(model(mine(numbers(4, DIM)))).backward()
+    optimizer.step()
+    saved = [{"model": model.state_dict(), "optimizer": optimizer.state_dict()}]
+    own = copy.deepcopy(saved[0])
+    dist.broadcast_object_list(saved)
+    has_own_rows = dist.get_rank() == 0 or mode == "replicate"
+    loads = {
+        r"0\.row: expected this rank's rows.*full_state_dict=True": lambda: model.load_state_dict(
+            saved[0]["model"]
+        ),
+        r"exp_avg of 0\.row: expected this rank's rows": lambda: optimizer.load_state_dict(
+            saved[0]["optimizer"]
+        ),
+    }
+    for told, load in loads.items():
+        with nullcontext() if has_own_rows else pytest.raises(ValueError, match=told):
+            load()
+    model.load_state_dict(own["model"])
+    optimizer.load_state_dict(own["optimizer"])
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_what_one_rank_has_pickled_is_not_loaded_by_another(pools, mode):
+    pools(2).run(through_one_ranks_file, mode)
 
 
 def over_tensor_parallelism(dim: int) -> None:
@@ -359,6 +390,37 @@ def resumes_with_full_state() -> None:
 
 def test_an_optimizer_that_keeps_full_tensors_resumes(pools):
     pools(2).run(resumes_with_full_state)
+
+
+class Local(torch.optim.SGD):
+    """Its state has the shape of this rank's rows, which may be that of the whole."""
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            own = isinstance(param, DTensor)
+            local, grad = (t.to_local() if own else t for t in (param, param.grad))
+            momentum = self.state[param].setdefault("momentum", torch.zeros_like(local))
+            local.sub_(momentum.mul_(0.9).add_(grad), alpha=0.1)
+
+
+def resumes_with_local_state(mode: str) -> None:
+    plain = nn.Sequential(Scaled(), nn.Linear(DIM, 1))
+    model = wrapped(plain, mode)
+    optimizers = [Local(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(3):
+        mean(plain(*rows(step))).backward()
+        mean(model(*mine(rows(step)))).backward()
+        check_grads(plain, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_a_subclass_of_torchs_that_keeps_local_tensors_resumes(pools, mode):
+    pools(2).run(resumes_with_local_state, mode)
 
 
 @pytest.mark.parametrize(

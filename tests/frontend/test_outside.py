@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -92,6 +93,25 @@ def number_of_a_rank() -> None:
 
 def test_a_number_that_is_of_one_rank_is_refused(pools):
     pools(2).run(number_of_a_rank)
+
+
+def collectives_of_shards() -> None:
+    model = simple_fsdp(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    for tensor in (model.weight.data, model.weight.grad):
+        for send in (
+            lambda tensor: dist.broadcast(tensor, 0),
+            dist.all_reduce,
+            lambda tensor: dist.all_gather([tensor, tensor], tensor),
+            lambda tensor: dist.reduce_scatter_tensor(tensor, tensor),
+            lambda tensor: dist.send(tensor, 1 - dist.get_rank()),
+        ):
+            with pytest.raises(ValueError, match=r"of a sharded DTensor.*full_tensor\(\)"):
+                send(tensor)
+
+
+def test_a_collective_of_a_shard_is_refused_by_name(pools):
+    pools(2).run(collectives_of_shards)
 
 
 def truth_of_all_ranks() -> None:
