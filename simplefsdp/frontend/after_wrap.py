@@ -148,7 +148,15 @@ run_as_it_is(refuse_unsharded)
 
 
 def check_before_eager_forward(model: nn.Module) -> None:
-    """See that no parameter came after the wrap; say if a mode keeps the model eager."""
+    """See that no parameter came after the wrap, and that nothing records the forward that cannot
+    record gathers; say if a mode keeps the model eager."""
+    if torch.jit.is_tracing():
+        raise ValueError(
+            f"torch.jit.trace of {type(model).__name__}, or what is built on it (tensorboard's "
+            "add_graph, counters of FLOPs, torch.onnx.export(dynamo=False)), cannot record how "
+            "parameters are gathered; trace inside `with simplefsdp.unsharded(model, "
+            "writeback=False):`"
+        )
     refuse_unsharded(model)
     mode = dispatch_mode()
     if mode is not None:

@@ -198,12 +198,6 @@ def gather(
                     "torch.autograd.grad, or transform inside `with simplefsdp.unsharded(model):`, "
                     "on each rank by itself"
                 ) from error
-            if torch.jit.is_tracing():
-                raise ValueError(
-                    f"{fqn}: torch.jit.trace, and what is built on it (tensorboard's add_graph, "
-                    "counters of FLOPs, torch.onnx.export(dynamo=False)), cannot record a gather; "
-                    "trace inside `with simplefsdp.unsharded(model, writeback=False):`"
-                ) from error
             error.add_note(
                 f"{fqn} was being gathered. If ranks lost each other there: one has ended, "
                 "is late, or took another branch of the program; see their logs"

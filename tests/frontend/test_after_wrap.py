@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from simplefsdp import simple_fsdp
+from simplefsdp import simple_fsdp, unsharded
 from simplefsdp.frontend import after_wrap
 
 
@@ -46,6 +46,8 @@ def test_jit_trace_says_what_to_do(fake_mesh):
     model, x = simple_fsdp(nn.Sequential(nn.Linear(4, 4)), fake_mesh(2)), torch.ones(2, 4)
     with pytest.raises(ValueError, match=r"torch\.jit\.trace.*unsharded\(model, writeback=False"):
         torch.jit.trace(model, x)
+    with unsharded(model, writeback=False):
+        assert torch.jit.trace(model, x)(x).shape == (2, 4)
 
 
 def halved(model):
